@@ -1,0 +1,1 @@
+"""Slipstream: asynchronous reinforcement learning for language models, as services."""

@@ -1,0 +1,1 @@
+"""The slipstream command: start services on this machine, submit, follow, summarise."""

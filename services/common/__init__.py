@@ -1,0 +1,1 @@
+"""Code shared by the services; it never imports one of them."""

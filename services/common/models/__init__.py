@@ -1,0 +1,1 @@
+"""Models and tokenizers as trainer and rollouts both load them."""

@@ -1,0 +1,1 @@
+"""The run specification: what is trained, by which algorithm, on which data."""

@@ -1,0 +1,142 @@
+"""How rewards become a gradient, and how stale a sample may be."""
+
+import math
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from services.common.spec.base import SpecPart
+
+
+class KlSpec(SpecPart):
+    """Penalty for leaving the reference policy."""
+
+    coefficient: float = Field(0.0, ge=0)
+    """Weight of the penalty. 0 switches it off, and then no reference model is loaded."""
+    estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = "k3"
+    """Estimator of the divergence; a ``+`` keeps its value but takes k2's gradient."""
+    placement: Literal["loss", "reward"] = "loss"
+    """Whether the penalty is added to the loss or taken from the token rewards."""
+    target: float | None = Field(None, gt=0)
+    """With a target the coefficient adapts towards it; None keeps it fixed."""
+    horizon: int = Field(10_000, ge=1)
+    """Samples over which the adaptive coefficient moves."""
+
+
+class OverlongSpec(SpecPart):
+    """What happens to responses that ran into the length limit (DAPO, arXiv:2503.14476)."""
+
+    buffer_tokens: int = Field(0, ge=0)
+    """Tokens before the limit over which a soft penalty grows. 0 switches it off."""
+    penalty: float = Field(1.0, ge=0)
+    """Largest penalty, taken from the reward at the limit."""
+    mask_truncated: bool = False
+    """Whether truncated responses leave the loss (group statistics keep them)."""
+
+
+class RejectionSpec(SpecPart):
+    """Tokens or sequences that leave the loss because the policies disagree too much."""
+
+    level: Literal["token", "seq_sum", "seq_mean", "seq_max"]
+    """What the statistic is taken over."""
+    statistic: Literal["k1", "k2", "k3"] = "k1"
+    """``k1`` bounds the ratio itself; ``k2`` and ``k3`` bound the divergence from above."""
+    lower: float | None = None
+    """Least accepted value; None is no bound."""
+    upper: float | None = None
+    """Largest accepted value; None is no bound."""
+    negative_only: bool = False
+    """Whether only tokens with a negative advantage may be rejected."""
+
+
+class AlgorithmSpec(SpecPart):
+    """Advantage, loss, off-policy correction and staleness."""
+
+    advantage: Literal[
+        "grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline",
+        "remax", "gae",
+    ] = "grpo"
+    """Advantage estimator."""
+    loss: Literal[
+        "ppo", "gspo", "cispo", "aipo", "sapo", "reinforce"
+    ] = "ppo"
+    """Policy loss."""
+    aggregation: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm",
+        "seq-mean-token-mean",
+    ] = "token-mean"
+    """How token losses become one number; denominators are global over ranks and micro-batches."""
+    clip_low: float = Field(0.2, ge=0)
+    """Lower clip distance: the ratio is clipped at ``1 - clip_low``."""
+    clip_high: float = Field(0.28, ge=0)
+    """Upper clip distance: the ratio is clipped at ``1 + clip_high`` (DAPO's clip-higher)."""
+    dual_clip: float | None = Field(3.0, gt=1)
+    """Bound on the loss of tokens with a negative advantage; None switches it off."""
+    ratio_max: float = Field(5.0, gt=0)
+    """Truncation of the ratio in ``aipo``."""
+    sapo_temperature_positive: float = Field(1.0, gt=0)
+    """Gate temperature of ``sapo`` for positive advantages."""
+    sapo_temperature_negative: float = Field(1.05, gt=0)
+    """Gate temperature of ``sapo`` for negative advantages."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount per token (REINFORCE++, ReMax, GAE)."""
+    gae_lambda: float = Field(1.0, ge=0, le=1)
+    """Decay of the advantage estimate (GAE)."""
+    value_clip: float = Field(0.2, gt=0)
+    """Clip distance of the critic's value loss (GAE)."""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus."""
+    kl: KlSpec = KlSpec()
+    """Penalty for leaving the reference policy."""
+
+    correction: Literal["auto", "bypass", "decoupled", "none"] = "auto"
+    """Off-policy correction. ``bypass``: the sampling policy is the PPO baseline. ``decoupled``: weight
+    from sampling to proximal policy, clip around the proximal one. ``auto``: ``bypass`` with one update
+    per batch, else ``decoupled``. ``none`` is refused when training is asynchronous."""
+    correction_level: Literal["token", "sequence"] = "token"
+    """Whether the weight of ``decoupled`` is taken per token or per sequence."""
+    correction_cap: float = Field(2.0, gt=0)
+    """Largest weight of ``decoupled``."""
+    correction_floor: float = Field(0.0, ge=0)
+    """Least weight when ``correction_cap_mode`` is ``mask`` (IcePop)."""
+    correction_cap_mode: Literal["truncate", "mask"] = "truncate"
+    """Whether a weight beyond the cap is cut down to it (TIS) or its token is dropped (IcePop)."""
+    rejection: tuple[RejectionSpec, ...] = ()
+    """Masks that all have to accept a token."""
+
+    overlong: OverlongSpec = OverlongSpec()
+    """Treatment of responses at the length limit."""
+    dynamic_sampling: bool = False
+    """Whether groups whose rewards are all equal are replaced by fresh ones (DAPO)."""
+    max_refill_factor: float = Field(4.0, ge=1)
+    """Most groups generated for one batch under dynamic sampling, in batches; then it trains with what
+    there is."""
+    min_group_size: int = Field(2, ge=1)
+    """Groups with fewer finished members are replaced, not trained."""
+
+    max_staleness: int = Field(1, ge=0, le=64)
+    """Most weight versions a sample may lag behind when it is trained. 0 is synchronous, 1 one step
+    off. ``generate_ahead_steps`` is accepted as another name."""
+    on_stale: Literal["wait", "mask", "restart", "drop"] = "wait"
+    """What happens to a group that grew too stale before it was trained."""
+    stale_wait_timeout_s: float = Field(600.0, gt=0)
+    """Seconds that ``wait`` holds the trainer before it falls back to ``mask``."""
+    max_nonfinite_steps: int = Field(3, ge=0)
+    """Steps in a row that may be skipped because a number was not finite; one more ends the run."""
+
+    @model_validator(mode="after")
+    def _asynchronous_needs_a_correction(self) -> Self:
+        if self.correction == "none" and self.max_staleness > 0:
+            raise ValueError(
+                "algorithm.correction is 'none' but algorithm.max_staleness is "
+                f"{self.max_staleness}: training on stale samples without a correction loses accuracy; "
+                "set algorithm.correction to 'auto' or algorithm.max_staleness to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _numbers_are_finite(self) -> Self:
+        for name, value in self:
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"algorithm.{name} must be finite, but is {value}")
+        return self

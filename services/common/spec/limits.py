@@ -1,0 +1,18 @@
+"""How long a run may take and how often it may restart."""
+
+from pydantic import Field
+
+from services.common.spec.base import SpecPart
+
+
+class LimitsSpec(SpecPart):
+    """Deadlines and restarts of a run."""
+
+    start_timeout_s: float = Field(600.0, gt=0)
+    """Deadline for all workers to be ready, warm start included."""
+    step_timeout_s: float = Field(1800.0, gt=0)
+    """Deadline of one trainer step."""
+    stall_timeout_s: float = Field(600.0, gt=0)
+    """A group without a result for this long is taken from its replica and generated again."""
+    max_restarts: int = Field(0, ge=0)
+    """Failed workers that are started again before the run fails."""

@@ -1,0 +1,69 @@
+"""How responses are generated and scored."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from services.common.spec.base import SpecPart
+
+
+class SamplingSpec(SpecPart):
+    """How the next token is drawn."""
+
+    temperature: float = Field(1.0, ge=0, le=10)
+    """Divides the logits, in the engine and in the trainer. 0 is greedy (evaluation only)."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Keeps the smallest set of tokens with this much probability. Training needs 1.0."""
+    top_k: int = Field(0, ge=0)
+    """Keeps this many tokens; 0 keeps all. Training needs 0."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, besides the end-of-sequence token."""
+
+
+class RewardSpec(SpecPart):
+    """One term of the reward."""
+
+    name: str
+    """``exact_match``, ``math_verify``, ``reasoning_gym``, or ``module:function`` / ``file.py:function``
+    called with ``(prompt, response, answer, row)``."""
+    weight: float = 1.0
+    """Factor of this term in the sum."""
+    timeout_s: float = Field(30.0, gt=0)
+    """Deadline of one evaluation; past it the sample fails as ``timeout`` and is not scored 0."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments handed to the reward."""
+
+
+class RolloutSpec(SpecPart):
+    """Engine, sampling and group handling."""
+
+    engine: Literal["torch", "vllm", "sglang", "fake"] = "torch"
+    """Generation engine."""
+    engine_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the engine itself, by its own names."""
+    replicas: int = Field(2, ge=1, le=4096)
+    """Rollout processes or pods."""
+    group_size: int = Field(8, ge=1, le=1024)
+    """Responses per prompt."""
+    max_response_tokens: int = Field(256, ge=1)
+    """Longest response; a longer one is truncated and flagged."""
+    max_running_samples: int = Field(256, ge=1)
+    """Samples decoded at once in one replica."""
+    sampling: SamplingSpec = SamplingSpec()
+    """How training responses are drawn."""
+    partial_rollout: bool = False
+    """Whether a weight update interrupts responses and continues them under the new weights."""
+    max_segments: int = Field(16, ge=1)
+    """Most weight versions in one response before it is finished or dropped."""
+    workflow: str = "single_turn"
+    """``single_turn``, ``multi_turn``, or ``module:Class`` of your own."""
+    workflow_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the workflow."""
+    rewards: tuple[RewardSpec, ...] = Field(min_length=1)
+    """Terms of the reward; the sum is what training sees."""
+    reward_concurrency: int = Field(8, ge=1)
+    """Reward evaluations at once in one replica."""
+    on_reward_failure: Literal["regenerate", "mask"] = "regenerate"
+    """What happens to a sample whose reward failed: generated again, or kept out of the loss."""
+    max_attempts: int = Field(3, ge=1)
+    """Times a group is tried before its prompt is quarantined."""

@@ -1,0 +1,28 @@
+"""When and how the policy is evaluated on held-out prompts."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from services.common.spec.base import SpecPart
+
+
+class ValidationSpec(SpecPart):
+    """Evaluation of one pinned weight version, beside training."""
+
+    every: int = Field(10, ge=0)
+    """Weight versions between evaluations; 0 leaves only the first and the last."""
+    before_train: bool = True
+    """Whether the initial weights are evaluated."""
+    at_end: bool = True
+    """Whether the final weights are evaluated."""
+    only: bool = False
+    """Whether the run ends after the first evaluation."""
+    mode: Literal["overlap", "barrier"] = "overlap"
+    """Whether training goes on meanwhile."""
+    samples_per_prompt: int = Field(1, ge=1)
+    """Sampled responses per held-out prompt, besides a greedy one."""
+    temperature: float = Field(1.0, gt=0)
+    """Temperature of the sampled responses."""
+    timeout_s: float = Field(1800.0, gt=0)
+    """Deadline of one evaluation; past it, what was scored is reported with status ``timeout``."""

@@ -1,0 +1,22 @@
+"""How new weights reach the rollouts."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from services.common.spec.base import SpecPart
+
+
+class WeightSyncSpec(SpecPart):
+    """Transport, buckets and deadlines of the weight plane."""
+
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """Collective backend; ``auto`` takes NCCL when every member has a GPU, else Gloo."""
+    bucket_bytes: int = Field(64 << 20, ge=1 << 16)
+    """Bytes sent by one collective."""
+    publish_every: int = Field(1, ge=1)
+    """Trainer steps between two published versions."""
+    form_timeout_s: float = Field(60.0, gt=0)
+    """Deadline for building the group."""
+    transfer_timeout_s: float = Field(60.0, gt=0)
+    """Deadline for one transfer, verification included."""

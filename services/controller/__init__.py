@@ -1,0 +1,1 @@
+"""The control plane: runs, prompts, staleness, weight-sync sessions; never tensors."""

@@ -1,0 +1,1 @@
+"""Generation: engines, workflows and rewards; groups in, scored samples out."""

@@ -1,0 +1,1 @@
+"""Episode shapes: what happens between a prompt and a scored sample."""

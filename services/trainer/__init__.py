@@ -1,0 +1,1 @@
+"""Optimization: losses, advantages, corrections, the step and its checkpoints."""

@@ -1,0 +1,1 @@
+"""The data plane: holds samples between rollouts and trainer."""
