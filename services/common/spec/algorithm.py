@@ -53,16 +53,24 @@ class AlgorithmSpec(SpecPart):
     """Advantage, loss, off-policy correction and staleness."""
 
     advantage: Literal[
-        "grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline",
-        "remax", "gae",
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "opo",
+        "pass_at_k",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "remax",
+        "gae",
     ] = "grpo"
     """Advantage estimator."""
-    loss: Literal[
-        "ppo", "gspo", "cispo", "aipo", "sapo", "reinforce"
-    ] = "ppo"
+    loss: Literal["ppo", "gspo", "cispo", "aipo", "sapo", "reinforce"] = "ppo"
     """Policy loss."""
     aggregation: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm",
+        "token-mean",
+        "token-sum",
+        "seq-mean-token-sum",
+        "seq-mean-token-sum-norm",
         "seq-mean-token-mean",
     ] = "token-mean"
     """How token losses become one number; denominators are global over ranks and micro-batches."""

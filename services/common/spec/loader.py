@@ -38,7 +38,7 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise SpecError(
-            [f"{path}: cannot be read ({error.strerror}); name an existing file such as examples/sort4.yaml"]
+            [f"{path}: cannot be read ({error.strerror}); name a file such as examples/sort4.yaml"]
         ) from error
     try:
         document = yaml.safe_load(text)
@@ -85,7 +85,9 @@ def resolve_paths(spec: RunSpec, folder: Path) -> RunSpec:
     if not spec.model.is_tiny and (folder / spec.model.path).is_dir():
         model["path"] = str((folder / spec.model.path).resolve())
     if spec.model.warm_start is not None:
-        model["warm_start"]["examples"] = _absolute_callable(model["warm_start"]["examples"], folder)
+        model["warm_start"]["examples"] = _absolute_callable(
+            model["warm_start"]["examples"], folder
+        )
     for key in ("train", "heldout"):
         source = document["data"][key]
         if source is None:
@@ -110,7 +112,9 @@ def _absolute_callable(reference: str, folder: Path) -> str:
 def _apply_override(document: dict[str, Any], assignment: str) -> None:
     key, separator, text = assignment.partition("=")
     if not separator or not key:
-        raise SpecError([f"--set {assignment}: expected KEY=VALUE, for example algorithm.max_staleness=2"])
+        raise SpecError(
+            [f"--set {assignment}: expected KEY=VALUE, for example algorithm.max_staleness=2"]
+        )
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -121,7 +125,9 @@ def _apply_override(document: dict[str, Any], assignment: str) -> None:
         is_leaf = depth == len(parents)
         if isinstance(target, list):
             if not part.isdigit() or int(part) >= len(target):
-                raise SpecError([f"--set {key}: {part!r} is no index of a list of {len(target)} items"])
+                raise SpecError(
+                    [f"--set {key}: {part!r} is no index of a list of {len(target)} items"]
+                )
             if is_leaf:
                 target[int(part)] = value
             else:

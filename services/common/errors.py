@@ -1,0 +1,216 @@
+"""Errors that cross a service boundary, and their form on the wire.
+
+    ServiceError
+    |-- InvalidArgumentError     the request breaks a rule          INVALID_ARGUMENT
+    |-- NotFoundError            what it names does not exist       NOT_FOUND
+    |-- AlreadyExistsError       same id, other content             ALREADY_EXISTS
+    |-- FailedPreconditionError  wrong state for this request       FAILED_PRECONDITION
+    |-- AbortedError             a concurrent writer was faster     ABORTED
+    |-- ResourceExhaustedError   no room now; says when to retry    RESOURCE_EXHAUSTED
+    |-- UnavailableError         the peer cannot be reached         UNAVAILABLE
+    |-- DeadlineExceededError    the deadline passed                DEADLINE_EXCEEDED
+    |-- DataLossError            bytes are damaged or gone          DATA_LOSS
+    |-- UnauthenticatedError     who asks is not known              UNAUTHENTICATED
+    |-- PermissionDeniedError    who asks may not                   PERMISSION_DENIED
+    `-- InternalError            a fault of ours                    INTERNAL
+
+On the wire an error is a ``google.rpc.Status`` with one ``ErrorInfo`` (AIP-193): ``reason`` is the class's
+stable code, ``metadata`` holds everything variable in the message.
+"""
+
+from typing import ClassVar
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+DOMAIN = "slipstream"
+
+
+class ServiceError(Exception):
+    """Base of all errors that a service reports to its callers.
+
+    Args:
+        message: What was expected, what came, and what to do.
+        metadata: The variable parts of the message, by name.
+    """
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    reason: ClassVar[str] = "INTERNAL"
+
+    def __init__(self, message: str, **metadata: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.metadata = {name: str(value) for name, value in metadata.items()}
+
+
+class InvalidArgumentError(ServiceError):
+    """The request breaks a rule, whatever the state of the service."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "INVALID_ARGUMENT"
+
+
+class NotFoundError(ServiceError):
+    """What the request names does not exist."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "NOT_FOUND"
+
+
+class AlreadyExistsError(ServiceError):
+    """What the request would create exists with other content."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+    reason = "ALREADY_EXISTS"
+
+
+class FailedPreconditionError(ServiceError):
+    """The service is in the wrong state for this request."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "FAILED_PRECONDITION"
+
+
+class AbortedError(ServiceError):
+    """A concurrent writer was faster."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "ABORTED"
+
+
+class ResourceExhaustedError(ServiceError):
+    """There is no room now."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, **metadata: object) -> None:
+        super().__init__(message, retry_after_s=retry_after_s, **metadata)
+
+    @property
+    def retry_after_s(self) -> float:
+        """Seconds after which another try makes sense."""
+        return float(self.metadata["retry_after_s"])
+
+
+class UnavailableError(ServiceError):
+    """The peer cannot be reached or is not ready."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "UNAVAILABLE"
+
+
+class DeadlineExceededError(ServiceError):
+    """The deadline passed before an answer came."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    reason = "DEADLINE_EXCEEDED"
+
+
+class DataLossError(ServiceError):
+    """Bytes are damaged or gone."""
+
+    code = grpc.StatusCode.DATA_LOSS
+    reason = "DATA_LOSS"
+
+
+class UnauthenticatedError(ServiceError):
+    """Who asks is not known."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(ServiceError):
+    """Who asks may not do this."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+    reason = "PERMISSION_DENIED"
+
+
+class InternalError(ServiceError):
+    """A fault of ours."""
+
+
+def to_status(error: ServiceError) -> grpc.Status:
+    """The gRPC status that carries ``error``."""
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
+    detail = any_pb2.Any()
+    detail.Pack(info)
+    number: int = error.code.value[0]
+    status: grpc.Status = rpc_status.to_status(
+        status_pb2.Status(code=number, message=error.message, details=[detail])
+    )
+    return status
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
+    """The error that a peer reported, as the class that the peer raised.
+
+    Args:
+        error: What grpc raised.
+        peer: Names the peer and method, for errors that grpc made itself.
+    """
+    info = _error_info(error)
+    if info is None:
+        cls = _BY_CODE.get(error.code(), InternalError)
+        return _build(cls, f"{peer}: {error.details() or error.code().name}", {})
+    cls = _by_reason().get(info.reason) or _BY_CODE.get(error.code(), InternalError)
+    return _build(cls, error.details() or "", dict(info.metadata))
+
+
+def _error_info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
+    for key, value in error.trailing_metadata() or ():
+        if key != "grpc-status-details-bin":
+            continue
+        status = status_pb2.Status.FromString(value if isinstance(value, bytes) else value.encode())
+        if status.code == code_pb2.OK:
+            return None
+        for detail in status.details:
+            info = error_details_pb2.ErrorInfo()
+            if detail.Unpack(info):
+                return info
+    return None
+
+
+def _build(cls: type[ServiceError], message: str, metadata: dict[str, str]) -> ServiceError:
+    error = cls.__new__(cls)
+    Exception.__init__(error, message)
+    error.message = message
+    error.metadata = metadata
+    if cls is ResourceExhaustedError:
+        metadata.setdefault("retry_after_s", "1.0")
+    return error
+
+
+def _by_reason() -> dict[str, type[ServiceError]]:
+    classes: dict[str, type[ServiceError]] = {}
+    pending = [ServiceError]
+    while pending:
+        cls = pending.pop()
+        classes[cls.reason] = cls
+        pending.extend(cls.__subclasses__())
+    classes["INTERNAL"] = InternalError
+    return classes
+
+
+_BY_CODE: dict[grpc.StatusCode, type[ServiceError]] = {
+    cls.code: cls
+    for cls in (
+        InvalidArgumentError,
+        NotFoundError,
+        AlreadyExistsError,
+        FailedPreconditionError,
+        AbortedError,
+        ResourceExhaustedError,
+        UnavailableError,
+        DeadlineExceededError,
+        DataLossError,
+        UnauthenticatedError,
+        PermissionDeniedError,
+        InternalError,
+    )
+}
+_BY_CODE[grpc.StatusCode.CANCELLED] = UnavailableError

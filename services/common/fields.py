@@ -1,0 +1,71 @@
+"""Data dictionary: the fields and tags of a sample, their types and meaning.
+
+A sample's tensors are fields and live in the transferqueue. Its small facts are tags, travel in
+``KVBatchMeta`` and are all that the controller sees.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """One tensor of a sample."""
+
+    name: str
+    """Name on the wire."""
+    dtype: str
+    """Element type."""
+    shape: str
+    """Shape of one sample; ``P`` prompt tokens, ``R`` response tokens, ``K`` runs of versions."""
+    producer: str
+    """Who writes it: ``rollout``, ``logp`` or ``ref_logp``."""
+    meaning: str
+    """What it holds."""
+
+
+FIELDS: Final = tuple(
+    Field(name=name, dtype=dtype, shape=shape, producer=producer, meaning=meaning)
+    for name, dtype, shape, producer, meaning in (
+        ("prompt_ids", "int32", "[P]", "rollout", "tokens of the prompt; stored once per group"),
+        ("response_ids", "int32", "[R]", "rollout", "tokens after the prompt, tool tokens included"),
+        ("response_mask", "bool", "[R]", "rollout", "True where the policy sampled the token"),
+        (
+            "rollout_logprobs", "float32", "[R]", "rollout",
+            "log-probability of each token under the policy and temperature that sampled it",
+        ),
+        (
+            "version_runs", "int32", "[K, 2]", "rollout",
+            "run-length weight versions: (weight_version, num_tokens); tool tokens have version -1",
+        ),
+        ("rewards", "float32", "[]", "rollout", "task reward of the whole response"),
+        ("ref_logprobs", "float32", "[R]", "ref_logp", "log-probability under the frozen reference"),
+        (
+            "proximal_logprobs", "float32", "[R]", "logp",
+            "log-probability under the trainer's weights at the start of the step",
+        ),
+    )
+)  # fmt: skip
+
+ROLLOUT_FIELDS: Final = tuple(field.name for field in FIELDS if field.producer == "rollout")
+
+TAGS: Final = {
+    "group_id": "text: the group, one prompt's samples",
+    "member": "int: index in the group",
+    "attempt": "int: try of the group, from 1",
+    "v_min": "int: oldest weight version in the response",
+    "v_max": "int: newest weight version in the response",
+    "v_first": "int: weight version of the first token",
+    "num_segments": "int: pieces that the response was generated in",
+    "prompt_tokens": "int: length of the prompt",
+    "response_tokens": "int: length of the response",
+    "reward": "float: task reward",
+    "finish_reason": "text: stop, length or failed",
+    "data_source": "text: origin of the prompt, for scores per source",
+    "greedy": "int: 1 if the response was decoded greedily",
+}
+
+
+def partition_id(run_id: str, purpose: Literal["train", "validation", "partial"]) -> str:
+    """Name of a run's partition in the transferqueue."""
+    return f"{run_id}/{purpose}"

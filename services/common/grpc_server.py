@@ -1,0 +1,129 @@
+"""One way to serve gRPC: limits, health, error mapping, graceful stop."""
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+
+from services.common.errors import InternalError, InvalidArgumentError, ServiceError, to_status
+
+logger = logging.getLogger(__name__)
+
+# KVBatchMeta of 100,000 samples is about 10 MiB; nothing on this plane is larger.
+MAX_MESSAGE_BYTES = 64 << 20
+STOP_GRACE_S = 2.0
+
+
+@asynccontextmanager
+async def serve(bind: str, register: Callable[[grpc.aio.Server], None]) -> AsyncIterator[int]:
+    """Serve until the block ends, then stop gracefully.
+
+    Args:
+        bind: ``host:port``; port 0 takes a free one.
+        register: Adds the servicers to the server.
+
+    Yields:
+        The port that is served.
+
+    Raises:
+        InvalidArgumentError: If the address cannot be bound.
+    """
+    server = grpc.aio.server(
+        interceptors=[_ErrorInterceptor()],
+        options=[
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.so_reuseport", 0),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ],
+    )
+    register(server)
+    health = health_aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    try:
+        port = server.add_insecure_port(bind)
+    except RuntimeError as error:
+        raise InvalidArgumentError(
+            f"cannot listen on {bind}: the port is in use or the address is not of this host; "
+            "choose another port, or 0 for any free one",
+            bind=bind,
+        ) from error
+    await server.start()
+    await health.set("", health_pb2.HealthCheckResponse.SERVING)
+    try:
+        yield port
+    finally:
+        await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        await server.stop(grace=STOP_GRACE_S)
+
+
+class _ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns ServiceErrors into statuses, and anything unforeseen into INTERNAL with a log entry."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        method = handler_call_details.method
+        if handler.request_streaming:
+            return handler
+        if handler.response_streaming:
+            wrapped = _guard_stream(handler.unary_stream, method)
+            factory: Any = grpc.unary_stream_rpc_method_handler
+        else:
+            wrapped = _guard_unary(handler.unary_unary, method)
+            factory = grpc.unary_unary_rpc_method_handler
+        return factory(
+            wrapped,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _guard_unary(behavior: Any, method: str) -> Any:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await behavior(request, context)
+        except ServiceError as error:
+            await _abort(context, error)
+        except Exception as error:  # noqa: BLE001  the edge: an unforeseen fault must reach the caller
+            await _abort(context, _unforeseen(error, method))
+
+    return guarded
+
+
+def _guard_stream(behavior: Any, method: str) -> Any:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            async for response in behavior(request, context):
+                yield response
+        except ServiceError as error:
+            await _abort(context, error)
+        except Exception as error:  # noqa: BLE001  the edge: an unforeseen fault must reach the caller
+            await _abort(context, _unforeseen(error, method))
+
+    return guarded
+
+
+def _unforeseen(error: Exception, method: str) -> InternalError:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    logger.error("request failed", exc_info=error, extra={"method": method})
+    return InternalError(
+        f"{method} failed with {type(error).__name__}: {error}; this is a fault in the service, see its log",
+        method=method,
+    )
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError) -> None:
+    status = to_status(error)
+    await context.abort(status.code, status.details, status.trailing_metadata)

@@ -1,0 +1,57 @@
+"""Log lines for people or for machines, with the fields of the process in each."""
+
+import json
+import logging
+import sys
+from typing import Literal
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def configure(
+    *, level: str = "INFO", log_format: Literal["text", "json"] = "text", **fields: object
+) -> None:
+    """Send all log records to standard error.
+
+    Args:
+        level: Least level that is logged.
+        log_format: ``text`` for people, ``json`` for machines.
+        fields: Facts of this process that each line carries, such as ``service`` and ``run``.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter(fields) if log_format == "json" else _TextFormatter(fields))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+def _extras(record: logging.LogRecord) -> dict[str, object]:
+    return {key: value for key, value in vars(record).items() if key not in _STANDARD}
+
+
+class _TextFormatter(logging.Formatter):
+    def __init__(self, fields: dict[str, object]) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
+        self._prefix = " ".join(str(value) for value in fields.values())
+
+    def format(self, record: logging.LogRecord) -> str:
+        extras = " ".join(f"{key}={value}" for key, value in _extras(record).items())
+        return " ".join(part for part in (self._prefix, super().format(record), extras) if part)
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, fields: dict[str, object]) -> None:
+        super().__init__()
+        self._fields = fields
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **self._fields,
+            **_extras(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)

@@ -1,0 +1,36 @@
+"""Prometheus metrics: bucket families and the ``/metrics`` server of a process."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from prometheus_client import REGISTRY, start_http_server
+
+# Upper bounds; the 0.3 s bound of `SYNC` makes "syncs under 300 ms" a direct ratio.
+STALENESS: Final = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+SPANS: Final = (1, 2, 3, 4, 5, 8, 12, 16)
+SYNC: Final = (
+    0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 20, 30, 60, 120, 300,
+)  # fmt: skip
+RPC: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+ROLLOUT: Final = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 3600)
+STEP: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 3600)
+TOKENS: Final = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+
+
+@contextmanager
+def serve_metrics(port: int) -> Iterator[int]:
+    """Serve ``/metrics`` of this process until the block ends; port 0 serves nothing.
+
+    Yields:
+        The port that is served, or 0.
+    """
+    if port == 0:
+        yield 0
+        return
+    server, thread = start_http_server(port, registry=REGISTRY)
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        thread.join(timeout=5)
