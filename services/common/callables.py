@@ -1,0 +1,94 @@
+"""User code by reference: ``module:function`` or ``file.py:function`` to the callable itself."""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def load_callable(reference: str) -> Callable[..., Any]:
+    """Import the callable that a specification names.
+
+    What the user's module itself raises while it is imported travels unchanged.
+
+    Args:
+        reference: ``package.module:name`` or ``path/to/file.py:name``.
+
+    Raises:
+        ValueError: If the reference has no such form, or names no callable; the message names the
+            reference, what was found, and the fix.
+    """
+    location, separator, name = reference.rpartition(":")
+    if not separator or not location or not name.isidentifier():
+        raise ValueError(
+            f"{reference!r} is no import path; write 'module:function' or 'file.py:function'"
+        )
+    module = _load_file(location, reference) if _is_file(location) else _load(location, reference)
+    target = getattr(module, name, None)
+    if target is None:
+        public = sorted(key for key in vars(module) if not key.startswith("_"))
+        raise ValueError(
+            f"{reference!r}: {location} has no {name!r}; it defines {', '.join(public) or 'nothing'}"
+        )
+    if not callable(target):
+        raise ValueError(  # noqa: TRY004 -- the reference is wrong, not an argument's type
+            f"{reference!r}: {name} is a {type(target).__name__}; name a function or a class"
+        )
+    return target  # type: ignore[no-any-return]
+
+
+def source_digest(reference: str) -> str:
+    """SHA-256 of the source file that defines a callable, in hex.
+
+    Raises:
+        ValueError: As :func:`load_callable`, or if the callable has no source file.
+    """
+    module = sys.modules.get(load_callable(reference).__module__)
+    file = getattr(module, "__file__", None)
+    if file is None:
+        raise ValueError(f"{reference!r} has no source file; name a function defined in Python")
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def _is_file(location: str) -> bool:
+    return location.endswith(".py")
+
+
+def _load(location: str, reference: str) -> ModuleType:
+    try:
+        return importlib.import_module(location)
+    except ModuleNotFoundError as error:
+        parents = location.split(".")
+        if error.name not in [".".join(parents[: i + 1]) for i in range(len(parents))]:
+            raise
+        raise ValueError(
+            f"{reference!r}: there is no module {error.name!r}; install it, or write the path of a "
+            "Python file as 'file.py:function'"
+        ) from error
+
+
+def _load_file(location: str, reference: str) -> ModuleType:
+    path = Path(location).resolve()
+    if not path.is_file():
+        raise ValueError(f"{reference!r}: there is no file {location}; check the path")
+    # One module per file, however often it is named, so that its state and classes exist once.
+    module_name = (
+        f"slipstream_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    )
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    found = importlib.util.spec_from_file_location(module_name, path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[module_name] = module
+    try:
+        found.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module

@@ -1,0 +1,124 @@
+"""Models by specification: a folder, a Hugging Face id, or a preset made on the spot."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from services.common.models import presets
+from services.common.models.tokenizer import Tokenizer
+from services.common.spec.model import ModelSpec
+
+
+def load_config(model: ModelSpec, tokenizer: Tokenizer) -> PretrainedConfig:
+    """The Hugging Face configuration of a model.
+
+    Raises:
+        ValueError: If ``model.path`` names none.
+    """
+    if model.is_tiny:
+        values = presets.preset_config(
+            model.path,
+            vocab_size=tokenizer.vocab_size,
+            eos_id=tokenizer.eos_id,
+            pad_id=tokenizer.pad_id,
+        )
+        return AutoConfig.for_model(**values)
+    try:
+        config = AutoConfig.from_pretrained(
+            model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(_problem(model, error)) from error
+    return cast("PretrainedConfig", config)
+
+
+def build_model(
+    config: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int = 0,
+    attention: str = "sdpa",
+) -> PreTrainedModel:
+    """A causal language model with random weights, the same for the same seed.
+
+    Rollouts start with this: the weights they serve arrive over the weight plane.
+
+    Args:
+        config: Shape of the model.
+        dtype: Of the weights.
+        device: Where the weights are made.
+        seed: Of the weights; the global random state stays as it was.
+        attention: Name of the attention implementation.
+    """
+    devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.device(device):
+        torch.manual_seed(seed)
+        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation=attention
+        )
+    return cast("PreTrainedModel", model.eval())
+
+
+def load_model(
+    model: ModelSpec,
+    tokenizer: Tokenizer,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int = 0,
+    attention: str = "sdpa",
+) -> PreTrainedModel:
+    """A causal language model with its weights.
+
+    A preset gets random weights; the trainer turns them into a base model (``warm_start``).
+
+    Raises:
+        ValueError: If ``model.path`` names no model that loads.
+    """
+    if model.is_tiny:
+        config = load_config(model, tokenizer)
+        return build_model(config, dtype=dtype, device=device, seed=seed, attention=attention)
+    arguments: dict[str, Any] = {
+        "revision": model.revision,
+        "trust_remote_code": model.trust_remote_code,
+    }
+    return _from_pretrained(model, arguments, dtype, device, attention)
+
+
+def load_folder(
+    folder: Path, *, dtype: torch.dtype, device: torch.device | str, attention: str = "sdpa"
+) -> PreTrainedModel:
+    """A model that :meth:`PreTrainedModel.save_pretrained` wrote."""
+    return _from_pretrained(ModelSpec(path=str(folder)), {}, dtype, device, attention)
+
+
+def _from_pretrained(
+    model: ModelSpec,
+    arguments: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    attention: str,
+) -> PreTrainedModel:
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model.path,
+            dtype=dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            **arguments,
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(_problem(model, error)) from error
+    return cast("PreTrainedModel", loaded.to(device).eval())
+
+
+def _problem(model: ModelSpec, error: Exception) -> str:
+    text = str(error).strip()
+    reason = text.splitlines()[0] if text else type(error).__name__
+    return (
+        f"model.path {model.path!r} does not load ({reason}); name a folder with config.json and "
+        f"safetensors weights, a Hugging Face id, or one of {', '.join(presets.preset_names())}"
+    )

@@ -1,0 +1,63 @@
+"""Tiny models that are made on the spot: their shapes, without torch."""
+
+from typing import Any
+
+from services.common.spec.model import TINY_PREFIX
+
+# name: (architecture, hidden size, layers, heads, key-value heads, intermediate size)
+_SHAPES = {
+    "qwen2-0.4m": ("qwen2", 128, 2, 4, 4, 336),
+    "qwen2-1.2m": ("qwen2", 160, 4, 4, 4, 416),
+    "qwen2-3m": ("qwen2", 256, 4, 4, 4, 672),
+    "qwen3-0.4m": ("qwen3", 128, 2, 4, 2, 352),
+    "llama-0.4m": ("llama", 128, 2, 4, 2, 352),
+}
+_CLASSES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+}
+_MAX_POSITIONS = 32_768
+
+
+def preset_names() -> tuple[str, ...]:
+    """Every preset, as ``model.path`` spells it."""
+    return tuple(TINY_PREFIX + name for name in _SHAPES)
+
+
+def preset_config(path: str, *, vocab_size: int, eos_id: int, pad_id: int) -> dict[str, Any]:
+    """The Hugging Face configuration of a preset, as a dictionary.
+
+    ``tiny:qwen2-3m`` has heads of 64 dimensions, which GPU engines ask for.
+
+    Args:
+        path: A preset such as ``tiny:qwen2-0.4m``.
+        vocab_size: Number of tokens of the tokenizer.
+        eos_id: Token that ends a response.
+        pad_id: Token that fills up.
+
+    Raises:
+        ValueError: If there is no such preset.
+    """
+    shape = _SHAPES.get(path.removeprefix(TINY_PREFIX)) if path.startswith(TINY_PREFIX) else None
+    if shape is None:
+        raise ValueError(
+            f"model.path {path!r} is no preset; choose one of {', '.join(preset_names())}"
+        )
+    model_type, hidden, layers, heads, kv_heads, intermediate = shape
+    return {
+        "model_type": model_type,
+        "architectures": [_CLASSES[model_type]],
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "max_position_embeddings": _MAX_POSITIONS,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": eos_id,
+        "pad_token_id": pad_id,
+    }

@@ -1,0 +1,43 @@
+"""User code is found by reference, and a wrong reference says what to do."""
+
+from pathlib import Path
+
+import pytest
+
+from services.common.callables import load_callable, source_digest
+
+
+def test_a_function_of_a_module_is_found() -> None:
+    assert load_callable("math:floor")(1.5) == 1
+
+
+def test_a_file_is_imported_once(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.py"
+    file.write_text("def first():\n    return 1\n\ndef second():\n    return 2\n")
+    first, second = load_callable(f"{file}:first"), load_callable(f"{file}:second")
+    assert (first(), second()) == (1, 2)
+    assert first.__module__ == second.__module__
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("nothing", "write 'module:function'"),
+        ("no_such_module_here:f", "there is no module"),
+        ("math:no_such_function", "has no 'no_such_function'"),
+        ("math:pi", "is a float"),
+        ("missing.py:f", "there is no file"),
+    ],
+)
+def test_a_wrong_reference_is_refused_by_name(reference: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        load_callable(reference)
+    assert reference in str(caught.value)
+
+
+def test_the_digest_follows_the_source(tmp_path: Path) -> None:
+    digests = set()
+    for name, body in (("a.py", "1"), ("b.py", "2")):
+        (tmp_path / name).write_text(f"def task():\n    return {body}\n")
+        digests.add(source_digest(f"{tmp_path / name}:task"))
+    assert len(digests) == 2
