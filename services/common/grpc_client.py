@@ -3,25 +3,18 @@
 import asyncio
 import random
 import time
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
 from services.common.errors import UnavailableError, from_rpc_error
 from services.common.grpc_server import MAX_MESSAGE_BYTES
 
-RequestT = TypeVar("RequestT", contravariant=True)
-ResponseT = TypeVar("ResponseT", covariant=True)
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
 
 _FIRST_DELAY_S = 0.05
 _LONGEST_DELAY_S = 2.0
-
-
-class UnaryMethod(Protocol[RequestT, ResponseT]):
-    """A unary method of a generated asynchronous stub."""
-
-    def __call__(self, request: RequestT, /, *, timeout: float | None = None) -> Any:
-        """Start the call."""
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
@@ -42,7 +35,7 @@ def open_channel(address: str) -> grpc.aio.Channel:
 
 
 async def call(
-    method: UnaryMethod[RequestT, ResponseT],
+    method: grpc.aio.UnaryUnaryMultiCallable[RequestT, ResponseT],
     request: RequestT,
     *,
     timeout_s: float,

@@ -1,0 +1,89 @@
+"""gRPC face of a weight member."""
+
+from typing import Any
+
+import grpc
+
+from services.common.errors import InvalidArgumentError
+from services.common.weightsync.member import WeightMember
+from services.common.weightsync.plan import TensorSpec
+from slipstream.weightsync.v1 import weightsync_pb2 as pb
+from slipstream.weightsync.v1 import weightsync_pb2_grpc
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
+    """Translates requests for a :class:`WeightMember`."""
+
+    def __init__(self, member: WeightMember) -> None:
+        self._member = member
+
+    async def DescribeWeights(  # noqa: N802
+        self, request: pb.DescribeWeightsRequest, context: _Context
+    ) -> pb.DescribeWeightsResponse:
+        """Return what the trainer sends."""
+        return pb.DescribeWeightsResponse(
+            tensors=[
+                pb.TensorSpec(name=spec.name, shape=spec.shape, dtype=spec.dtype)
+                for spec in self._member.describe()
+            ]
+        )
+
+    async def AgreePlan(  # noqa: N802
+        self, request: pb.AgreePlanRequest, context: _Context
+    ) -> pb.AgreePlanResponse:
+        """Make the plan."""
+        tensors = [
+            TensorSpec(tensor.name, tuple(tensor.shape), tensor.dtype) for tensor in request.tensors
+        ]
+        try:
+            plan_hash = self._member.agree_plan(tensors, request.bucket_bytes)
+        except ValueError as error:
+            raise InvalidArgumentError(str(error)) from error
+        return pb.AgreePlanResponse(plan_hash=plan_hash)
+
+    async def FormGroup(  # noqa: N802
+        self, request: pb.FormGroupRequest, context: _Context
+    ) -> pb.FormGroupResponse:
+        """Join a group."""
+        await self._member.form(
+            request.epoch,
+            rank=request.rank,
+            world_size=request.world_size,
+            backend=request.backend,
+            scope=request.scope,
+            timeout_s=request.timeout_s,
+        )
+        return pb.FormGroupResponse()
+
+    async def PrepareTransfer(  # noqa: N802
+        self, request: pb.PrepareTransferRequest, context: _Context
+    ) -> pb.PrepareTransferResponse:
+        """Get ready for a transfer."""
+        await self._member.prepare(request.epoch, request.version, request.plan_hash)
+        return pb.PrepareTransferResponse()
+
+    async def TransferWeights(  # noqa: N802
+        self, request: pb.TransferWeightsRequest, context: _Context
+    ) -> pb.TransferWeightsResponse:
+        """Send or receive a version."""
+        report = await self._member.transfer(request.epoch, request.version, request.timeout_s)
+        return pb.TransferWeightsResponse(
+            digest=report.digest, size_bytes=report.num_bytes, duration_s=report.seconds
+        )
+
+    async def AdoptWeights(  # noqa: N802
+        self, request: pb.AdoptWeightsRequest, context: _Context
+    ) -> pb.AdoptWeightsResponse:
+        """Put a version into service."""
+        return pb.AdoptWeightsResponse(
+            stall_s=await self._member.adopt(request.version, request.digest)
+        )
+
+    async def AbortGroup(  # noqa: N802
+        self, request: pb.AbortGroupRequest, context: _Context
+    ) -> pb.AbortGroupResponse:
+        """Give up an epoch."""
+        self._member.abort(request.epoch, request.reason)
+        return pb.AbortGroupResponse()
