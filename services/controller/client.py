@@ -1,0 +1,276 @@
+"""A worker's tie to its controller: registration, heartbeats, reports, rendezvous. No torch.
+
+async with WorkerSession(settings, role="rollout", port=port) as session:
+    session.report(state="ready", weight_version=0)
+    await session.stopped()
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+from services.common.errors import DataLossError, DeadlineExceededError, UnavailableError
+from services.common.grpc_client import call, open_channel
+from services.common.host import host_id
+from services.common.ids import new_id
+from services.common.settings import WorkerSettings
+from services.common.spec.loader import parse_spec, spec_digest
+from services.common.spec.run import RunSpec
+from slipstream.controller.v1 import membership_pb2 as pb
+from slipstream.controller.v1 import membership_pb2_grpc
+from slipstream.type.v1 import worker_pb2
+
+logger = logging.getLogger(__name__)
+
+WorkerRole = Literal["trainer", "rollout"]
+WorkerState = Literal["loading", "loaded", "ready", "draining", "failed"]
+
+_T = TypeVar("_T")
+
+_CALL_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFailure:
+    """A group that brought no samples."""
+
+    group_id: str
+    """The group."""
+    attempt: int
+    """Try of the group, from 1."""
+    reason: str
+    """Stable code, for example ``prompt_too_long`` or ``reward_timeout``."""
+    message: str
+    """Explanation for a person."""
+    retryable: bool
+    """Whether another try could succeed."""
+
+
+@dataclass(slots=True)
+class _Report:
+    state: WorkerState = "loading"
+    activity: str = ""
+    weight_version: int = -1
+    gauges: dict[str, float] = field(default_factory=dict)
+
+
+class WorkerSession:
+    """A registered worker. Entering registers it; leaving ends its heartbeats.
+
+    Args:
+        settings: Where the worker lives and which run it belongs to.
+        role: What it does.
+        port: Port of its own gRPC server.
+    """
+
+    spec: RunSpec
+    """The run's specification, available once entered."""
+    transferqueue_address: str
+    """``host:port`` of the transferqueue, available once entered."""
+
+    def __init__(self, settings: WorkerSettings, *, role: WorkerRole, port: int) -> None:
+        self._settings = settings
+        self._role: WorkerRole = role
+        self._address = f"{settings.advertise_host}:{port}"
+        self._incarnation = new_id("worker")
+        self._report = _Report()
+        self._changed = asyncio.Event()
+        self._stopped = asyncio.Event()
+        self._interval_s = 1.0
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            channel = await stack.enter_async_context(
+                open_channel(self._settings.controller_address)
+            )
+            self._members = membership_pb2_grpc.MembershipServiceStub(channel)
+            self._meetings = membership_pb2_grpc.RendezvousServiceStub(channel)
+            await self._register()
+            tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            heartbeats = tasks.create_task(self._send_heartbeats())
+            stack.callback(heartbeats.cancel)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        return await self._stack.__aexit__(exc_type, exc, traceback)
+
+    def report(
+        self,
+        *,
+        state: WorkerState | None = None,
+        activity: str | None = None,
+        weight_version: int | None = None,
+        gauges: Mapping[str, float] | None = None,
+    ) -> None:
+        """Change what the heartbeats say; sent at once. Omitted parts stay as they are."""
+        if state is not None:
+            self._report.state = state
+        if activity is not None:
+            self._report.activity = activity
+        if weight_version is not None:
+            self._report.weight_version = weight_version
+        if gauges is not None:
+            self._report.gauges.update(gauges)
+        if state is not None or activity is not None or weight_version is not None:
+            self._changed.set()
+
+    async def report_failures(self, failures: Sequence[GroupFailure]) -> None:
+        """Tell the controller of groups that brought no samples."""
+        await call(
+            self._members.ReportGroups,
+            pb.ReportGroupsRequest(
+                run_id=self._settings.run_id,
+                worker_id=self._settings.worker_id,
+                failures=[
+                    pb.GroupFailure(
+                        group_id=failure.group_id,
+                        attempt=failure.attempt,
+                        reason=failure.reason,
+                        message=failure.message,
+                        retryable=failure.retryable,
+                    )
+                    for failure in failures
+                ],
+            ),
+            timeout_s=self._settings.controller_timeout_s,
+            idempotent=True,
+        )
+
+    async def stopped(self) -> None:
+        """Return when the controller orders this worker to stop."""
+        await self._stopped.wait()
+
+    def rendezvous(self, scope: str) -> "Rendezvous":
+        """The key-value store in which the members of one weight group meet."""
+        return Rendezvous(self._meetings, asyncio.get_running_loop(), scope)
+
+    async def _register(self) -> None:
+        response = await call(
+            self._members.RegisterWorker,
+            pb.RegisterWorkerRequest(
+                run_id=self._settings.run_id,
+                worker_id=self._settings.worker_id,
+                incarnation=self._incarnation,
+                role=worker_pb2.WorkerRole.Value(f"WORKER_ROLE_{self._role.upper()}"),
+                address=self._address,
+                host_id=host_id(),
+            ),
+            timeout_s=self._settings.controller_timeout_s,
+            idempotent=True,
+        )
+        spec = parse_spec(response.spec_json)
+        if spec_digest(spec) != response.spec_digest:
+            raise DataLossError(
+                "the run specification that arrived does not have the digest that the controller stated; "
+                "controller and worker run different releases: install the same one"
+            )
+        self.spec = spec
+        self.transferqueue_address = response.transferqueue_address
+        self._interval_s = response.heartbeat_interval_s
+
+    async def _send_heartbeats(self) -> None:
+        clock = asyncio.get_running_loop().time
+        last_answer = clock()
+        while not self._stopped.is_set():
+            self._changed.clear()
+            try:
+                await self._send_heartbeat()
+                last_answer = clock()
+            except (UnavailableError, DeadlineExceededError) as error:
+                silent_s = clock() - last_answer
+                logger.warning("controller does not answer", extra={"silent_s": round(silent_s, 1)})
+                if silent_s > self._settings.controller_timeout_s:
+                    raise UnavailableError(
+                        f"no answer from the controller at {self._settings.controller_address} for "
+                        f"{silent_s:.0f} s; this worker ends"
+                    ) from error
+            try:
+                async with asyncio.timeout(self._interval_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    async def _send_heartbeat(self) -> None:
+        response = await call(
+            self._members.Heartbeat,
+            pb.HeartbeatRequest(
+                run_id=self._settings.run_id,
+                worker_id=self._settings.worker_id,
+                incarnation=self._incarnation,
+                state=worker_pb2.WorkerState.Value(f"WORKER_STATE_{self._report.state.upper()}"),
+                activity=self._report.activity,
+                weight_version=self._report.weight_version,
+                gauges=self._report.gauges,
+            ),
+            timeout_s=_CALL_TIMEOUT_S,
+            idempotent=True,
+        )
+        if response.order == pb.HeartbeatResponse.ORDER_STOP:
+            self._stopped.set()
+        elif response.order == pb.HeartbeatResponse.ORDER_REGISTER:
+            await self._register()
+
+
+class Rendezvous:
+    """Blocking key-value access over the session's channel, for threads beside the event loop."""
+
+    def __init__(
+        self,
+        stub: "membership_pb2_grpc.RendezvousServiceAsyncStub",
+        loop: asyncio.AbstractEventLoop,
+        scope: str,
+    ) -> None:
+        self._stub = stub
+        self._loop = loop
+        self._scope = scope
+
+    def set(self, key: str, value: bytes) -> None:
+        """Store a value."""
+        self._run(self._set(key, value), _CALL_TIMEOUT_S)
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """Return a value, waiting for it at most ``timeout_s`` seconds."""
+        return self._run(self._get(key, timeout_s), timeout_s + _CALL_TIMEOUT_S)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return its new value."""
+        return self._run(self._add(key, amount), _CALL_TIMEOUT_S)
+
+    def _run(self, work: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
+    async def _set(self, key: str, value: bytes) -> None:
+        await call(
+            self._stub.SetValue,
+            pb.SetValueRequest(scope=self._scope, key=key, value=value),
+            timeout_s=_CALL_TIMEOUT_S,
+            idempotent=True,
+        )
+
+    async def _get(self, key: str, timeout_s: float) -> bytes:
+        response = await call(
+            self._stub.GetValue,
+            pb.GetValueRequest(scope=self._scope, key=key, wait_timeout_s=timeout_s),
+            timeout_s=timeout_s + _CALL_TIMEOUT_S / 2,
+            idempotent=True,
+        )
+        return response.value
+
+    async def _add(self, key: str, amount: int) -> int:
+        response = await call(
+            self._stub.AddValue,
+            pb.AddValueRequest(scope=self._scope, key=key, amount=amount),
+            timeout_s=_CALL_TIMEOUT_S,
+        )
+        return response.value

@@ -1,0 +1,128 @@
+"""The workers of each run: who registered, how far they are, who fell silent."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from services.common.clock import Clock
+from services.common.errors import DeadlineExceededError, FailedPreconditionError
+from services.controller.client import WorkerRole, WorkerState
+
+HeartbeatOutcome = Literal["continue", "register", "stop"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Worker:
+    """A registered worker."""
+
+    run_id: str
+    worker_id: str
+    incarnation: str
+    role: WorkerRole
+    address: str
+    """``host:port`` of its gRPC server."""
+    host_id: str
+    last_heard: float
+    """When it was last heard, in monotonic seconds."""
+    state: WorkerState = "loading"
+    activity: str = ""
+    weight_version: int = -1
+    gauges: dict[str, float] = field(default_factory=dict)
+
+
+class Membership:
+    """Registered workers by run. Changes wake everybody who waits for a condition.
+
+    Args:
+        clock: Tells when workers were heard.
+        heartbeat_timeout_s: A worker silent for longer counts as lost.
+    """
+
+    def __init__(self, clock: Clock, heartbeat_timeout_s: float) -> None:
+        self._clock = clock
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._runs: dict[str, dict[str, Worker]] = {}
+        self._changed = asyncio.Condition()
+
+    def open_run(self, run_id: str) -> None:
+        """Accept workers of a run."""
+        self._runs.setdefault(run_id, {})
+
+    async def close_run(self, run_id: str) -> None:
+        """Accept no more workers of a run; those there are will be told to stop."""
+        self._runs.pop(run_id, None)
+        await self._notify()
+
+    async def register(self, worker: Worker) -> None:
+        """Take in a worker; a newer incarnation replaces the older one.
+
+        Raises:
+            FailedPreconditionError: If the run is not active.
+        """
+        if worker.run_id not in self._runs:
+            raise FailedPreconditionError(
+                f"run {worker.run_id} is not active here, so it takes no workers",
+                run_id=worker.run_id,
+            )
+        self._runs[worker.run_id][worker.worker_id] = worker
+        await self._notify()
+
+    async def hear(
+        self,
+        run_id: str,
+        worker_id: str,
+        incarnation: str,
+        *,
+        state: WorkerState,
+        activity: str,
+        weight_version: int,
+        gauges: Mapping[str, float],
+    ) -> HeartbeatOutcome:
+        """Take in a heartbeat and say what the worker should do."""
+        workers = self._runs.get(run_id)
+        if workers is None:
+            return "stop"
+        worker = workers.get(worker_id)
+        if worker is None:
+            return "register"
+        if worker.incarnation != incarnation:
+            return "stop"
+        worker.last_heard = self._clock.monotonic()
+        worker.state = state
+        worker.activity = activity
+        worker.weight_version = weight_version
+        worker.gauges = dict(gauges)
+        await self._notify()
+        return "continue"
+
+    def workers(self, run_id: str, role: WorkerRole | None = None) -> list[Worker]:
+        """Registered workers of a run, by name."""
+        found = self._runs.get(run_id, {}).values()
+        return sorted(
+            (worker for worker in found if role is None or worker.role == role),
+            key=lambda worker: worker.worker_id,
+        )
+
+    def silent(self, run_id: str) -> list[Worker]:
+        """Workers that were not heard within the heartbeat timeout."""
+        limit = self._clock.monotonic() - self._heartbeat_timeout_s
+        return [worker for worker in self.workers(run_id) if worker.last_heard < limit]
+
+    async def wait_until(
+        self, condition: Callable[[], bool], *, timeout_s: float, waiting_for: Callable[[], str]
+    ) -> None:
+        """Return once ``condition`` holds; it is tried at every change.
+
+        Raises:
+            DeadlineExceededError: After ``timeout_s``, naming what was waited for.
+        """
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(condition)
+        except TimeoutError as error:
+            raise DeadlineExceededError(f"waited {timeout_s:.0f} s for {waiting_for()}") from error
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

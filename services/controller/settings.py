@@ -1,0 +1,30 @@
+"""Settings of the controller process."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from services.common.settings import ServiceSettings
+
+
+class ControllerSettings(ServiceSettings):
+    """Where the controller lives."""
+
+    model_config = SettingsConfigDict(env_prefix="SLIPSTREAM_CONTROLLER_")
+
+    rest_bind: str = "127.0.0.1:0"
+    """``host:port`` of the REST API; port 0 takes a free one."""
+    transferqueue_address: str
+    """``host:port`` of the transferqueue's gRPC server, as workers reach it."""
+    state_directory: Path
+    """Folder of the database and of each run's logs and checkpoints."""
+    launcher: Literal["process", "none"] = "process"
+    """Who starts a run's workers: this host, or somebody else."""
+    heartbeat_interval_s: float = Field(1.0, gt=0)
+    """Seconds between heartbeats of a worker."""
+    heartbeat_timeout_s: float = Field(30.0, gt=0)
+    """A worker that is silent for this long counts as lost."""
+    stop_on_stdin_eof: bool = False
+    """Whether to stop when standard input ends, that is, when the parent process is gone."""
