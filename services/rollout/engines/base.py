@@ -1,0 +1,204 @@
+"""What every engine offers: token ids in; token ids, logprobs and weight versions out."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from services.common.weightsync.plan import TensorSpec
+
+FinishReason = Literal["stop", "length", "aborted"]
+VersionRun = tuple[int, int]
+"""``(weight_version, num_tokens)``: that many tokens in a row, sampled by that version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """Asks for the tokens that follow a context."""
+
+    request_id: str
+    """Unique among the requests in flight."""
+    context_ids: tuple[int, ...]
+    """Prompt and everything that was generated before; at least one token."""
+    max_tokens: int
+    """Most new tokens."""
+    seed: int
+    """Seed of this sample. The same seed, weights and context draw the same tokens."""
+    draw_offset: int = 0
+    """Tokens drawn under this seed before; a resumed sample goes on with its random stream."""
+    temperature: float = 1.0
+    """Divides the logits; 0 is greedy, and then logprobs are those at temperature 1."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end the response; the ending token belongs to it."""
+    stop_texts: tuple[str, ...] = ()
+    """Texts that end the response; the token that completes one belongs to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationResult:
+    """The new tokens of one request."""
+
+    token_ids: tuple[int, ...]
+    """Sampled tokens."""
+    logprobs: tuple[float, ...]
+    """Float32 log-probability of each token: ``log_softmax(logits / temperature)``."""
+    version_runs: tuple[VersionRun, ...]
+    """Weight version of each token, run-length coded; the counts sum to the number of tokens."""
+    finish_reason: FinishReason
+    """``aborted`` keeps the tokens so far, so that the sample can be resumed anywhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCapabilities:
+    """What an engine can do; a run that needs more is refused with the reason."""
+
+    name: str
+    """Engine name as in ``rollout.engine``."""
+    kv_policies: frozenset[str]
+    """Supported values of ``rollout.kv_policy``."""
+    stop_texts: bool
+    """Whether texts, not only tokens, can end a response."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Gauges of an engine, for admission, heartbeats and metrics."""
+
+    num_running: int
+    """Requests that are being decoded."""
+    num_waiting: int
+    """Requests that wait for a place."""
+    tokens_total: int
+    """Tokens sampled since the start."""
+    kv_used_fraction: float
+    """Part of the KV cache in use, 0 to 1."""
+    idle_seconds: float
+    """Seconds since the start in which nothing was decoded."""
+    weight_version: int
+    """Version of the live weights; -1 before the first adoption."""
+
+
+class Engine(Protocol):
+    """Generates. One instance per rollout process; all methods belong to one event loop."""
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """What this engine can do."""
+        ...
+
+    async def run(self) -> None:
+        """Serve until cancelled. Requests made earlier wait. Raises if the engine dies."""
+        ...
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """Decode one request.
+
+        Raises:
+            ValueError: If the request can never be decoded, for example because it is empty, longer
+                than the model allows or holds unknown tokens.
+        """
+        ...
+
+    async def abort(self, request_ids: Collection[str] | None = None) -> None:
+        """End requests (None: all) between two steps; their results keep the tokens so far."""
+        ...
+
+    async def pause(self, *, drain: bool = False) -> None:
+        """Stop between two steps and keep all requests; with ``drain``, finish running ones first."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on after a pause."""
+        ...
+
+    def weight_specs(self) -> "list[TensorSpec]":
+        """Tensors that an adoption must bring, by their checkpoint names; tied weights once."""
+        ...
+
+    async def adopt_weights(self, version: int, tensors: "Mapping[str, Tensor]") -> float:
+        """Copy verified tensors into the live model between two steps; running requests go on.
+
+        Later tokens carry ``version``, and their KV prefix is recomputed unless the policy keeps it.
+
+        Args:
+            version: Version of the new weights.
+            tensors: Every tensor of :meth:`weight_specs`.
+
+        Returns:
+            Seconds in which no token was produced.
+
+        Raises:
+            ValueError: If a tensor is missing, unknown or of another shape; nothing was changed.
+        """
+        ...
+
+    def stats(self) -> EngineStats:
+        """Gauges, without waiting for the engine."""
+        ...
+
+
+def append_version(runs: list[VersionRun], version: int, num_tokens: int) -> None:
+    """Add tokens to run-length coded versions, in place."""
+    if num_tokens == 0:
+        return
+    if runs and runs[-1][0] == version:
+        runs[-1] = (version, runs[-1][1] + num_tokens)
+    else:
+        runs.append((version, num_tokens))
+
+
+def check_request(request: GenerationRequest, *, vocab_size: int, max_model_tokens: int) -> None:
+    """Refuse a request that can never be decoded.
+
+    Raises:
+        ValueError: With what was expected, what came and what to do.
+    """
+    length = len(request.context_ids)
+    if length == 0:
+        raise ValueError("the context has no tokens; give at least one prompt token")
+    if request.max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, but is {request.max_tokens}")
+    if length + request.max_tokens > max_model_tokens:
+        raise ValueError(
+            f"the context has {length} tokens and {request.max_tokens} more are asked for, but the "
+            f"model holds {max_model_tokens}; shorten the prompt or lower max_response_tokens"
+        )
+    if not 0 <= min(request.context_ids) <= max(request.context_ids) < vocab_size:
+        raise ValueError(
+            f"token ids must be in 0..{vocab_size - 1}, but the context has "
+            f"{min(request.context_ids)}..{max(request.context_ids)}; is the tokenizer the model's?"
+        )
+
+
+def check_tensors(expected: Mapping[str, Sequence[int]], tensors: "Mapping[str, Tensor]") -> None:
+    """Refuse weights that do not fit, before anything is changed.
+
+    Args:
+        expected: Shape of every tensor by name.
+        tensors: The tensors that came.
+
+    Raises:
+        ValueError: If a tensor is missing, unknown or of another shape.
+    """
+    if expected.keys() != tensors.keys():
+        missing = _some(expected.keys() - tensors.keys())
+        unknown = _some(tensors.keys() - expected.keys())
+        raise ValueError(
+            f"weights do not fit the model: missing {missing}, unknown {unknown}; trainer and rollout "
+            "must be given the same model"
+        )
+    for name, shape in expected.items():
+        if tuple(tensors[name].shape) != tuple(shape):
+            raise ValueError(
+                f"weight {name!r} must have shape {tuple(shape)}, but has {tuple(tensors[name].shape)}; "
+                "trainer and rollout must be given the same model"
+            )
+
+
+def _some(names: Iterable[str], limit: int = 3) -> str:
+    """Show a few names."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
+    return (", ".join(ordered[:limit]) + more) or "none"

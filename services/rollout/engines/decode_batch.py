@@ -1,0 +1,213 @@
+"""The requests that are being decoded: prefill, decode steps, recomputation."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from services.rollout.engines.base import (
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    VersionRun,
+    append_version,
+)
+from services.rollout.engines.draw import draw_tokens, uniforms
+from services.rollout.engines.kv_slots import SlotCache
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text."""
+_MAX_PREFILL_TOKENS = 16_384
+"""Padded tokens of one prefill pass; bounds the memory of activations."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """One running request; its place in the list is its slot."""
+
+    request: GenerationRequest
+    tokens: list[int]
+    logprobs: list[float] = field(default_factory=list)
+    version_runs: list[VersionRun] = field(default_factory=list)
+
+    def result(self, reason: FinishReason) -> GenerationResult:
+        return GenerationResult(
+            token_ids=tuple(self.tokens[len(self.request.context_ids) :]),
+            logprobs=tuple(self.logprobs),
+            version_runs=tuple(self.version_runs),
+            finish_reason=reason,
+        )
+
+
+class DecodeBatch:
+    """Decodes all running requests one token at a time. Not thread-safe; its owner calls in turn.
+
+    Prefill stores the keys and values of a context without its last token. That token is the input of
+    the next decode step, so first and later tokens take the same path and the language-model head
+    runs only where a token is drawn.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, decode: Decode | None = None) -> None:
+        self._model = model
+        self._decode = decode
+        self._device = model.device
+        self._cache = SlotCache()
+        self._rows: list[_Row] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def span(self) -> int:
+        """Most tokens that a running request may come to hold."""
+        return max((_final_length(row.request) for row in self._rows), default=0)
+
+    @torch.inference_mode()
+    def admit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Take in requests and prefill their contexts."""
+        first = len(self._rows)
+        self._rows.extend(_Row(request, list(request.context_ids)) for request in requests)
+        self._cache.reserve(len(self._rows), self.span)
+        self._prefill(range(first, len(self._rows)))
+
+    @torch.inference_mode()
+    def recompute(self) -> None:
+        """Fill the cache again, after the weights changed."""
+        self._prefill(range(len(self._rows)))
+
+    @torch.inference_mode()
+    def step(self, weight_version: int) -> list[tuple[str, GenerationResult]]:
+        """Draw one token for every request and return those that are finished.
+
+        Args:
+            weight_version: Version of the live weights, noted for each token.
+        """
+        lengths = np.array([len(row.tokens) for row in self._rows])
+        inputs = self._tensor([[row.tokens[-1]] for row in self._rows])
+        positions = self._tensor(lengths - 1)
+        span = int(lengths.max())
+        self._cache.begin_decode(positions, span)
+        visible = torch.arange(span, device=self._device) <= positions[:, None]
+        logits = self._model(
+            input_ids=inputs,
+            position_ids=positions[:, None],
+            attention_mask=visible[:, None, None, :],
+            past_key_values=self._cache,
+            use_cache=True,
+        ).logits[:, -1]
+        tokens, logprobs = self._draw(logits)
+        finished: dict[int, FinishReason] = {}
+        for slot, (row, token, logprob) in enumerate(
+            zip(self._rows, tokens.tolist(), logprobs.tolist(), strict=True)
+        ):
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            append_version(row.version_runs, weight_version, 1)
+            reason = self._finish_reason(row)
+            if reason is not None:
+                finished[slot] = reason
+        return self._remove(finished)
+
+    def abort(self, request_ids: Collection[str] | None) -> list[tuple[str, GenerationResult]]:
+        """Remove requests (None: all) and return what they have so far."""
+        return self._remove(
+            {
+                slot: "aborted"
+                for slot, row in enumerate(self._rows)
+                if request_ids is None or row.request.request_id in request_ids
+            }
+        )
+
+    def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        requests = [row.request for row in self._rows]
+        seeds = np.array([request.seed % 2**64 for request in requests], dtype=np.uint64)
+        drawn = np.array(
+            [row.request.draw_offset + len(row.logprobs) for row in self._rows], dtype=np.uint64
+        )
+        temperatures = torch.tensor([request.temperature for request in requests])
+        numbers = torch.from_numpy(uniforms(seeds, drawn))
+        return draw_tokens(logits, temperatures.to(self._device), numbers.to(self._device))
+
+    def _finish_reason(self, row: _Row) -> FinishReason | None:
+        request = row.request
+        if row.tokens[-1] in request.stop_token_ids:
+            return "stop"
+        if request.stop_texts and self._ends_in_stop_text(row):
+            return "stop"
+        return "length" if len(row.logprobs) >= request.max_tokens else None
+
+    def _ends_in_stop_text(self, row: _Row) -> bool:
+        """Look for a stop text near the end: a token holds at least a byte of it."""
+        assert self._decode is not None, "requests with stop texts are refused without a decoder"
+        longest = max(len(text.encode()) for text in row.request.stop_texts)
+        num_tokens = min(longest + 1, len(row.logprobs))
+        tail = self._decode(row.tokens[len(row.tokens) - num_tokens :])
+        return any(text in tail for text in row.request.stop_texts)
+
+    def _prefill(self, slots: Sequence[int]) -> None:
+        """Compute each different context once and store it in every slot that has it."""
+        slots_by_context: dict[tuple[int, ...], list[int]] = {}
+        for slot in slots:
+            context = tuple(self._rows[slot].tokens[:-1])
+            if context:
+                slots_by_context.setdefault(context, []).append(slot)
+        for contexts in _split_by_size(sorted(slots_by_context, key=len)):
+            targets = [slot for context in contexts for slot in slots_by_context[context]]
+            sources = [
+                row for row, context in enumerate(contexts) for _ in slots_by_context[context]
+            ]
+            self._cache.begin_prefill(self._tensor(targets), self._tensor(sources))
+            longest = len(contexts[-1])
+            inputs = self._tensor(
+                [[*context, *[0] * (longest - len(context))] for context in contexts]
+            )
+            positions = torch.arange(longest, device=self._device)
+            # Padding is on the right, where causal attention keeps it from every real token.
+            causal = positions[:, None] >= positions
+            self._model.base_model(
+                input_ids=inputs,
+                position_ids=positions.expand(len(contexts), -1),
+                attention_mask=causal[None, None].expand(len(contexts), 1, -1, -1),
+                past_key_values=self._cache,
+                use_cache=True,
+            )
+
+    @torch.inference_mode()
+    def _remove(self, reasons: dict[int, FinishReason]) -> list[tuple[str, GenerationResult]]:
+        """Take finished requests out and move the last ones into their slots."""
+        if not reasons:
+            return []
+        results = [
+            (self._rows[slot].request.request_id, self._rows[slot].result(reason))
+            for slot, reason in reasons.items()
+        ]
+        num_left = len(self._rows) - len(reasons)
+        holes = [slot for slot in reasons if slot < num_left]
+        movers = [slot for slot in range(num_left, len(self._rows)) if slot not in reasons]
+        if holes:
+            self._cache.move(self._tensor(movers), self._tensor(holes))
+        for hole, mover in zip(holes, movers, strict=True):
+            self._rows[hole] = self._rows[mover]
+        del self._rows[num_left:]
+        return results
+
+    def _tensor(self, values: object) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int64, device=self._device)
+
+
+def _final_length(request: GenerationRequest) -> int:
+    return len(request.context_ids) + request.max_tokens
+
+
+def _split_by_size(contexts: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+    """Cut contexts, sorted by length, into passes of bounded padded size."""
+    passes: list[list[tuple[int, ...]]] = []
+    for context in contexts:
+        if passes and (len(passes[-1]) + 1) * len(context) <= _MAX_PREFILL_TOKENS:
+            passes[-1].append(context)
+        else:
+            passes.append([context])
+    return passes

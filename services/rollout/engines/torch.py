@@ -1,0 +1,226 @@
+"""The embedded engine: continuous batching over any transformers causal language model."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from services.common.weightsync.plan import TensorSpec
+from services.rollout.engines.base import (
+    EngineCapabilities,
+    EngineStats,
+    GenerationRequest,
+    GenerationResult,
+    check_request,
+    check_tensors,
+)
+from services.rollout.engines.decode_batch import Decode, DecodeBatch
+
+
+class TorchEngine:
+    """Decodes running requests together, one token a step, and admits waiting ones between steps.
+
+    Each step runs in a worker thread, so the event loop stays responsive. Whatever must happen between
+    two steps (admission, abort, adoption) holds the same lock as a step.
+    """
+
+    capabilities = EngineCapabilities(
+        name="torch", kv_policies=frozenset({"recompute", "keep"}), stop_texts=True
+    )
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_running: int,
+        max_kv_tokens: int = 1 << 20,
+        kv_policy: str = "recompute",
+        decode: Decode | None = None,
+    ) -> None:
+        """Wrap a loaded model.
+
+        Args:
+            model: Model with its weights, on the device where it decodes.
+            max_running: Most requests decoded at once.
+            max_kv_tokens: Most tokens that the KV cache holds, unused ends of slots included.
+            kv_policy: Whether an adoption recomputes the KV prefix of running requests.
+            decode: Token ids to text; needed for stop texts.
+
+        Raises:
+            ValueError: If the model has sliding-window attention that a sequence could outgrow.
+        """
+        config = model.config.get_text_config()
+        _refuse_sliding_window(config.to_dict())
+        model.set_attn_implementation("sdpa")
+        self._model = model.train(False).requires_grad_(False)
+        self._vocab_size = int(config.vocab_size)
+        self._max_model_tokens = min(int(config.max_position_embeddings), max_kv_tokens)
+        self._max_running = max_running
+        self._max_kv_tokens = max_kv_tokens
+        self._recompute_kv = kv_policy == "recompute"
+        self._has_decode = decode is not None
+        self._batch = DecodeBatch(model, decode=decode)
+        self._waiting: deque[GenerationRequest] = deque()
+        self._futures: dict[str, asyncio.Future[GenerationResult]] = {}
+        self._between_steps = asyncio.Lock()
+        self._changed = asyncio.Condition()
+        self._may_step = True
+        self._may_admit = True
+        self._weight_version = -1
+        self._tokens_total = 0
+        self._started_at = time.monotonic()
+        self._busy_seconds = 0.0
+
+    async def run(self) -> None:
+        """Decode until cancelled."""
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(self._has_work)
+            async with self._between_steps:
+                if not self._has_work():
+                    continue
+                started_at = time.monotonic()
+                finished = await asyncio.to_thread(self._advance, self._next_requests())
+                self._busy_seconds += time.monotonic() - started_at
+                self._resolve(finished)
+            await self._notify()
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """Decode one request; see :class:`~services.rollout.engines.base.Engine`."""
+        check_request(request, vocab_size=self._vocab_size, max_model_tokens=self._max_model_tokens)
+        if request.stop_texts and not self._has_decode:
+            raise ValueError("stop texts need a tokenizer, but this engine was built without one")
+        if request.request_id in self._futures:
+            raise ValueError(f"request {request.request_id!r} is already being decoded")
+        future: asyncio.Future[GenerationResult] = asyncio.get_running_loop().create_future()
+        self._futures[request.request_id] = future
+        self._waiting.append(request)
+        await self._notify()
+        try:
+            return await future
+        finally:
+            if self._futures.pop(request.request_id, None) is not None:
+                await self.abort({request.request_id})
+
+    async def abort(self, request_ids: Collection[str] | None = None) -> None:
+        """End requests between two steps; their results keep the tokens so far."""
+        async with self._between_steps:
+            kept: deque[GenerationRequest] = deque()
+            for request in self._waiting:
+                if request_ids is None or request.request_id in request_ids:
+                    self._resolve([(request.request_id, _NOTHING_YET)])
+                else:
+                    kept.append(request)
+            self._waiting = kept
+            self._resolve(self._batch.abort(request_ids))
+        await self._notify()
+
+    async def pause(self, *, drain: bool = False) -> None:
+        """Stop between two steps; with ``drain``, finish the running requests first."""
+        self._may_admit = False
+        if drain:
+            async with self._changed:
+                await self._changed.wait_for(lambda: len(self._batch) == 0)
+        self._may_step = False
+        async with self._between_steps:
+            """No step is running any more."""
+
+    async def resume(self) -> None:
+        """Go on after a pause."""
+        self._may_admit = self._may_step = True
+        await self._notify()
+
+    def weight_specs(self) -> list[TensorSpec]:
+        """Parameters by name, tied ones once."""
+        return [
+            TensorSpec(
+                name=name,
+                shape=tuple(parameter.shape),
+                dtype=str(parameter.dtype).removeprefix("torch."),
+            )
+            for name, parameter in self._model.named_parameters()
+        ]
+
+    async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
+        """Copy new weights into the live parameters between two steps."""
+        parameters = dict(self._model.named_parameters())
+        check_tensors({name: value.shape for name, value in parameters.items()}, tensors)
+        async with self._between_steps:
+            started_at = time.monotonic()
+            await asyncio.to_thread(self._copy_weights, tensors)
+            self._weight_version = version
+            return time.monotonic() - started_at
+
+    def stats(self) -> EngineStats:
+        """Gauges."""
+        return EngineStats(
+            num_running=len(self._batch),
+            num_waiting=len(self._waiting),
+            tokens_total=self._tokens_total,
+            kv_used_fraction=len(self._batch) * self._batch.span / self._max_kv_tokens,
+            idle_seconds=time.monotonic() - self._started_at - self._busy_seconds,
+            weight_version=self._weight_version,
+        )
+
+    def _has_work(self) -> bool:
+        if not self._may_step:
+            return False
+        return len(self._batch) > 0 or (self._may_admit and len(self._waiting) > 0)
+
+    def _next_requests(self) -> list[GenerationRequest]:
+        """Take waiting requests, in order, while slots and KV tokens last."""
+        admitted: list[GenerationRequest] = []
+        num_running, span = len(self._batch), self._batch.span
+        while self._may_admit and self._waiting and num_running < self._max_running:
+            request = self._waiting[0]
+            span = max(span, len(request.context_ids) + request.max_tokens)
+            num_running += 1
+            if num_running * span > self._max_kv_tokens:
+                break
+            admitted.append(self._waiting.popleft())
+        return admitted
+
+    def _advance(self, admitted: list[GenerationRequest]) -> list[tuple[str, GenerationResult]]:
+        """Prefill new requests and draw one token for all (in a worker thread)."""
+        if admitted:
+            self._batch.admit(admitted)
+        self._tokens_total += len(self._batch)
+        return self._batch.step(self._weight_version)
+
+    @torch.no_grad()
+    def _copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._model.named_parameters():
+            parameter.copy_(tensors[name])
+        if self._recompute_kv:
+            self._batch.recompute()
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+
+    def _resolve(self, results: list[tuple[str, GenerationResult]]) -> None:
+        for request_id, result in results:
+            future = self._futures.pop(request_id, None)
+            if future is not None and not future.done():
+                future.set_result(result)
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+_NOTHING_YET = GenerationResult(token_ids=(), logprobs=(), version_runs=(), finish_reason="aborted")
+
+
+def _refuse_sliding_window(config: Mapping[str, object]) -> None:
+    """Refuse what the slot cache does not do: attention over a window only."""
+    layer_types = config.get("layer_types") or ()
+    assert isinstance(layer_types, list | tuple)
+    others = sorted(set(layer_types) - {"full_attention"})
+    if others:
+        raise ValueError(
+            f"the torch engine decodes full attention only, but the model has {others} layers; "
+            "choose rollout.engine vllm or sglang"
+        )
