@@ -1,0 +1,238 @@
+"""Advantage estimators: pure functions on flat tokens and per-sequence scores.
+
+A *score* is the sum of a sequence's token rewards. Group estimators turn ``[N]`` scores into ``[N]``
+advantages, which every token of the sequence shares; token estimators work on ``[T]`` rewards.
+Nothing here leaves a stale member out of its group's statistics: staleness acts on tokens, later.
+"""
+
+import torch
+from torch import Tensor
+
+from services.trainer.segments import Segments
+
+_STD_EPSILON = 1e-6
+_WHITEN_EPSILON = 1e-8
+
+
+def _group_mean(values: Tensor, groups: Tensor) -> Tensor:
+    """``[N]`` mean of the own group, per member. ``groups`` is ``[N]`` int64 from 0."""
+    count = _group_size(values, groups)
+    return _group_sum(values, groups) / count
+
+
+def _group_sum(values: Tensor, groups: Tensor) -> Tensor:
+    num_groups = int(groups.max()) + 1 if len(groups) else 0
+    return values.new_zeros(num_groups).index_add(0, groups, values)[groups]
+
+
+def _group_size(values: Tensor, groups: Tensor) -> Tensor:
+    return _group_sum(torch.ones_like(values), groups)
+
+
+def _group_std(values: Tensor, groups: Tensor) -> Tensor:
+    """``[N]`` standard deviation of the own group with ``n - 1``, 0 for a singleton."""
+    deviation = values - _group_mean(values, groups)
+    degrees = (_group_size(values, groups) - 1).clamp(min=1)
+    return torch.sqrt(_group_sum(deviation.square(), groups) / degrees)
+
+
+def grpo(scores: Tensor, groups: Tensor, *, divide_by_std: bool = True) -> Tensor:
+    """Group-relative advantages (arXiv:2402.03300); without the division Dr.GRPO (arXiv:2503.20783).
+
+    A singleton has no baseline, so it gets 0, and so does every member of a group of equal scores.
+
+    Args:
+        scores: ``[N]`` float.
+        groups: ``[N]`` int64, index of each sequence's group.
+        divide_by_std: Whether to divide by the group's standard deviation.
+
+    Returns:
+        ``[N]`` advantages.
+    """
+    centred = scores - _group_mean(scores, groups)
+    if not divide_by_std:
+        return centred
+    return centred / (_group_std(scores, groups) + _STD_EPSILON)
+
+
+def rloo(scores: Tensor, groups: Tensor) -> Tensor:
+    """Score minus the mean of the other members (arXiv:2402.14740). A singleton gets 0.
+
+    Args:
+        scores: ``[N]`` float.
+        groups: ``[N]`` int64.
+
+    Returns:
+        ``[N]`` advantages.
+    """
+    size = _group_size(scores, groups)
+    centred = scores - _group_mean(scores, groups)
+    return centred * size / (size - 1).clamp(min=1)
+
+
+def opo(scores: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
+    """Score minus the length-weighted mean of the group (arXiv:2505.23585).
+
+    A singleton keeps its score, because the baseline of a group of one is defined as 0.
+
+    Args:
+        scores: ``[N]`` float.
+        groups: ``[N]`` int64.
+        lengths: ``[N]`` trained tokens of each sequence.
+
+    Returns:
+        ``[N]`` advantages.
+    """
+    weights = lengths.to(scores.dtype)
+    total = _group_sum(weights, groups).clamp(min=1)
+    baseline = _group_sum(weights * scores, groups) / total
+    return scores - torch.where(_group_size(scores, groups) > 1, baseline, 0.0)
+
+
+def pass_at_k(scores: Tensor, groups: Tensor) -> Tensor:
+    """Only the best member of a group counts: best minus second best, over the deviation.
+
+    Source: arXiv:2503.19595. Of equal best members the first one counts, with advantage 0.
+
+    Args:
+        scores: ``[N]`` float.
+        groups: ``[N]`` int64.
+
+    Returns:
+        ``[N]`` advantages, not zero for at most one member of a group.
+    """
+    result = torch.zeros_like(scores)
+    std = _group_std(scores, groups)
+    for group in range(int(groups.max()) + 1 if len(groups) else 0):
+        members = torch.nonzero(groups == group).squeeze(1)
+        if len(members) < 2:
+            continue
+        best = torch.topk(scores[members], 2)
+        winner = members[best.indices[0]]
+        result[winner] = (best.values[0] - best.values[1]) / (std[winner] + _STD_EPSILON)
+    return result
+
+
+def returns_to_go(rewards: Tensor, mask: Tensor, segments: Segments, *, gamma: float) -> Tensor:
+    """Discounted sum of the rewards from each token on.
+
+    Tokens outside ``mask`` (tool output) are no time steps: the return passes them unchanged.
+
+    Args:
+        rewards: ``[T]`` float token rewards.
+        mask: ``[T]`` bool, tokens that the policy sampled.
+        segments: Sequences of the tokens.
+        gamma: Discount per token.
+
+    Returns:
+        ``[T]`` returns; at tokens outside ``mask`` the return of the next token in it.
+    """
+    returns = torch.zeros_like(rewards)
+
+    def step(tokens: Tensor, state: Tensor) -> Tensor:
+        state = torch.where(mask[tokens], rewards[tokens] + gamma * state, state)
+        returns[tokens] = state
+        return state
+
+    segments.scan_backwards(step, rewards.new_zeros(len(segments)))
+    return returns
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, segments: Segments, *, gamma: float, decay: float
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (arXiv:1506.02438), not yet whitened.
+
+    Values and rewards outside ``mask`` have no influence at all.
+
+    Args:
+        rewards: ``[T]`` float token rewards.
+        values: ``[T]`` float state values.
+        mask: ``[T]`` bool, tokens that the policy sampled.
+        segments: Sequences of the tokens.
+        gamma: Discount per token.
+        decay: Lambda, the decay of the estimate.
+
+    Returns:
+        ``[T]`` advantages and ``[T]`` returns, 0 outside ``mask``.
+    """
+    advantages = torch.zeros_like(rewards)
+
+    def step(tokens: Tensor, state: Tensor) -> Tensor:
+        next_value, next_advantage = state.unbind(1)
+        delta = rewards[tokens] + gamma * next_value - values[tokens]
+        advantage = delta + gamma * decay * next_advantage
+        kept = mask[tokens]
+        advantages[tokens] = torch.where(kept, advantage, 0.0)
+        updated = torch.stack([values[tokens], advantage], dim=1)
+        return torch.where(kept[:, None], updated, state)
+
+    segments.scan_backwards(step, rewards.new_zeros(len(segments), 2))
+    return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+def token_moments(values: Tensor, mask: Tensor) -> Tensor:
+    """Count, sum and sum of squares over ``mask``; they add up over ranks.
+
+    Args:
+        values: ``[T]`` float.
+        mask: ``[T]`` bool.
+
+    Returns:
+        ``[3]`` float64.
+    """
+    kept = values[mask].to(torch.float64)
+    count = mask.sum().to(torch.float64)
+    return torch.stack([count, kept.sum(), kept.square().sum()])
+
+
+def whiten(values: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
+    """Zero mean and unit variance over all tokens of the batch, 0 outside ``mask``.
+
+    Args:
+        values: ``[T]`` float.
+        mask: ``[T]`` bool.
+        moments: ``[3]`` :func:`token_moments` of the whole batch, summed over ranks.
+
+    Returns:
+        ``[T]`` whitened values.
+    """
+    count, total, squares = moments.unbind()
+    mean = total / count.clamp(min=1)
+    variance = (squares - count * mean.square()).clamp(min=0) / (count - 1).clamp(min=1)
+    scale = torch.rsqrt(variance + _WHITEN_EPSILON)
+    return torch.where(mask, (values - mean) * scale, 0.0).to(values.dtype)
+
+
+def group_baseline(scores: Tensor, groups: Tensor) -> Tensor:
+    """Score minus the group's mean; a singleton keeps its score (REINFORCE++ baseline).
+
+    Source: arXiv:2501.03262. The result is spread over the tokens and whitened.
+
+    Args:
+        scores: ``[N]`` float.
+        groups: ``[N]`` int64.
+
+    Returns:
+        ``[N]`` centred scores.
+    """
+    several = _group_size(scores, groups) > 1
+    return scores - torch.where(several, _group_mean(scores, groups), 0.0)
+
+
+def overlong_penalty(
+    lengths: Tensor, *, max_tokens: int, buffer_tokens: int, factor: float
+) -> Tensor:
+    """DAPO's soft punishment of long responses (arXiv:2503.14476), added to the score.
+
+    Args:
+        lengths: ``[N]`` response tokens.
+        max_tokens: Length limit.
+        buffer_tokens: Tokens before the limit over which the penalty grows linearly; above 0.
+        factor: Largest penalty.
+
+    Returns:
+        ``[N]`` float in ``[-factor, 0]``, of the default dtype.
+    """
+    over = (lengths - (max_tokens - buffer_tokens)).to(torch.get_default_dtype())
+    return -(over / buffer_tokens).clamp(min=0.0, max=1.0) * factor

@@ -1,0 +1,143 @@
+"""Importance weights and rejection masks for tokens that another policy sampled.
+
+Everything starts from the log-ratio ``proximal_logprobs - rollout_logprobs``. Its parts differ by
+reason: older weights (staleness) and another implementation (engine against trainer); the correction
+does not need to tell them apart.
+"""
+
+import torch
+from torch import Tensor
+
+from services.trainer.loss import MAX_LOG_RATIO
+from services.trainer.segments import Segments
+
+
+def importance_weights(
+    log_ratio: Tensor,
+    mask: Tensor,
+    segments: Segments,
+    *,
+    level: str,
+    cap: float | None = None,
+    floor: float = 0.0,
+    cap_mode: str = "truncate",
+    normalize: bool = False,
+) -> Tensor:
+    """Weight of each token for the gap between the sampling and the proximal policy.
+
+    Sources: decoupled PPO (arXiv:2110.00641) as in AReaL (arXiv:2505.24298); truncation is TIS, the
+    mask IcePop. ``sequence`` is unbiased with a high variance; ``geometric`` is for filtering.
+
+    Args:
+        log_ratio: ``[T]`` proximal minus rollout logprobs.
+        mask: ``[T]`` bool, trained tokens.
+        segments: Sequences of the tokens.
+        level: ``token``, ``sequence`` (product over the sequence) or ``geometric`` (its mean).
+        cap: Largest weight; None is no bound.
+        floor: Least weight.
+        cap_mode: ``truncate`` cuts weights down to the bounds, ``mask`` sets those beyond to 0.
+        normalize: Whether to divide by the mean weight, over tokens or over sequences.
+
+    Returns:
+        ``[T]`` weights without gradient, 0 outside ``mask``.
+    """
+    raw = raw_weights(log_ratio, mask, segments, level=level)
+    upper = torch.inf if cap is None else cap
+    if cap_mode == "mask":
+        weights = torch.where((raw >= floor) & (raw <= upper), raw, 0.0)
+    else:
+        weights = raw.clamp(floor, upper)
+    weights = torch.where(mask, weights, 0.0)
+    if not normalize:
+        return weights
+    if level == "token":
+        mean = weights.sum() / mask.sum().clamp(min=1)
+    else:
+        mean = segments.mean(weights, mask).sum() / (segments.count(mask) > 0).sum().clamp(min=1)
+    return weights / mean
+
+
+def raw_weights(log_ratio: Tensor, mask: Tensor, segments: Segments, *, level: str) -> Tensor:
+    """``[T]`` ratio of each token, or of its sequence, before any bound; 0 outside ``mask``."""
+    log_ratio = torch.where(mask, log_ratio.detach(), 0.0)
+    if level == "sequence":
+        log_ratio = segments.spread(segments.sum(log_ratio))
+    elif level == "geometric":
+        log_ratio = segments.spread(segments.mean(log_ratio, mask))
+    elif level != "token":
+        raise ValueError(f"unknown level {level!r}; expected token, sequence or geometric")
+    bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.where(mask, torch.exp(bounded), 0.0)
+
+
+def effective_sample_fraction(weights: Tensor, mask: Tensor) -> Tensor:
+    """Scalar in (0, 1]: ``mean(w)^2 / mean(w^2)`` over ``mask``; 1 where all weights are equal."""
+    kept = weights[mask]
+    return kept.mean().square() / kept.square().mean()
+
+
+def rejection_mask(
+    log_ratio: Tensor,
+    mask: Tensor,
+    segments: Segments,
+    *,
+    level: str,
+    statistic: str,
+    lower: float | None = None,
+    upper: float | None = None,
+) -> Tensor:
+    """Tokens whose policies agree well enough to train on.
+
+    Bounds of ``k1`` are on the ratio itself (0.5 to 2 accepts ratios from 0.5 to 2); those of ``k2``
+    and ``k3`` on the divergence.
+
+    Args:
+        log_ratio: ``[T]`` proximal minus rollout logprobs.
+        mask: ``[T]`` bool, trained tokens.
+        segments: Sequences of the tokens.
+        level: ``token``, or ``seq_sum``, ``seq_mean``, ``seq_max`` over the sequence.
+        statistic: ``k1``, ``k2`` or ``k3``.
+        lower: Least accepted value; None is no bound.
+        upper: Largest accepted value; None is no bound.
+
+    Returns:
+        ``[T]`` bool, a subset of ``mask``.
+    """
+    values = rejection_statistic(log_ratio, mask, segments, level=level, statistic=statistic)
+    if statistic == "k1":
+        values = torch.exp(values.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    accepted = mask.clone()
+    if lower is not None:
+        accepted &= values >= lower
+    if upper is not None:
+        accepted &= values <= upper
+    return accepted
+
+
+def rejection_statistic(
+    log_ratio: Tensor, mask: Tensor, segments: Segments, *, level: str, statistic: str
+) -> Tensor:
+    """``[T]`` statistic of each token or of its sequence, 0 outside ``mask``."""
+    log_ratio = torch.where(mask, log_ratio.detach(), 0.0)
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    match statistic:
+        case "k1":
+            values = log_ratio
+        case "k2":
+            values = 0.5 * log_ratio.square()
+        case "k3":
+            values = torch.exp(log_ratio) - 1.0 - log_ratio
+        case _:
+            raise ValueError(f"unknown statistic {statistic!r}; expected k1, k2 or k3")
+    match level:
+        case "token":
+            pass
+        case "seq_sum":
+            values = segments.spread(segments.sum(values))
+        case "seq_mean":
+            values = segments.spread(segments.mean(values, mask))
+        case "seq_max":
+            values = segments.spread(segments.max(values, mask))
+        case _:
+            raise ValueError(f"unknown level {level!r}; expected token or seq_sum|mean|max")
+    return torch.where(mask, values, 0.0)

@@ -1,0 +1,283 @@
+"""Policy losses, penalties and their aggregation: pure functions on flat tokens.
+
+A policy loss maps ``[T]`` logprobs and advantages to a ``[T]`` token loss. What it was compared with
+(``old_logprobs``) is decided by the off-policy correction: the sampling policy under ``bypass``, the
+proximal one under ``decoupled``.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from services.trainer.segments import Segments
+
+MAX_LOG_RATIO = 20.0
+_GSPO_MAX_LOG_RATIO = 10.0
+_K3_MAX = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """A loss before aggregation."""
+
+    values: Tensor
+    """``[T]`` loss of each token."""
+    indicators: dict[str, Tensor] = field(default_factory=dict)
+    """``[T]`` facts about each token, by metric name; their mean over trained tokens is reported."""
+
+
+def ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """``exp(logprobs - old_logprobs)`` with the exponent kept within +-20. Shape as the inputs."""
+    return torch.exp((logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def ppo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+) -> TokenLoss:
+    """Clipped surrogate (arXiv:1707.06347), with clip-higher (DAPO) and dual clip (arXiv:1912.09729).
+
+    Args:
+        logprobs: ``[T]``, current policy.
+        old_logprobs: ``[T]``, baseline policy, without gradient.
+        advantages: ``[T]``.
+        clip_low: The ratio is clipped at ``1 - clip_low``.
+        clip_high: The ratio is clipped at ``1 + clip_high``.
+        dual_clip: Bound on the loss of tokens with a negative advantage, in advantages; None is no
+            bound.
+
+    Returns:
+        Token loss with ``clip_fraction`` and ``clip_fraction_lower``.
+    """
+    return _clipped(
+        ratio_of(logprobs, old_logprobs),
+        advantages,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
+
+
+def _clipped(
+    ratio: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+) -> TokenLoss:
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    values = torch.maximum(unclipped, clipped)
+    indicators = {"clip_fraction": (clipped > unclipped).to(values.dtype)}
+    if dual_clip is not None:
+        bound = -advantages * dual_clip
+        negative = advantages < 0
+        indicators["clip_fraction_lower"] = ((values > bound) & negative).to(values.dtype)
+        values = torch.where(negative, torch.minimum(values, bound), values)
+    return TokenLoss(values, indicators)
+
+
+def gspo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    segments: Segments,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLoss:
+    """Clipped surrogate with the sequence's geometric mean ratio (arXiv:2507.18071, GSPO-token).
+
+    The gradient flows as if each token had the sequence's ratio.
+
+    Args:
+        logprobs: ``[T]``, current policy.
+        old_logprobs: ``[T]``, baseline policy, without gradient.
+        advantages: ``[T]``.
+        mask: ``[T]`` bool, trained tokens; the ratio is taken over them.
+        segments: Sequences of the tokens.
+        clip_low: Lower clip distance, for example 3e-4.
+        clip_high: Upper clip distance, for example 4e-4.
+
+    Returns:
+        Token loss with ``clip_fraction``.
+    """
+    mean = segments.mean((logprobs - old_logprobs).detach(), mask)
+    log_ratio = segments.spread(mean) + logprobs - logprobs.detach()
+    ratio = torch.exp(log_ratio.clamp(max=_GSPO_MAX_LOG_RATIO))
+    return _clipped(ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=None)
+
+
+def cispo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLoss:
+    """REINFORCE with a clipped weight, so that every token keeps a gradient (arXiv:2506.13585).
+
+    Args:
+        logprobs: ``[T]``, current policy.
+        old_logprobs: ``[T]``, baseline policy, without gradient.
+        advantages: ``[T]``.
+        clip_low: The weight is at least ``1 - clip_low``.
+        clip_high: The weight is at most ``1 + clip_high``.
+
+    Returns:
+        Token loss with ``clip_fraction``.
+    """
+    ratio = ratio_of(logprobs.detach(), old_logprobs)
+    weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    values = -weight * advantages * logprobs
+    return TokenLoss(values, {"clip_fraction": (weight != ratio).to(values.dtype)})
+
+
+def aipo(
+    logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, *, ratio_max: float
+) -> TokenLoss:
+    """REINFORCE weighted by the ratio to the sampling policy, cut from above (arXiv:2505.24034).
+
+    Args:
+        logprobs: ``[T]``, current policy.
+        rollout_logprobs: ``[T]``, policy that sampled the tokens.
+        advantages: ``[T]``.
+        ratio_max: Largest weight, for example 2 to 10.
+
+    Returns:
+        Token loss with ``clip_fraction``.
+    """
+    ratio = ratio_of(logprobs.detach(), rollout_logprobs)
+    values = -ratio.clamp(max=ratio_max) * advantages * logprobs
+    return TokenLoss(values, {"clip_fraction": (ratio > ratio_max).to(values.dtype)})
+
+
+def sapo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    temperature_positive: float,
+    temperature_negative: float,
+) -> TokenLoss:
+    """Surrogate with a smooth sigmoid gate in place of the clip (arXiv:2511.20347).
+
+    Args:
+        logprobs: ``[T]``, current policy.
+        old_logprobs: ``[T]``, baseline policy, without gradient.
+        advantages: ``[T]``.
+        temperature_positive: Steepness of the gate for positive advantages.
+        temperature_negative: Steepness of the gate for the others.
+
+    Returns:
+        Token loss.
+    """
+    ratio = ratio_of(logprobs, old_logprobs)
+    temperature = torch.full_like(ratio, temperature_negative)
+    temperature = temperature.masked_fill(advantages > 0, temperature_positive)
+    gate = torch.sigmoid(temperature * (ratio - 1.0)) * 4.0 / temperature
+    return TokenLoss(-gate * advantages)
+
+
+def reinforce(logprobs: Tensor, advantages: Tensor) -> TokenLoss:
+    """The policy gradient itself: ``-advantage * logprob``. Both ``[T]``."""
+    return TokenLoss(-advantages * logprobs)
+
+
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: str) -> Tensor:
+    """Estimate of the divergence from the reference policy (Schulman 2020).
+
+    ``k1+`` and ``k3+`` have the value of ``k1`` and ``k3`` but the gradient of ``k2``, which is the
+    right one in expectation for samples of the current policy.
+
+    Args:
+        logprobs: ``[T]``, current policy.
+        ref_logprobs: ``[T]``, reference policy.
+        estimator: ``k1``, ``k2``, ``k3``, ``k1+`` or ``k3+``.
+
+    Returns:
+        ``[T]`` penalty; ``k3`` is kept within +-10.
+    """
+    difference = logprobs - ref_logprobs
+    k2 = 0.5 * difference.square()
+    if estimator == "k2":
+        return k2
+    if estimator.startswith("k1"):
+        value = difference
+    else:
+        negative = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        value = (torch.exp(negative) - negative - 1.0).clamp(-_K3_MAX, _K3_MAX)
+    if estimator.endswith("+"):
+        return value.detach() + k2 - k2.detach()
+    return value
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> TokenLoss:
+    """Squared error of the critic, with its move away from the old values clipped.
+
+    Args:
+        values: ``[T]``, current critic.
+        old_values: ``[T]``, critic at the start of the step.
+        returns: ``[T]`` targets.
+        clip: Largest move that lowers the loss.
+
+    Returns:
+        Token loss with ``value_clip_fraction``.
+    """
+    clipped = old_values + (values - old_values).clamp(-clip, clip)
+    error, clipped_error = (values - returns).square(), (clipped - returns).square()
+    indicator = (clipped_error > error).to(values.dtype)
+    return TokenLoss(0.5 * torch.maximum(error, clipped_error), {"value_clip_fraction": indicator})
+
+
+@dataclass(frozen=True, slots=True)
+class Denominators:
+    """What token losses are divided by: counts over all ranks and micro-batches of one update."""
+
+    tokens: Tensor
+    """Scalar, trained tokens."""
+    sequences: Tensor
+    """Scalar, sequences with at least one trained token."""
+    horizon: int
+    """Longest possible response (``seq-mean-token-sum-norm``)."""
+
+
+def aggregate(
+    token_loss: Tensor, mask: Tensor, segments: Segments, *, mode: str, denominators: Denominators
+) -> Tensor:
+    """This part's share of the loss; the shares of all parts of an update add up to it.
+
+    Args:
+        token_loss: ``[T]``.
+        mask: ``[T]`` bool, trained tokens.
+        segments: Sequences of the tokens; a sequence is never split over parts.
+        mode: An aggregation of :class:`~services.common.spec.algorithm.AlgorithmSpec`.
+        denominators: Counts of the whole update.
+
+    Returns:
+        Scalar.
+    """
+    values = torch.where(mask, token_loss, 0.0)
+    tokens = denominators.tokens.clamp(min=1).to(values.dtype)
+    sequences = denominators.sequences.clamp(min=1).to(values.dtype)
+    match mode:
+        case "token-sum":
+            return values.sum()
+        case "token-mean":
+            return values.sum() / tokens
+        case "seq-mean-token-sum":
+            return values.sum() / sequences
+        case "seq-mean-token-sum-norm":
+            return values.sum() / sequences / denominators.horizon
+        case "seq-mean-token-mean":
+            return segments.mean(values, mask).sum() / sequences
+    raise ValueError(f"unknown aggregation {mode!r}")

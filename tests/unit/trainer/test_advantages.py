@@ -1,0 +1,124 @@
+"""Advantages equal the golden vectors."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.trainer import advantages
+from services.trainer.segments import Segments
+from tests.unit.trainer.vectors import assert_close, case, flat, groups_of, mask_of, segments_of
+
+
+def test_grpo_and_dr_grpo_match_with_zero_for_singletons_and_equal_scores() -> None:
+    for name, divide in (("grpo_norm_std", True), ("dr_grpo_no_std", False)):
+        inputs, expected = case("advantages_group", name)
+        result = advantages.grpo(
+            flat(inputs["scores"]), groups_of(inputs["groups"]), divide_by_std=divide
+        )
+        assert_close(result, expected["seq_advantage"])
+
+
+def test_rloo_matches() -> None:
+    inputs, expected = case("advantages_group", "rloo")
+    result = advantages.rloo(flat(inputs["scores"]), groups_of(inputs["groups"]))
+    assert_close(result, expected["seq_advantage"])
+
+
+def test_opo_matches() -> None:
+    inputs, expected = case("advantages_group", "opo_length_weighted_baseline")
+    result = advantages.opo(
+        flat(inputs["scores"]), groups_of(inputs["groups"]), flat(inputs["lengths"])
+    )
+    assert_close(result, expected["seq_advantage"])
+
+
+def test_pass_at_k_rewards_only_a_unique_best_member() -> None:
+    scores = torch.tensor([0.0, 1.0, 0.5, 1.0, 1.0, 3.0], dtype=torch.float64)
+    result = advantages.pass_at_k(scores, torch.tensor([0, 0, 0, 1, 1, 2]))
+    std = scores[:3].std()
+    assert_close(result, [0.0, 0.5 / (std.item() + 1e-6), 0.0, 0.0, 0.0, 0.0])
+
+
+def _whitened(values: Tensor, mask: Tensor) -> Tensor:
+    return advantages.whiten(values, mask, advantages.token_moments(values, mask))
+
+
+def test_reinforce_pp_matches() -> None:
+    inputs, expected = case("advantages_token", "reinforce_plus_plus_gamma_1.0")
+    mask, segments = mask_of(inputs["response_mask"]), segments_of(inputs["response_mask"])
+    rewards = flat(inputs["token_level_rewards"])
+    returns = advantages.returns_to_go(rewards, mask, segments, gamma=1.0)
+    assert_close(returns, expected["returns"], mask)
+    assert_close(_whitened(returns, mask), expected["advantages"])
+
+
+def test_reinforce_pp_baseline_matches() -> None:
+    inputs, expected = case("advantages_token", "reinforce_plus_plus_baseline")
+    mask, segments = mask_of(inputs["response_mask"]), segments_of(inputs["response_mask"])
+    scores = segments.sum(flat(inputs["token_level_rewards"]))
+    centred = advantages.group_baseline(scores, groups_of(inputs["groups"]))
+    assert_close(_whitened(segments.spread(centred), mask), expected["advantages"])
+
+
+def test_remax_matches() -> None:
+    inputs, expected = case("advantages_token", "remax")
+    mask, segments = mask_of(inputs["response_mask"]), segments_of(inputs["response_mask"])
+    returns = advantages.returns_to_go(
+        flat(inputs["token_level_rewards"]), mask, segments, gamma=1.0
+    )
+    assert_close(returns, expected["returns"])
+    baseline = segments.spread(flat(inputs["reward_baselines"]))
+    assert_close(returns - baseline, expected["advantages"], mask)
+
+
+def test_gae_matches_and_ignores_values_outside_the_mask() -> None:
+    inputs, expected = case("advantages_token", "gae_1.0_1.0")
+    mask, segments = mask_of(inputs["response_mask"]), segments_of(inputs["response_mask"])
+    raw, returns = advantages.gae(
+        flat(inputs["token_level_rewards"]),
+        flat(inputs["values"]),
+        mask,
+        segments,
+        gamma=inputs["gamma"],
+        decay=inputs["lam"],
+    )
+    assert_close(raw, expected["advantages_raw"], mask)
+    assert_close(returns, expected["returns"], mask)
+    assert_close(_whitened(raw, mask), expected["advantages_whitened"])
+
+
+def test_gae_discounts_like_its_definition() -> None:
+    rewards, values = flat([0.0, 0.0, 1.0]), flat([0.1, 0.2, 0.3])
+    result, _ = advantages.gae(
+        rewards,
+        values,
+        torch.ones(3, dtype=torch.bool),
+        Segments.from_lengths(torch.tensor([3])),
+        gamma=0.9,
+        decay=0.8,
+    )
+    delta = [0.9 * 0.2 - 0.1, 0.9 * 0.3 - 0.2, 1.0 - 0.3]
+    last, middle = delta[2], delta[1] + 0.72 * delta[2]
+    assert_close(result, [delta[0] + 0.72 * middle, middle, last])
+
+
+def test_moments_of_parts_add_up_to_those_of_the_whole() -> None:
+    values, mask = torch.randn(20, dtype=torch.float64), torch.rand(20) > 0.3
+    whole = advantages.token_moments(values, mask)
+    parts = sum(advantages.token_moments(values[s], mask[s]) for s in (slice(0, 7), slice(7, 20)))
+    assert isinstance(parts, Tensor)
+    torch.testing.assert_close(parts, whole)
+    whitened = advantages.whiten(values, mask, whole)[mask]
+    assert whitened.mean().item() == pytest.approx(0.0, abs=1e-12)
+    assert whitened.var().item() == pytest.approx(1.0, rel=1e-6)
+
+
+def test_the_overlong_penalty_matches() -> None:
+    inputs, expected = case("dapo", "overlong_soft_penalty")
+    penalty = advantages.overlong_penalty(
+        torch.tensor(inputs["lengths"]),
+        max_tokens=inputs["max_len"],
+        buffer_tokens=inputs["buffer"],
+        factor=inputs["factor"],
+    )
+    torch.testing.assert_close(penalty, torch.tensor(expected["penalty"]), atol=1e-7, rtol=1e-6)

@@ -1,0 +1,30 @@
+"""Chunked logprobs and entropy equal the plain computation, gradients included."""
+
+import pytest
+import torch
+
+from services.trainer import logprobs
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 37 * 4, 1 << 20])
+def test_chunks_do_not_change_values_or_gradients(
+    chunk_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "_CHUNK_ELEMENTS", chunk_elements)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(11, 8, generator=generator).requires_grad_()
+    weight = torch.randn(37, 8, generator=generator).requires_grad_()
+    targets = torch.randint(0, 37, (11,), generator=generator)
+    factors = torch.randn(2, 11, generator=generator)
+
+    def gradients(values: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        total = (values * factors[0]).sum() + (entropy * factors[1]).sum()
+        return torch.autograd.grad(total, (hidden, weight))
+
+    log_p = torch.log_softmax(hidden @ weight.T / 0.7, -1)
+    expected = log_p[torch.arange(11), targets], -(log_p.exp() * log_p).sum(-1)
+    actual = logprobs.token_logprobs(hidden, weight, targets, temperature=0.7)
+    for ours, plain in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+    for ours, plain in zip(gradients(*actual), gradients(*expected), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)

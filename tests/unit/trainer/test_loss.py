@@ -1,0 +1,230 @@
+"""Losses and their gradients equal the golden vectors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.trainer import correction, loss
+from services.trainer.segments import Segments
+from tests.unit.trainer.vectors import assert_close, case, cases, flat, mask_of, segments_of
+
+
+def _denominators(mask: Tensor, segments: Segments) -> loss.Denominators:
+    return loss.Denominators(
+        tokens=mask.sum(),
+        sequences=(segments.count(mask) > 0).sum(),
+        horizon=int(segments.lengths.max()),
+    )
+
+
+def _check(
+    inputs: dict[str, Any],
+    expected: dict[str, Any],
+    compute: Callable[[Tensor, Tensor, Segments], loss.TokenLoss],
+    mode: str = "token-mean",
+) -> loss.TokenLoss:
+    mask, segments = mask_of(inputs["mask"]), segments_of(inputs["mask"])
+    logprobs = flat(inputs["logprob"]).requires_grad_()
+    result = compute(logprobs, mask, segments)
+    denominators = _denominators(mask, segments)
+    total = loss.aggregate(result.values, mask, segments, mode=mode, denominators=denominators)
+    total.backward()
+    assert_close(total, expected["loss"])
+    assert_close(result.values, expected["token_loss"], mask)
+    if "grad_logprob" in expected:
+        assert logprobs.grad is not None
+        assert_close(logprobs.grad, expected["grad_logprob"])
+    for ours, theirs in (
+        ("clip_fraction", "clipfrac"),
+        ("clip_fraction_lower", "clipfrac_lower"),
+    ):
+        if theirs in expected and ours in result.indicators:
+            assert_close(result.indicators[ours][mask].mean(), expected[theirs])
+    return result
+
+
+@pytest.mark.parametrize("name", ["symmetric_0.2", "no_dual_clip"])
+def test_ppo_matches(name: str) -> None:
+    inputs, expected = case("ppo_dual_clip", name)
+    old, advantages = flat(inputs["old_logprob"]), flat(inputs["advantage"])
+    _check(
+        inputs,
+        expected,
+        lambda logprobs, *_: loss.ppo(
+            logprobs,
+            old,
+            advantages,
+            clip_low=inputs["clip_low"],
+            clip_high=inputs["clip_high"],
+            dual_clip=inputs["dual_clip"],
+        ),
+    )
+    assert_close(loss.ratio_of(flat(inputs["logprob"]), old), expected["ratio"])
+
+
+@pytest.mark.parametrize("name", [item["name"] for item in cases("decoupled_ppo")])
+def test_decoupled_ppo_matches(name: str) -> None:
+    inputs, expected = case("decoupled_ppo", name)
+    proximal, advantages = flat(inputs["prox_logprob"]), flat(inputs["advantage"])
+    rollout = flat(inputs["behave_logprob"])
+
+    def compute(logprobs: Tensor, mask: Tensor, segments: Segments) -> loss.TokenLoss:
+        weights = correction.importance_weights(
+            proximal - rollout,
+            mask,
+            segments,
+            level="token",
+            cap=inputs.get("cap"),
+            floor=inputs.get("lower", 0.0),
+            cap_mode=inputs.get("action", "truncate"),
+        )
+        assert_close(weights, expected["weights"])
+        plain = loss.ppo(
+            logprobs,
+            proximal,
+            advantages,
+            clip_low=inputs["clip_low"],
+            clip_high=inputs["clip_high"],
+            dual_clip=inputs["dual_clip"],
+        )
+        return loss.TokenLoss(plain.values * weights)
+
+    _check(inputs, expected, compute)
+
+
+def test_gspo_matches() -> None:
+    inputs, expected = case("other_losses", "gspo_tight")
+    old, advantages = flat(inputs["old_logprob"]), flat(inputs["advantage"])
+    _check(
+        inputs,
+        expected,
+        lambda logprobs, mask, segments: loss.gspo(
+            logprobs,
+            old,
+            advantages,
+            mask,
+            segments,
+            clip_low=inputs["clip_low"],
+            clip_high=inputs["clip_high"],
+        ),
+        mode="seq-mean-token-mean",
+    )
+
+
+def test_cispo_matches() -> None:
+    inputs, expected = case("other_losses", "cispo")
+    old, advantages = flat(inputs["old_logprob"]), flat(inputs["advantage"])
+    _check(
+        inputs,
+        expected,
+        lambda logprobs, *_: loss.cispo(
+            logprobs,
+            old,
+            advantages,
+            clip_low=inputs["clip_low"],
+            clip_high=inputs["clip_high"],
+        ),
+    )
+
+
+def test_aipo_matches() -> None:
+    inputs, expected = case("other_losses", "aipo_rho_2")
+    rollout, advantages = flat(inputs["behave_logprob"]), flat(inputs["advantage"])
+    _check(
+        inputs,
+        expected,
+        lambda logprobs, *_: loss.aipo(logprobs, rollout, advantages, ratio_max=inputs["rho"]),
+    )
+
+
+def test_sapo_matches() -> None:
+    inputs, expected = case("other_losses", "sapo")
+    old, advantages = flat(inputs["old_logprob"]), flat(inputs["advantage"])
+    _check(
+        inputs,
+        expected,
+        lambda logprobs, *_: loss.sapo(
+            logprobs,
+            old,
+            advantages,
+            temperature_positive=inputs["tau_pos"],
+            temperature_negative=inputs["tau_neg"],
+        ),
+        mode="seq-mean-token-mean",
+    )
+
+
+def test_reinforce_matches() -> None:
+    inputs, expected = case("other_losses", "reinforce_token_mean")
+    advantages = flat(inputs["advantage"])
+    _check(inputs, expected, lambda logprobs, *_: loss.reinforce(logprobs, advantages))
+
+
+def test_the_value_loss_matches() -> None:
+    inputs, expected = case("other_losses", "value_loss_clipped")
+    result = loss.value_loss(
+        flat(inputs["vpred"]),
+        flat(inputs["old_value"]),
+        flat(inputs["returns"]),
+        clip=inputs["cliprange"],
+    )
+    assert_close(result.values.mean(), expected["loss"])
+    assert_close(result.indicators["value_clip_fraction"].mean(), expected["clipfrac"])
+
+
+def test_kl_values_and_gradients_match() -> None:
+    inputs, values = case("kl", "values")
+    _, gradients = case("kl", "gradients_wrt_logprob")
+    ref = flat(inputs["ref_logprob"])
+    for estimator, value in (
+        ("k1", "k1"),
+        ("k2", "k2"),
+        ("k3", "k3_low_var"),
+        ("k1+", "k1"),
+        ("k3+", "k3_low_var"),
+    ):
+        logprobs = flat(inputs["logprob"]).requires_grad_()
+        penalty = loss.kl_penalty(logprobs, ref, estimator=estimator)
+        penalty.sum().backward()
+        assert logprobs.grad is not None
+        assert_close(penalty, values[value])
+        assert_close(logprobs.grad, gradients[estimator.replace("+", "_plus")])
+
+
+@pytest.mark.parametrize("item", cases("loss_aggregation"), ids=lambda item: item["name"])
+def test_shares_of_ranks_and_micro_batches_add_up(item: dict[str, Any]) -> None:
+    rows, mask_rows, expected = item["inputs"]["loss"], item["inputs"]["mask"], item["expected"]
+    mask = mask_of(mask_rows)
+    denominators = _denominators(mask, segments_of(mask_rows))
+
+    def share(start: int, stop: int) -> Tensor:
+        return loss.aggregate(
+            flat(rows[start:stop]),
+            mask_of(mask_rows[start:stop]),
+            segments_of(mask_rows[start:stop]),
+            mode=item["name"],
+            denominators=denominators,
+        )
+
+    assert_close(share(0, 4), expected["value"])
+    for row, value in enumerate(expected["micro_batch_values"]):
+        assert_close(share(row, row + 1), value)
+    for rank, value in enumerate(expected["dp2_rank_values"]):
+        assert_close(share(2 * rank, 2 * rank + 2) * 2, value)
+
+
+def test_a_masked_token_may_hold_anything() -> None:
+    mask = torch.tensor([True, False])
+    segments = Segments.from_lengths(torch.tensor([2]))
+    for mode in ("token-mean", "seq-mean-token-mean"):
+        total = loss.aggregate(
+            torch.tensor([1.0, torch.nan]),
+            mask,
+            segments,
+            mode=mode,
+            denominators=_denominators(mask, segments),
+        )
+        assert total == 1.0
