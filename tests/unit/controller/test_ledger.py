@@ -1,0 +1,83 @@
+"""Every issued prompt is in exactly one state."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.controller.ledger import GroupState, Ledger, LedgerError
+
+
+def test_a_trained_group_goes_through_all_states():
+    ledger = Ledger(max_attempts=3)
+    group = ledger.issue(row=7)
+    ledger.lease(group, "rollout-0", version=2, now=1.0)
+    ledger.confirm(group)
+    ledger.complete(group, oldest_version=2)
+    ledger.train([group])
+    ledger.consume([group])
+    assert ledger.counts() == {
+        "issued": 1,
+        **{state.value: 0 for state in GroupState},
+        "consumed": 1,
+    }
+    assert ledger.get(group.group_id) is None
+
+
+def test_a_group_is_never_trained_twice():
+    ledger = Ledger(max_attempts=3)
+    group = ledger.issue(row=0)
+    ledger.lease(group, "rollout-0", version=0, now=0.0)
+    ledger.complete(group, oldest_version=0)
+    ledger.train([group])
+    with pytest.raises(LedgerError):
+        ledger.train([group])
+
+
+def test_results_of_an_older_attempt_are_not_found():
+    ledger = Ledger(max_attempts=3)
+    group = ledger.issue(row=0)
+    ledger.lease(group, "rollout-0", version=0, now=0.0)
+    assert ledger.retry(group, "lost")
+    assert ledger.get(group.group_id, attempt=1) is None
+    assert ledger.get(group.group_id, attempt=2) is group
+
+
+def test_a_prompt_is_quarantined_after_the_last_try():
+    ledger = Ledger(max_attempts=2)
+    group = ledger.issue(row=0)
+    ledger.lease(group, "rollout-0", version=0, now=0.0)
+    assert ledger.retry(group, "reward_timeout")
+    ledger.lease(group, "rollout-1", version=0, now=0.0)
+    assert not ledger.retry(group, "reward_timeout")
+    assert ledger.counts()["quarantined"] == 1
+    assert ledger.reasons() == {"reward_timeout": 1}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 30)), max_size=120))
+def test_the_ledger_closes_after_any_sequence_of_events(events):
+    ledger = Ledger(max_attempts=2)
+    groups = []
+    actions = [
+        lambda g: ledger.lease(g, "w", version=0, now=0.0),
+        ledger.confirm,
+        lambda g: ledger.complete(g, oldest_version=0),
+        lambda g: ledger.retry(g, "lost"),
+        lambda g: ledger.train([g]),
+        lambda g: ledger.consume([g]),
+        lambda g: ledger.drop(g, "stale"),
+    ]
+    for kind, index in events:
+        if kind == len(actions) or not groups:
+            groups.append(ledger.issue(row=len(groups)))
+            continue
+        group = groups[index % len(groups)]
+        if ledger.get(group.group_id) is None:
+            continue
+        try:
+            actions[kind](group)
+        except LedgerError:
+            continue
+    counts = ledger.counts()
+    assert counts["issued"] == len(groups)
+    assert ledger.num_admitted == len(groups) - counts["dropped"] - counts["quarantined"]
