@@ -30,6 +30,8 @@ class RewardSpec(SpecPart):
     """Factor of this term in the sum."""
     timeout_s: float = Field(30.0, gt=0)
     """Deadline of one evaluation; past it the sample fails as ``timeout`` and is not scored 0."""
+    bounds: tuple[float, float] | None = None
+    """Least and largest value that counts as a score; anything outside fails as ``invalid_value``."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments handed to the reward."""
 
@@ -51,6 +53,8 @@ class RolloutSpec(SpecPart):
     """Samples decoded at once in one replica."""
     sampling: SamplingSpec = SamplingSpec()
     """How training responses are drawn."""
+    kv_policy: Literal["recompute", "keep"] = "recompute"
+    """Whether a weight update recomputes the KV cache of running responses or keeps the old one."""
     partial_rollout: bool = False
     """Whether a weight update interrupts responses and continues them under the new weights."""
     max_segments: int = Field(16, ge=1)

@@ -1,0 +1,98 @@
+"""Typed client of the rollout service; the controller starts and ends groups with it. No torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from services.common.grpc_client import call
+from slipstream.rollout.v1 import rollout_pb2 as pb
+from slipstream.rollout.v1 import rollout_pb2_grpc
+
+_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAssignment:
+    """What to generate. Prompts are named by row."""
+
+    group_id: str
+    """Its samples get the keys ``{group_id}.{member}``."""
+    attempt: int
+    """Try of the group, from 1."""
+    split: str
+    """``train`` or ``heldout``."""
+    row: int
+    """Row inside the split, from 0."""
+    partition_id: str
+    """Partition that the samples go to."""
+    seeds: tuple[int, ...]
+    """One sampling seed per sample."""
+    temperatures: tuple[float, ...]
+    """One temperature per sample; 0 is greedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutStatus:
+    """What a rollout worker is doing."""
+
+    num_running: int
+    """Samples that are being decoded."""
+    num_waiting: int
+    """Samples that wait for a place."""
+    weight_version: int
+    """Verified version that the worker serves; -1 before the first."""
+
+
+class RolloutClient:
+    """Calls one rollout worker."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+
+    async def start_groups(self, groups: Sequence[GroupAssignment]) -> None:
+        """Start groups; returns at once. Safe to repeat.
+
+        Raises:
+            InvalidArgumentError: If a group is described wrongly; then none was started.
+            UnavailableError: If the worker still loads.
+        """
+        await call(
+            self._stub.StartGroups,
+            pb.StartGroupsRequest(
+                groups=[
+                    pb.GroupAssignment(
+                        group_id=group.group_id,
+                        attempt=group.attempt,
+                        split=group.split,
+                        row=group.row,
+                        partition_id=group.partition_id,
+                        seeds=group.seeds,
+                        temperatures=group.temperatures,
+                    )
+                    for group in groups
+                ]
+            ),
+            timeout_s=_TIMEOUT_S,
+            idempotent=True,
+        )
+
+    async def cancel_groups(self, group_ids: Sequence[str]) -> None:
+        """End groups without results. Safe to repeat."""
+        await call(
+            self._stub.CancelGroups,
+            pb.CancelGroupsRequest(group_ids=group_ids),
+            timeout_s=_TIMEOUT_S,
+            idempotent=True,
+        )
+
+    async def get_status(self) -> RolloutStatus:
+        """What the worker is doing."""
+        response = await call(
+            self._stub.GetStatus, pb.GetStatusRequest(), timeout_s=_TIMEOUT_S, idempotent=True
+        )
+        return RolloutStatus(
+            num_running=response.running_count,
+            num_waiting=response.waiting_count,
+            weight_version=response.weight_version,
+        )

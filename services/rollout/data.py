@@ -1,0 +1,233 @@
+"""Prompt sources: rows that are addressed by their index.
+
+The controller names prompts by split and row only; rollouts read the rows themselves. This module is
+free of torch, because the command line opens every source before a run starts.
+"""
+
+import json
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from pathlib import Path
+from typing import Any, Protocol
+
+from services.common.callables import load_callable
+from services.common.spec.data import DataSpec, PromptSourceSpec
+
+Row = Mapping[str, Any]
+"""One row: column names to JSON-like values."""
+
+
+class PromptSource(Protocol):
+    """Rows by index."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Row:
+        """Return one row. Raises ValueError if the row is damaged."""
+        ...
+
+
+def open_sources(data: DataSpec) -> dict[str, PromptSource]:
+    """Open the splits of a run, ``train`` and, if there is one, ``heldout``, and check their columns.
+
+    Raises:
+        ValueError: If a source is missing, empty or lacks a column; the message names the key, what
+            was found, and the fix.
+    """
+    splits = {"train": data.train}
+    if data.heldout is not None:
+        splits["heldout"] = data.heldout
+    return {name: _open(spec, data, key=f"data.{name}") for name, spec in splits.items()}
+
+
+def _open(spec: PromptSourceSpec, data: DataSpec, *, key: str) -> PromptSource:
+    """Open one source and look at its first row."""
+    source = _OPENERS[spec.source](spec, key)
+    if len(source) == 0:
+        raise ValueError(
+            f"{key}: {spec.path!r} has no rows; give a source with at least one prompt"
+        )
+    if spec.limit is not None:
+        source = _FirstRows(source, spec.limit)
+    row = source[0]
+    columns = {"data.prompt_column": data.prompt_column}
+    if data.answer_column is not None:
+        columns["data.answer_column"] = data.answer_column
+    for option, column in columns.items():
+        if column not in row:
+            raise ValueError(
+                f"{option} is {column!r}, but the rows of {key} ({spec.path!r}) have the columns "
+                f"{', '.join(map(repr, row)) or 'none'}; set {option} to one of them"
+                + (" or to null" if option == "data.answer_column" else "")
+            )
+    return source
+
+
+class _FirstRows:
+    """The start of another source."""
+
+    def __init__(self, source: PromptSource, limit: int) -> None:
+        self._source = source
+        self._length = min(limit, len(source))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int, /) -> Row:
+        return self._source[index]
+
+
+class _JsonLines:
+    """A JSONL file, read row by row; only the places of the rows are kept in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offsets = array("q")
+        offset = 0
+        with path.open("rb") as file:
+            for line in file:
+                if line.strip():
+                    self._offsets.append(offset)
+                offset += len(line)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int, /) -> Row:
+        with self._path.open("rb") as file:
+            file.seek(self._offsets[index])
+            line = file.readline()
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"row {index} of {self._path} is no JSON ({error}): {line[:80]!r}; write one JSON "
+                "object per line"
+            ) from error
+        return _as_row(row, index, str(self._path))
+
+
+class _Parquet:
+    """A Parquet file, mapped into memory."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        try:
+            self._table = parquet.read_table(path, memory_map=True)
+        except pa.ArrowInvalid as error:
+            raise ValueError(
+                f"{key}: {path} is no Parquet file ({error}); check the path"
+            ) from error
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: int, /) -> Row:
+        row: Row = self._table.slice(index, 1).to_pylist()[0]
+        return row
+
+
+class _Rows:
+    """Rows that a library or the user's function holds."""
+
+    def __init__(self, rows: Sequence[Any], name: str) -> None:
+        self._rows = rows
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int, /) -> Row:
+        return _as_row(self._rows[index], index, self._name)
+
+
+def _as_row(row: object, index: int, name: str) -> Row:
+    if not isinstance(row, Mapping):
+        raise ValueError(  # noqa: TRY004 -- the data is wrong, not an argument's type
+            f"row {index} of {name} is a {type(row).__name__}; each row must be an object with columns"
+        )
+    return row
+
+
+def _file(spec: PromptSourceSpec, key: str) -> Path:
+    path = Path(spec.path)
+    if not path.is_file():
+        raise ValueError(
+            f"{key}.path: there is no file {spec.path!r} (looked in {Path.cwd()}); check the path"
+        )
+    return path
+
+
+def _open_jsonl(spec: PromptSourceSpec, key: str) -> PromptSource:
+    return _JsonLines(_file(spec, key))
+
+
+def _open_parquet(spec: PromptSourceSpec, key: str) -> PromptSource:
+    return _Parquet(_file(spec, key), key)
+
+
+def _open_huggingface(spec: PromptSourceSpec, key: str) -> PromptSource:
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{key} needs the package 'datasets'; pip install datasets") from error
+    try:
+        rows = datasets.load_dataset(spec.path, name=spec.subset, split=spec.split)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{key}: the dataset {spec.path!r} (subset {spec.subset!r}, split {spec.split!r}) does not "
+            f"load ({error}); check {key}.path, {key}.subset and {key}.split"
+        ) from error
+    return _Rows(rows, spec.path)
+
+
+def _open_python(spec: PromptSourceSpec, key: str) -> PromptSource:
+    try:
+        function = load_callable(spec.path)
+    except ValueError as error:
+        raise ValueError(f"{key}.path: {error}") from error
+    try:
+        rows = function(**spec.arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"{key}: {spec.path!r} could not be called with {dict(spec.arguments)} ({error}); check "
+            f"{key}.arguments"
+        ) from error
+    if isinstance(rows, Sized) and hasattr(rows, "__getitem__"):
+        return _Rows(rows, spec.path)  # type: ignore[arg-type]  # a sequence, whatever its class
+    if isinstance(rows, Iterable):
+        return _Rows(list(rows), spec.path)
+    raise ValueError(
+        f"{key}: {spec.path!r} returned a {type(rows).__name__}; it must return the rows, for example "
+        "a list of dictionaries"
+    )
+
+
+def _open_reasoning_gym(spec: PromptSourceSpec, key: str) -> PromptSource:
+    try:
+        import reasoning_gym
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{key} needs the package 'reasoning-gym'; pip install reasoning-gym"
+        ) from error
+    try:
+        dataset = reasoning_gym.create_dataset(spec.path, **spec.arguments)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ValueError(
+            f"{key}: reasoning-gym cannot make the task {spec.path!r} with {dict(spec.arguments)} "
+            f"({error}); check {key}.path and {key}.arguments"
+        ) from error
+    return _Rows(dataset, spec.path)
+
+
+_OPENERS: dict[str, Callable[[PromptSourceSpec, str], PromptSource]] = {
+    "jsonl": _open_jsonl,
+    "parquet": _open_parquet,
+    "huggingface": _open_huggingface,
+    "python": _open_python,
+    "reasoning_gym": _open_reasoning_gym,
+}

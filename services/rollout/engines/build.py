@@ -1,0 +1,80 @@
+"""The engine that a run names."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from services.common.models.loading import build_model, load_config
+from services.common.models.tokenizer import Tokenizer
+from services.common.spec.model import ModelSpec
+from services.common.spec.rollout import RolloutSpec
+from services.rollout.engines.base import Engine
+from services.rollout.engines.torch import TorchEngine
+
+
+def build_engine(
+    spec: RolloutSpec,
+    model: ModelSpec,
+    tokenizer: Tokenizer,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Engine:
+    """Build the engine with random weights; the real ones arrive over the weight plane.
+
+    Raises:
+        ValueError: If the engine cannot do what the run asks for.
+    """
+    builder = _BUILDERS.get(spec.engine)
+    if builder is None:
+        raise ValueError(
+            f"rollout.engine {spec.engine!r} is not in this release; choose one of {sorted(_BUILDERS)}"
+        )
+    engine = builder(spec, model, tokenizer, dtype=dtype, device=device)
+    _check_supported(spec, engine)
+    return engine
+
+
+def _torch_engine(
+    spec: RolloutSpec,
+    model: ModelSpec,
+    tokenizer: Tokenizer,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Engine:
+    module = build_model(load_config(model, tokenizer), dtype=dtype, device=device)
+    return TorchEngine(
+        module,
+        max_running=spec.max_running_samples,
+        kv_policy=spec.kv_policy,
+        decode=tokenizer.decode,
+        **_known(spec.engine_arguments, {"max_kv_tokens"}),
+    )
+
+
+def _known(arguments: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    """Refuse engine arguments that the engine does not have."""
+    unknown = sorted(set(arguments) - names)
+    if unknown:
+        raise ValueError(
+            f"rollout.engine_arguments has {unknown}, but this engine knows {sorted(names)}; remove them"
+        )
+    return dict(arguments)
+
+
+def _check_supported(spec: RolloutSpec, engine: Engine) -> None:
+    can = engine.capabilities
+    if spec.kv_policy not in can.kv_policies:
+        raise ValueError(
+            f"rollout.kv_policy is {spec.kv_policy!r}, but engine {can.name!r} supports "
+            f"{sorted(can.kv_policies)}"
+        )
+    if spec.sampling.stop and not can.stop_texts:
+        raise ValueError(
+            f"rollout.sampling.stop is set, but engine {can.name!r} ends responses at tokens only"
+        )
+
+
+_BUILDERS: dict[str, Callable[..., Engine]] = {"torch": _torch_engine}

@@ -1,0 +1,35 @@
+"""Why a group or a sample brought nothing: typed, so that no failure can pass for a score."""
+
+from typing import Literal
+
+RewardFailureKind = Literal["timeout", "exception", "invalid_value", "sandbox_killed"]
+
+
+class GroupError(Exception):
+    """A group ends without samples.
+
+    Attributes:
+        reason: Stable code, for example ``prompt_too_long``.
+        message: For a person: what was expected, what came, what to do.
+        retryable: Whether another try could succeed.
+    """
+
+    def __init__(self, reason: str, message: str, *, retryable: bool) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.retryable = retryable
+
+
+class RewardError(Exception):
+    """A reward could not be computed; the sample has no score, which is not a score of 0.
+
+    Attributes:
+        kind: What went wrong.
+        message: For a person.
+    """
+
+    def __init__(self, kind: RewardFailureKind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message

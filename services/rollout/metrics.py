@@ -1,0 +1,45 @@
+"""What the rollout service measures."""
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from services.common.metrics import ROLLOUT, RPC, SPANS, TOKENS
+
+GROUPS = Counter(
+    "slipstream_rollout_groups_total",
+    "Groups by how they ended: published, or why not",
+    ["outcome"],
+)
+SAMPLES = Counter(
+    "slipstream_rollout_samples_total", "Samples by how their response ended", ["finish_reason"]
+)
+REWARD_FAILURES = Counter(
+    "slipstream_rollout_reward_failures_total", "Rewards that could not be computed", ["kind"]
+)
+LATE_GROUPS = Counter(
+    "slipstream_rollout_late_groups_total", "Finished groups that the transferqueue had already"
+)
+RESPONSE_TOKENS = Histogram(
+    "slipstream_rollout_response_tokens", "Length of finished responses", buckets=TOKENS
+)
+SEGMENTS = Histogram(
+    "slipstream_rollout_segments", "Weight versions in one response", buckets=SPANS
+)
+REWARD_SECONDS = Histogram(
+    "slipstream_rollout_reward_seconds", "Time of one reward, waiting included", buckets=ROLLOUT
+)
+PUBLISH_SECONDS = Histogram(
+    "slipstream_rollout_publish_seconds", "Time to store a group, waiting included", buckets=RPC
+)
+ADOPT_STALL_SECONDS = Histogram(
+    "slipstream_rollout_adopt_stall_seconds", "Time without tokens per weight update", buckets=RPC
+)
+ADOPT_SECONDS = Histogram(
+    "slipstream_rollout_adopt_seconds",
+    "Time to put received weights into service, waiting for running responses included",
+    buckets=ROLLOUT,
+)
+RUNNING = Gauge("slipstream_rollout_running_samples", "Samples that are being decoded")
+WAITING = Gauge("slipstream_rollout_waiting_samples", "Samples that wait for the engine")
+KV_USED = Gauge("slipstream_rollout_kv_used_ratio", "Part of the KV cache in use")
+TOKENS_TOTAL = Gauge("slipstream_rollout_tokens", "Tokens sampled since the start")
+WEIGHT_VERSION = Gauge("slipstream_rollout_weight_version", "Version of the live weights")

@@ -1,0 +1,125 @@
+"""Rows to prompts: template, chat template, tokens, limits."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from services.common.models.tokenizer import Tokenizer
+from services.common.spec.data import DataSpec
+from services.rollout.data import PromptSource, Row
+from services.rollout.failures import GroupError
+
+Message = Mapping[str, str]
+"""``role`` and ``content``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What a group answers."""
+
+    token_ids: tuple[int, ...]
+    """Tokens that the engine continues."""
+    text: str
+    """The prompt as people read it: filled template, or the last message of a chat."""
+    answer: Any
+    """Expected answer for the reward; None if the data has none."""
+    row: Row
+    """The whole row, for the reward."""
+    data_source: str
+    """Origin, for scores per source."""
+
+
+class PromptBook:
+    """The prompts of a run by split and row.
+
+    A prompt that cannot be used is refused alone: it raises, and its neighbours are not touched.
+    """
+
+    def __init__(
+        self, data: DataSpec, sources: Mapping[str, PromptSource], tokenizer: Tokenizer
+    ) -> None:
+        self._data = data
+        self._sources = sources
+        self._tokenizer = tokenizer
+
+    def num_rows(self, split: str) -> int:
+        """Rows of a split; 0 if the run has none."""
+        source = self._sources.get(split)
+        return 0 if source is None else len(source)
+
+    def prompt(self, split: str, row_index: int) -> Prompt:
+        """Return one prompt.
+
+        Raises:
+            GroupError: If the row does not exist or is damaged, or its prompt is empty, too long, or of
+                the wrong kind. Another try would not help.
+        """
+        if not 0 <= row_index < self.num_rows(split):
+            raise _refused(
+                "prompt_unknown",
+                f"split {split!r} has {self.num_rows(split)} rows, but row {row_index} was asked",
+            )
+        try:
+            row = self._sources[split][row_index]
+        except ValueError as error:
+            raise _refused("prompt_malformed", str(error)) from error
+        text, token_ids = self._encode(row, f"row {row_index} of split {split!r}")
+        self._check_length(token_ids, f"row {row_index} of split {split!r}")
+        column = self._data.answer_column
+        spec = self._data.heldout if split == "heldout" else self._data.train
+        assert spec is not None
+        return Prompt(
+            token_ids=tuple(token_ids),
+            text=text,
+            answer=None if column is None else row.get(column),
+            row=row,
+            data_source=str(row.get("data_source", spec.path)),
+        )
+
+    def _encode(self, row: Row, place: str) -> tuple[str, Sequence[int]]:
+        content = row.get(self._data.prompt_column)
+        if isinstance(content, str):
+            text = self._data.prompt_template.replace("{prompt}", content)
+            messages: Sequence[Message] = [{"role": "user", "content": text}]
+        elif _are_messages(content) and self._data.chat_template:
+            messages = cast("Sequence[Message]", content)
+            text = messages[-1]["content"]
+        else:
+            raise _refused(
+                "prompt_malformed",
+                f"column {self._data.prompt_column!r} in {place} must hold text or, with "
+                f"data.chat_template, chat messages, but holds {type(content).__name__}",
+            )
+        try:
+            if self._data.chat_template:
+                return text, self._tokenizer.apply_chat_template(messages)
+            return text, self._tokenizer.encode(text)
+        except ValueError as error:
+            raise _refused("prompt_malformed", f"{place}: {error}") from error
+
+    def _check_length(self, token_ids: Sequence[int], place: str) -> None:
+        if not token_ids:
+            raise _refused("prompt_empty", f"{place} has an empty prompt; remove or fill the row")
+        if len(token_ids) > self._data.max_prompt_tokens:
+            raise _refused(
+                "prompt_too_long",
+                f"{place} has {len(token_ids)} tokens, more than data.max_prompt_tokens "
+                f"({self._data.max_prompt_tokens}); raise it or remove the row",
+            )
+
+
+def _are_messages(content: object) -> bool:
+    return (
+        isinstance(content, Sequence)
+        and len(content) > 0
+        and all(
+            isinstance(message, Mapping)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in content
+        )
+    )
+
+
+def _refused(reason: str, message: str) -> GroupError:
+    return GroupError(reason, message, retryable=False)

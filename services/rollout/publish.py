@@ -1,0 +1,42 @@
+"""Finished groups into the transferqueue."""
+
+from services.common.errors import AlreadyExistsError, ServiceError
+from services.rollout import metrics
+from services.rollout.client import GroupAssignment
+from services.rollout.failures import GroupError
+from services.rollout.prompts import Prompt
+from services.rollout.samples import Sample, prompt_field, sample_fields, sample_tags
+from services.transferqueue.dataclient import DataClient
+
+
+class GroupPublisher:
+    """Stores groups: one call a group, the prompt once."""
+
+    def __init__(self, data: DataClient) -> None:
+        self._data = data
+
+    async def publish(
+        self, assignment: GroupAssignment, prompt: Prompt, samples: list[Sample]
+    ) -> None:
+        """Store a group; it is visible when this returns. A full queue makes this wait.
+
+        Raises:
+            GroupError: If the transferqueue does not take it; another try could succeed.
+        """
+        group_id = assignment.group_id
+        try:
+            with metrics.PUBLISH_SECONDS.time():
+                await self._data.put(
+                    assignment.partition_id,
+                    [f"{group_id}.{sample.member}" for sample in samples],
+                    sample_fields(samples),
+                    tags=sample_tags(
+                        samples, prompt, group_id=group_id, attempt=assignment.attempt
+                    ),
+                    shared={"prompt_ids": prompt_field(prompt)},
+                )
+        except AlreadyExistsError:
+            # A lease that was taken from this replica and given to another finished there first.
+            metrics.LATE_GROUPS.inc()
+        except ServiceError as error:
+            raise GroupError("publish_failed", error.message, retryable=True) from error

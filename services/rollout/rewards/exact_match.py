@@ -1,0 +1,21 @@
+"""1 if the response is the answer, else 0."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def exact_match(
+    prompt: str,
+    response: str,
+    answer: Any,
+    row: Mapping[str, Any],
+    *,
+    ignore_case: bool = False,
+) -> float:
+    """Compare texts, white space around them left out."""
+    if answer is None:
+        raise ValueError("exact_match needs an answer; set data.answer_column")
+    given, expected = response.strip(), str(answer).strip()
+    if ignore_case:
+        given, expected = given.casefold(), expected.casefold()
+    return float(given == expected)

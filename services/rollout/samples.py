@@ -1,0 +1,113 @@
+"""A finished sample and the tensors and tags that describe it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.rollout.engines.base import VersionRun, append_version
+from services.rollout.prompts import Prompt
+from services.rollout.workflows.base import TOOL_VERSION, Turn
+
+Tag = int | float | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One response of a group, scored."""
+
+    member: int
+    """Index in the group."""
+    turns: tuple[Turn, ...]
+    """The response."""
+    reward: float
+    """Task reward; 0 and meaningless if the sample failed."""
+    finish_reason: str
+    """``stop``, ``length`` or ``failed``."""
+    is_greedy: bool
+    """Whether it was decoded greedily."""
+
+    @property
+    def response_ids(self) -> list[int]:
+        """All tokens after the prompt."""
+        return [token for turn in self.turns for token in turn.token_ids]
+
+    @property
+    def version_runs(self) -> list[VersionRun]:
+        """Weight versions of all tokens, run-length coded."""
+        runs: list[VersionRun] = []
+        for turn in self.turns:
+            for version, num_tokens in turn.version_runs:
+                append_version(runs, version, num_tokens)
+        return runs
+
+    @property
+    def sampled_versions(self) -> list[int]:
+        """Weight versions of the sampled stretches, in order, without repeats in a row."""
+        versions: list[int] = []
+        for version, _ in self.version_runs:
+            if version != TOOL_VERSION and versions[-1:] != [version]:
+                versions.append(version)
+        return versions
+
+
+def prompt_field(prompt: Prompt) -> Tensor:
+    """Tokens of the prompt, ``[P]`` int32; all samples of a group share them."""
+    return torch.tensor(prompt.token_ids, dtype=torch.int32)
+
+
+def sample_fields(samples: Sequence[Sample]) -> dict[str, list[Tensor]]:
+    """Tensors of the samples, by field name, as the data dictionary says.
+
+    Raises:
+        ValueError: If a sample's logprobs or versions do not cover its tokens.
+    """
+    fields: dict[str, list[Tensor]] = {
+        name: []
+        for name in ("response_ids", "response_mask", "rollout_logprobs", "version_runs", "rewards")
+    }
+    for sample in samples:
+        response_ids, runs = sample.response_ids, sample.version_runs
+        logprobs = [value for turn in sample.turns for value in turn.logprobs]
+        counted = sum(count for _, count in runs)
+        if not len(response_ids) == len(logprobs) == counted:
+            raise ValueError(
+                f"sample {sample.member} has {len(response_ids)} tokens, {len(logprobs)} logprobs and "
+                f"versions for {counted}; they must be equal"
+            )
+        is_trained = sample.finish_reason != "failed"
+        mask = [turn.is_sampled and is_trained for turn in sample.turns for _ in turn.token_ids]
+        fields["response_ids"].append(torch.tensor(response_ids, dtype=torch.int32))
+        fields["response_mask"].append(torch.tensor(mask, dtype=torch.bool))
+        fields["rollout_logprobs"].append(torch.tensor(logprobs, dtype=torch.float32))
+        fields["version_runs"].append(torch.tensor(runs, dtype=torch.int32).reshape(-1, 2))
+        fields["rewards"].append(torch.tensor(sample.reward, dtype=torch.float32))
+    return fields
+
+
+def sample_tags(
+    samples: Sequence[Sample], prompt: Prompt, *, group_id: str, attempt: int
+) -> Mapping[str, list[Tag]]:
+    """Tags of the samples, by name, as the data dictionary says."""
+    rows = [_tags(sample, prompt, group_id=group_id, attempt=attempt) for sample in samples]
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def _tags(sample: Sample, prompt: Prompt, *, group_id: str, attempt: int) -> dict[str, Tag]:
+    versions = sample.sampled_versions or [TOOL_VERSION]
+    return {
+        "group_id": group_id,
+        "member": sample.member,
+        "attempt": attempt,
+        "v_min": min(versions),
+        "v_max": max(versions),
+        "v_first": versions[0],
+        "num_segments": len(versions),
+        "prompt_tokens": len(prompt.token_ids),
+        "response_tokens": len(sample.response_ids),
+        "reward": sample.reward,
+        "finish_reason": sample.finish_reason,
+        "data_source": prompt.data_source,
+        "greedy": int(sample.is_greedy),
+    }

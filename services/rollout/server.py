@@ -1,0 +1,89 @@
+"""gRPC face of the rollout service."""
+
+from typing import Any
+
+import grpc
+
+from services.common.errors import InvalidArgumentError, UnavailableError
+from services.rollout.client import GroupAssignment
+from services.rollout.engines.base import Engine
+from services.rollout.sampling import GroupSampler
+from slipstream.rollout.v1 import rollout_pb2 as pb
+from slipstream.rollout.v1 import rollout_pb2_grpc
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
+    """Translates requests.
+
+    It answers UNAVAILABLE until the engine is loaded and attached, because the port must be known before
+    the run's specification is.
+    """
+
+    def __init__(self) -> None:
+        self._sampler: GroupSampler | None = None
+        self._engine: Engine | None = None
+
+    def attach(self, sampler: GroupSampler, engine: Engine) -> None:
+        """Begin to serve."""
+        self._sampler, self._engine = sampler, engine
+
+    async def StartGroups(  # noqa: N802
+        self, request: pb.StartGroupsRequest, context: _Context
+    ) -> pb.StartGroupsResponse:
+        """Start groups."""
+        sampler, _ = self._attached()
+        sampler.start([_assignment(group) for group in request.groups])
+        return pb.StartGroupsResponse()
+
+    async def CancelGroups(  # noqa: N802
+        self, request: pb.CancelGroupsRequest, context: _Context
+    ) -> pb.CancelGroupsResponse:
+        """End groups without results."""
+        sampler, _ = self._attached()
+        sampler.cancel(request.group_ids)
+        return pb.CancelGroupsResponse()
+
+    async def GetStatus(  # noqa: N802
+        self, request: pb.GetStatusRequest, context: _Context
+    ) -> pb.GetStatusResponse:
+        """Return what the worker is doing."""
+        _, engine = self._attached()
+        stats = engine.stats()
+        return pb.GetStatusResponse(
+            running_count=stats.num_running,
+            waiting_count=stats.num_waiting,
+            weight_version=stats.weight_version,
+        )
+
+    def _attached(self) -> tuple[GroupSampler, Engine]:
+        if self._sampler is None or self._engine is None:
+            raise UnavailableError("this rollout worker still loads its model; try again")
+        return self._sampler, self._engine
+
+
+def _assignment(group: pb.GroupAssignment) -> GroupAssignment:
+    """Check and translate one group."""
+    problems = {
+        "group_id must not be empty": not group.group_id,
+        "attempt must be at least 1": group.attempt < 1,
+        "partition_id must not be empty": not group.partition_id,
+        "seeds must not be empty": not group.seeds,
+        "temperatures must have one entry per seed": len(group.temperatures) != len(group.seeds),
+        "temperatures must not be negative": any(value < 0 for value in group.temperatures),
+    }
+    wrong = [problem for problem, is_true in problems.items() if is_true]
+    if wrong:
+        raise InvalidArgumentError(
+            f"group {group.group_id!r}: {'; '.join(wrong)}", group_id=group.group_id
+        )
+    return GroupAssignment(
+        group_id=group.group_id,
+        attempt=group.attempt,
+        split=group.split,
+        row=group.row,
+        partition_id=group.partition_id,
+        seeds=tuple(group.seeds),
+        temperatures=tuple(group.temperatures),
+    )

@@ -1,0 +1,219 @@
+"""An episode: what a workflow does to turn one prompt into one response.
+
+A workflow is ordinary code that asks its episode for turns. Every turn is recorded, so an interrupted
+episode can be resumed on any replica: the workflow runs again from its start, the recorded turns are
+handed back without generating or calling anything, and generation goes on in the middle of the turn that
+was cut.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.common.models.tokenizer import Tokenizer
+from services.rollout.engines.base import (
+    Engine,
+    FinishReason,
+    GenerationRequest,
+    VersionRun,
+    append_version,
+)
+from services.rollout.failures import GroupError
+from services.rollout.prompts import Prompt
+
+TOOL_VERSION = -1
+"""Weight version of tokens that no policy sampled."""
+
+
+class Interrupted(Exception):  # noqa: N818 -- an order, not an error
+    """Generation was interrupted; the episode keeps everything that it has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A stretch of the response that was either sampled or observed."""
+
+    token_ids: tuple[int, ...]
+    """Tokens of the turn."""
+    logprobs: tuple[float, ...]
+    """Log-probability of each sampled token; 0 for observed ones."""
+    version_runs: tuple[VersionRun, ...]
+    """Weight versions, run-length coded; observed tokens have version -1."""
+    finish_reason: FinishReason | None
+    """How sampling ended; None for an observed turn."""
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the policy sampled these tokens."""
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeLimits:
+    """How the tokens of an episode are drawn and when it ends."""
+
+    seed: int
+    """Seed of this sample."""
+    temperature: float
+    """Sampling temperature; 0 is greedy."""
+    max_response_tokens: int
+    """Most tokens of the response, observed ones included."""
+    stop_texts: tuple[str, ...]
+    """Texts that end a turn."""
+
+
+class Episode:
+    """One prompt and its growing response.
+
+    Attributes:
+        prompt: What is answered.
+        turns: What happened so far.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        limits: EpisodeLimits,
+        *,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        request_id: str,
+        recorded: Sequence[Turn] = (),
+    ) -> None:
+        self.prompt = prompt
+        self.turns: list[Turn] = []
+        self._limits = limits
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._request_id = request_id
+        self._recorded = list(recorded)
+
+    @property
+    def response_ids(self) -> list[int]:
+        """All tokens after the prompt."""
+        return [token for turn in self.turns for token in turn.token_ids]
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens that the response may still grow by."""
+        used = sum(len(turn.token_ids) for turn in self.turns)
+        return self._limits.max_response_tokens - used
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """How the last sampled turn ended."""
+        sampled = [turn.finish_reason for turn in self.turns if turn.finish_reason is not None]
+        return sampled[-1] if sampled else "length"
+
+    def text(self, turn: Turn) -> str:
+        """Text of a turn, special tokens left out."""
+        return self._tokenizer.decode(turn.token_ids)
+
+    @property
+    def response_text(self) -> str:
+        """Text of the last sampled turn: what the reward judges."""
+        sampled = [turn for turn in self.turns if turn.is_sampled]
+        return self.text(sampled[-1]) if sampled else ""
+
+    async def generate(self, *, max_tokens: int | None = None) -> Turn:
+        """Sample a turn.
+
+        Args:
+            max_tokens: Bound on this turn; by default only the response's bound holds.
+
+        Raises:
+            Interrupted: If generation was interrupted; what was sampled is recorded.
+            ValueError: If the response has no room left.
+        """
+        started = self._next_recorded(sampled=True)
+        if started is not None and started.finish_reason != "aborted":
+            self.turns.append(started)
+            return started
+        room = self.remaining_tokens
+        if room < 1:
+            raise ValueError("the response has no room left; look at remaining_tokens first")
+        if max_tokens is not None:
+            room = min(room, max_tokens)
+        turn = await self._sample(started or _EMPTY, room)
+        self.turns.append(turn)
+        if turn.finish_reason == "aborted":
+            raise Interrupted
+        return turn
+
+    async def observe(self, call: Callable[[], Awaitable[str]]) -> Turn | None:
+        """Add what the world answered, for example the result of a tool.
+
+        Args:
+            call: Makes the text. Not called when the turn was recorded before an interruption.
+
+        Returns:
+            The turn, or None if the text does not fit into the response any more.
+        """
+        recorded = self._next_recorded(sampled=False)
+        if recorded is None:
+            token_ids = tuple(self._tokenizer.encode(await call()))
+            if len(token_ids) > self.remaining_tokens:
+                return None
+            recorded = Turn(
+                token_ids=token_ids,
+                logprobs=(0.0,) * len(token_ids),
+                version_runs=((TOOL_VERSION, len(token_ids)),) if token_ids else (),
+                finish_reason=None,
+            )
+        self.turns.append(recorded)
+        return recorded
+
+    def _next_recorded(self, *, sampled: bool) -> Turn | None:
+        """Take the next recorded turn; a workflow that changed its mind is a fault of its own."""
+        if not self._recorded:
+            return None
+        turn = self._recorded.pop(0)
+        if turn.is_sampled != sampled:
+            raise ValueError(
+                "the workflow took another course when it was resumed: a turn was "
+                f"{'sampled' if turn.is_sampled else 'observed'} before the interruption and is "
+                f"{'sampled' if sampled else 'observed'} now; workflows must not depend on time or chance"
+            )
+        return turn
+
+    async def _sample(self, started: Turn, room: int) -> Turn:
+        """Generate the rest of a turn."""
+        earlier = self.response_ids
+        sampled_before = sum(len(turn.token_ids) for turn in self.turns if turn.is_sampled)
+        request = GenerationRequest(
+            request_id=self._request_id,
+            context_ids=(*self.prompt.token_ids, *earlier, *started.token_ids),
+            max_tokens=room - len(started.token_ids),
+            seed=self._limits.seed,
+            draw_offset=sampled_before + len(started.token_ids),
+            temperature=self._limits.temperature,
+            stop_token_ids=frozenset({self._tokenizer.eos_id}),
+            stop_texts=self._limits.stop_texts,
+        )
+        try:
+            result = await self._engine.generate(request)
+        except ValueError as error:
+            raise GroupError("request_refused", str(error), retryable=False) from error
+        runs = list(started.version_runs)
+        for version, num_tokens in result.version_runs:
+            append_version(runs, version, num_tokens)
+        return Turn(
+            token_ids=started.token_ids + result.token_ids,
+            logprobs=started.logprobs + result.logprobs,
+            version_runs=tuple(runs),
+            finish_reason=result.finish_reason,
+        )
+
+
+class Workflow(Protocol):
+    """Turns a prompt into a response.
+
+    A run's own workflow is a class that is called with ``rollout.workflow_arguments`` and has this method.
+    """
+
+    async def run(self, episode: Episode) -> None:
+        """Ask the episode for turns until the response is complete."""
+        ...
+
+
+_EMPTY = Turn(token_ids=(), logprobs=(), version_runs=(), finish_reason="aborted")

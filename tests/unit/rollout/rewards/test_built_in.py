@@ -1,0 +1,54 @@
+"""Built-in rewards."""
+
+import pytest
+import reasoning_gym
+
+from services.rollout.rewards.exact_match import exact_match
+from services.rollout.rewards.gym_answer import gym_answer
+from services.rollout.rewards.math_answer import math_answer
+
+
+def test_exact_match_ignores_white_space_and_on_demand_case() -> None:
+    assert exact_match("", " 123 \n", "123", {}) == 1.0
+    assert exact_match("", "1234", "123", {}) == 0.0
+    assert exact_match("", "Yes", "yes", {}) == 0.0
+    assert exact_match("", "Yes", "yes", {}, ignore_case=True) == 1.0
+    with pytest.raises(ValueError, match="needs an answer"):
+        exact_match("", "x", None, {})
+
+
+GOLD = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72"
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("so 72", 1.0),
+        ("... #### 72", 1.0),
+        (r"thus $\boxed{72}$", 1.0),
+        ("72.0", 1.0),
+        ("24", 0.0),
+        ("", 0.0),
+        ("no idea", 0.0),
+    ],
+)
+def test_gsm8k_answers_are_compared_by_value(response: str, score: float) -> None:
+    assert math_answer("", response, GOLD, {}) == score
+
+
+def test_latex_answers_are_compared_by_value() -> None:
+    assert math_answer("", r"It is $\frac{2}{4}$.", r"$\frac{1}{2}$", {}) == 1.0
+    assert math_answer("", "1,000", "#### 1000", {}) == 1.0
+
+
+def test_an_answer_without_an_expression_is_a_failure_not_a_zero() -> None:
+    with pytest.raises(ValueError, match="no expression"):
+        math_answer("", "72", "####", {})
+
+
+def test_reasoning_gym_verifier_scores_its_own_answer() -> None:
+    row = reasoning_gym.create_dataset("basic_arithmetic", size=1, seed=3)[0]
+    assert gym_answer("", row["answer"], row["answer"], row) == 1.0
+    assert gym_answer("", "nonsense", row["answer"], row) < 1.0
+    with pytest.raises(ValueError, match="source_dataset"):
+        gym_answer("", "1", "1", {})

@@ -1,0 +1,46 @@
+"""Drawing tokens."""
+
+import numpy as np
+import torch
+
+from services.rollout.engines.draw import draw_tokens, uniforms
+
+
+def test_numbers_depend_on_seed_and_counter_alone() -> None:
+    seeds = np.arange(100, dtype=np.uint64)
+    counters = np.arange(100, dtype=np.uint64) % np.uint64(7)
+    together = uniforms(seeds, counters)
+    one_by_one = [uniforms(seeds[i : i + 1], counters[i : i + 1])[0] for i in range(100)]
+    assert together.tolist() == one_by_one
+
+
+def test_numbers_are_uniform_over_neighbouring_seeds_and_counters() -> None:
+    seeds, counters = np.meshgrid(np.arange(300, dtype=np.uint64), np.arange(300, dtype=np.uint64))
+    numbers = uniforms(seeds.ravel(), counters.ravel())
+    counts, _ = np.histogram(numbers, bins=50, range=(0, 1))
+    expected = len(numbers) / 50
+    assert (
+        (counts - expected) ** 2 / expected
+    ).sum() < 90  # chi-square with 49 degrees, p > 0.0003
+    assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.02
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+
+
+def test_tokens_come_as_often_as_their_probability_says() -> None:
+    logits = torch.tensor([2.0, 0.0, -1.0, 1.0, float("-inf")]).expand(20_000, -1)
+    numbers = torch.from_numpy(
+        uniforms(np.arange(20_000, dtype=np.uint64), np.zeros(20_000, dtype=np.uint64))
+    )
+    tokens, logprobs = draw_tokens(logits, torch.full((20_000,), 0.5), numbers)
+    expected = torch.softmax(logits[0] / 0.5, dim=-1)
+    share = torch.bincount(tokens, minlength=5) / 20_000
+    torch.testing.assert_close(share, expected, atol=0.01, rtol=0)
+    torch.testing.assert_close(logprobs.exp(), expected[tokens])
+
+
+def test_the_ends_of_the_interval_never_draw_an_impossible_token() -> None:
+    logits = torch.tensor([[float("-inf"), 0.0, 1.0, float("-inf")]] * 2)
+    numbers = torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64)
+    tokens, _ = draw_tokens(logits, torch.ones(2), numbers)
+    assert tokens.tolist() == [1, 2]

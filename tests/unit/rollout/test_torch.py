@@ -1,0 +1,304 @@
+"""The torch engine: exact logprobs, versions, seeds, interruption."""
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from services.rollout.engines.base import GenerationResult
+from services.rollout.engines.torch import TorchEngine
+from tests.unit.rollout.builders import (
+    VOCAB_SIZE,
+    make_engine,
+    make_model,
+    reference_logprobs,
+    request,
+    running,
+    weights_of,
+)
+
+CONTEXTS = [tuple(range(1, 2 + index % 7)) for index in range(20)]
+
+
+async def generate_all(engine: TorchEngine, **changes: object) -> list[GenerationResult]:
+    return await asyncio.gather(
+        *[
+            engine.generate(request(f"r{index}", context, seed=index, **changes))
+            for index, context in enumerate(CONTEXTS)
+        ]
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_logprobs_are_those_of_a_plain_forward_pass(temperature: float) -> None:
+    engine = make_engine()
+    async with running(engine):
+        results = await generate_all(engine, temperature=temperature)
+    for context, result in zip(CONTEXTS, results, strict=True):
+        expected = reference_logprobs(0, context, result.token_ids, temperature)
+        torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+async def test_other_architectures_agree_with_a_plain_forward_pass(architecture: str) -> None:
+    shape = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.3,
+    }
+    model = (
+        Qwen3ForCausalLM(Qwen3Config(**shape))
+        if architecture == "qwen3"
+        else LlamaForCausalLM(LlamaConfig(**shape))
+    )
+    engine = TorchEngine(model, max_running=4)
+    async with running(engine):
+        results = await generate_all(engine)
+    for context, result in zip(CONTEXTS, results, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([context + result.token_ids])).logits[0]
+        logprobs = torch.log_softmax(logits[len(context) - 1 : -1], dim=-1)
+        expected = logprobs.gather(1, torch.tensor(result.token_ids)[:, None]).squeeze(1)
+        torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=1e-5, rtol=1e-5)
+
+
+async def test_a_seed_draws_the_same_tokens_in_any_batch() -> None:
+    engine = make_engine()
+    async with running(engine):
+        together = await generate_all(engine)
+        alone = [
+            await engine.generate(request("alone", context, seed=index))
+            for index, context in enumerate(CONTEXTS)
+        ]
+    assert [result.token_ids for result in together] == [result.token_ids for result in alone]
+    assert len({result.token_ids for result in together}) > len(CONTEXTS) // 2
+
+
+async def test_greedy_takes_the_likeliest_token_and_reports_logprobs_at_temperature_one() -> None:
+    engine = make_engine()
+    async with running(engine):
+        result = await engine.generate(request("greedy", (1, 2, 3), temperature=0.0))
+    context = (1, 2, 3)
+    for token in result.token_ids:
+        with torch.no_grad():
+            assert make_model(0)(torch.tensor([context])).logits[0, -1].argmax() == token
+        context += (token,)
+    expected = reference_logprobs(0, (1, 2, 3), result.token_ids)
+    torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=1e-5, rtol=1e-5)
+
+
+async def test_stop_token_ends_the_response_and_belongs_to_it() -> None:
+    engine = make_engine()
+    async with running(engine):
+        free = await engine.generate(request("free", (1, 2), max_tokens=30))
+        stop = free.token_ids[5]
+        stopped = await engine.generate(
+            request("stopped", (1, 2), max_tokens=30, stop_token_ids=frozenset({stop}))
+        )
+    end = free.token_ids.index(stop) + 1
+    assert free.finish_reason == "length"
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == free.token_ids[:end]
+
+
+async def test_stop_text_ends_the_response_at_the_token_that_completes_it() -> None:
+    def decode(ids: object) -> str:
+        return "".join(chr(ord("a") + token) for token in ids)  # type: ignore[attr-defined]
+
+    engine = make_engine(decode=decode)
+    async with running(engine):
+        free = await engine.generate(request("free", (1, 2), max_tokens=30))
+        text = decode(free.token_ids[4:7])
+        stopped = await engine.generate(
+            request("stopped", (1, 2), max_tokens=30, stop_texts=(text,))
+        )
+    assert stopped.finish_reason == "stop"
+    assert decode(stopped.token_ids).endswith(text)
+    assert decode(stopped.token_ids).index(text) + len(text) == len(stopped.token_ids)
+
+
+async def test_every_token_has_the_version_and_logprob_of_the_weights_that_sampled_it() -> None:
+    engine = make_engine(max_running=4)
+    await engine.adopt_weights(0, weights_of(0))
+    async with running(engine):
+        tasks = [
+            asyncio.ensure_future(
+                engine.generate(request(f"r{index}", context, seed=index, max_tokens=40))
+            )
+            for index, context in enumerate(CONTEXTS)
+        ]
+        version = 0
+        while not all(task.done() for task in tasks):
+            version += 1
+            before = engine.stats().tokens_total
+            await engine.adopt_weights(version, weights_of(version))
+            while engine.stats().tokens_total < before + 30 and not all(t.done() for t in tasks):
+                await asyncio.sleep(0)
+        results = [task.result() for task in tasks]
+    mixed = 0
+    for context, result in zip(CONTEXTS, results, strict=True):
+        assert sum(count for _, count in result.version_runs) == len(result.token_ids) == 40
+        assert all(before < after for (before, _), (after, _) in pairwise(result.version_runs))
+        mixed += len(result.version_runs) > 1
+        start = 0
+        for run_version, count in result.version_runs:
+            tokens = result.token_ids[start : start + count]
+            expected = reference_logprobs(run_version, context + result.token_ids[:start], tokens)
+            got = torch.tensor(result.logprobs[start : start + count])
+            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+            start += count
+    assert mixed > len(CONTEXTS) // 2
+
+
+async def test_kept_kv_differs_from_recomputed_kv_after_an_update() -> None:
+    worst = {}
+    for policy in ("recompute", "keep"):
+        engine = make_engine(kv_policy=policy)
+        await engine.adopt_weights(0, weights_of(0))
+        async with running(engine):
+            task = asyncio.ensure_future(engine.generate(request("r", (1, 2, 3), max_tokens=60)))
+            while engine.stats().tokens_total < 10:
+                await asyncio.sleep(0)
+            await engine.adopt_weights(1, weights_of(1))
+            result = await task
+        start = result.version_runs[0][1]
+        expected = reference_logprobs(
+            1, (1, 2, 3, *result.token_ids[:start]), result.token_ids[start:]
+        )
+        worst[policy] = float((torch.tensor(result.logprobs[start:]) - expected).abs().max())
+    assert worst["recompute"] < 1e-5 < 1e-2 < worst["keep"]
+
+
+async def test_abort_keeps_the_tokens_and_a_resumed_sample_goes_on_with_its_stream() -> None:
+    first, second = make_engine(), make_engine()
+    async with running(first), running(second):
+        whole = await first.generate(request("whole", (1, 2, 3), max_tokens=60))
+        task = asyncio.ensure_future(first.generate(request("cut", (1, 2, 3), max_tokens=60)))
+        before = first.stats().tokens_total
+        while first.stats().tokens_total < before + 7:
+            await asyncio.sleep(0)
+        await first.abort({"cut"})
+        head = await task
+        tail = await second.generate(
+            request(
+                "resumed",
+                (1, 2, 3, *head.token_ids),
+                max_tokens=60 - len(head.token_ids),
+                draw_offset=len(head.token_ids),
+            )
+        )
+    assert head.finish_reason == "aborted"
+    assert 7 <= len(head.token_ids) < 60
+    assert head.token_ids + tail.token_ids == whole.token_ids
+
+
+async def test_pause_stops_all_tokens_and_resume_goes_on() -> None:
+    engine = make_engine()
+    async with running(engine):
+        task = asyncio.ensure_future(engine.generate(request("r", (1, 2, 3), max_tokens=200)))
+        while engine.stats().tokens_total < 5:
+            await asyncio.sleep(0)
+        await engine.pause()
+        frozen = engine.stats().tokens_total
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert engine.stats().tokens_total == frozen < 200
+        await engine.resume()
+        assert len((await task).token_ids) == 200
+
+
+async def test_draining_pause_finishes_running_requests_and_holds_new_ones() -> None:
+    engine = make_engine()
+    async with running(engine):
+        task = asyncio.ensure_future(engine.generate(request("old", (1, 2, 3), max_tokens=50)))
+        while engine.stats().num_running == 0:
+            await asyncio.sleep(0)
+        draining = asyncio.ensure_future(engine.pause(drain=True))
+        await asyncio.sleep(0)
+        late = asyncio.ensure_future(engine.generate(request("new", (1, 2), max_tokens=5)))
+        await draining
+        assert task.done()
+        assert engine.stats().num_waiting == 1
+        await engine.adopt_weights(3, weights_of(1))
+        await engine.resume()
+        assert (await late).version_runs == ((3, 5),)
+
+
+async def test_a_cancelled_caller_frees_its_place() -> None:
+    engine = make_engine(max_running=1)
+    async with running(engine):
+        task = asyncio.ensure_future(engine.generate(request("gone", (1,), max_tokens=500)))
+        while engine.stats().num_running == 0:
+            await asyncio.sleep(0)
+        task.cancel()
+        await engine.generate(request("next", (1,), max_tokens=2))
+        assert engine.stats().num_running == 0
+
+
+async def test_bad_requests_are_refused_alone() -> None:
+    engine = make_engine()
+    async with running(engine):
+        good = asyncio.ensure_future(engine.generate(request("good", (1, 2))))
+        for context, changes in [
+            ((), {}),
+            ((1, VOCAB_SIZE), {}),
+            ((1,) * 510, {}),
+            ((1,), {"max_tokens": 0}),
+            ((1,), {"stop_texts": ("x",)}),
+        ]:
+            with pytest.raises(ValueError, match=r"token|context|stop"):
+                await engine.generate(request("bad", context, **changes))
+        assert len((await good).token_ids) == 8
+
+
+async def test_weights_that_do_not_fit_change_nothing() -> None:
+    engine = make_engine()
+    await engine.adopt_weights(0, weights_of(0))
+    bad = weights_of(1)
+    name = next(iter(bad))
+    for wrong in (
+        {key: value for key, value in bad.items() if key != name},
+        bad | {"surprise": bad[name]},
+        bad | {name: bad[name][:-1]},
+    ):
+        with pytest.raises(ValueError, match="same model"):
+            await engine.adopt_weights(1, wrong)
+    assert engine.stats().weight_version == 0
+    async with running(engine):
+        result = await engine.generate(request("r", (1, 2, 3)))
+    expected = reference_logprobs(0, (1, 2, 3), result.token_ids)
+    torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=1e-5, rtol=1e-5)
+
+
+async def test_kv_limit_holds_requests_back_and_loses_none() -> None:
+    engine = make_engine(max_running=8, max_kv_tokens=40)
+    async with running(engine):
+        results = await generate_all(engine)
+    assert [len(result.token_ids) for result in results] == [8] * len(CONTEXTS)
+
+
+def test_sliding_window_models_are_refused() -> None:
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            use_sliding_window=True,
+            sliding_window=4,
+            max_window_layers=1,
+        )
+    )
+    with pytest.raises(ValueError, match="sliding_attention"):
+        TorchEngine(model, max_running=1)
