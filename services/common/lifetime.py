@@ -1,0 +1,39 @@
+"""How a process learns that it should end."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+
+async def until_told_to_stop(*, stop_on_stdin_eof: bool = False) -> None:
+    """Return at SIGTERM or SIGINT or, if asked for, when standard input ends.
+
+    A parent that keeps the other end of standard input open need not do anything: when it dies in
+    whatever way, its children end too.
+    """
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    if stop_on_stdin_eof:
+        loop.add_reader(sys.stdin.fileno(), _stop_at_end, loop, stopped)
+    await stopped.wait()
+
+
+def announce(ready_file: Path | None, addresses: Mapping[str, str]) -> None:
+    """Write the bound addresses as one line of JSON; readers see all of it or nothing."""
+    if ready_file is None:
+        return
+    unfinished = ready_file.with_name(f"{ready_file.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(dict(addresses)) + "\n", encoding="utf-8")
+    unfinished.rename(ready_file)
+
+
+def _stop_at_end(loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> None:
+    if not os.read(sys.stdin.fileno(), 4096):
+        loop.remove_reader(sys.stdin.fileno())
+        stopped.set()

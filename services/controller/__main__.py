@@ -1,0 +1,90 @@
+"""The controller process: wires its parts, serves REST, gRPC and metrics, ends at SIGTERM."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import Any
+
+from services.common import logging
+from services.common.clock import SystemClock
+from services.common.grpc_client import open_channel
+from services.common.grpc_server import serve
+from services.common.lifetime import announce, until_told_to_stop
+from services.common.metrics import serve_metrics
+from services.controller.launcher import ExternalLauncher
+from services.controller.membership import Membership
+from services.controller.process_launcher import ProcessLauncher
+from services.controller.rendezvous import RendezvousStore
+from services.controller.rest import build_app
+from services.controller.rest_server import serve_rest
+from services.controller.runs import RunManager
+from services.controller.server import MembershipServicer, RendezvousServicer, RunServicer
+from services.controller.settings import ControllerSettings
+from services.controller.store import RunStore
+from services.transferqueue.client import TransferQueueClient
+from slipstream.controller.v1 import membership_pb2_grpc, run_pb2_grpc
+
+
+async def run_controller(settings: ControllerSettings) -> None:
+    """Serve until told to stop; active runs are cancelled then."""
+    settings.state_directory.mkdir(parents=True, exist_ok=True)
+    clock = SystemClock()
+    async with AsyncExitStack() as stack:
+        stack.enter_context(serve_metrics(settings.metrics_port))
+        store = RunStore(settings.state_directory / "slipstream.db")
+        stack.callback(store.close)
+        channel = await stack.enter_async_context(open_channel(settings.transferqueue_address))
+        membership = Membership(clock, settings.heartbeat_timeout_s)
+        rendezvous = RendezvousStore()
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        manager = RunManager(
+            store=store,
+            membership=membership,
+            queue=TransferQueueClient(channel),
+            clock=clock,
+            tasks=tasks,
+            heartbeat_timeout_s=settings.heartbeat_timeout_s,
+        )
+        manager.fail_interrupted()
+
+        def register(server: Any) -> None:
+            run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(manager), server)
+            membership_pb2_grpc.add_MembershipServiceServicer_to_server(
+                MembershipServicer(manager, membership, settings, clock), server
+            )
+            membership_pb2_grpc.add_RendezvousServiceServicer_to_server(
+                RendezvousServicer(rendezvous), server
+            )
+
+        port = await stack.enter_async_context(serve(settings.bind, register))
+        address = f"{settings.advertise_host}:{port}"
+        if settings.launcher == "process":
+            manager.launcher = ProcessLauncher(
+                controller_address=address,
+                state_directory=settings.state_directory,
+                on_exit=manager.worker_exited,
+                tasks=tasks,
+            )
+        else:
+            manager.launcher = ExternalLauncher()
+        stack.push_async_callback(manager.close)
+        rest_port = await stack.enter_async_context(
+            serve_rest(settings.rest_bind, build_app(manager))
+        )
+        announce(
+            settings.ready_file,
+            {"grpc": address, "rest": f"http://{settings.advertise_host}:{rest_port}"},
+        )
+        await until_told_to_stop(stop_on_stdin_eof=settings.stop_on_stdin_eof)
+
+
+def main() -> None:
+    """Entry point."""
+    settings = ControllerSettings()
+    logging.configure(
+        level=settings.log_level, log_format=settings.log_format, service="controller"
+    )
+    asyncio.run(run_controller(settings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Prometheus metrics of the controller."""
+
+from collections.abc import Mapping
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from services.common.metrics import SYNC
+from services.controller.weight_sync import SyncReport
+
+RUN_STEP = Gauge("slipstream_run_step", "Finished trainer steps.", ["run"])
+PROMPTS = Gauge("slipstream_prompts", "Groups by ledger state.", ["run", "state"])
+LAST_PROGRESS = Gauge(
+    "slipstream_run_last_progress_timestamp_seconds", "When the run last finished a step.", ["run"]
+)
+STALENESS_VIOLATIONS = Counter(
+    "slipstream_staleness_violations_total", "Samples trained beyond the bound.", ["run"]
+)
+WEIGHT_SYNC_SECONDS = Histogram(
+    "slipstream_weight_sync_duration_seconds",
+    "Time from a finished step to every rollout serving its weights, by phase.",
+    ["run", "phase"],
+    buckets=SYNC,
+)
+WEIGHT_SYNC_BYTES = Counter(
+    "slipstream_weight_sync_bytes_total", "Bytes of published versions.", ["run"]
+)
+
+
+def observe_step(
+    run: str, step: int, trained: Mapping[str, float], prompts: Mapping[str, int]
+) -> None:
+    """Record a committed step."""
+    RUN_STEP.labels(run).set(step)
+    LAST_PROGRESS.labels(run).set_to_current_time()
+    STALENESS_VIOLATIONS.labels(run).inc(trained.get("staleness_violations", 0))
+    for state, count in prompts.items():
+        if state != "issued":
+            PROMPTS.labels(run, state).set(count)
+
+
+def observe_sync(run: str, report: SyncReport) -> None:
+    """Record a published version."""
+    phases = {
+        "prepare": report.prepare_s,
+        "transfer": report.transfer_s,
+        "adopt": report.adopt_s,
+        "total": report.total_s,
+    }
+    for phase, seconds in phases.items():
+        WEIGHT_SYNC_SECONDS.labels(run, phase).observe(seconds)
+    WEIGHT_SYNC_BYTES.labels(run).inc(report.num_bytes)

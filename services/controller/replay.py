@@ -1,0 +1,67 @@
+"""Which finished groups form the next batch: a pure decision from states and versions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.controller.ledger import Group
+from services.controller.staleness import StalenessGate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What to do for the next batch."""
+
+    batch: tuple[Group, ...] = ()
+    """Groups to train now, oldest admission first; empty if the batch is not complete yet."""
+    awaited: tuple[Group, ...] = ()
+    """Running groups that must be in this batch, because they would be stale in the next one."""
+    stale: tuple[Group, ...] = ()
+    """Finished groups that are over the bound already."""
+
+
+def choose_batch(
+    ready: Sequence[Group],
+    running: Sequence[Group],
+    *,
+    gate: StalenessGate,
+    trainer_version: int,
+    wait_for_due: bool,
+    keep_stale: bool,
+) -> Choice:
+    """Choose the groups of the next batch.
+
+    Groups that are due come first, then the oldest admission: not completion order, which would favour
+    short responses.
+
+    Args:
+        ready: Finished groups.
+        running: Groups that are being generated.
+        gate: Bound and batch size.
+        trainer_version: Weight version that the batch will be trained from.
+        wait_for_due: Whether due groups that still run hold the batch back.
+        keep_stale: Whether groups over the bound stay in (their stale tokens are masked).
+    """
+    stale = tuple(
+        group
+        for group in ready
+        if gate.is_stale(group.oldest_version, trainer_version=trainer_version)
+    )
+    if stale and not keep_stale:
+        return Choice(stale=stale)
+    if wait_for_due:
+        awaited = tuple(
+            group
+            for group in running
+            if gate.is_due(group.oldest_version, trainer_version=trainer_version)
+        )
+        if awaited:
+            return Choice(awaited=awaited)
+    if len(ready) < gate.groups_per_step:
+        return Choice()
+
+    def urgency(group: Group) -> tuple[bool, int]:
+        due = gate.is_due(group.oldest_version, trainer_version=trainer_version)
+        return (not due, group.sequence)
+
+    chosen = sorted(ready, key=urgency)[: gate.groups_per_step]
+    return Choice(batch=tuple(sorted(chosen, key=lambda group: group.sequence)))

@@ -1,0 +1,77 @@
+"""The rollouts of one run: where a group goes, and how it gets there."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import AsyncExitStack
+
+from services.common.errors import UnavailableError
+from services.common.grpc_client import open_channel
+from services.controller.membership import Worker
+from services.rollout.client import GroupAssignment, RolloutClient
+
+
+class Replicas:
+    """Connected rollouts; least load first."""
+
+    def __init__(self) -> None:
+        self._stack = AsyncExitStack()
+        self._clients: dict[str, RolloutClient] = {}
+        self._workers: dict[str, Worker] = {}
+        self._load: Counter[str] = Counter()
+
+    async def open(self, workers: Iterable[Worker]) -> None:
+        """Connect to the rollouts."""
+        for worker in workers:
+            channel = await self._stack.enter_async_context(open_channel(worker.address))
+            self._clients[worker.worker_id] = RolloutClient(channel)
+            self._workers[worker.worker_id] = worker
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._stack.aclose()
+
+    @property
+    def num_replicas(self) -> int:
+        """Connected rollouts."""
+        return len(self._clients)
+
+    def idle_seconds(self) -> float:
+        """Mean of the seconds that the rollouts have been without work."""
+        idle = [worker.gauges.get("idle_seconds", 0.0) for worker in self._workers.values()]
+        return sum(idle) / max(len(idle), 1)
+
+    def tokens_total(self) -> float:
+        """Tokens generated so far."""
+        return sum(worker.gauges.get("tokens_total", 0.0) for worker in self._workers.values())
+
+    def choose(self) -> tuple[str, int]:
+        """The rollout with the least load, and the weight version it serves.
+
+        Raises:
+            UnavailableError: If there is none.
+        """
+        if not self._clients:
+            raise UnavailableError("no rollout is connected, so no group can start")
+        worker_id = min(self._clients, key=lambda name: (self._load[name], name))
+        return worker_id, self._workers[worker_id].weight_version
+
+    def assigned(self, worker_id: str) -> None:
+        """A group was assigned to a rollout."""
+        self._load[worker_id] += 1
+
+    def finished(self, worker_id: str) -> None:
+        """A group of a rollout ended."""
+        self._load[worker_id] -= 1
+
+    async def start(self, by_worker: dict[str, list[GroupAssignment]]) -> None:
+        """Hand groups to the rollouts that they were assigned to."""
+        async with asyncio.TaskGroup() as tasks:
+            for worker_id, groups in by_worker.items():
+                tasks.create_task(self._clients[worker_id].start_groups(groups))
+
+    async def cancel(self, group_ids: Sequence[str]) -> None:
+        """End groups wherever they run."""
+        async with asyncio.TaskGroup() as tasks:
+            for client in self._clients.values():
+                tasks.create_task(client.cancel_groups(group_ids))
