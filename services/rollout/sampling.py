@@ -26,6 +26,9 @@ from services.rollout.workflows.base import Episode, EpisodeLimits, Workflow
 
 logger = logging.getLogger(__name__)
 
+_NUM_REMEMBERED = 100_000
+"""Groups whose attempts are remembered, so that a repeated request does not start them again."""
+
 
 class Publisher(Protocol):
     """Makes finished groups visible to the trainer."""
@@ -96,6 +99,8 @@ class GroupSampler:
                 continue
             self.cancel([assignment.group_id])
             self._attempts[assignment.group_id] = assignment.attempt
+            if len(self._attempts) > _NUM_REMEMBERED:
+                del self._attempts[next(iter(self._attempts))]
             self._running[assignment.group_id] = self._tasks.create_task(
                 self._run_group(assignment), name=assignment.group_id
             )

@@ -1,7 +1,7 @@
 """Tiny models and engines."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import torch
@@ -50,6 +50,12 @@ def reference_logprobs(
         logits = make_model(seed)(ids).logits[0, len(context) - 1 : -1].float()
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
     return logprobs.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let other tasks run until something is true."""
+    while not condition():  # noqa: ASYNC110 -- steps of an engine announce nothing
+        await asyncio.sleep(0)
 
 
 @asynccontextmanager

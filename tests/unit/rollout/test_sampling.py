@@ -18,9 +18,9 @@ from services.rollout.prompts import Prompt, PromptBook
 from services.rollout.rewards.base import RewardInput
 from services.rollout.samples import Sample, sample_fields, sample_tags
 from services.rollout.sampling import GroupSampler, Parts
-from services.rollout.workflows.base import Episode
+from services.rollout.workflows.base import Episode, Turn
 from services.rollout.workflows.single_turn import SingleTurn
-from tests.unit.rollout.builders import make_engine, running
+from tests.unit.rollout.builders import make_engine, running, until
 
 ROWS = [{"prompt": text, "answer": "x"} for text in ("12=", "345=", "", "6" * 40, "é", 7)]
 
@@ -199,8 +199,7 @@ async def test_cancelled_groups_leave_nothing_behind() -> None:
         engine,
     ):
         sampler.start([assignment("a"), assignment("b")])
-        while engine.stats().num_running < 6:
-            await asyncio.sleep(0)
+        await until(lambda: engine.stats().num_running == 6)
         sampler.cancel(["a", "unknown"])
         await outcome.wait_for(1)
         assert set(outcome.published) == {"b"}
@@ -222,8 +221,6 @@ async def test_a_users_workflow_that_raises_fails_its_group_only() -> None:
 
 
 def test_a_sample_whose_logprobs_do_not_cover_its_tokens_is_refused() -> None:
-    from services.rollout.workflows.base import Turn
-
     turn = Turn(token_ids=(1, 2), logprobs=(0.0,), version_runs=((0, 2),), finish_reason="stop")
     sample = Sample(member=0, turns=(turn,), reward=0.0, finish_reason="stop", is_greedy=False)
     with pytest.raises(ValueError, match="2 tokens, 1 logprobs"):

@@ -16,6 +16,7 @@ from tests.unit.rollout.builders import (
     reference_logprobs,
     request,
     running,
+    until,
     weights_of,
 )
 
@@ -140,8 +141,12 @@ async def test_every_token_has_the_version_and_logprob_of_the_weights_that_sampl
             version += 1
             before = engine.stats().tokens_total
             await engine.adopt_weights(version, weights_of(version))
-            while engine.stats().tokens_total < before + 30 and not all(t.done() for t in tasks):
-                await asyncio.sleep(0)
+            await until(
+                lambda: (
+                    engine.stats().tokens_total >= before + 30  # noqa: B023 -- used at once
+                    or all(task.done() for task in tasks)
+                )
+            )
         results = [task.result() for task in tasks]
     mixed = 0
     for context, result in zip(CONTEXTS, results, strict=True):
@@ -165,8 +170,7 @@ async def test_kept_kv_differs_from_recomputed_kv_after_an_update() -> None:
         await engine.adopt_weights(0, weights_of(0))
         async with running(engine):
             task = asyncio.ensure_future(engine.generate(request("r", (1, 2, 3), max_tokens=60)))
-            while engine.stats().tokens_total < 10:
-                await asyncio.sleep(0)
+            await until(lambda: engine.stats().tokens_total >= 10)  # noqa: B023 -- used at once
             await engine.adopt_weights(1, weights_of(1))
             result = await task
         start = result.version_runs[0][1]
@@ -183,8 +187,7 @@ async def test_abort_keeps_the_tokens_and_a_resumed_sample_goes_on_with_its_stre
         whole = await first.generate(request("whole", (1, 2, 3), max_tokens=60))
         task = asyncio.ensure_future(first.generate(request("cut", (1, 2, 3), max_tokens=60)))
         before = first.stats().tokens_total
-        while first.stats().tokens_total < before + 7:
-            await asyncio.sleep(0)
+        await until(lambda: first.stats().tokens_total >= before + 7)
         await first.abort({"cut"})
         head = await task
         tail = await second.generate(
@@ -204,8 +207,7 @@ async def test_pause_stops_all_tokens_and_resume_goes_on() -> None:
     engine = make_engine()
     async with running(engine):
         task = asyncio.ensure_future(engine.generate(request("r", (1, 2, 3), max_tokens=200)))
-        while engine.stats().tokens_total < 5:
-            await asyncio.sleep(0)
+        await until(lambda: engine.stats().tokens_total >= 5)
         await engine.pause()
         frozen = engine.stats().tokens_total
         for _ in range(50):
@@ -219,8 +221,7 @@ async def test_draining_pause_finishes_running_requests_and_holds_new_ones() -> 
     engine = make_engine()
     async with running(engine):
         task = asyncio.ensure_future(engine.generate(request("old", (1, 2, 3), max_tokens=50)))
-        while engine.stats().num_running == 0:
-            await asyncio.sleep(0)
+        await until(lambda: engine.stats().num_running > 0)
         draining = asyncio.ensure_future(engine.pause(drain=True))
         await asyncio.sleep(0)
         late = asyncio.ensure_future(engine.generate(request("new", (1, 2), max_tokens=5)))
@@ -236,8 +237,7 @@ async def test_a_cancelled_caller_frees_its_place() -> None:
     engine = make_engine(max_running=1)
     async with running(engine):
         task = asyncio.ensure_future(engine.generate(request("gone", (1,), max_tokens=500)))
-        while engine.stats().num_running == 0:
-            await asyncio.sleep(0)
+        await until(lambda: engine.stats().num_running > 0)
         task.cancel()
         await engine.generate(request("next", (1,), max_tokens=2))
         assert engine.stats().num_running == 0
