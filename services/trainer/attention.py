@@ -1,0 +1,152 @@
+"""Attention over packed sequences that cannot see each other.
+
+Registered with transformers under :data:`PACKED`, so any model with that implementation takes the
+layout of the pack as the keyword ``layout`` of its forward pass. No mask is ever built: on a GPU in
+half precision torch's variable-length kernel takes the sequence boundaries; elsewhere sequences of
+similar length run as one causal batch, whose padding rows come last and so cannot be attended to.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface
+
+PACKED = "slipstream_packed"
+_MAX_PADDING = 1.25
+"""A causal batch may hold this many times the tokens of its sequences."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayout:
+    """Where the sequences of a pack begin and end."""
+
+    cu_lengths: Tensor
+    """``[N + 1]`` int32 offsets of the sequences, and the total."""
+    max_length: int
+    """Longest sequence."""
+    batches: tuple[Tensor, ...]
+    """Causal batches: ``[B, L]`` int64 token positions; a padded place repeats position 0."""
+    gather: Tensor
+    """``[T]`` int64: where each token lies in the batches, laid end to end."""
+
+
+def build_layout(lengths: list[int], device: torch.device) -> AttentionLayout:
+    """Plan the attention of a pack.
+
+    Args:
+        lengths: Tokens of each sequence, in the order of the pack.
+        device: Of the model.
+    """
+    count = torch.tensor(lengths, dtype=torch.int64)
+    ends = torch.cumsum(count, 0)
+    starts = ends - count
+    cu_lengths = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32)
+    gather = torch.empty(int(ends[-1]), dtype=torch.int64)
+    batches, filled = [], 0
+    for rows in _similar(lengths):
+        width = lengths[rows[0]]
+        columns = torch.arange(width)
+        positions = starts[rows, None] + columns
+        valid = columns < count[rows, None]
+        places = torch.arange(filled, filled + valid.numel()).view_as(valid)
+        gather[positions[valid]] = places[valid]
+        batches.append(torch.where(valid, positions, 0).to(device))
+        filled += valid.numel()
+    return AttentionLayout(
+        cu_lengths=cu_lengths.to(device),
+        max_length=max(lengths),
+        batches=tuple(batches),
+        gather=gather.to(device),
+    )
+
+
+def _similar(lengths: list[int]) -> list[list[int]]:
+    """Indexes, longest first, cut where a batch would hold too much padding."""
+    order = [index for index in range(len(lengths)) if lengths[index] > 0]
+    order.sort(key=lambda index: -lengths[index])
+    groups: list[list[int]] = []
+    tokens = 0
+    for index in order:
+        width = lengths[groups[-1][0]] if groups else 0
+        fits = groups and width * (len(groups[-1]) + 1) <= _MAX_PADDING * (tokens + lengths[index])
+        if not fits:
+            groups.append([])
+            tokens = 0
+        groups[-1].append(index)
+        tokens += lengths[index]
+    return groups
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    layout: AttentionLayout,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each sequence of a pack.
+
+    Args:
+        module: The attention layer.
+        query: ``[1, heads, T, D]``.
+        key: ``[1, kv_heads, T, D]``.
+        value: ``[1, kv_heads, T, D]``.
+        attention_mask: Always None.
+        scaling: Factor of the scores; default ``D ** -0.5``.
+        layout: Boundaries of the sequences.
+
+    Returns:
+        ``[1, T, heads, D]``, and no attention weights.
+    """
+    assert attention_mask is None, f"{type(module).__name__} built a mask for a packed batch"
+    flat = [states[0].transpose(0, 1) for states in (query, key, value)]
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(*flat, scaling=scaling, layout=layout)[None], None
+    return _batched(*flat, scaling=scaling, layout=layout)[None], None
+
+
+def _batched(
+    query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, layout: AttentionLayout
+) -> Tensor:
+    outputs = []
+    for positions in layout.batches:
+        q, k, v = (
+            tensor[positions.flatten()].view(*positions.shape, *tensor.shape[1:]).transpose(1, 2)
+            for tensor in (query, key, value)
+        )
+        output = functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)[layout.gather]
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, layout: AttentionLayout
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    output = varlen_attn(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        layout.cu_lengths,
+        layout.cu_lengths,
+        layout.max_length,
+        layout.max_length,
+        scale=scaling,
+        window_size=(-1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(output, Tensor)
+    return output
+
+
+AttentionInterface.register(PACKED, packed_attention)

@@ -1,0 +1,73 @@
+"""What ranks tell each other about a step: small sums and maxima. One rank needs no process group."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, distributed
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The data-parallel ranks, each of which trains its own samples."""
+
+    rank: int = 0
+    """This one."""
+    size: int = 1
+    """All of them."""
+    group: distributed.ProcessGroup | None = None
+    """Group that carries CPU tensors; None for a single rank."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over ranks, on the device of ``values``. All ranks call this, in one order."""
+        return self._reduce(values, distributed.ReduceOp.SUM)
+
+    def max(self, values: Tensor) -> Tensor:
+        """The maximum over ranks, on the device of ``values``. All ranks call this, in one order."""
+        return self._reduce(values, distributed.ReduceOp.MAX)
+
+    def _reduce(self, values: Tensor, operation: distributed.ReduceOp.RedOpType) -> Tensor:
+        if self.size == 1:
+            return values
+        carried = values.detach().to("cpu", copy=True)
+        distributed.all_reduce(carried, operation, group=self.group)
+        return carried.to(values.device)
+
+
+class Tally:
+    """Means and maxima that are gathered over micro-batches and then over ranks."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._maxima: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def mean(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """Count ``values`` (any shape) where ``mask`` is set towards the mean ``name``."""
+        total = torch.where(mask, values.detach(), 0.0).sum(dtype=torch.float64)
+        count = mask.sum(dtype=torch.float64)
+        if name in self._sums:
+            known_total, known_count = self._sums[name]
+            total, count = known_total + total, known_count + count
+        self._sums[name] = (total, count)
+
+    @torch.no_grad()
+    def max(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """Count ``values`` where ``mask`` is set towards the maximum ``name``; at least 0."""
+        kept = torch.where(mask, values.detach(), 0.0).to(torch.float64)
+        highest = kept.max() if kept.numel() else kept.new_zeros(())
+        if name in self._maxima:
+            highest = torch.maximum(highest, self._maxima[name])
+        self._maxima[name] = highest
+
+    def reduce(self, ranks: Ranks) -> dict[str, float]:
+        """Every mean and maximum over all ranks. All ranks must have counted the same names."""
+        names, tops = sorted(self._sums), sorted(self._maxima)
+        means: list[float] = []
+        maxima: list[float] = []
+        if names:
+            pairs = torch.stack([torch.stack(self._sums[name]) for name in names])
+            totals, counts = ranks.sum(pairs).unbind(1)
+            means = (totals / counts.clamp(min=1)).tolist()
+        if tops:
+            maxima = ranks.max(torch.stack([self._maxima[name] for name in tops])).tolist()
+        return dict(zip([*names, *tops], [*means, *maxima], strict=True))

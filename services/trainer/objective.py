@@ -1,0 +1,211 @@
+"""The objective of a micro-batch: correction, policy loss, penalties, and what is reported of them.
+
+The correction decides which policy the loss compares with:
+
+    bypass     old = rollout policy; the clip itself limits the distance, no weight
+    decoupled  old = proximal policy; weight = proximal / rollout, without gradient
+    none       old = proximal policy; no weight (synchronous training only)
+
+With one update per batch the proximal policy is the current one, so it costs no forward pass.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from services.common.spec.algorithm import AlgorithmSpec
+from services.trainer import correction, diagnostics, loss
+from services.trainer.collectives import Tally
+from services.trainer.samples import Samples
+from services.trainer.segments import Segments
+
+Correction = Literal["bypass", "decoupled", "none"]
+
+
+def resolve_correction(spec: AlgorithmSpec, *, updates_per_step: int) -> Correction:
+    """What ``auto`` means: ``bypass`` with one update per batch, else ``decoupled``."""
+    if spec.correction == "auto":
+        return "bypass" if updates_per_step == 1 else "decoupled"
+    return spec.correction
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """Logprobs and weights that the loss is built from, all ``[R]`` and without gradient."""
+
+    old: Tensor
+    proximal: Tensor
+    rollout: Tensor
+    weights: Tensor | None
+    accepted: Tensor
+
+
+class Objective:
+    """The loss of a micro-batch.
+
+    Args:
+        spec: The algorithm.
+        correction: Off-policy correction, resolved.
+        horizon: Longest possible response.
+    """
+
+    def __init__(self, spec: AlgorithmSpec, *, correction: Correction, horizon: int) -> None:
+        self._spec = spec
+        self._correction = correction
+        self._horizon = horizon
+        # AIPO's own ratio is the one to the rollout policy already. REINFORCE has no ratio at all,
+        # so the weight is its correction under bypass too.
+        self._is_weighted = (
+            correction != "none"
+            if spec.loss == "reinforce"
+            else correction == "decoupled" and spec.loss != "aipo"
+        )
+
+    def denominators(self, tokens: Tensor, sequences: Tensor) -> loss.Denominators:
+        """Denominators of an update from its counts over all ranks."""
+        return loss.Denominators(tokens=tokens, sequences=sequences, horizon=self._horizon)
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        entropy: Tensor,
+        samples: Samples,
+        *,
+        denominators: loss.Denominators,
+        kl_coefficient: float,
+        tally: Tally,
+    ) -> Tensor:
+        """This micro-batch's share of the update's loss.
+
+        Args:
+            logprobs: ``[R]`` float32, current policy.
+            entropy: ``[R]`` float32.
+            samples: The micro-batch, with ``advantages`` and ``loss_mask``, on the same device.
+            denominators: Counts of the whole update.
+            kl_coefficient: Present weight of the KL penalty in the loss.
+            tally: Receives the reported terms.
+
+        Returns:
+            Scalar with gradient.
+        """
+        spec, mask = self._spec, samples.tokens["loss_mask"]
+        segments = Segments.from_lengths(samples.responses.lengths.to(mask.device))
+        compared = self._compare(logprobs.detach(), samples, segments)
+        policy = self._policy_loss(logprobs, compared, samples, segments)
+        values = policy.values
+        if self._is_weighted and compared.weights is not None:
+            values = values * compared.weights
+        values = torch.where(compared.accepted, values, 0.0)
+        if kl_coefficient > 0:
+            penalty = self._penalty(logprobs, samples, compared)
+            values = values + kl_coefficient * penalty
+            tally.mean("kl_ref", penalty, mask)
+        if spec.entropy_coefficient > 0:
+            values = values - spec.entropy_coefficient * entropy
+        for name, indicator in policy.indicators.items():
+            tally.mean(name, indicator, mask)
+        self._report(logprobs, entropy, compared, mask, segments, tally)
+        return loss.aggregate(
+            values, mask, segments, mode=spec.aggregation, denominators=denominators
+        )
+
+    def _compare(self, current: Tensor, samples: Samples, segments: Segments) -> _Comparison:
+        spec, tokens = self._spec, samples.tokens
+        mask = tokens["loss_mask"]
+        proximal = tokens.get("proximal_logprobs", current)
+        rollout = tokens.get("rollout_logprobs", proximal)
+        log_ratio = proximal - rollout
+        weights = None
+        if self._correction != "none":
+            weights = correction.importance_weights(
+                log_ratio,
+                mask,
+                segments,
+                level=spec.correction_level,
+                cap=spec.correction_cap,
+                floor=spec.correction_floor if spec.correction_cap_mode == "mask" else 0.0,
+                cap_mode=spec.correction_cap_mode,
+            )
+        accepted = mask
+        for rule in spec.rejection:
+            kept = correction.rejection_mask(
+                log_ratio,
+                mask,
+                segments,
+                level=rule.level,
+                statistic=rule.statistic,
+                lower=rule.lower,
+                upper=rule.upper,
+            )
+            if rule.negative_only:
+                kept = kept | (mask & (tokens["advantages"] >= 0))
+            accepted = accepted & kept
+        old = rollout if self._correction == "bypass" else proximal
+        return _Comparison(old, proximal, rollout, weights, accepted)
+
+    def _policy_loss(
+        self, logprobs: Tensor, compared: _Comparison, samples: Samples, segments: Segments
+    ) -> loss.TokenLoss:
+        spec, advantages = self._spec, samples.tokens["advantages"]
+        clip = {"clip_low": spec.clip_low, "clip_high": spec.clip_high}
+        match spec.loss:
+            case "ppo":
+                return loss.ppo(
+                    logprobs, compared.old, advantages, dual_clip=spec.dual_clip, **clip
+                )
+            case "gspo":
+                mask = samples.tokens["loss_mask"]
+                return loss.gspo(logprobs, compared.old, advantages, mask, segments, **clip)
+            case "cispo":
+                return loss.cispo(logprobs, compared.old, advantages, **clip)
+            case "aipo":
+                return loss.aipo(logprobs, compared.rollout, advantages, ratio_max=spec.ratio_max)
+            case "sapo":
+                return loss.sapo(
+                    logprobs,
+                    compared.old,
+                    advantages,
+                    temperature_positive=spec.sapo_temperature_positive,
+                    temperature_negative=spec.sapo_temperature_negative,
+                )
+            case "reinforce":
+                return loss.reinforce(logprobs, advantages)
+
+    def _penalty(self, logprobs: Tensor, samples: Samples, compared: _Comparison) -> Tensor:
+        """KL to the reference, weighted towards the policy it is meant for (stale tokens)."""
+        penalty = loss.kl_penalty(
+            logprobs, samples.tokens["ref_logprobs"], estimator=self._spec.kl.estimator
+        )
+        return penalty if compared.weights is None else penalty * compared.weights
+
+    def _report(
+        self,
+        logprobs: Tensor,
+        entropy: Tensor,
+        compared: _Comparison,
+        mask: Tensor,
+        segments: Segments,
+        tally: Tally,
+    ) -> None:
+        tally.mean("entropy", entropy, mask)
+        tally.mean("ppo_kl", compared.old - logprobs.detach(), mask)
+        tally.mean("ratio_mean", loss.ratio_of(logprobs.detach(), compared.old), mask)
+        tally.mean("rejected_fraction", (mask & ~compared.accepted).float(), mask)
+        terms = diagnostics.token_terms(compared.proximal, compared.rollout)
+        for name, values in terms.items():
+            tally.mean(name, values, mask)
+        tally.max("prob_diff_max", terms["prob_diff"], mask)
+        tally.max("rollout_logprob_abs_diff_max", terms["rollout_logprob_abs_diff"], mask)
+        has_tokens = segments.count(mask) > 0
+        per_sequence = diagnostics.sequence_terms(
+            compared.proximal, compared.rollout, mask, segments
+        )
+        for name, values in per_sequence.items():
+            tally.mean(name, values, has_tokens)
+        raw = loss.ratio_of(compared.proximal, compared.rollout)
+        tally.mean("is_weight_mean", raw, mask)
+        tally.mean("is_weight_square", raw.square(), mask)
+        tally.max("is_weight_max", raw, mask)
+        tally.mean("is_clipped_fraction", (raw > self._spec.correction_cap).float(), mask)

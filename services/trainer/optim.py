@@ -1,0 +1,94 @@
+"""AdamW, its learning-rate schedule, and the clipping of gradients."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from services.common.spec.trainer import OptimizerSpec
+
+_FINAL_FRACTION = 0.1
+
+
+def build_optimizer(parameters: Sequence[nn.Parameter], spec: OptimizerSpec) -> torch.optim.AdamW:
+    """AdamW in one fused kernel. Its learning rate is set before every update."""
+    return torch.optim.AdamW(
+        parameters,
+        lr=spec.learning_rate,
+        betas=spec.betas,
+        weight_decay=spec.weight_decay,
+        fused=True,
+    )
+
+
+def learning_rate(spec: OptimizerSpec, *, update: int, num_updates: int) -> float:
+    """Learning rate of an update.
+
+    Args:
+        spec: Peak, warm-up and shape.
+        update: Number of the update, from 1.
+        num_updates: Updates of the whole run.
+    """
+    if update <= spec.warmup_steps:
+        return spec.learning_rate * update / spec.warmup_steps
+    if spec.schedule == "constant":
+        return spec.learning_rate
+    length = max(1, num_updates - spec.warmup_steps)
+    done = min(1.0, (update - spec.warmup_steps) / length)
+    left = 1.0 - done if spec.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return spec.learning_rate * (_FINAL_FRACTION + (1.0 - _FINAL_FRACTION) * left)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Use ``value`` from the next update on."""
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Global norm of the gradients, over all shards. Every rank must call it.
+
+    Gradients are grouped by how they are sharded, so there is one small reduction for each way and
+    not one for each parameter.
+
+    Returns:
+        Float32 scalar, the same on every rank.
+    """
+    local: dict[tuple[distributed.ProcessGroup, ...], list[Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if isinstance(gradient, DTensor):
+            groups = tuple(
+                gradient.device_mesh.get_group(dimension)
+                for dimension, placement in enumerate(gradient.placements)
+                if isinstance(placement, Shard)
+            )
+            local.setdefault(groups, []).append(gradient.to_local())
+        else:
+            local.setdefault((), []).append(gradient)
+    total = torch.zeros(())
+    for groups, gradients in local.items():
+        norms = torch._foreach_norm([gradient.float() for gradient in gradients])  # noqa: SLF001
+        square = torch.stack(norms).square().sum()
+        if groups and parameters[0].device.type != square.device.type:
+            square = square.to(parameters[0].device)
+        for group in groups:
+            distributed.all_reduce(square, group=group)
+        total = total.to(square.device) + square
+    return total.sqrt()
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients down so that their global norm is at most ``max_norm``."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradient = parameter.grad
+            shard = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            shard.mul_(factor.to(shard.device))

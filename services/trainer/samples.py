@@ -1,0 +1,191 @@
+"""A rank's samples: prompts, responses, and columns with one number per response token."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from services.common.batch import KVBatchMeta
+from services.common.errors import InvalidArgumentError
+from services.common.jagged import Jagged
+from services.common.spec.algorithm import AlgorithmSpec
+from services.trainer.segments import Segments
+
+_CORRECTION_FIELDS = ("rollout_logprobs", "version_runs")
+_REQUIRED_FIELDS = ("prompt_ids", "response_ids", "response_mask", "rewards")
+_OPTIONAL_FIELDS = ("ref_logprobs", "proximal_logprobs")
+
+
+class IncompleteBatchError(InvalidArgumentError):
+    """A batch lacks what the algorithm needs."""
+
+    reason = "INCOMPLETE_BATCH"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Samples:
+    """Samples of one rank or micro-batch."""
+
+    rows: Tensor
+    """``[n]`` int64: index of each sample in the whole batch."""
+    prompts: Jagged
+    """``n`` rows of token ids."""
+    responses: Jagged
+    """``n`` rows of token ids."""
+    rewards: Tensor
+    """``[n]`` float32 task rewards."""
+    tokens: Mapping[str, Tensor]
+    """Columns ``[R]`` over all response tokens: ``response_mask``, ``loss_mask`` and others."""
+
+    @property
+    def segments(self) -> Segments:
+        """Which sample each response token belongs to."""
+        return Segments.from_lengths(self.responses.lengths)
+
+    def with_tokens(self, **columns: Tensor) -> "Samples":
+        """The same samples with more columns."""
+        return replace(self, tokens={**self.tokens, **columns})
+
+    def select(self, positions: Sequence[int]) -> "Samples":
+        """Some of the samples, by position, with their columns."""
+        chosen = torch.as_tensor(positions, dtype=torch.int64)
+        places = Jagged(torch.arange(len(self.responses.values)), self.responses.lengths)
+        kept = places.select(chosen).values
+        return Samples(
+            rows=self.rows[chosen],
+            prompts=self.prompts.select(chosen),
+            responses=self.responses.select(chosen),
+            rewards=self.rewards[chosen],
+            tokens={name: column[kept] for name, column in self.tokens.items()},
+        )
+
+    def to(self, device: torch.device) -> "Samples":
+        """The same samples with their columns on ``device``; token ids stay where they are."""
+        return self.with_tokens(**{name: column.to(device) for name, column in self.tokens.items()})
+
+
+def idle_samples() -> Samples:
+    """One untrained token, with which a rank without work joins the others' collectives."""
+    one_row = Jagged(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))
+    zero, no = torch.zeros(1), torch.zeros(1, dtype=torch.bool)
+    names = ("rollout_logprobs", "proximal_logprobs", "ref_logprobs", "advantages")
+    tokens: dict[str, Tensor] = dict.fromkeys(names, zero)
+    tokens |= {"response_mask": no, "loss_mask": no}
+    return Samples(
+        rows=torch.zeros(1, dtype=torch.int64),
+        prompts=one_row,
+        responses=one_row,
+        rewards=zero,
+        tokens=tokens,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cohort:
+    """What every rank knows about the whole batch, from its tags alone."""
+
+    groups: Tensor
+    """``[N]`` int64 index of each sample's group, in order of appearance."""
+    lengths: tuple[int, ...]
+    """Tokens of each sample, prompt and response."""
+    is_truncated: Tensor
+    """``[N]`` bool: the response ran into its limit."""
+    is_member: Tensor
+    """``[N]`` bool: the sample counts in its group. A greedy baseline and a failed one do not."""
+    is_greedy: Tensor
+    """``[N]`` bool: the response was decoded greedily, as a baseline."""
+
+    @classmethod
+    def from_meta(cls, meta: KVBatchMeta) -> "Cohort":
+        """Read the tags of a batch."""
+        names = list(dict.fromkeys(meta.tag("group_id")))
+        numbers = {name: index for index, name in enumerate(names)}
+        prompts, responses = meta.column("prompt_ids"), meta.column("response_ids")
+        reasons = meta.tag("finish_reason")
+        greedy = torch.tensor([bool(value) for value in meta.tag("greedy")])
+        failed = torch.tensor([reason == "failed" for reason in reasons])
+        return cls(
+            groups=torch.tensor([numbers[name] for name in meta.tag("group_id")]),
+            lengths=tuple(p + r for p, r in zip(prompts.lengths, responses.lengths, strict=True)),
+            is_truncated=torch.tensor([reason == "length" for reason in reasons]),
+            is_member=~(greedy | failed),
+            is_greedy=greedy,
+        )
+
+
+def wanted_fields(meta: KVBatchMeta, spec: AlgorithmSpec) -> tuple[str, ...]:
+    """Fields to fetch for a step.
+
+    Raises:
+        IncompleteBatchError: If the batch lacks a field that the algorithm needs.
+    """
+    present = set(meta.field_names)
+    required: tuple[str, ...] = _REQUIRED_FIELDS
+    if spec.correction != "none":
+        required += _CORRECTION_FIELDS
+    missing = [name for name in required if name not in present]
+    if missing:
+        raise IncompleteBatchError(
+            f"the batch lacks {', '.join(missing)}, which algorithm.correction "
+            f"{spec.correction!r} needs; let the rollouts write them, or set algorithm.correction "
+            "to 'none' (synchronous training only)",
+            missing=", ".join(missing),
+        )
+    known = (*_REQUIRED_FIELDS, *_CORRECTION_FIELDS, *_OPTIONAL_FIELDS)
+    return tuple(name for name in known if name in present)
+
+
+def build_samples(
+    fields: Mapping[str, Jagged],
+    rows: Sequence[int],
+    cohort: Cohort,
+    *,
+    spec: AlgorithmSpec,
+    weight_version: int,
+) -> Samples:
+    """Samples from fetched fields, with the mask of the tokens that train.
+
+    A token trains if the policy sampled it, unless it is staler than allowed, its response was
+    truncated under ``overlong.mask_truncated``, or its sample is no member of the group.
+
+    Args:
+        fields: Fetched fields of this rank's samples.
+        rows: Their indexes in the whole batch.
+        cohort: The whole batch.
+        spec: The algorithm.
+        weight_version: Version of the trainer at the start of the step.
+
+    Raises:
+        IncompleteBatchError: If the lengths of the fields do not fit together.
+    """
+    chosen = torch.as_tensor(rows, dtype=torch.int64)
+    responses = fields["response_ids"]
+    tokens = {"response_mask": fields["response_mask"].values.bool()}
+    for name in ("rollout_logprobs", *_OPTIONAL_FIELDS):
+        if name in fields:
+            tokens[name] = fields[name].values.float()
+    if "version_runs" in fields:
+        runs = fields["version_runs"].values.to(torch.int64)
+        tokens["token_versions"] = torch.repeat_interleave(runs[:, 0], runs[:, 1])
+    for name, column in tokens.items():
+        if len(column) != len(responses.values):
+            raise IncompleteBatchError(
+                f"{name} covers {len(column)} tokens, but the responses have "
+                f"{len(responses.values)}; every response token needs one entry",
+                field=name,
+            )
+    samples = Samples(
+        rows=chosen,
+        prompts=fields["prompt_ids"],
+        responses=responses,
+        rewards=fields["rewards"].values.float(),
+        tokens=tokens,
+    )
+    trains = cohort.is_member[chosen]
+    if spec.overlong.mask_truncated:
+        trains = trains & ~cohort.is_truncated[chosen]
+    loss_mask = tokens["response_mask"] & samples.segments.spread(trains)
+    if "token_versions" in tokens:
+        loss_mask &= weight_version - tokens["token_versions"] <= spec.max_staleness
+    return samples.with_tokens(loss_mask=loss_mask)

@@ -1,0 +1,293 @@
+"""One training step of one rank, from fetched samples to new weights and metrics.
+
+    plan -> samples -> proximal and reference logprobs -> advantages
+         -> for each update: [micro-batch: forward, objective, backward]* -> clip -> AdamW
+         -> metrics over all ranks
+
+Every rank runs the same sequence of collectives, whatever its share of the batch is.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.common.spec.run import RunSpec
+from services.trainer import diagnostics, optim
+from services.trainer.collectives import Ranks, Tally
+from services.trainer.credit import assign_credit
+from services.trainer.loss import kl_penalty
+from services.trainer.model import Policy, trainable
+from services.trainer.objective import Objective, resolve_correction
+from services.trainer.packing import PackedTokens, pack
+from services.trainer.plan import StepPlan
+from services.trainer.samples import Cohort, Samples, idle_samples
+
+_KL_STEP = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Outcome of a step, the same on every rank."""
+
+    metrics: dict[str, float]
+    """Reduced numbers by name."""
+    skipped: bool
+    """Whether no update was applied, because a number was not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """One optimizer update."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    applied: bool
+
+
+class PhaseTimer:
+    """Seconds per phase of a step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Add the time of the block to ``phase``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + spent
+
+
+class StepRunner:
+    """Trains the policy on one batch after another.
+
+    Args:
+        policy: The policy, wrapped for its parallelism.
+        reference: Frozen policy for a KL penalty, or None.
+        spec: The run.
+        ranks: Data-parallel ranks.
+        device: Of the model.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        reference: Policy | None,
+        spec: RunSpec,
+        ranks: Ranks,
+        device: torch.device,
+    ) -> None:
+        self._policy = policy
+        self._reference = reference
+        self._spec = spec
+        self._ranks = ranks
+        self._device = device
+        self._parameters = trainable(policy)
+        self.optimizer = optim.build_optimizer(self._parameters, spec.trainer.optimizer)
+        correction = resolve_correction(
+            spec.algorithm, updates_per_step=spec.trainer.updates_per_step
+        )
+        self._objective = Objective(
+            spec.algorithm, correction=correction, horizon=spec.rollout.max_response_tokens
+        )
+        kl = spec.algorithm.kl
+        self._kl_in_reward = kl.coefficient > 0 and kl.placement == "reward"
+        self._kl_in_loss = kl.coefficient > 0 and kl.placement == "loss"
+        self._needs_proximal = self._kl_in_reward or (
+            spec.trainer.updates_per_step > 1 and correction != "bypass"
+        )
+        self.kl_coefficient = kl.coefficient
+        self.num_updates = 0
+
+    def run(self, step: int, samples: Samples, cohort: Cohort, plan: StepPlan) -> StepResult:
+        """Train one batch.
+
+        Args:
+            step: Number of the step, from 1.
+            samples: This rank's samples, in the order of ``plan.rows``.
+            cohort: The whole batch.
+            plan: What this rank does.
+        """
+        timer, tally = PhaseTimer(), Tally()
+        with timer("score"):
+            samples = self._with_frozen_logprobs(samples, plan)
+        with timer("advantage"):
+            samples = self._with_advantages(samples, cohort, tally)
+        self._describe(step, samples, tally)
+        updates = [self._update(samples, work, tally, timer) for work in plan.updates]
+        with timer("metrics"):
+            metrics = self._summary(samples, updates, tally)
+        self._adapt_kl(metrics, len(cohort.groups))
+        metrics |= {f"seconds_{phase}": spent for phase, spent in timer.seconds.items()}
+        return StepResult(metrics=metrics, skipped=not any(update.applied for update in updates))
+
+    def _packed(self, samples: Samples) -> PackedTokens:
+        return pack(samples.prompts, samples.responses, device=self._device)
+
+    def _with_frozen_logprobs(self, samples: Samples, plan: StepPlan) -> Samples:
+        """Add what the step compares with and no update changes."""
+        if self._needs_proximal and "proximal_logprobs" not in samples.tokens:
+            scored = self._score(self._policy, samples, plan)
+            samples = samples.with_tokens(proximal_logprobs=scored)
+        if self._reference is not None and "ref_logprobs" not in samples.tokens:
+            scored = self._score(self._reference, samples, plan)
+            samples = samples.with_tokens(ref_logprobs=scored)
+        return samples
+
+    @torch.no_grad()
+    def _score(self, policy: Policy, samples: Samples, plan: StepPlan) -> Tensor:
+        """``[R]`` logprobs on the CPU, without gradients."""
+        places = torch.split(
+            torch.arange(len(samples.responses.values)), samples.responses.lengths.tolist()
+        )
+        result = torch.zeros(len(samples.responses.values))
+        for micro in (micro for work in plan.updates for micro in work):
+            part = samples.select(micro) if micro else idle_samples()
+            logprobs, _ = policy(self._packed(part))
+            if micro:
+                result[torch.cat([places[position] for position in micro])] = logprobs.cpu()
+        return result
+
+    def _with_advantages(self, samples: Samples, cohort: Cohort, tally: Tally) -> Samples:
+        credit = assign_credit(
+            samples,
+            cohort,
+            self._spec.algorithm,
+            self._ranks,
+            max_response_tokens=self._spec.rollout.max_response_tokens,
+            kl_coefficient=self.kl_coefficient if self._kl_in_reward else 0.0,
+        )
+        if self._kl_in_reward:
+            penalty = kl_penalty(
+                samples.tokens["proximal_logprobs"],
+                samples.tokens["ref_logprobs"],
+                estimator=self._spec.algorithm.kl.estimator,
+            )
+            tally.mean("kl_ref", penalty, samples.tokens["response_mask"])
+        mask = samples.tokens["loss_mask"]
+        tally.mean("advantage_abs_mean", credit.advantages.abs(), mask)
+        tally.mean("zero_advantage_fraction", (credit.advantages == 0).float(), mask)
+        if credit.shaped_scores is not None:
+            member = cohort.is_member[samples.rows]
+            tally.mean("score_mean", credit.shaped_scores, member)
+        return samples.with_tokens(advantages=credit.advantages)
+
+    def _describe(self, step: int, samples: Samples, tally: Tally) -> None:
+        """Count what the batch is like, before it is trained."""
+        everything = torch.ones_like(samples.rewards, dtype=torch.bool)
+        tally.mean("reward_mean", samples.rewards, everything)
+        tally.mean("reward_square", samples.rewards.square(), everything)
+        segments, mask = samples.segments, samples.tokens["response_mask"]
+        tally.mean("response_length_mean", segments.lengths.float(), everything)
+        tally.mean("trained_token_fraction", samples.tokens["loss_mask"].float(), mask)
+        if "token_versions" in samples.tokens:
+            per_token, per_sequence = diagnostics.staleness_terms(
+                samples.tokens["token_versions"], mask, segments, weight_version=step - 1
+            )
+            has_tokens = segments.count(mask) > 0
+            for name, values in per_token.items():
+                tally.mean(name, values, mask)
+            for name, values in per_sequence.items():
+                tally.mean(name, values, has_tokens)
+            tally.max("staleness_max", per_sequence["staleness_head"], has_tokens)
+
+    def _update(
+        self,
+        samples: Samples,
+        work: tuple[tuple[int, ...], ...],
+        tally: Tally,
+        timer: PhaseTimer,
+    ) -> _Update:
+        with timer("forward_backward"):
+            loss = self._accumulate(samples, work, tally)
+        with timer("optimizer"):
+            return self._apply(loss)
+
+    def _accumulate(
+        self, samples: Samples, work: tuple[tuple[int, ...], ...], tally: Tally
+    ) -> Tensor:
+        """Add up the gradients of one update; returns this rank's share of its loss."""
+        own = [position for micro in work for position in micro]
+        counts = samples.segments.count(samples.tokens["loss_mask"])[own]
+        totals = self._ranks.sum(torch.stack([counts.sum(), (counts > 0).sum()]))
+        denominators = self._objective.denominators(*totals.to(self._device).unbind())
+        total = torch.zeros((), device=self._device)
+        for micro in work:
+            part = samples.select(micro) if micro else idle_samples()
+            logprobs, entropy = self._policy(self._packed(part))
+            loss = self._objective(
+                logprobs,
+                entropy,
+                part.to(self._device),
+                denominators=denominators,
+                kl_coefficient=self.kl_coefficient if self._kl_in_loss else 0.0,
+                tally=tally,
+            )
+            # Gradients are averaged over ranks, but the loss is a sum over them.
+            (loss * self._ranks.size).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return total
+
+    def _apply(self, share: Tensor) -> _Update:
+        """Clip the gradients and update the weights, unless a number is not finite."""
+        spec = self._spec.trainer
+        norm = optim.gradient_norm(self._parameters)
+        loss = self._ranks.sum(share.reshape(1).double()).item()
+        applied = math.isfinite(loss) and math.isfinite(norm.item())
+        rate = 0.0
+        if applied:
+            self.num_updates += 1
+            rate = optim.learning_rate(
+                spec.optimizer,
+                update=self.num_updates,
+                num_updates=spec.steps * spec.updates_per_step,
+            )
+            optim.set_learning_rate(self.optimizer, rate)
+            optim.scale_gradients(self._parameters, norm, spec.optimizer.max_grad_norm)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return _Update(loss=loss, grad_norm=norm.item(), learning_rate=rate, applied=applied)
+
+    def _summary(
+        self, samples: Samples, updates: Sequence[_Update], tally: Tally
+    ) -> dict[str, float]:
+        counts = torch.tensor(
+            [
+                len(samples.rows),
+                len(samples.prompts.values) + len(samples.responses.values),
+                len(samples.responses.values),
+                int(samples.tokens["loss_mask"].sum()),
+            ]
+        )
+        names = ("samples", "tokens", "response_tokens", "trained_tokens")
+        metrics = dict(zip(names, map(float, self._ranks.sum(counts)), strict=True))
+        metrics |= tally.reduce(self._ranks)
+        variance = metrics.pop("reward_square") - metrics["reward_mean"] ** 2
+        metrics["reward_std"] = math.sqrt(max(variance, 0.0))
+        square = metrics.pop("is_weight_square")
+        metrics["ess"] = metrics["is_weight_mean"] ** 2 / square if square > 0 else 1.0
+        metrics["staleness_mean"] = metrics.get("staleness_head", 0.0)
+        metrics["loss"] = sum(update.loss for update in updates) / len(updates)
+        metrics["grad_norm"] = max(update.grad_norm for update in updates)
+        metrics["learning_rate"] = updates[-1].learning_rate
+        metrics["kl_coefficient"] = self.kl_coefficient
+        metrics["nonfinite_updates"] = float(sum(not update.applied for update in updates))
+        return metrics
+
+    def _adapt_kl(self, metrics: Mapping[str, float], num_samples: int) -> None:
+        """Move the KL coefficient towards its target (Ziegler et al., arXiv:1909.08593)."""
+        kl = self._spec.algorithm.kl
+        if kl.target is None or "kl_ref" not in metrics:
+            return
+        error = min(max(metrics["kl_ref"] / kl.target - 1.0, -_KL_STEP), _KL_STEP)
+        self.kl_coefficient *= 1.0 + error * num_samples / kl.horizon

@@ -1,0 +1,162 @@
+"""Supervised training that turns a random preset into a base model, made once and kept.
+
+The result lies in a cache folder named by the digest of everything that shapes it: preset, tokenizer,
+examples (their source included), recipe and seed.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from services.common.callables import load_callable, source_digest
+from services.common.jagged import Jagged
+from services.common.models.loading import load_config, load_folder, load_model
+from services.common.models.tokenizer import Tokenizer
+from services.common.spec.model import ModelSpec, WarmStartSpec
+from services.trainer.model import Policy
+from services.trainer.packing import pack
+
+Progress = Callable[[int, int], None]
+"""Called with the steps done and the steps in all."""
+
+_BETAS = (0.9, 0.95)
+_WARMUP_STEPS = 30
+_FINAL_FRACTION = 0.1
+_MAX_GRAD_NORM = 1.0
+_EXAMPLES_PER_DRAW = 64
+"""Steps whose examples are drawn by one call of the user's function."""
+
+
+def load_base_model(
+    model: ModelSpec,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    device: torch.device,
+    cache: Path,
+    progress: Progress,
+) -> PreTrainedModel:
+    """The model that training starts from, in float32.
+
+    Args:
+        model: Which one; a preset with a warm start is trained here unless the cache has it.
+        tokenizer: Its tokenizer.
+        seed: Of random weights and of the examples.
+        device: Where it is loaded, and trained.
+        cache: Folder that keeps models made here.
+        progress: Called after each step of a warm start.
+
+    Raises:
+        ValueError: If the model does not load, or the examples are not as promised.
+    """
+    if model.warm_start is None:
+        return load_model(model, tokenizer, dtype=torch.float32, device=device, seed=seed)
+    folder = cache / _digest(model, tokenizer, seed)
+    if not folder.is_dir():
+        made = load_model(model, tokenizer, dtype=torch.float32, device=device, seed=seed)
+        attention = made.config._attn_implementation  # noqa: SLF001 -- its only name
+        train(made, tokenizer, model.warm_start, seed=seed, progress=progress)
+        made.set_attn_implementation(attention)
+        _keep(made, tokenizer, folder)
+    return load_folder(folder, dtype=torch.float32, device=device)
+
+
+def train(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    spec: WarmStartSpec,
+    *,
+    seed: int,
+    progress: Progress,
+) -> None:
+    """Train on examples; the loss is on the response and the end token.
+
+    Recipe: AdamW with betas 0.9 and 0.95, 30 steps of warm-up, cosine to 10 %, gradient norm 1.
+
+    Raises:
+        ValueError: If the examples are not pairs of non-empty texts.
+    """
+    policy = Policy(model, temperature=1.0)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=spec.learning_rate, betas=_BETAS, weight_decay=0.0, fused=True
+    )
+    examples: list[tuple[Tensor, Tensor]] = []
+    for step in range(1, spec.steps + 1):
+        if not examples:
+            draw = step // _EXAMPLES_PER_DRAW
+            examples = _draw(spec, tokenizer, seed=seed * 1_000_003 + draw)
+        batch = [examples.pop() for _ in range(spec.batch_size)]
+        packed = pack(
+            Jagged.from_list([prompt for prompt, _ in batch]),
+            Jagged.from_list([response for _, response in batch]),
+            device=model.device,
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = spec.learning_rate * _schedule(step, spec.steps)
+        logprobs, _ = policy(packed)
+        (-logprobs.mean()).backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), _MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        progress(step, spec.steps)
+
+
+def _schedule(step: int, steps: int) -> float:
+    if step <= _WARMUP_STEPS:
+        return step / _WARMUP_STEPS
+    done = (step - _WARMUP_STEPS) / max(1, steps - _WARMUP_STEPS)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * done))
+    return _FINAL_FRACTION + (1.0 - _FINAL_FRACTION) * cosine
+
+
+def _draw(spec: WarmStartSpec, tokenizer: Tokenizer, *, seed: int) -> list[tuple[Tensor, Tensor]]:
+    wanted = spec.batch_size * _EXAMPLES_PER_DRAW
+    pairs: Sequence[tuple[str, str]] = load_callable(spec.examples)(wanted, seed)
+    if len(pairs) != wanted or not all(len(pair) == 2 and all(pair) for pair in pairs):
+        raise ValueError(
+            f"model.warm_start.examples {spec.examples!r} must return {wanted} pairs of non-empty "
+            f"prompt and response when it is called with ({wanted}, {seed}); it returned "
+            f"{len(pairs)} items, the first being {pairs[0] if pairs else None!r}"
+        )
+    eos = [tokenizer.eos_id]
+    return [
+        (torch.tensor(tokenizer.encode(prompt)), torch.tensor(tokenizer.encode(response) + eos))
+        for prompt, response in pairs
+    ]
+
+
+def _digest(model: ModelSpec, tokenizer: Tokenizer, seed: int) -> str:
+    assert model.warm_start is not None
+    described = {
+        "recipe": 1,
+        "config": load_config(model, tokenizer).to_json_string(use_diff=False),
+        "tokenizer": model.tokenizer,
+        "warm_start": model.warm_start.model_dump(exclude={"examples"}),
+        "examples": source_digest(model.warm_start.examples),
+        "function": model.warm_start.examples.rpartition(":")[2],
+        "seed": seed,
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _keep(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the folder at once: a reader sees all of it or nothing."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder.parent))
+    try:
+        model.save_pretrained(unfinished)
+        tokenizer.save(unfinished)
+        os.rename(unfinished, folder)  # noqa: PTH104 -- must fail, not replace, if another was faster
+    except OSError:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if not folder.is_dir():
+            raise
