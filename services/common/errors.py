@@ -161,6 +161,11 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
     return _build(cls, error.details() or "", dict(info.metadata))
 
 
+def from_reason(reason: str, message: str, metadata: dict[str, str]) -> ServiceError:
+    """The error that a peer reported by its stable reason, on a plane that is not gRPC."""
+    return _build(_by_reason().get(reason, InternalError), message, metadata)
+
+
 def _error_info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:
     for key, value in error.trailing_metadata() or ():
         if key != "grpc-status-details-bin":

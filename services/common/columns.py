@@ -1,0 +1,96 @@
+"""Columns of a ``KVBatchMeta``: where the values of the fields lie."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+TagValues = tuple[int, ...] | tuple[float, ...] | tuple[str, ...]
+MISSING = -1
+"""Blob index of a key that does not have the field yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlobRef:
+    """An immutable run of bytes on a shard: one field's values of one put."""
+
+    shard_id: str
+    """The storage shard."""
+    blob_id: int
+    """Number of the blob on its shard, never used again for other bytes."""
+    size_bytes: int
+    """Size of the blob."""
+    checksum: int
+    """64-bit XXH3 of the blob."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldColumn:
+    """Where the values of one field lie, with one entry per key in each tuple."""
+
+    name: str
+    """Field, as in the data dictionary."""
+    dtype: str
+    """Element type, for example ``float32``; ``msgpack`` for values that are not tensors."""
+    row_rank: int
+    """Number of dimensions of one sample; 0 for scalars."""
+    tail_shape: tuple[int, ...]
+    """Dimensions behind the first one, equal for all samples."""
+    lengths: tuple[int, ...]
+    """Length of each sample's first dimension; 1 for scalars."""
+    blob_indexes: tuple[int, ...]
+    """Index into the meta's blobs; ``MISSING`` where the key lacks the field."""
+    offsets: tuple[int, ...]
+    """Byte offset inside the blob."""
+
+    def select(self, indexes: Sequence[int]) -> "FieldColumn":
+        """The entries of some keys, in the given order."""
+        return replace(
+            self,
+            lengths=tuple([self.lengths[i] for i in indexes]),
+            blob_indexes=tuple([self.blob_indexes[i] for i in indexes]),
+            offsets=tuple([self.offsets[i] for i in indexes]),
+        )
+
+    def renumber(self, numbers: Mapping[int, int]) -> "FieldColumn":
+        """The same entries with other blob indexes."""
+        indexes = [MISSING if i == MISSING else numbers[i] for i in self.blob_indexes]
+        return replace(self, blob_indexes=tuple(indexes))
+
+    def without_values(self, num_keys: int) -> "FieldColumn":
+        """A column of this type for keys that lack the field."""
+        zeros = (0,) * num_keys
+        return replace(self, lengths=zeros, blob_indexes=(MISSING,) * num_keys, offsets=zeros)
+
+
+def concat_columns(columns: Sequence[FieldColumn]) -> FieldColumn:
+    """One column with the entries of several, whose blob indexes mean the same blobs already.
+
+    Raises:
+        ValueError: If their types differ.
+    """
+    first = columns[0]
+    kinds = {(column.dtype, column.row_rank, column.tail_shape) for column in columns}
+    if len(kinds) != 1:
+        raise ValueError(f"field {first.name!r} has different types: {sorted(kinds)}")
+    return replace(
+        first,
+        lengths=tuple([n for column in columns for n in column.lengths]),
+        blob_indexes=tuple([i for column in columns for i in column.blob_indexes]),
+        offsets=tuple([o for column in columns for o in column.offsets]),
+    )
+
+
+def check_column(column: FieldColumn, num_keys: int, num_blobs: int) -> None:
+    """Check a column that came from outside.
+
+    Raises:
+        ValueError: If it does not have one entry per key, or points outside the blobs.
+    """
+    for values in (column.lengths, column.blob_indexes, column.offsets):
+        if len(values) != num_keys:
+            raise ValueError(f"field {column.name!r} has {len(values)} entries, not {num_keys}")
+    if num_keys == 0:
+        return
+    if not MISSING <= min(column.blob_indexes) <= max(column.blob_indexes) < num_blobs:
+        raise ValueError(f"field {column.name!r} points outside the {num_blobs} blobs")
+    if min(column.lengths) < 0 or min(column.offsets) < 0 or min(column.tail_shape, default=0) < 0:
+        raise ValueError(f"field {column.name!r} has a negative length, offset or dimension")

@@ -1,0 +1,118 @@
+"""Rows of different lengths in one tensor."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Jagged:
+    """``N`` rows laid end to end.
+
+    Row ``i`` has shape ``[lengths[i], *tail]``, or ``[]`` if the rows are scalars.
+
+    Args:
+        values: ``[sum(lengths), *tail]``, any dtype.
+        lengths: ``[N]`` int64, on the CPU; all 1 for scalars.
+        is_scalar: Whether each row is a single number; then ``values`` is ``[N]``.
+
+    Raises:
+        ValueError: If the shapes do not fit together.
+    """
+
+    values: Tensor
+    lengths: Tensor
+    is_scalar: bool = False
+
+    def __post_init__(self) -> None:
+        if self.values.dim() == 0:
+            raise ValueError("values has no dimension; expected [sum(lengths), *tail]")
+        if self.lengths.dtype != torch.int64 or self.lengths.dim() != 1:
+            raise ValueError(
+                f"lengths is {self.lengths.dtype} of {self.lengths.dim()} dimensions; "
+                "expected int64 of one dimension"
+            )
+        total = int(self.lengths.sum())
+        if total != len(self.values):
+            raise ValueError(f"lengths sum to {total}, but values has {len(self.values)} rows")
+        if self.is_scalar and (self.values.dim() != 1 or len(self.lengths) != total):
+            raise ValueError("scalar rows need values of one dimension and lengths of all 1")
+
+    @classmethod
+    def from_list(cls, rows: Sequence[Tensor]) -> "Jagged":
+        """Copy rows into one tensor.
+
+        Args:
+            rows: At least one tensor; all of one dtype, number of dimensions and tail shape.
+
+        Raises:
+            ValueError: If the rows do not agree or there are none.
+        """
+        if not rows:
+            raise ValueError("there are no rows; the dtype would be unknown, so pass at least one")
+        first = rows[0]
+        for index, row in enumerate(rows):
+            agrees = row.dtype == first.dtype and row.dim() == first.dim()
+            if not agrees or row.shape[1:] != first.shape[1:]:
+                raise ValueError(
+                    f"row {index} is {row.dtype} {tuple(row.shape)}, row 0 is "
+                    f"{first.dtype} {tuple(first.shape)}; all but the first dimension must agree"
+                )
+        if first.dim() == 0:
+            ones = torch.ones(len(rows), dtype=torch.int64)
+            return cls(torch.stack(list(rows)), ones, is_scalar=True)
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        return cls(torch.cat(list(rows)), lengths)
+
+    @classmethod
+    def from_dense(cls, tensor: Tensor) -> "Jagged":
+        """View a tensor whose first dimension counts the rows; ``[N]`` holds scalars."""
+        if tensor.dim() == 0:
+            raise ValueError("a tensor without dimensions has no rows")
+        num_rows = len(tensor)
+        length = 1 if tensor.dim() == 1 else tensor.shape[1]
+        lengths = torch.full((num_rows,), length, dtype=torch.int64)
+        if tensor.dim() == 1:
+            return cls(tensor, lengths, is_scalar=True)
+        return cls(tensor.reshape(num_rows * length, *tensor.shape[2:]), lengths)
+
+    @classmethod
+    def cat(cls, parts: Sequence["Jagged"]) -> "Jagged":
+        """Lay the rows of several end to end."""
+        if not parts:
+            raise ValueError("there is nothing to concatenate")
+        if len({part.is_scalar for part in parts}) != 1:
+            raise ValueError("scalar rows and rows with a length cannot be mixed")
+        return cls(
+            torch.cat([part.values for part in parts]),
+            torch.cat([part.lengths for part in parts]),
+            is_scalar=parts[0].is_scalar,
+        )
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.lengths)
+
+    def offsets(self) -> Tensor:
+        """``[N + 1]`` int64: row ``i`` is ``values[offsets[i]:offsets[i + 1]]``."""
+        offsets = torch.zeros(len(self.lengths) + 1, dtype=torch.int64)
+        torch.cumsum(self.lengths, dim=0, out=offsets[1:])
+        return offsets
+
+    def unbind(self) -> list[Tensor]:
+        """The rows, as views."""
+        if self.is_scalar:
+            return list(self.values.unbind())
+        return list(self.values.split(self.lengths.tolist()))
+
+    def select(self, indices: Sequence[int] | Tensor) -> "Jagged":
+        """Copy some rows, in the given order."""
+        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        lengths = self.lengths[chosen]
+        starts = self.offsets()[:-1][chosen]
+        ends = torch.cumsum(lengths, dim=0)
+        positions = torch.arange(int(lengths.sum()), dtype=torch.int64)
+        positions += torch.repeat_interleave(starts - (ends - lengths), lengths)
+        return Jagged(self.values[positions], lengths, is_scalar=self.is_scalar)

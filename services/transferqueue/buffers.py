@@ -1,0 +1,46 @@
+"""Memory for what is read, used again when the tensors in it are gone.
+
+A fresh page costs about four copies of itself, and a batch is read into hundreds of them.
+"""
+
+import ctypes
+import mmap
+import weakref
+
+import torch
+from torch import Tensor
+
+_LEAST_BYTES = 1 << 16
+
+
+class BufferPool:
+    """Hands out buffers and takes them back by itself.
+
+    Args:
+        keep_bytes: Most memory that is kept while nobody uses it.
+    """
+
+    def __init__(self, keep_bytes: int) -> None:
+        self._keep_bytes = keep_bytes
+        self._idle: list[mmap.mmap] = []
+
+    def take(self, size_bytes: int) -> Tensor:
+        """A uint8 tensor of ``size_bytes``; its memory comes back when no tensor views it."""
+        block = self._block(size_bytes)
+        holder = (ctypes.c_char * max(size_bytes, 1)).from_buffer(block)
+        weakref.finalize(holder, self._give_back, block).atexit = False
+        return torch.frombuffer(holder, dtype=torch.uint8, count=max(size_bytes, 1))[:size_bytes]
+
+    def _block(self, size_bytes: int) -> mmap.mmap:
+        fitting = [b for b in self._idle if size_bytes <= len(b) <= 2 * size_bytes + _LEAST_BYTES]
+        if fitting:
+            block = min(fitting, key=len)
+            self._idle.remove(block)
+            return block
+        size = max(_LEAST_BYTES, size_bytes)
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+
+    def _give_back(self, block: mmap.mmap) -> None:
+        self._idle.append(block)
+        while sum(map(len, self._idle)) > self._keep_bytes:
+            self._idle.pop(0)

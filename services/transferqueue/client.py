@@ -1,0 +1,216 @@
+"""Typed client of the metadata service; knows no tensors."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import grpc
+
+from services.common.batch import KVBatchMeta
+from services.common.errors import from_rpc_error
+from services.common.grpc_client import call, open_channel
+from services.transferqueue.facts import (
+    AcquireRequest,
+    Loss,
+    PartitionStats,
+    Shard,
+    ShardStats,
+    Stats,
+)
+from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
+from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
+
+_TIMEOUT_S = 30.0
+
+
+class TransferQueueClient:
+    """Calls a transferqueue's metadata service.
+
+    Args:
+        channel: Channel to it; see ``connect``.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = pb_grpc.TransferQueueServiceStub(channel)
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(cls, address: str) -> AsyncIterator["TransferQueueClient"]:
+        """A client of the service at ``host:port``, closed when the block ends."""
+        async with open_channel(address) as channel:
+            yield cls(channel)
+
+    async def create_partition(
+        self, partition_id: str, *, required_fields: Sequence[str], quota_bytes: int = 0
+    ) -> None:
+        """Create a partition; repeating it changes nothing.
+
+        Args:
+            partition_id: One run and one purpose, for example ``run_1/train``.
+            required_fields: Fields that a sample needs before watchers see it.
+            quota_bytes: Bytes that the run's samples may take; 0 states no quota. The partitions of
+                a run share the largest quota that one of them states.
+
+        Raises:
+            FailedPreconditionError: If it exists with other required fields.
+        """
+        request = pb.CreatePartitionRequest(
+            partition_id=partition_id, required_fields=required_fields, quota_bytes=quota_bytes
+        )
+        await call(self._stub.CreatePartition, request, timeout_s=_TIMEOUT_S, idempotent=True)
+
+    async def drop_partition(self, partition_id: str) -> int:
+        """Drop a partition and its samples; returns how many there were."""
+        request = pb.DropPartitionRequest(partition_id=partition_id)
+        response = await call(
+            self._stub.DropPartition, request, timeout_s=_TIMEOUT_S, idempotent=True
+        )
+        return response.key_count
+
+    async def get_batch(self, partition_id: str, keys: Sequence[str] = ()) -> KVBatchMeta:
+        """Describe samples by key, in that order; without keys all, oldest first.
+
+        Raises:
+            NotFoundError: If the partition or a key does not exist; ``metadata["keys"]`` names
+                those that do not.
+        """
+        request = pb.GetBatchRequest(partition_id=partition_id, keys=keys)
+        response = await call(self._stub.GetBatch, request, timeout_s=_TIMEOUT_S, idempotent=True)
+        return KVBatchMeta.from_proto(response.batch)
+
+    async def watch(self, partition_id: str, revision: int = 0) -> AsyncIterator[KVBatchMeta]:
+        """Samples whose required fields are present, as they become so or change.
+
+        Begins with those that changed after ``revision``. Each meta's own revision is what to resume
+        from when the stream broke.
+
+        Raises:
+            NotFoundError: If the partition does not exist, or when it is dropped.
+            UnavailableError: If the connection breaks.
+        """
+        request = pb.WatchBatchesRequest(partition_id=partition_id, revision=revision)
+        try:
+            async for response in self._stub.WatchBatches(request):
+                yield KVBatchMeta.from_proto(response.batch)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, "WatchBatches") from error
+
+    async def watch_losses(self, partition_id: str) -> AsyncIterator[Loss]:
+        """Samples that die with a shard before they are acknowledged, as it happens.
+
+        Begins with the losses that the partition has had.
+
+        Raises:
+            NotFoundError: If the partition does not exist, or when it is dropped.
+            UnavailableError: If the connection breaks.
+        """
+        request = pb.WatchLossesRequest(partition_id=partition_id)
+        try:
+            async for response in self._stub.WatchLosses(request):
+                yield Loss(keys=tuple(response.keys), shard_id=response.shard_id)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, "WatchLosses") from error
+
+    async def acquire(self, request: AcquireRequest) -> tuple[KVBatchMeta, tuple[str, ...]]:
+        """Lease samples, waiting until there are enough.
+
+        Returns:
+            The samples with their lease, and the keys passed over as too old.
+
+        Raises:
+            DeadlineExceededError: If there were not enough in time; nothing is leased.
+        """
+        message = pb.AcquireBatchRequest(
+            partition_id=request.partition_id,
+            consumer=request.consumer,
+            fields=request.fields,
+            key_count=request.num_keys,
+            group_size=request.group_size,
+            oldest_weight_version=request.oldest_weight_version,
+            rank_count=request.num_ranks,
+            lease_s=request.lease_s,
+            wait_s=request.wait_s,
+        )
+        response = await call(
+            self._stub.AcquireBatch, message, timeout_s=request.wait_s + _TIMEOUT_S
+        )
+        return KVBatchMeta.from_proto(response.batch), tuple(response.stale_keys)
+
+    async def ack(self, meta: KVBatchMeta) -> None:
+        """Say that the samples of an acquired batch were used.
+
+        Raises:
+            FailedPreconditionError: If the lease expired and the samples were handed out again.
+        """
+        request = pb.AckLeaseRequest(partition_id=meta.partition_id, lease_id=meta.lease_id)
+        await call(self._stub.AckLease, request, timeout_s=_TIMEOUT_S, idempotent=True)
+
+    async def nack(self, meta: KVBatchMeta) -> None:
+        """Give the samples of an acquired batch back, to be handed out again first.
+
+        Raises:
+            FailedPreconditionError: If the lease expired.
+        """
+        request = pb.NackLeaseRequest(partition_id=meta.partition_id, lease_id=meta.lease_id)
+        await call(self._stub.NackLease, request, timeout_s=_TIMEOUT_S)
+
+    async def release(self, partition_id: str, keys: Sequence[str]) -> int:
+        """Delete samples; returns how many of the keys existed."""
+        request = pb.ReleaseKeysRequest(partition_id=partition_id, keys=keys)
+        response = await call(
+            self._stub.ReleaseKeys, request, timeout_s=_TIMEOUT_S, idempotent=True
+        )
+        return response.key_count
+
+    async def stats(self) -> Stats:
+        """Fill of partitions and shards."""
+        response = await call(
+            self._stub.GetStats, pb.GetStatsRequest(), timeout_s=_TIMEOUT_S, idempotent=True
+        )
+        return Stats(
+            partitions=tuple(
+                PartitionStats(
+                    partition_id=partition.partition_id,
+                    num_keys=partition.key_count,
+                    num_ready=partition.ready_count,
+                    num_leased=partition.leased_count,
+                    stored_bytes=partition.stored_bytes,
+                    quota_bytes=partition.quota_bytes,
+                    revision=partition.revision,
+                )
+                for partition in response.partitions
+            ),
+            shards=tuple(
+                ShardStats(
+                    shard_id=shard.shard_id,
+                    stored_bytes=shard.stored_bytes,
+                    capacity_bytes=shard.capacity_bytes,
+                    is_draining=shard.draining,
+                )
+                for shard in response.shards
+            ),
+        )
+
+    async def admit(self, public_key: str = "") -> tuple[Shard, ...]:
+        """Be admitted to the data sockets.
+
+        Args:
+            public_key: CURVE public key of the caller; empty where sockets are not encrypted.
+
+        Returns:
+            The shards.
+        """
+        request = pb.ConnectClientRequest(public_key=public_key)
+        response = await call(
+            self._stub.ConnectClient, request, timeout_s=_TIMEOUT_S, idempotent=True
+        )
+        return tuple(
+            Shard(
+                shard_id=shard.shard_id,
+                endpoint=shard.endpoint,
+                public_key=shard.public_key,
+                arena_socket=shard.arena_socket,
+                instance_id=shard.instance_id,
+                is_draining=shard.draining,
+            )
+            for shard in response.shards
+        )

@@ -1,0 +1,255 @@
+"""Messages of the data sockets.
+
+A message is a header frame, then payload frames. The header is one byte of protocol version and a
+msgpack array ``[op, request_id, *fields]``. Nothing else is ever decoded, and nothing is pickled::
+
+    Reserve -> Granted       room for some blobs; waits while there is none
+    Write   -> nothing       one payload frame of a reserved blob, at most FRAME_BYTES
+    Commit  -> Committed     the blobs are whole; the samples become visible
+    Abort   -> Committed     gives reserved room back
+    Read    -> Data, Located bytes of blobs as payload frames, or where they lie in the arena
+    Unpin   -> nothing       the reader has copied what Located told it
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, get_args
+
+import msgpack
+import xxhash
+
+VERSION: Final = 1
+FRAME_BYTES: Final = 1 << 20
+"""Payload frames are about this large: smaller ones cost calls, larger ones fresh pages."""
+MAX_HEADER_BYTES: Final = 16 << 20
+"""A commit of 100,000 samples takes about 10 MiB."""
+MAX_READ_BYTES: Final = 8 << 20
+"""Most payload of one Data message."""
+MAX_BLOBS: Final = 256
+"""Most blobs of one put."""
+MAX_RANGES: Final = 65_536
+"""Most ranges of one read."""
+ALIGNMENT: Final = 64
+"""Blobs begin at multiples of this, so that any dtype can be viewed in place."""
+
+ITEM_BYTES: Final = {
+    "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "msgpack": 1,
+    "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
+    "int32": 4, "uint32": 4, "float32": 4,
+    "int64": 8, "uint64": 8, "float64": 8,
+}  # fmt: skip
+"""Size of one element by dtype; a msgpack row is a string of bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Asks for room."""
+
+    put_id: str
+    partition_id: str
+    sizes: tuple[int, ...]
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Brings one frame of a reserved blob."""
+
+    blob_id: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Ends a put. ``meta`` is a serialized ``KVBatchMeta`` that points at the reserved blobs."""
+
+    put_id: str
+    meta: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Gives up a put."""
+
+    put_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Asks for bytes of blobs: ``(blob_id, offset, size)``, three numbers after each other."""
+
+    ranges: tuple[int, ...]
+    in_arena: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin:
+    """Ends the reader's hold on what ``Located`` told it."""
+
+    pin_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Answers Reserve: the new blobs and where they lie in the arena."""
+
+    blob_ids: tuple[int, ...]
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Answers Commit and Abort."""
+
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Answers Read in the arena: the position of each range, held until Unpin."""
+
+    pin_id: int
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Answers Read: the ranges one after the other in the payload frames."""
+
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Answers any request that failed; ``details`` is name, value, name, value..."""
+
+    reason: str
+    message: str
+    details: tuple[str, ...]
+
+
+Request = Reserve | Write | Commit | Abort | Read | Unpin
+Response = Granted | Committed | Located | Data | Failed
+Message = Request | Response
+
+_TYPES: Final[tuple[type[Message], ...]] = get_args(Message)
+_OPS: Final = {cls: op for op, cls in enumerate(_TYPES, start=1)}
+_MAX_INT: Final = 1 << 63
+
+
+def encode(message: Message, request_id: int) -> bytes:
+    """The header frame of a message."""
+    cls = type(message)
+    fields = [_OPS[cls], request_id, *(getattr(message, name) for name, _ in _FIELDS[cls])]
+    packed: bytes = msgpack.packb(fields)
+    return bytes((VERSION,)) + packed
+
+
+def decode(header: bytes) -> tuple[Message, int]:
+    """Read a header frame.
+
+    Returns:
+        The message and its request id.
+
+    Raises:
+        ValueError: If it is not exactly one well-formed message within the limits.
+    """
+    if not 2 <= len(header) <= MAX_HEADER_BYTES or header[0] != VERSION:
+        raise ValueError(f"a header is version {VERSION} and at most {MAX_HEADER_BYTES} bytes")
+    try:
+        unpacked = msgpack.unpackb(
+            memoryview(header)[1:], max_array_len=3 * MAX_RANGES, max_map_len=0, max_ext_len=0
+        )
+    except (ValueError, RecursionError, msgpack.UnpackException) as error:
+        raise ValueError(f"the header is not msgpack within the limits: {error}") from error
+    if not isinstance(unpacked, list) or len(unpacked) < 2:
+        raise ValueError("a header is an array of op, request id and fields")
+    op, request_id, *fields = unpacked
+    if not _is_count(op) or not 1 <= op <= len(_TYPES) or not _is_count(request_id):
+        raise ValueError("a header begins with a known op and a request id")
+    return _build(_TYPES[op - 1], fields), request_id
+
+
+def checksum(data: bytes | bytearray | memoryview) -> int:
+    """64-bit XXH3."""
+    digest: int = xxhash.xxh3_64_intdigest(data)
+    return digest
+
+
+def checksum_of(frames: Sequence[bytes | memoryview]) -> int:
+    """64-bit XXH3 of frames laid end to end."""
+    state = xxhash.xxh3_64()
+    for frame in frames:
+        state.update(frame)
+    digest: int = state.intdigest()
+    return digest
+
+
+def _build(cls: type[Message], fields: list[object]) -> Message:
+    checks = _FIELDS[cls]
+    if len(fields) != len(checks):
+        raise ValueError(f"{cls.__name__} has {len(checks)} fields, not {len(fields)}")
+    values: list[object] = []
+    for (name, is_valid), value in zip(checks, fields, strict=True):
+        frozen = tuple(value) if isinstance(value, list) else value
+        if not is_valid(frozen):
+            raise ValueError(f"{cls.__name__}.{name} has the wrong type or is out of range")
+        values.append(frozen)
+    return cls(*values)  # type: ignore[arg-type]  # each value was checked for its field
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MAX_INT
+
+
+def _is_hash(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2 * _MAX_INT
+
+
+def _is_text(value: object) -> bool:
+    return type(value) is str and len(value) <= 4096
+
+
+def _is_wait(value: object) -> bool:
+    return type(value) is float and 0 <= value <= 86_400
+
+
+def _is_bytes(value: object) -> bool:
+    return type(value) is bytes
+
+
+def _is_flag(value: object) -> bool:
+    return type(value) is bool
+
+
+def _is_counts(value: object) -> bool:
+    return isinstance(value, tuple) and all(map(_is_count, value))
+
+
+def _is_sizes(value: object) -> bool:
+    return _is_counts(value) and isinstance(value, tuple) and 0 < len(value) <= MAX_BLOBS
+
+
+def _is_ranges(value: object) -> bool:
+    return _is_counts(value) and isinstance(value, tuple) and len(value) % 3 == 0
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, tuple) and all(map(_is_text, value)) and len(value) % 2 == 0
+
+
+_FIELDS: Final = {
+    Reserve: (
+        ("put_id", _is_text), ("partition_id", _is_text), ("sizes", _is_sizes), ("wait_s", _is_wait),
+    ),
+    Write: (("blob_id", _is_count), ("offset", _is_count)),
+    Commit: (("put_id", _is_text), ("meta", _is_bytes)),
+    Abort: (("put_id", _is_text),),
+    Read: (("ranges", _is_ranges), ("in_arena", _is_flag)),
+    Unpin: (("pin_id", _is_count),),
+    Granted: (("blob_ids", _is_counts), ("positions", _is_counts)),
+    Committed: (("revision", _is_count),),
+    Located: (("pin_id", _is_count), ("positions", _is_counts)),
+    Data: (("checksum", _is_hash),),
+    Failed: (("reason", _is_text), ("message", _is_text), ("details", _is_texts)),
+}  # fmt: skip

@@ -1,0 +1,81 @@
+"""A client's connection to one shard."""
+
+import asyncio
+from collections.abc import Sequence
+from itertools import count
+
+import zmq
+
+from services.common.errors import DeadlineExceededError, ServiceError, from_reason
+from services.transferqueue import codec
+from services.transferqueue.facts import Shard
+from services.transferqueue.sockets import MessageSocket, set_limits
+
+Answer = tuple[codec.Response, list[zmq.Frame]]
+
+
+class ShardConnection:
+    """Requests to one shard; many can be under way.
+
+    Args:
+        context: ZeroMQ context of the client.
+        shard: Where the shard is.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], shard: Shard) -> None:
+        self.shard = shard
+        self._pending: dict[int, asyncio.Future[Answer]] = {}
+        self._request_ids = count(1)
+        socket = context.socket(zmq.DEALER)
+        set_limits(socket, receive_queue=0)
+        # Queued frames are views of the caller's memory, so the queue itself costs nothing.
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.connect(shard.endpoint)
+        self._socket = MessageSocket(socket, self._on_message)
+
+    def close(self) -> None:
+        """Fail what is under way and disconnect."""
+        self._socket.close()
+        for waiter in self._pending.values():
+            waiter.cancel()
+
+    def tell(self, message: codec.Request, payload: Sequence[bytes | memoryview] = ()) -> None:
+        """Send a message that has no answer; the payload must not change until a later answer."""
+        self._socket.send([codec.encode(message, 0), *payload], copy=not payload)
+
+    async def ask(self, message: codec.Request, *, timeout_s: float) -> Answer:
+        """Send a request and wait for its answer.
+
+        Raises:
+            ServiceError: What the shard reports.
+            DeadlineExceededError: If it does not answer in time.
+        """
+        request_id = next(self._request_ids)
+        waiter: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._pending[request_id] = waiter
+        try:
+            self._socket.send([codec.encode(message, request_id)])
+            async with asyncio.timeout(timeout_s):
+                answer, payload = await waiter
+        except TimeoutError as error:
+            raise DeadlineExceededError(
+                f"shard {self.shard.shard_id} at {self.shard.endpoint} did not answer "
+                f"{type(message).__name__} within {timeout_s} s; it is down or overloaded",
+                shard_id=self.shard.shard_id,
+            ) from error
+        finally:
+            del self._pending[request_id]
+        if isinstance(answer, codec.Failed):
+            raise _error(answer)
+        return answer, payload
+
+    def _on_message(self, frames: list[zmq.Frame]) -> None:
+        message, request_id = codec.decode(frames[0].bytes)
+        waiter = self._pending.get(request_id)
+        if waiter is not None and not waiter.done() and isinstance(message, codec.Response):
+            waiter.set_result((message, frames[1:]))
+
+
+def _error(failed: codec.Failed) -> ServiceError:
+    details = dict(zip(failed.details[::2], failed.details[1::2], strict=True))
+    return from_reason(failed.reason, failed.message, details)

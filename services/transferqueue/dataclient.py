@@ -1,0 +1,231 @@
+"""Puts and gets tensors: the client of rollouts and trainer.
+
+put   reserve room (waits while the queue is full) -> bytes -> commit: visible
+get   one read per shard; needs nothing but the ``KVBatchMeta``
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import zmq
+from torch import Tensor
+
+from services.common.batch import KVBatchMeta
+from services.common.columns import BlobRef, TagValues
+from services.common.errors import DataLossError, InternalError, InvalidArgumentError
+from services.common.ids import new_id
+from services.common.jagged import Jagged
+from services.transferqueue import codec
+from services.transferqueue.buffers import BufferPool
+from services.transferqueue.client import TransferQueueClient
+from services.transferqueue.connection import ShardConnection
+from services.transferqueue.packing import PackedColumn, Values, pack, share, unpack, unpack_objects
+from services.transferqueue.readplan import ReadPlan, plan_read
+from services.transferqueue.transport import TIMEOUT_S, SocketTransport, Transport
+
+_KEEP_BYTES = 512 << 20
+_COMMIT_TIMEOUT_S = 60.0
+T = TypeVar("T")
+
+Tags = Mapping[str, Sequence[int] | Sequence[float] | Sequence[str]]
+
+
+class DataClient:
+    """Moves tensors to and from a transferqueue; see ``connect``.
+
+    Args:
+        links: Connection and transport to each shard.
+        pool: Memory for what is read.
+        put_timeout_s: Longest wait of a put for room.
+    """
+
+    def __init__(
+        self,
+        links: Mapping[str, tuple[ShardConnection, Transport]],
+        pool: BufferPool,
+        put_timeout_s: float,
+    ) -> None:
+        self._links = links
+        self._pool = pool
+        self._put_timeout_s = put_timeout_s
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(
+        cls, address: str, *, put_timeout_s: float = 300.0
+    ) -> AsyncIterator["DataClient"]:
+        """A client of the transferqueue whose metadata service is at ``host:port``.
+
+        Args:
+            address: The metadata service.
+            put_timeout_s: Longest wait of a put for room.
+        """
+        pool = BufferPool(_KEEP_BYTES)
+        async with AsyncExitStack() as stack:
+            metadata = await stack.enter_async_context(TransferQueueClient.connect(address))
+            context = zmq.Context()
+            stack.callback(context.destroy, linger=0)
+            links: dict[str, tuple[ShardConnection, Transport]] = {}
+            for shard in await metadata.admit():
+                connection = ShardConnection(context, shard)
+                stack.callback(connection.close)
+                links[shard.shard_id] = (connection, SocketTransport(connection, pool))
+            yield cls(links, pool, put_timeout_s)
+
+    async def put(
+        self,
+        partition_id: str,
+        keys: Sequence[str],
+        fields: Mapping[str, Values],
+        *,
+        tags: Tags | None = None,
+        shared: Mapping[str, Tensor] | None = None,
+    ) -> KVBatchMeta:
+        """Store samples; returns when they are visible.
+
+        Args:
+            partition_id: An existing partition.
+            keys: New keys, or known ones that lack these fields.
+            fields: Values of each field, one row per key.
+            tags: Small facts, one per key; all new samples of a partition have the same ones.
+            shared: Values that all these keys share, such as the prompt of a group: one row of each
+                field, stored once.
+
+        Returns:
+            Description of the samples.
+
+        Raises:
+            ResourceExhaustedError: If there was no room in time; says which limit is reached.
+            AlreadyExistsError: If a key has one of the fields.
+            InvalidArgumentError: If types or numbers of rows do not fit.
+        """
+        columns = [pack(name, values) for name, values in fields.items()]
+        columns += [share(name, row, len(keys)) for name, row in (shared or {}).items()]
+        for column in columns:
+            if len(column.lengths) != len(keys):
+                raise InvalidArgumentError(
+                    f"field {column.name!r} has {len(column.lengths)} rows for {len(keys)} keys",
+                    field=column.name,
+                )
+        meta = KVBatchMeta(
+            partition_id=partition_id,
+            keys=tuple(keys),
+            fields=tuple(column.to_field(number) for number, column in enumerate(columns)),
+            tags={name: _tag_values(values) for name, values in (tags or {}).items()},
+        )
+        (shard_id,) = self._links
+        return await self._put_on(shard_id, meta, columns)
+
+    async def add_fields(self, meta: KVBatchMeta, fields: Mapping[str, Values]) -> KVBatchMeta:
+        """Add fields to stored samples; returns ``meta`` with them.
+
+        Raises:
+            ServiceError: As ``put``.
+        """
+        added = await self.put(meta.partition_id, meta.keys, fields)
+        numbers = {i: i + len(meta.blobs) for i in range(len(added.blobs))}
+        return replace(
+            meta,
+            fields=meta.fields + tuple(column.renumber(numbers) for column in added.fields),
+            blobs=meta.blobs + added.blobs,
+            revision=added.revision,
+        )
+
+    async def get(self, meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, Jagged]:
+        """Fetch tensors, in the order of the keys.
+
+        Args:
+            meta: The samples.
+            fields: Fields to fetch; each must hold tensors.
+
+        Returns:
+            Each field's rows. Their memory is the caller's.
+
+        Raises:
+            NotFoundError: If a sample was released or lacks a field.
+            DataLossError: If bytes are damaged.
+            ValueError: If a field does not exist.
+        """
+        plan, data = await self._fetch(meta, fields)
+        return {column.name: unpack(column, data[begin:end]) for column, begin, end in plan.columns}
+
+    async def get_objects(self, meta: KVBatchMeta, field: str) -> list[object]:
+        """Fetch the values of a field that does not hold tensors.
+
+        Raises:
+            ServiceError: As ``get``.
+        """
+        plan, data = await self._fetch(meta, [field])
+        column, begin, end = plan.columns[0]
+        if column.dtype != "msgpack":
+            raise InvalidArgumentError(f"field {field!r} holds tensors; use get")
+        return unpack_objects(column, data[begin:end])
+
+    async def _put_on(
+        self, shard_id: str, meta: KVBatchMeta, columns: Sequence[PackedColumn]
+    ) -> KVBatchMeta:
+        connection, transport = self._links[shard_id]
+        put_id = new_id("put")
+        sizes = tuple(column.size_bytes for column in columns)
+        reserve = codec.Reserve(put_id, meta.partition_id, sizes, self._put_timeout_s)
+        timeout_s = self._put_timeout_s + TIMEOUT_S
+        grant = _expect(codec.Granted, await connection.ask(reserve, timeout_s=timeout_s))
+        checksums = await transport.write(grant, columns)
+        blobs = tuple(
+            BlobRef(shard_id=shard_id, blob_id=blob_id, size_bytes=size, checksum=checksum)
+            for blob_id, size, checksum in zip(grant.blob_ids, sizes, checksums, strict=True)
+        )
+        meta = replace(meta, blobs=blobs)
+        commit = codec.Commit(put_id, meta.to_bytes())
+        answer = await connection.ask(commit, timeout_s=_COMMIT_TIMEOUT_S)
+        return replace(meta, revision=_expect(codec.Committed, answer).revision)
+
+    async def _fetch(self, meta: KVBatchMeta, fields: Sequence[str]) -> tuple[ReadPlan, Tensor]:
+        plan = plan_read(meta, fields)
+        data = self._pool.take(plan.size_bytes)
+        by_shard: dict[str, list[Any]] = {}
+        for extent in plan.extents:
+            by_shard.setdefault(extent.blob.shard_id, []).append(extent)
+        await _all(
+            [self._links[shard_id][1].read(extents, data) for shard_id, extents in by_shard.items()]
+        )
+        view = data.numpy().data
+        for extent in plan.extents:
+            is_whole = extent.size == extent.blob.size_bytes
+            part = view[extent.position : extent.position + extent.size]
+            if is_whole and codec.checksum(part) != extent.blob.checksum:
+                raise DataLossError(
+                    f"blob {extent.blob.blob_id} on {extent.blob.shard_id} is damaged",
+                    blob_id=extent.blob.blob_id,
+                    shard_id=extent.blob.shard_id,
+                )
+        for source, target, size in plan.copies:
+            view[target : target + size] = view[source : source + size]
+        return plan, data
+
+
+async def _all(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run all; the first that fails ends the others."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for work in works:
+                tasks.create_task(work)
+    except ExceptionGroup as group:
+        raise _first(group) from group
+
+
+def _first(error: Exception) -> Exception:
+    return _first(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error
+
+
+def _expect(cls: type[T], answer: tuple[codec.Response, list[zmq.Frame]]) -> T:
+    if not isinstance(answer[0], cls):
+        raise InternalError(f"expected {cls.__name__}, the shard sent {type(answer[0]).__name__}")
+    return answer[0]
+
+
+def _tag_values(values: Sequence[int] | Sequence[float] | Sequence[str]) -> TagValues:
+    return tuple(values)  # type: ignore[return-value]  # one tag holds values of one type

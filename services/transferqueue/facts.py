@@ -1,0 +1,85 @@
+"""What callers of the metadata service say and hear, in plain Python."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcquireRequest:
+    """What a consumer asks for."""
+
+    partition_id: str
+    consumer: str
+    """Kind of use; each consumer sees each sample once."""
+    fields: tuple[str, ...]
+    """Fields that a sample needs; the same in each request of a consumer."""
+    num_keys: int
+    """Samples wanted; all or none are leased."""
+    group_size: int = 0
+    """Samples per group if only whole groups count; 0 ignores groups."""
+    oldest_weight_version: int = 0
+    """Least ``v_min`` tag; older samples are passed over and reported."""
+    num_ranks: int = 1
+    """Above 1, equal consecutive parts get about equal numbers of tokens."""
+    lease_s: float = 600.0
+    """Seconds until the samples are handed out again unless they are acknowledged."""
+    wait_s: float = 0.0
+    """Longest wait for enough samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionStats:
+    """Fill of a partition."""
+
+    partition_id: str
+    num_keys: int
+    num_ready: int
+    num_leased: int
+    stored_bytes: int
+    quota_bytes: int
+    """Bytes that all partitions of the run may take; 0 without a quota."""
+    revision: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """How to reach a storage shard."""
+
+    shard_id: str
+    endpoint: str
+    """ZeroMQ endpoint."""
+    public_key: str = ""
+    """CURVE public key in Z85; empty where the socket is not encrypted."""
+    arena_socket: str = ""
+    """Unix socket that hands out the memory; empty if there is none."""
+    instance_id: str = ""
+    """This life of the shard's process."""
+    is_draining: bool = False
+    """Whether it takes no new samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardStats:
+    """Fill of a shard."""
+
+    shard_id: str
+    stored_bytes: int
+    """Bytes in use, reservations included."""
+    capacity_bytes: int
+    is_draining: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """Fill of a transferqueue."""
+
+    partitions: tuple[PartitionStats, ...]
+    shards: tuple[ShardStats, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """Samples that died with a shard."""
+
+    keys: tuple[str, ...]
+    """Samples that exist no more and that nobody had acknowledged."""
+    shard_id: str

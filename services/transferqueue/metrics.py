@@ -1,0 +1,20 @@
+"""Metrics of the transferqueue."""
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from services.common.metrics import RPC
+
+OPS = Counter("slipstream_tq_ops", "Operations on the data sockets.", ["op", "code"])
+OP_DURATION = Histogram(
+    "slipstream_tq_op_duration_seconds", "Time of an operation.", ["op"], buckets=RPC
+)
+BYTES = Counter("slipstream_tq_bytes", "Bytes of samples that came in or went out.", ["direction"])
+STORED_BYTES = Gauge("slipstream_tq_stored_bytes", "Bytes in use on this shard.")
+CAPACITY_BYTES = Gauge("slipstream_tq_capacity_bytes", "Bytes that this shard can hold.")
+SAMPLES = Gauge("slipstream_tq_samples", "Samples in the index.")
+BACKPRESSURE = Counter(
+    "slipstream_tq_backpressure_seconds", "Time that producers waited for room.", ["run"]
+)
+REJECTED = Counter(
+    "slipstream_rejected_messages", "Messages that were refused.", ["channel", "reason"]
+)

@@ -1,0 +1,250 @@
+"""The samples of one partition: which exist, which fields they have, what changed since when."""
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from sys import intern
+
+from services.common.batch import KVBatchMeta
+from services.common.columns import MISSING, BlobRef, FieldColumn, TagValues
+from services.common.errors import NotFoundError
+from services.transferqueue.parts import Column, Part, Row, Schema
+
+_MIN_LOG_ENTRIES = 1024
+
+
+class Partition:
+    """Samples of one run and one purpose.
+
+    A sample's row is complete once all required fields are there; then it enters the log, and again
+    on each later change. The log is what watchers follow.
+
+    Args:
+        partition_id: Its name.
+        required_fields: Fields that a complete sample has.
+    """
+
+    def __init__(self, partition_id: str, required_fields: Sequence[str]) -> None:
+        self.partition_id = partition_id
+        self.required_fields = frozenset(required_fields)
+        self.revision = 0
+        self.stored_bytes = 0
+        self.rows: dict[str, Row] = {}
+        self.num_complete = 0
+        self._schema = Schema()
+        self._log_rows: list[Row] = []
+        self._log_revisions = array("q")
+
+    def add(self, meta: KVBatchMeta) -> list[tuple[Row, frozenset[str]]]:
+        """Add the keys and fields of a put.
+
+        Returns:
+            The rows, each with the fields that it had before.
+
+        Raises:
+            AlreadyExistsError: If a key has one of the fields.
+            InvalidArgumentError: If the put is inconsistent with itself or with the partition.
+        """
+        self._schema.check(meta, self.rows)
+        part = _part_of(meta)
+        self._schema.learn(meta)
+        self.stored_bytes += sum(blob.size_bytes for blob in meta.blobs)
+        extended: dict[tuple[Part, ...], tuple[Part, ...]] = {}
+        added = []
+        for place, key in enumerate(meta.keys):
+            row = self.rows.get(key)
+            if row is None:
+                row = self.rows[key] = Row(key)
+            before = row.field_names()
+            # Rows of one put share the tuple of their parts.
+            row.parts = extended.setdefault(row.parts, (*row.parts, part))
+            row.places = (*row.places, place)
+            self._log(row)
+            added.append((row, before))
+        return added
+
+    def get(self, keys: Sequence[str]) -> list[Row]:
+        """Rows by key.
+
+        Raises:
+            NotFoundError: If a key does not exist; names those that do not.
+        """
+        absent = [key for key in keys if key not in self.rows]
+        if absent:
+            raise NotFoundError(
+                f"{len(absent)} of {len(keys)} keys are not in {self.partition_id}: "
+                f"{', '.join(absent[:20])}; they were released, lost or never put",
+                partition_id=self.partition_id,
+                keys=",".join(absent),
+            )
+        return [self.rows[key] for key in keys]
+
+    def remove(self, rows: Iterable[Row]) -> list[BlobRef]:
+        """Delete rows.
+
+        Returns:
+            The blobs that no row needs any more.
+        """
+        unused: list[BlobRef] = []
+        for row in rows:
+            del self.rows[row.key]
+            self.num_complete -= row.revision > 0
+            row.revision = Row.DELETED
+            for part in row.parts:
+                part.num_rows -= 1
+                if part.num_rows == 0:
+                    unused += part.blobs()
+        self.stored_bytes -= sum(blob.size_bytes for blob in unused)
+        return unused
+
+    def rows_on(self, shard_id: str) -> list[Row]:
+        """Rows with a value on a shard."""
+        parts = {id(part): part for row in self.rows.values() for part in row.parts}
+        hit = {
+            number
+            for number, part in parts.items()
+            if any(blob.shard_id == shard_id for blob in part.blobs())
+        }
+        return [row for row in self.rows.values() if any(id(part) in hit for part in row.parts)]
+
+    def changes_since(self, revision: int, *, limit: int) -> tuple[KVBatchMeta | None, int]:
+        """Complete samples that are new or changed after ``revision``.
+
+        Returns:
+            At most ``limit`` of them, or None, and the revision to go on from.
+        """
+        start = bisect_right(self._log_revisions, revision)
+        entries = zip(self._log_revisions[start:], self._log_rows[start:], strict=True)
+        rows: list[Row] = []
+        for entry_revision, row in entries:
+            if row.revision == entry_revision:
+                rows.append(row)
+            revision = entry_revision
+            if len(rows) == limit:
+                break
+        else:
+            revision = max(revision, self.revision)
+        return (self.describe(rows, revision=revision) if rows else None), revision
+
+    def describe(
+        self, rows: Sequence[Row], *, revision: int | None = None, lease_id: str = ""
+    ) -> KVBatchMeta:
+        """The ``KVBatchMeta`` of rows."""
+        builder = _MetaBuilder(self._schema)
+        for parts, run in groupby(rows, key=lambda row: row.parts):
+            builder.add_run(parts, list(run))
+        return KVBatchMeta(
+            partition_id=self.partition_id,
+            keys=tuple([row.key for row in rows]),
+            fields=builder.fields(),
+            blobs=tuple(builder.blob_numbers),
+            tags=builder.tags(),
+            lease_id=lease_id,
+            revision=self.revision if revision is None else revision,
+        )
+
+    def _log(self, row: Row) -> None:
+        if not self.required_fields <= row.field_names():
+            return
+        self.num_complete += row.revision == 0
+        self.revision += 1
+        row.revision = self.revision
+        self._log_rows.append(row)
+        self._log_revisions.append(self.revision)
+        if len(self._log_rows) > 2 * self.num_complete + _MIN_LOG_ENTRIES:
+            self._compact_log()
+
+    def _compact_log(self) -> None:
+        live = [
+            (revision, row)
+            for revision, row in zip(self._log_revisions, self._log_rows, strict=True)
+            if row.revision == revision
+        ]
+        self._log_revisions = array("q", [revision for revision, _ in live])
+        self._log_rows = [row for _, row in live]
+
+
+class _MetaBuilder:
+    """Gathers columns over runs of rows that have the same parts."""
+
+    def __init__(self, schema: Schema) -> None:
+        self._kinds = schema.kinds
+        self._num_rows = 0
+        self._columns: dict[str, tuple[list[int], list[int], list[int]]] = {}
+        self._tags: dict[str, list[int | float | str]] = {name: [] for name in schema.tag_types}
+        self.blob_numbers: dict[BlobRef, int] = {}
+
+    def add_run(self, parts: tuple[Part, ...], rows: Sequence[Row]) -> None:
+        """Append rows that share their parts."""
+        tag_places: dict[str, tuple[Part, list[int]]] = {}
+        for number, part in enumerate(parts):
+            places = [row.places[number] for row in rows]
+            tag_places.update(dict.fromkeys(part.tags, (part, places)))
+            for name, column in part.columns.items():
+                self._add_values(name, column, places)
+        for name, (part, places) in tag_places.items():
+            values = part.tags[name]
+            self._tags[name] += [values[place] for place in places]
+        self._num_rows += len(rows)
+        for lists in self._columns.values():
+            _pad(lists, self._num_rows)
+
+    def _add_values(self, name: str, column: Column, places: Sequence[int]) -> None:
+        lists = self._columns.setdefault(name, ([], [], []))
+        _pad(lists, self._num_rows)
+        lengths, blob_indexes, offsets = lists
+        lengths += [column.lengths[place] for place in places]
+        offsets += [column.offsets[place] for place in places]
+        blob_number = self.blob_numbers.setdefault(column.blob, len(self.blob_numbers))
+        blob_indexes += [blob_number] * len(places)
+
+    def fields(self) -> tuple[FieldColumn, ...]:
+        """The columns of the fields."""
+        built = []
+        for name, (lengths, blob_indexes, offsets) in self._columns.items():
+            dtype, row_rank, tail_shape = self._kinds[name]
+            built.append(
+                FieldColumn(
+                    name=name,
+                    dtype=dtype,
+                    row_rank=row_rank,
+                    tail_shape=tail_shape,
+                    lengths=tuple(lengths),
+                    blob_indexes=tuple(blob_indexes),
+                    offsets=tuple(offsets),
+                )
+            )
+        return tuple(built)
+
+    def tags(self) -> dict[str, TagValues]:
+        """The columns of the tags."""
+        return {name: tuple(values) for name, values in self._tags.items()}  # type: ignore[misc]
+
+
+def _pad(lists: tuple[list[int], list[int], list[int]], num_rows: int) -> None:
+    lengths, blob_indexes, offsets = lists
+    absent = num_rows - len(lengths)
+    if absent > 0:
+        lengths += [0] * absent
+        blob_indexes += [MISSING] * absent
+        offsets += [0] * absent
+
+
+def _part_of(meta: KVBatchMeta) -> Part:
+    columns = {
+        column.name: Column(
+            meta.blobs[column.blob_indexes[0]],
+            array("q", column.lengths),
+            array("q", column.offsets),
+        )
+        for column in meta.fields
+    }
+    tags = {name: _compact(values) for name, values in meta.tags.items()}
+    return Part(columns, tags, len(meta.keys))
+
+
+def _compact(values: TagValues) -> Sequence[int] | Sequence[float] | Sequence[str]:
+    if isinstance(values[0], str):
+        return tuple([intern(str(value)) for value in values])
+    return array("d" if isinstance(values[0], float) else "q", values)

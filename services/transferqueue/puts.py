@@ -1,0 +1,180 @@
+"""The way of a put through a shard: room, bytes, commit.
+
+    Reserve  quota of the run, then room on the shard; waits for both, first come first served
+    Write    frames fill the blobs (or the client fills them in the arena)
+    Commit   checksums are compared, then the index makes the samples visible
+
+A put that fails leaves nothing behind, and a commit that is repeated gets the same answer.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.common.batch import KVBatchMeta
+from services.common.errors import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+)
+from services.transferqueue import codec, metrics
+from services.transferqueue.quotas import run_of
+from services.transferqueue.storage import Grant, Storage
+from services.transferqueue.waiters import Waiters
+
+GRANT_S = 120.0
+"""Room that is neither committed nor aborted for this long is taken back."""
+_REMEMBERED_PUTS = 4096
+_ROOM = "room"
+
+
+class Metadata(Protocol):
+    """The index as a shard sees it, in this process or in another."""
+
+    async def reserve(self, partition_id: str, size_bytes: int, *, wait_s: float) -> None:
+        """Charge the run's quota."""
+
+    def cancel(self, partition_id: str, size_bytes: int) -> None:
+        """Take the charge back, at once or soon."""
+
+    async def commit(self, meta: KVBatchMeta) -> int:
+        """Make a put visible."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenPut:
+    partition_id: str
+    size_bytes: int
+    grant: Grant
+    timer: asyncio.TimerHandle
+
+
+class Puts:
+    """Puts of one shard.
+
+    Args:
+        shard_id: Name of the shard.
+        storage: Its blobs.
+        metadata: The index.
+    """
+
+    def __init__(self, shard_id: str, storage: Storage, metadata: Metadata) -> None:
+        self._shard_id = shard_id
+        self._storage = storage
+        self._metadata = metadata
+        self._waiters = Waiters()
+        self._open: dict[str, _OpenPut] = {}
+        self._committed: OrderedDict[str, int] = OrderedDict()
+        metrics.CAPACITY_BYTES.set(storage.capacity_bytes)
+
+    async def reserve(self, request: codec.Reserve) -> codec.Granted:
+        """Find room, waiting for it.
+
+        Raises:
+            ResourceExhaustedError: If there was no room in time; says what is full.
+            InvalidArgumentError: If there can never be room.
+        """
+        started = time.monotonic()
+        size = sum(request.sizes)
+        await self._metadata.reserve(request.partition_id, size, wait_s=request.wait_s)
+        try:
+            grant = await self._find_room(request, started + request.wait_s)
+        except BaseException:
+            self._metadata.cancel(request.partition_id, size)
+            raise
+        waited_s = time.monotonic() - started
+        metrics.BACKPRESSURE.labels(run_of(request.partition_id)).inc(waited_s)
+        timer = asyncio.get_running_loop().call_later(GRANT_S, self._drop, request.put_id)
+        self._open[request.put_id] = _OpenPut(request.partition_id, size, grant, timer)
+        metrics.STORED_BYTES.set(self._storage.used_bytes)
+        return codec.Granted(grant.blob_ids, grant.positions)
+
+    async def commit(self, request: codec.Commit) -> codec.Committed:
+        """End a put.
+
+        Raises:
+            ServiceError: If bytes are damaged or the put breaks a rule; nothing of it stays.
+        """
+        if request.put_id in self._committed:
+            return codec.Committed(self._committed[request.put_id])
+        put = self._open.pop(request.put_id, None)
+        if put is None:
+            raise FailedPreconditionError(
+                f"put {request.put_id} has no room: it was never reserved, was aborted, or took "
+                f"longer than {GRANT_S} s; reserve again",
+                put_id=request.put_id,
+            )
+        put.timer.cancel()
+        try:
+            meta = _checked(request, put, self._shard_id)
+            self._storage.seal(meta.blobs)
+            revision = await self._metadata.commit(meta)
+        except BaseException:
+            self._undo(put)
+            raise
+        self._committed[request.put_id] = revision
+        if len(self._committed) > _REMEMBERED_PUTS:
+            self._committed.popitem(last=False)
+        return codec.Committed(revision)
+
+    async def abort(self, request: codec.Abort) -> codec.Committed:
+        """Give up a put; one that is not open is left as it is."""
+        self._drop(request.put_id)
+        return codec.Committed(0)
+
+    def free(self, blob_ids: Sequence[int]) -> None:
+        """Delete blobs and let waiting puts in."""
+        self._storage.free(blob_ids)
+        metrics.STORED_BYTES.set(self._storage.used_bytes)
+        self._waiters.wake(_ROOM)
+
+    def _drop(self, put_id: str) -> None:
+        put = self._open.pop(put_id, None)
+        if put is not None:
+            put.timer.cancel()
+            self._undo(put)
+
+    def _undo(self, put: _OpenPut) -> None:
+        self.free(put.grant.blob_ids)
+        self._metadata.cancel(put.partition_id, put.size_bytes)
+
+    async def _find_room(self, request: codec.Reserve, deadline: float) -> Grant:
+        if request.put_id in self._open or request.put_id in self._committed:
+            raise AlreadyExistsError(
+                f"put {request.put_id} has its room already", put_id=request.put_id
+            )
+        while True:
+            grant = self._storage.reserve(request.sizes)
+            if grant is not None:
+                return grant
+            rest_s = deadline - time.monotonic()
+            if rest_s <= 0:
+                used, capacity = self._storage.used_bytes, self._storage.capacity_bytes
+                raise ResourceExhaustedError(
+                    f"shard {self._shard_id}: {used} of {capacity} bytes are in use and "
+                    f"{sum(request.sizes)} more did not fit within {request.wait_s} s; they fit "
+                    "when samples are released",
+                    shard_id=self._shard_id,
+                    used_bytes=used,
+                    capacity_bytes=capacity,
+                )
+            await self._waiters.wait(_ROOM, timeout_s=rest_s)
+
+
+def _checked(request: codec.Commit, put: _OpenPut, shard_id: str) -> KVBatchMeta:
+    try:
+        meta = KVBatchMeta.from_bytes(request.meta)
+    except ValueError as error:
+        raise InvalidArgumentError(str(error)) from error
+    blob_ids = tuple(blob.blob_id for blob in meta.blobs)
+    is_ours = all(blob.shard_id == shard_id for blob in meta.blobs)
+    if meta.partition_id != put.partition_id or blob_ids != put.grant.blob_ids or not is_ours:
+        raise InvalidArgumentError(
+            f"put {request.put_id} reserved other blobs, in partition {put.partition_id}",
+            put_id=request.put_id,
+        )
+    return meta

@@ -1,0 +1,70 @@
+"""How many bytes the runs may take, and how many they take."""
+
+from collections import Counter
+
+from services.common.clock import Clock
+from services.common.errors import InvalidArgumentError, ResourceExhaustedError
+from services.transferqueue.waiters import Waiters
+
+
+class Quotas:
+    """Byte accounts of the runs; a run without a quota is limited by the shards only.
+
+    Args:
+        clock: Times waits.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._waiters = Waiters()
+        self._limits: Counter[str] = Counter()
+        self._used: Counter[str] = Counter()
+
+    def raise_to(self, run: str, quota_bytes: int) -> None:
+        """Let a run take at least this much; 0 states no quota."""
+        self._limits[run] = max(self._limits[run], quota_bytes)
+        self._waiters.wake(run)
+
+    def limit(self, run: str) -> int:
+        """Bytes that a run may take; 0 without a quota."""
+        return self._limits[run]
+
+    async def take(self, run: str, size_bytes: int, *, wait_s: float) -> None:
+        """Charge a run, waiting for room.
+
+        Raises:
+            ResourceExhaustedError: If there was no room in time.
+            InvalidArgumentError: If there can never be room.
+        """
+        deadline = self._clock.monotonic() + wait_s
+        while True:
+            limit, used = self._limits[run], self._used[run]
+            if not limit or used + size_bytes <= limit:
+                self._used[run] += size_bytes
+                return
+            if size_bytes > limit:
+                raise InvalidArgumentError(
+                    f"a put of {size_bytes} bytes exceeds the whole quota of {run}, {limit} bytes; "
+                    "raise quota_bytes or put fewer samples at once",
+                    run=run,
+                )
+            rest_s = deadline - self._clock.monotonic()
+            if rest_s <= 0:
+                raise ResourceExhaustedError(
+                    f"quota of {run}: {used} of {limit} bytes are in use and {size_bytes} more did "
+                    f"not fit within {wait_s} s; they fit when samples are released",
+                    run=run,
+                    used_bytes=used,
+                    quota_bytes=limit,
+                )
+            await self._waiters.wait(run, timeout_s=rest_s)
+
+    def give_back(self, run: str, size_bytes: int) -> None:
+        """Credit a run."""
+        self._used[run] -= size_bytes
+        self._waiters.wake(run)
+
+
+def run_of(partition_id: str) -> str:
+    """The run that a partition belongs to: the part before the first ``/``."""
+    return partition_id.partition("/")[0]

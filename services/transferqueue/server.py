@@ -1,0 +1,151 @@
+"""gRPC face of the index: translates wire types, delegates, lets errors travel."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from services.transferqueue.facts import AcquireRequest, Shard, ShardStats
+from services.transferqueue.index import Index
+from services.transferqueue.shards import Shards
+from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
+from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
+    """Serves the metadata.
+
+    Args:
+        index: What is known about the samples.
+        shards: Where their bytes are.
+    """
+
+    def __init__(self, index: Index, shards: Shards) -> None:
+        self._index = index
+        self._shards = shards
+
+    async def CreatePartition(  # noqa: N802
+        self, request: pb.CreatePartitionRequest, context: Context
+    ) -> pb.CreatePartitionResponse:
+        """Create a partition."""
+        self._index.create_partition(
+            request.partition_id,
+            required_fields=tuple(request.required_fields),
+            quota_bytes=request.quota_bytes,
+        )
+        return pb.CreatePartitionResponse()
+
+    async def DropPartition(  # noqa: N802
+        self, request: pb.DropPartitionRequest, context: Context
+    ) -> pb.DropPartitionResponse:
+        """Drop a partition."""
+        return pb.DropPartitionResponse(key_count=self._index.drop_partition(request.partition_id))
+
+    async def GetBatch(  # noqa: N802
+        self, request: pb.GetBatchRequest, context: Context
+    ) -> pb.GetBatchResponse:
+        """Describe samples."""
+        meta = self._index.get(request.partition_id, tuple(request.keys))
+        return pb.GetBatchResponse(batch=meta.to_proto())
+
+    async def WatchBatches(  # noqa: N802
+        self, request: pb.WatchBatchesRequest, context: Context
+    ) -> AsyncIterator[pb.WatchBatchesResponse]:
+        """Push samples."""
+        async for meta in self._index.watch(request.partition_id, request.revision):
+            yield pb.WatchBatchesResponse(batch=meta.to_proto())
+
+    async def WatchLosses(  # noqa: N802
+        self, request: pb.WatchLossesRequest, context: Context
+    ) -> AsyncIterator[pb.WatchLossesResponse]:
+        """Push lost keys."""
+        async for loss in self._index.watch_losses(request.partition_id):
+            yield pb.WatchLossesResponse(keys=loss.keys, shard_id=loss.shard_id)
+
+    async def AcquireBatch(  # noqa: N802
+        self, request: pb.AcquireBatchRequest, context: Context
+    ) -> pb.AcquireBatchResponse:
+        """Lease samples."""
+        meta, stale_keys = await self._index.acquire(
+            AcquireRequest(
+                partition_id=request.partition_id,
+                consumer=request.consumer,
+                fields=tuple(request.fields),
+                num_keys=request.key_count,
+                group_size=request.group_size,
+                oldest_weight_version=request.oldest_weight_version,
+                num_ranks=max(request.rank_count, 1),
+                lease_s=request.lease_s,
+                wait_s=request.wait_s,
+            )
+        )
+        return pb.AcquireBatchResponse(batch=meta.to_proto(), stale_keys=stale_keys)
+
+    async def AckLease(  # noqa: N802
+        self, request: pb.AckLeaseRequest, context: Context
+    ) -> pb.AckLeaseResponse:
+        """Acknowledge a lease."""
+        self._index.ack(request.partition_id, request.lease_id)
+        return pb.AckLeaseResponse()
+
+    async def NackLease(  # noqa: N802
+        self, request: pb.NackLeaseRequest, context: Context
+    ) -> pb.NackLeaseResponse:
+        """Give a lease back."""
+        self._index.nack(request.partition_id, request.lease_id)
+        return pb.NackLeaseResponse()
+
+    async def ReleaseKeys(  # noqa: N802
+        self, request: pb.ReleaseKeysRequest, context: Context
+    ) -> pb.ReleaseKeysResponse:
+        """Delete samples."""
+        num_keys = self._index.release(request.partition_id, tuple(request.keys))
+        return pb.ReleaseKeysResponse(key_count=num_keys)
+
+    async def GetStats(  # noqa: N802
+        self, request: pb.GetStatsRequest, context: Context
+    ) -> pb.GetStatsResponse:
+        """Return the fill."""
+        partitions = [
+            pb.PartitionStats(
+                partition_id=stats.partition_id,
+                key_count=stats.num_keys,
+                ready_count=stats.num_ready,
+                leased_count=stats.num_leased,
+                stored_bytes=stats.stored_bytes,
+                quota_bytes=stats.quota_bytes,
+                revision=stats.revision,
+            )
+            for stats in self._index.stats()
+        ]
+        shards = [_shard_stats(stats) for stats in self._shards.stats()]
+        return pb.GetStatsResponse(partitions=partitions, shards=shards)
+
+    async def ConnectClient(  # noqa: N802
+        self, request: pb.ConnectClientRequest, context: Context
+    ) -> pb.ConnectClientResponse:
+        """Admit a client to the data sockets."""
+        shards = self._shards.admit(request.public_key)
+        return pb.ConnectClientResponse(shards=[_shard(shard) for shard in shards])
+
+
+def _shard(shard: Shard) -> pb.Shard:
+    return pb.Shard(
+        shard_id=shard.shard_id,
+        endpoint=shard.endpoint,
+        public_key=shard.public_key,
+        arena_socket=shard.arena_socket,
+        instance_id=shard.instance_id,
+        draining=shard.is_draining,
+    )
+
+
+def _shard_stats(stats: ShardStats) -> pb.ShardStats:
+    return pb.ShardStats(
+        shard_id=stats.shard_id,
+        stored_bytes=stats.stored_bytes,
+        capacity_bytes=stats.capacity_bytes,
+        draining=stats.is_draining,
+    )

@@ -1,0 +1,196 @@
+"""The blobs of one shard: room is reserved, written, sealed, read, and given back."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import xxhash
+
+from services.common.columns import BlobRef
+from services.common.errors import (
+    DataLossError,
+    InvalidArgumentError,
+    NotFoundError,
+)
+from services.transferqueue.arena import Arena, aligned
+
+
+@dataclass(slots=True)
+class _Blob:
+    start: int
+    size: int
+    checksum: int | None = None
+    num_pins: int = 0
+    is_doomed: bool = False
+    digest: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
+    num_hashed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Room for the blobs of one put."""
+
+    blob_ids: tuple[int, ...]
+    positions: tuple[int, ...]
+
+
+class Storage:
+    """Byte store of a shard.
+
+    Args:
+        arena: The memory.
+        first_blob_id: Higher than any id that a former life of the shard gave out.
+    """
+
+    def __init__(self, arena: Arena, *, first_blob_id: int) -> None:
+        self._arena = arena
+        self._blobs: dict[int, _Blob] = {}
+        self._pins: dict[int, tuple[int, ...]] = {}
+        self._pin_ids = count(1)
+        self._blob_ids = count(first_blob_id)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in use, reservations included."""
+        return self._arena.used_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that fit."""
+        return self._arena.capacity_bytes
+
+    def reserve(self, sizes: Sequence[int]) -> Grant | None:
+        """Take room for the blobs of a put.
+
+        Returns:
+            The grant; None if there is no room now.
+
+        Raises:
+            InvalidArgumentError: If the blobs could never fit.
+        """
+        total = sum(aligned(size) for size in sizes)
+        if total > self.capacity_bytes:
+            raise InvalidArgumentError(
+                f"a put of {total} bytes never fits a shard of {self.capacity_bytes} bytes; "
+                "put fewer samples at once or raise capacity_bytes",
+                size_bytes=total,
+                capacity_bytes=self.capacity_bytes,
+            )
+        starts: list[int] = []
+        for size in sizes:
+            start = self._arena.allocate(size)
+            if start is None:
+                for done, taken in zip(starts, sizes, strict=False):
+                    self._arena.free(done, taken)
+                return None
+            starts.append(start)
+        blob_ids = tuple(next(self._blob_ids) for _ in sizes)
+        for blob_id, start, size in zip(blob_ids, starts, sizes, strict=True):
+            self._blobs[blob_id] = _Blob(start, size)
+        return Grant(blob_ids, tuple(starts))
+
+    def write(self, blob_id: int, offset: int, data: memoryview) -> None:
+        """Fill a part of a reserved blob; frames of a blob come in order.
+
+        Raises:
+            InvalidArgumentError: If the bytes do not continue a blob that is being written.
+        """
+        blob = self._blobs.get(blob_id)
+        if blob is None or blob.checksum is not None:
+            raise InvalidArgumentError(f"blob {blob_id} is not being written", blob_id=blob_id)
+        if offset != blob.num_hashed or offset + len(data) > blob.size:
+            raise InvalidArgumentError(
+                f"{len(data)} bytes at {offset} do not continue blob {blob_id}, which has "
+                f"{blob.num_hashed} of {blob.size} bytes",
+                blob_id=blob_id,
+            )
+        begin = blob.start + offset
+        self._arena.memory[begin : begin + len(data)] = data
+        blob.digest.update(data)
+        blob.num_hashed += len(data)
+
+    def seal(self, sealed: Sequence[BlobRef]) -> None:
+        """End the writing of a put's blobs, which its sender describes.
+
+        A blob that came through ``write`` is checked here. One that was written straight into the
+        arena is checked by its readers.
+
+        Raises:
+            DataLossError: If what arrived is not what was sent.
+        """
+        for ref in sealed:
+            _check_arrived(self._blobs[ref.blob_id], ref)
+        for ref in sealed:
+            self._blobs[ref.blob_id].checksum = ref.checksum
+
+    def free(self, blob_ids: Iterable[int]) -> None:
+        """Delete blobs; one that is being read goes when its readers are done."""
+        for blob_id in blob_ids:
+            blob = self._blobs.get(blob_id)
+            if blob is None:
+                continue
+            blob.is_doomed = True
+            self._collect(blob_id, blob)
+
+    def view(self, blob_id: int, offset: int, size: int) -> memoryview:
+        """Bytes of a sealed blob.
+
+        Raises:
+            NotFoundError: If there is no such blob.
+            InvalidArgumentError: If the range is not inside it.
+        """
+        start = self._locate(blob_id, offset, size)
+        return self._arena.memory[start : start + size]
+
+    def pin(self, ranges: Sequence[tuple[int, int, int]]) -> tuple[int, tuple[int, ...]]:
+        """Hold ranges ``(blob_id, offset, size)`` in place for a reader.
+
+        Returns:
+            The pin and the position of each range in the arena.
+        """
+        positions = tuple([self._locate(*extent) for extent in ranges])
+        pin_id = next(self._pin_ids)
+        blob_ids = tuple({blob_id for blob_id, _, _ in ranges})
+        for blob_id in blob_ids:
+            self._blobs[blob_id].num_pins += 1
+        self._pins[pin_id] = blob_ids
+        return pin_id, positions
+
+    def unpin(self, pin_id: int) -> None:
+        """End a hold; one that expired is gone already."""
+        for blob_id in self._pins.pop(pin_id, ()):
+            blob = self._blobs[blob_id]
+            blob.num_pins -= 1
+            self._collect(blob_id, blob)
+
+    def _locate(self, blob_id: int, offset: int, size: int) -> int:
+        blob = self._blobs.get(blob_id)
+        if blob is None or blob.checksum is None or blob.is_doomed:
+            raise NotFoundError(
+                f"blob {blob_id} is not here; its samples were released", blob_id=blob_id
+            )
+        if offset + size > blob.size:
+            raise InvalidArgumentError(
+                f"bytes {offset} to {offset + size} are outside blob {blob_id} of {blob.size} bytes",
+                blob_id=blob_id,
+            )
+        return blob.start + offset
+
+    def _collect(self, blob_id: int, blob: _Blob) -> None:
+        if blob.is_doomed and blob.num_pins == 0:
+            self._arena.free(blob.start, blob.size)
+            del self._blobs[blob_id]
+
+
+def _check_arrived(blob: _Blob, ref: BlobRef) -> None:
+    if ref.size_bytes != blob.size:
+        raise InvalidArgumentError(
+            f"blob {ref.blob_id} has {blob.size} bytes, not {ref.size_bytes}", blob_id=ref.blob_id
+        )
+    came_by_frames = blob.num_hashed > 0
+    if came_by_frames and blob.digest.intdigest() != ref.checksum:
+        raise DataLossError(
+            f"{blob.num_hashed} of {blob.size} bytes of blob {ref.blob_id} arrived, with checksum "
+            f"{blob.digest.intdigest():#x}; the sender says {ref.checksum:#x}; put it again",
+            blob_id=ref.blob_id,
+        )

@@ -1,0 +1,132 @@
+"""How the bytes of puts and gets move: the interface, and its form over the data socket."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+import zmq
+from torch import Tensor
+
+from services.common.errors import DataLossError
+from services.transferqueue import codec
+from services.transferqueue.buffers import BufferPool
+from services.transferqueue.connection import ShardConnection
+from services.transferqueue.packing import PackedColumn
+from services.transferqueue.readplan import Extent
+
+TIMEOUT_S = 60.0
+"""Deadline of one request that does not wait for room."""
+_LARGE_PIECE_BYTES = 64 << 10
+_READ_BYTES = 4 << 20
+_READS_UNDER_WAY = 4
+
+
+class Transport(Protocol):
+    """Moves bytes between tensors and the blobs of one shard."""
+
+    async def write(self, grant: codec.Granted, columns: Sequence[PackedColumn]) -> list[int]:
+        """Fill granted blobs; returns the checksum of each.
+
+        The tensors must not change before the put is committed.
+        """
+
+    async def read(self, extents: Sequence[Extent], target: Tensor) -> None:
+        """Fetch bytes of blobs into ``target``, a uint8 tensor."""
+
+
+class SocketTransport:
+    """Frames of about 1 MiB over ZeroMQ.
+
+    Args:
+        connection: The shard.
+        pool: Memory in which small samples are packed.
+    """
+
+    def __init__(self, connection: ShardConnection, pool: BufferPool) -> None:
+        self._connection = connection
+        self._pool = pool
+
+    async def write(self, grant: codec.Granted, columns: Sequence[PackedColumn]) -> list[int]:
+        """Fill granted blobs; returns the checksum of each."""
+        checksums = []
+        for blob_id, column in zip(grant.blob_ids, columns, strict=True):
+            frames = list(self._frames(column))
+            offset = 0
+            for frame in frames:
+                self._connection.tell(codec.Write(blob_id, offset), [frame])
+                offset += len(frame)
+            checksums.append(codec.checksum_of(frames))
+        return checksums
+
+    async def read(self, extents: Sequence[Extent], target: Tensor) -> None:
+        """Fetch bytes of blobs into ``target``, a uint8 tensor."""
+        view = target.numpy().data
+        window = asyncio.Semaphore(_READS_UNDER_WAY)
+
+        async def fetch(batch: Sequence[Extent]) -> None:
+            numbers = tuple([n for e in batch for n in (e.blob.blob_id, e.offset, e.size)])
+            async with window:
+                request = codec.Read(numbers, in_arena=False)
+                answer, frames = await self._connection.ask(request, timeout_s=TIMEOUT_S)
+                _scatter(batch, answer, frames, view)
+
+        async with asyncio.TaskGroup() as tasks:
+            for batch in _batches(extents):
+                tasks.create_task(fetch(batch))
+
+    def _frames(self, column: PackedColumn) -> Iterator[memoryview]:
+        pieces: Sequence[Tensor] = column.pieces
+        if column.size_bytes < _LARGE_PIECE_BYTES * len(pieces) and len(pieces) > 1:
+            packed = self._pool.take(column.size_bytes)
+            column.copy_into(packed)
+            pieces = (packed,)
+        for piece in pieces:
+            view = piece.view(torch.uint8).numpy().data
+            for begin in range(0, len(view), codec.FRAME_BYTES):
+                yield view[begin : begin + codec.FRAME_BYTES]
+
+
+def _batches(extents: Sequence[Extent]) -> Iterator[list[Extent]]:
+    batch: list[Extent] = []
+    size = 0
+    for extent in extents:
+        done = 0
+        while done < extent.size:
+            step = min(extent.size - done, _READ_BYTES - size)
+            batch.append(Extent(extent.blob, extent.offset + done, step, extent.position + done))
+            done += step
+            size += step
+            if size == _READ_BYTES or len(batch) == codec.MAX_RANGES:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _scatter(
+    batch: Sequence[Extent], answer: codec.Response, frames: Sequence[zmq.Frame], view: memoryview
+) -> None:
+    buffers = [frame.buffer for frame in frames]
+    expected = sum(extent.size for extent in batch)
+    is_whole = sum(map(len, buffers)) == expected
+    if not (
+        isinstance(answer, codec.Data)
+        and is_whole
+        and codec.checksum_of(buffers) == answer.checksum
+    ):
+        raise DataLossError(
+            f"a read of {expected} bytes from {batch[0].blob.shard_id} arrived damaged; read again",
+            shard_id=batch[0].blob.shard_id,
+        )
+    number, used = 0, 0
+    for extent in batch:
+        done = 0
+        while done < extent.size:
+            step = min(extent.size - done, len(buffers[number]) - used)
+            begin = extent.position + done
+            view[begin : begin + step] = buffers[number][used : used + step]
+            done += step
+            used += step
+            if used == len(buffers[number]):
+                number, used = number + 1, 0
