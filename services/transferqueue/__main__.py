@@ -5,7 +5,7 @@ import json
 import logging
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import grpc
@@ -16,6 +16,7 @@ from services.common.ids import new_id
 from services.common.logging import configure
 from services.common.metrics import serve_metrics
 from services.transferqueue.arena import Arena
+from services.transferqueue.arena_socket import serve_arena
 from services.transferqueue.dataplane import DataPlane
 from services.transferqueue.facts import Shard, ShardStats
 from services.transferqueue.index import Index
@@ -43,11 +44,19 @@ async def transferqueue(settings: TransferQueueSettings) -> AsyncIterator[str]:
     # Later than any id of a former life of this shard, as long as it put less than 16 M blobs/s.
     storage = Storage(arena, first_blob_id=int(clock.time()) << 24)
     puts = Puts(settings.shard_id, storage, index)
-    async with DataPlane(storage, puts).serve(settings.data_bind) as port:
+    instance_id = new_id("shard")
+    async with AsyncExitStack() as stack:
+        port = await stack.enter_async_context(DataPlane(storage, puts).serve(settings.data_bind))
+        arena_socket = ""
+        if settings.arena_folder is not None:
+            path = settings.arena_folder / f"slipstream-{instance_id}.sock"
+            stack.enter_context(serve_arena(path, instance_id=instance_id, fd=arena.fd))
+            arena_socket = str(path)
         shard = Shard(
             shard_id=settings.shard_id,
             endpoint=f"tcp://{settings.advertise_host}:{port}",
-            instance_id=new_id("shard"),
+            arena_socket=arena_socket,
+            instance_id=instance_id,
         )
         shards.add(shard, stats=partial(_stats, settings.shard_id, storage), free=puts.free)
         servicer = TransferQueueServicer(index, shards)

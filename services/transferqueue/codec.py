@@ -29,6 +29,10 @@ MAX_BLOBS: Final = 256
 """Most blobs of one put."""
 MAX_RANGES: Final = 65_536
 """Most ranges of one read."""
+GRANT_S: Final = 120.0
+"""Room that is neither committed nor aborted for this long is taken back."""
+PIN_S: Final = 60.0
+"""A reader of the arena holds its ranges at most this long."""
 ALIGNMENT: Final = 64
 """Blobs begin at multiples of this, so that any dtype can be viewed in place."""
 

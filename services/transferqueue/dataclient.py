@@ -19,6 +19,8 @@ from services.common.errors import DataLossError, InternalError, InvalidArgument
 from services.common.ids import new_id
 from services.common.jagged import Jagged
 from services.transferqueue import codec
+from services.transferqueue.arena_socket import map_arena
+from services.transferqueue.arena_transport import ArenaTransport
 from services.transferqueue.buffers import BufferPool
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.connection import ShardConnection
@@ -55,13 +57,15 @@ class DataClient:
     @classmethod
     @asynccontextmanager
     async def connect(
-        cls, address: str, *, put_timeout_s: float = 300.0
+        cls, address: str, *, put_timeout_s: float = 300.0, use_shared_memory: bool = True
     ) -> AsyncIterator["DataClient"]:
         """A client of the transferqueue whose metadata service is at ``host:port``.
 
         Args:
             address: The metadata service.
             put_timeout_s: Longest wait of a put for room.
+            use_shared_memory: Whether to use the memory of shards on this host; False measures the
+                network path.
         """
         pool = BufferPool(_KEEP_BYTES)
         async with AsyncExitStack() as stack:
@@ -72,7 +76,8 @@ class DataClient:
             for shard in await metadata.admit():
                 connection = ShardConnection(context, shard)
                 stack.callback(connection.close)
-                links[shard.shard_id] = (connection, SocketTransport(connection, pool))
+                transport = await _choose_transport(connection, pool, use_shared_memory)
+                links[shard.shard_id] = (connection, transport)
             yield cls(links, pool, put_timeout_s)
 
     async def put(
@@ -205,6 +210,19 @@ class DataClient:
         for source, target, size in plan.copies:
             view[target : target + size] = view[source : source + size]
         return plan, data
+
+
+async def _choose_transport(
+    connection: ShardConnection, pool: BufferPool, use_shared_memory: bool
+) -> Transport:
+    shard = connection.shard
+    if use_shared_memory and shard.arena_socket:
+        arena = await asyncio.to_thread(
+            map_arena, shard.arena_socket, instance_id=shard.instance_id
+        )
+        if arena is not None:
+            return ArenaTransport(connection, arena)
+    return SocketTransport(connection, pool)
 
 
 async def _all(works: Sequence[Coroutine[Any, Any, None]]) -> None:

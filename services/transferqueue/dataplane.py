@@ -20,8 +20,6 @@ from services.transferqueue.storage import Storage
 
 logger = logging.getLogger(__name__)
 
-PIN_S = 60.0
-"""A reader of the arena holds its ranges at most this long."""
 _RECEIVE_QUEUE = 16
 _PACK_BELOW_BYTES = 64 << 10
 
@@ -135,7 +133,7 @@ class DataPlane:
         metrics.BYTES.labels("out").inc(size)
         if message.in_arena:
             pin_id, positions = self._storage.pin(ranges)
-            asyncio.get_running_loop().call_later(PIN_S, self._storage.unpin, pin_id)
+            asyncio.get_running_loop().call_later(codec.PIN_S, self._storage.unpin, pin_id)
             return codec.Located(pin_id, positions)
         if size > codec.MAX_READ_BYTES:
             raise InvalidArgumentError(

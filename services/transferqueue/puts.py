@@ -26,8 +26,6 @@ from services.transferqueue.quotas import run_of
 from services.transferqueue.storage import Grant, Storage
 from services.transferqueue.waiters import Waiters
 
-GRANT_S = 120.0
-"""Room that is neither committed nor aborted for this long is taken back."""
 _REMEMBERED_PUTS = 4096
 _ROOM = "room"
 
@@ -88,7 +86,7 @@ class Puts:
             raise
         waited_s = time.monotonic() - started
         metrics.BACKPRESSURE.labels(run_of(request.partition_id)).inc(waited_s)
-        timer = asyncio.get_running_loop().call_later(GRANT_S, self._drop, request.put_id)
+        timer = asyncio.get_running_loop().call_later(codec.GRANT_S, self._drop, request.put_id)
         self._open[request.put_id] = _OpenPut(request.partition_id, size, grant, timer)
         metrics.STORED_BYTES.set(self._storage.used_bytes)
         return codec.Granted(grant.blob_ids, grant.positions)
@@ -105,7 +103,7 @@ class Puts:
         if put is None:
             raise FailedPreconditionError(
                 f"put {request.put_id} has no room: it was never reserved, was aborted, or took "
-                f"longer than {GRANT_S} s; reserve again",
+                f"longer than {codec.GRANT_S} s; reserve again",
                 put_id=request.put_id,
             )
         put.timer.cancel()

@@ -1,5 +1,8 @@
 """Where a transferqueue process lives."""
 
+import tempfile
+from pathlib import Path
+
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
@@ -17,3 +20,6 @@ class TransferQueueSettings(ServiceSettings):
     """Name of this process's storage shard; stable over restarts."""
     capacity_bytes: int = Field(1 << 30, ge=1 << 20)
     """Memory for samples. It is taken at start, so that puts never wait for fresh pages."""
+    arena_folder: Path | None = Path(tempfile.gettempdir())
+    """Folder of the unix socket through which processes of this host get at the memory; in a
+    cluster a folder of the node that the pods mount. None serves the network only."""

@@ -38,9 +38,13 @@ async def metadata(address: str) -> AsyncIterator[TransferQueueClient]:
         yield client
 
 
-@pytest.fixture
-async def data(address: str, metadata: TransferQueueClient) -> AsyncIterator[DataClient]:
-    async with DataClient.connect(address, put_timeout_s=0.1) as client:
+@pytest.fixture(params=[True, False], ids=["shared memory", "network"])
+async def data(
+    request: pytest.FixtureRequest, address: str, metadata: TransferQueueClient
+) -> AsyncIterator[DataClient]:
+    async with DataClient.connect(
+        address, put_timeout_s=0.1, use_shared_memory=request.param
+    ) as client:
         yield client
 
 
