@@ -24,6 +24,8 @@ class ServiceSettings(BaseSettings):
     """Least level that is logged."""
     log_format: Literal["text", "json"] = "text"
     """Form of a log line."""
+    stop_on_stdin_eof: bool = False
+    """Whether to stop when standard input ends, that is, when the parent process is gone."""
 
 
 class WorkerSettings(ServiceSettings):

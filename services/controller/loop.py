@@ -247,6 +247,7 @@ class RunLoop:
                 worker.worker_id
                 for worker in self._membership.workers(self._run_id)
                 if worker.state in ("loaded", "ready")
+                and (worker.role != "rollout" or "prompts_train" in worker.gauges)
             }
             return [name for name in names if name not in loaded]
 

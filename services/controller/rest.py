@@ -74,6 +74,23 @@ class EventPage(BaseModel):
     items: list[EventView]
 
 
+class WorkerView(BaseModel):
+    """A worker of a run."""
+
+    worker_id: str
+    role: str
+    state: str
+    activity: str
+    weight_version: int
+    gauges: dict[str, float]
+
+
+class Topology(BaseModel):
+    """Registered workers of a run, by name."""
+
+    items: list[WorkerView]
+
+
 class VersionView(BaseModel):
     """The release that answers."""
 
@@ -140,6 +157,23 @@ def _add_run_routes(app: FastAPI, manager: RunManager) -> None:
     def get_run(run_id: str, response: Response) -> RunView:
         """One run."""
         return _view(manager.get(run_id), response)
+
+    @app.get("/v1/runs/{run_id}/topology")
+    def get_topology(run_id: str) -> Topology:
+        """Registered workers of a run and what they are doing."""
+        return Topology(
+            items=[
+                WorkerView(
+                    worker_id=worker.worker_id,
+                    role=worker.role,
+                    state=worker.state,
+                    activity=worker.activity,
+                    weight_version=worker.weight_version,
+                    gauges=worker.gauges,
+                )
+                for worker in manager.workers(run_id)
+            ]
+        )
 
     @app.post("/v1/runs/{run_id}/cancel")
     async def cancel_run(run_id: str, response: Response) -> RunView:

@@ -18,7 +18,7 @@ from services.common.spec.run import RunSpec
 from services.controller.client import GroupFailure
 from services.controller.launcher import Launcher, WorkerExit
 from services.controller.loop import RunLoop
-from services.controller.membership import Membership
+from services.controller.membership import Membership, Worker
 from services.controller.run_state import RunEvent, RunState
 from services.controller.store import Event, Run, RunStore
 from services.transferqueue.client import TransferQueueClient
@@ -107,6 +107,11 @@ class RunManager:
     def spec_of(self, run_id: str) -> RunSpec:
         """The specification of a run."""
         return parse_spec(self._store.get(run_id).spec_json)
+
+    def workers(self, run_id: str) -> list[Worker]:
+        """Registered workers of a run, by name."""
+        self._store.get(run_id)
+        return self._membership.workers(run_id)
 
     def list_runs(self, *, limit: int, before: str | None = None) -> list[Run]:
         """Runs, newest first."""

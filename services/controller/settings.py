@@ -26,5 +26,3 @@ class ControllerSettings(ServiceSettings):
     """Seconds between heartbeats of a worker."""
     heartbeat_timeout_s: float = Field(30.0, gt=0)
     """A worker that is silent for this long counts as lost."""
-    stop_on_stdin_eof: bool = False
-    """Whether to stop when standard input ends, that is, when the parent process is gone."""

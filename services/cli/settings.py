@@ -1,0 +1,12 @@
+"""Settings of the command line."""
+
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class CliSettings(BaseSettings):
+    """What the ``slipstream`` command reads from the environment."""
+
+    model_config = SettingsConfigDict(env_prefix="SLIPSTREAM_", extra="ignore")
+
+    url: str = ""
+    """REST address of a controller. Default: the one that ``slipstream up`` started here."""

@@ -1,0 +1,58 @@
+"""One record per trained step, put together from the events of a run."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(slots=True)
+class StepLog:
+    """Follows the events of a run; a step's record is complete when its weights are published.
+
+    ``metrics.jsonl`` has one line a step. Step 0 is the initial model.
+    """
+
+    records: list[dict[str, Any]] = field(default_factory=list)
+    """Complete records, in order."""
+    heldout: list[dict[str, Any]] = field(default_factory=list)
+    """Evaluations: ``version``, ``greedy``, ``sampled``."""
+    _open: dict[str, Any] | None = None
+
+    def take(self, kind: str, event: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Take in an event; yields the records that it completes."""
+        data = event.get("data", {})
+        if kind == "StepCommitted":
+            yield from self._close()
+            self._open = {"time": event["time"], **data}
+        elif kind == "WeightsPublished" and self._open is not None:
+            self._open.update(
+                {name: value for name, value in data.items() if name.endswith("_ms")},
+                weight_version=data["version"],
+            )
+            yield from self._close()
+        elif kind == "Validated":
+            self.heldout.append({name: data[name] for name in ("version", "greedy", "sampled")})
+        elif kind == "end":
+            yield from self._close()
+
+    def write(self, path: Path) -> None:
+        """Write all records as JSON lines; held-out scores stand in the step that they belong to."""
+        scores = {score["version"]: score for score in self.heldout}
+        with path.open("w", encoding="utf-8") as file:
+            for record in self.records:
+                score = scores.get(record["step"])
+                if score is not None:
+                    record = {
+                        **record,
+                        "heldout_greedy": score["greedy"],
+                        "heldout_sampled": score["sampled"],
+                    }
+                file.write(json.dumps(record) + "\n")
+
+    def _close(self) -> Iterator[dict[str, Any]]:
+        if self._open is not None:
+            self.records.append(self._open)
+            yield self._open
+            self._open = None
