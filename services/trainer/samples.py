@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from services.common.batch import KVBatchMeta
+from services.common.columns import MISSING
 from services.common.errors import InvalidArgumentError
 from services.common.jagged import Jagged
 from services.common.spec.algorithm import AlgorithmSpec
@@ -65,6 +66,24 @@ class Samples:
         return self.with_tokens(**{name: column.to(device) for name, column in self.tokens.items()})
 
 
+def empty_samples() -> Samples:
+    """The share of a rank that has no sample in a step."""
+    no_rows = Jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+    nothing, no = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
+    return Samples(
+        rows=torch.zeros(0, dtype=torch.int64),
+        prompts=no_rows,
+        responses=no_rows,
+        rewards=nothing,
+        tokens={
+            "response_mask": no,
+            "loss_mask": no,
+            "rollout_logprobs": nothing,
+            "token_versions": torch.zeros(0, dtype=torch.int64),
+        },
+    )
+
+
 def idle_samples() -> Samples:
     """One untrained token, with which a rank without work joins the others' collectives."""
     one_row = Jagged(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))
@@ -120,7 +139,7 @@ def wanted_fields(meta: KVBatchMeta, spec: AlgorithmSpec) -> tuple[str, ...]:
     Raises:
         IncompleteBatchError: If the batch lacks a field that the algorithm needs.
     """
-    present = set(meta.field_names)
+    present = {column.name for column in meta.fields if MISSING not in column.blob_indexes}
     required: tuple[str, ...] = _REQUIRED_FIELDS
     if spec.correction != "none":
         required += _CORRECTION_FIELDS

@@ -1,0 +1,78 @@
+"""From a run's specification to a rank that can train."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from services.common.models.tokenizer import load_tokenizer
+from services.common.spec.run import RunSpec
+from services.trainer.collectives import Ranks
+from services.trainer.model import Policy, freeze
+from services.trainer.rank import Fetch, Rank
+from services.trainer.settings import TrainerSettings
+from services.trainer.step import StepRunner
+from services.trainer.warm_start import Progress, load_base_model
+from services.trainer.weights import WeightExport
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A loaded rank."""
+
+    rank: Rank
+    weights: WeightExport
+
+
+def build_rank(
+    spec: RunSpec, settings: TrainerSettings, *, fetch: Fetch, progress: Progress
+) -> Built:
+    """Load the model and everything around it. Blocks; runs in a thread.
+
+    Raises:
+        ValueError: If the model does not load or cannot be trained.
+    """
+    device = device_of(settings)
+    tokenizer = load_tokenizer(spec.model)
+
+    def load() -> Policy:
+        model = load_base_model(
+            spec.model,
+            tokenizer,
+            seed=spec.seed,
+            device=device,
+            cache=settings.model_cache.expanduser(),
+            progress=progress,
+        )
+        return Policy(model, temperature=spec.rollout.sampling.temperature)
+
+    policy = load()
+    reference = None
+    if spec.algorithm.kl.coefficient > 0:
+        reference = load()
+        freeze(reference)
+    ranks = Ranks()
+    runner = StepRunner(policy, reference=reference, spec=spec, ranks=ranks, device=device)
+    rank = Rank(runner, fetch=fetch, spec=spec, ranks=ranks, cost=sequence_cost(policy))
+    weights = WeightExport(policy.model, dtype=getattr(torch, spec.trainer.dtype))
+    return Built(rank=rank, weights=weights)
+
+
+def device_of(settings: TrainerSettings) -> torch.device:
+    """The device of this process: its own GPU, or the CPU."""
+    if settings.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", settings.local_rank)
+
+
+def sequence_cost(policy: Policy) -> Callable[[int], float]:
+    """Relative cost of a sequence by its length: linear layers, and attention with its square.
+
+    Per token a forward pass takes about ``2 P`` operations in the ``P`` weights of the layers, and
+    ``2 n h`` in the ``n`` attention layers of width ``h`` for each earlier token, half of the length.
+    """
+    config: Any = policy.model.config
+    weights = sum(p.numel() for name, p in policy.named_parameters() if ".layers." in name)
+    width = config.num_hidden_layers * config.hidden_size
+    return lambda length: length * (1.0 + length * width / (2.0 * weights))

@@ -1,0 +1,62 @@
+"""Typed client of the trainer service; the controller trains with it. No torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import grpc
+
+from services.common.batch import KVBatchMeta
+from services.common.grpc_client import call
+from slipstream.trainer.v1 import trainer_pb2 as pb
+from slipstream.trainer.v1 import trainer_pb2_grpc
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedStep:
+    """Outcome of a step."""
+
+    step: int
+    """Its number."""
+    metrics: Mapping[str, float]
+    """Reduced numbers by name."""
+    skipped: bool
+    """Whether the weights stayed as they were, because a number was not finite."""
+
+
+class TrainerClient:
+    """Calls rank 0 of the trainer."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+
+    async def train_step(self, step: int, batch: KVBatchMeta, *, timeout_s: float) -> TrainedStep:
+        """Train one batch. Safe to repeat for the newest step.
+
+        Raises:
+            InvalidArgumentError: If the batch lacks what the algorithm needs.
+            FailedPreconditionError: If ``step`` does not follow the newest one.
+            UnavailableError: If the trainer still loads.
+        """
+        response = await call(
+            self._stub.TrainStep,
+            pb.TrainStepRequest(step=step, batch=batch.to_proto()),
+            timeout_s=timeout_s,
+            idempotent=True,
+        )
+        return TrainedStep(
+            step=response.step, metrics=dict(response.metrics), skipped=response.skipped
+        )
+
+    async def save_checkpoint(self, step: int, *, timeout_s: float) -> str:
+        """Save the training state of the newest step; returns its folder.
+
+        Raises:
+            FailedPreconditionError: If ``step`` is not the newest one.
+        """
+        response = await call(
+            self._stub.SaveCheckpoint,
+            pb.SaveCheckpointRequest(step=step),
+            timeout_s=timeout_s,
+            idempotent=True,
+        )
+        return response.path

@@ -1,0 +1,74 @@
+"""Rank 0 towards the outside: steps in order and once, weights only between steps."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from services.common.batch import KVBatchMeta
+from services.common.errors import FailedPreconditionError, UnavailableError
+from services.common.weightsync.plan import TensorSpec
+from services.trainer.rank import Rank
+from services.trainer.step import StepResult
+from services.trainer.weights import WeightExport
+
+
+class Leader:
+    """Serves steps and weights; until :meth:`attach` it answers that it still loads."""
+
+    def __init__(self) -> None:
+        self._rank: Rank | None = None
+        self._weights: WeightExport | None = None
+        self._newest: tuple[int, StepResult | None] = (0, None)
+        # Training changes the weights that a transfer copies; both run in threads.
+        self._turn = threading.Lock()
+        self._steps = asyncio.Lock()
+
+    def attach(self, rank: Rank, weights: WeightExport) -> None:
+        """Start to answer."""
+        self._rank = rank
+        self._weights = weights
+
+    async def train_step(self, step: int, meta: KVBatchMeta) -> StepResult:
+        """Train a step, or repeat the answer of the newest one.
+
+        Raises:
+            FailedPreconditionError: If ``step`` does not follow the newest one.
+            UnavailableError: If the model is not loaded yet.
+        """
+        async with self._steps:
+            newest, result = self._newest
+            if step == newest and result is not None:
+                return result
+            if step != newest + 1:
+                raise FailedPreconditionError(
+                    f"step {step} does not follow the newest one, which is {newest}; train step "
+                    f"{newest + 1} next",
+                    step=step,
+                    newest=newest,
+                )
+            result = await asyncio.to_thread(self._train, step, meta)
+            self._newest = (step, result)
+            return result
+
+    def _train(self, step: int, meta: KVBatchMeta) -> StepResult:
+        rank, _ = self._attached()
+        with self._turn:
+            return rank.train(step, meta)
+
+    def weight_specs(self) -> list[TensorSpec]:
+        """What will be sent, in sending order."""
+        _, weights = self._attached()
+        return weights.weight_specs()
+
+    def weight_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The current weights; training waits until they are read."""
+        _, weights = self._attached()
+        with self._turn:
+            yield from weights.weight_tensors()
+
+    def _attached(self) -> tuple[Rank, WeightExport]:
+        if self._rank is None or self._weights is None:
+            raise UnavailableError("the trainer still loads its model; ask again when it is loaded")
+        return self._rank, self._weights

@@ -1,0 +1,119 @@
+"""What one trainer process does with a batch: its share of the plan, fetched and trained."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from services.common.batch import KVBatchMeta
+from services.common.errors import DataLossError, ServiceError
+from services.common.jagged import Jagged
+from services.common.spec.run import RunSpec
+from services.trainer.collectives import Ranks
+from services.trainer.guard import NonFiniteGuard, nonfinite_inputs
+from services.trainer.plan import StepPlan, plan_step
+from services.trainer.samples import Cohort, Samples, build_samples, empty_samples, wanted_fields
+from services.trainer.step import PhaseTimer, StepResult, StepRunner
+
+logger = logging.getLogger(__name__)
+
+Fetch = Callable[[KVBatchMeta, Sequence[str]], dict[str, Jagged]]
+"""Fetches fields of samples; blocks until they are here."""
+
+
+class Rank:
+    """One rank's part in training. Every rank must be asked the same, in the same order.
+
+    Args:
+        runner: Trains.
+        fetch: Brings samples from the transferqueue.
+        spec: The run.
+        ranks: Data-parallel ranks.
+        cost: Cost of a sequence by its length, for balancing.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        *,
+        fetch: Fetch,
+        spec: RunSpec,
+        ranks: Ranks,
+        cost: Callable[[int], float],
+    ) -> None:
+        self.runner = runner
+        self._fetch = fetch
+        self._spec = spec
+        self._ranks = ranks
+        self._cost = cost
+        self._guard = NonFiniteGuard(spec.algorithm.max_nonfinite_steps)
+
+    def train(self, step: int, meta: KVBatchMeta) -> StepResult:
+        """Train a batch. Blocks; runs in a thread.
+
+        Args:
+            step: Number of the step, from 1.
+            meta: The whole batch.
+
+        Raises:
+            IncompleteBatchError: If the batch lacks what the algorithm needs.
+            NotFiniteError: If too many steps in a row had to be skipped.
+        """
+        timer = PhaseTimer()
+        fields = wanted_fields(meta, self._spec.algorithm)
+        cohort = Cohort.from_meta(meta)
+        plan = plan_step(
+            cohort,
+            num_updates=self._spec.trainer.updates_per_step,
+            rank=self._ranks.rank,
+            num_ranks=self._ranks.size,
+            max_tokens=self._spec.trainer.tokens_per_micro_batch,
+            cost=self._cost,
+        )
+        with timer("fetch"):
+            samples = self._fetch_share(step, meta, fields, cohort, plan)
+        if self._any_rank_has(nonfinite_inputs(samples, cohort)):
+            result = StepResult(metrics={"nonfinite_inputs": 1.0}, skipped=True)
+        else:
+            result = self.runner.run(step, samples, cohort, plan)
+        if result.skipped:
+            logger.error("step skipped", extra={"step": step, "keys": " ".join(meta.keys[:64])})
+        self._guard.observe(step, skipped=result.skipped)
+        result.metrics["seconds_fetch"] = timer.seconds["fetch"]
+        return result
+
+    def _fetch_share(
+        self,
+        step: int,
+        meta: KVBatchMeta,
+        fields: Sequence[str],
+        cohort: Cohort,
+        plan: StepPlan,
+    ) -> Samples:
+        """Fetch this rank's samples, and agree with the others that all have theirs."""
+        failure: ServiceError | None = None
+        samples = empty_samples()
+        try:
+            if plan.rows:
+                fetched = self._fetch(meta.select(plan.rows), fields)
+                samples = build_samples(
+                    fetched,
+                    plan.rows,
+                    cohort,
+                    spec=self._spec.algorithm,
+                    weight_version=step - 1,
+                )
+        except ServiceError as error:
+            failure = error
+        # No rank may enter the step's collectives alone, so a failure anywhere ends it everywhere.
+        failures = self._ranks.sum(torch.tensor([int(failure is not None)]))
+        if failure is not None:
+            raise failure
+        if failures.item():
+            raise DataLossError(f"another rank could not fetch its share of step {step}", step=step)
+        return samples
+
+    def _any_rank_has(self, names: tuple[str, ...]) -> bool:
+        if names:
+            logger.error("inputs are not finite", extra={"inputs": " ".join(names)})
+        return bool(self._ranks.sum(torch.tensor([len(names)])).item())

@@ -1,0 +1,53 @@
+"""gRPC face of the trainer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from services.common.batch import KVBatchMeta
+from services.common.errors import FailedPreconditionError, InvalidArgumentError
+from services.trainer.leader import Leader
+from services.trainer.step import StepResult
+from slipstream.trainer.v1 import trainer_pb2 as pb
+from slipstream.trainer.v1 import trainer_pb2_grpc
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
+    """Translates requests for a :class:`Leader`.
+
+    Args:
+        leader: Trains.
+        on_step: Hears of every answered step.
+    """
+
+    def __init__(self, leader: Leader, on_step: Callable[[int, StepResult], None]) -> None:
+        self._leader = leader
+        self._on_step = on_step
+
+    async def TrainStep(  # noqa: N802
+        self, request: pb.TrainStepRequest, context: _Context
+    ) -> pb.TrainStepResponse:
+        """Train one batch."""
+        try:
+            meta = KVBatchMeta.from_proto(request.batch)
+        except ValueError as error:
+            raise InvalidArgumentError(f"the batch of step {request.step}: {error}") from error
+        if meta.num_keys == 0:
+            raise InvalidArgumentError(
+                f"step {request.step} has an empty batch; send at least one group",
+                step=request.step,
+            )
+        result = await self._leader.train_step(request.step, meta)
+        self._on_step(request.step, result)
+        return pb.TrainStepResponse(
+            step=request.step, metrics=result.metrics, skipped=result.skipped
+        )
+
+    async def SaveCheckpoint(  # noqa: N802
+        self, request: pb.SaveCheckpointRequest, context: _Context
+    ) -> pb.SaveCheckpointResponse:
+        """Save the training state."""
+        raise FailedPreconditionError("this trainer does not save checkpoints yet")

@@ -1,0 +1,28 @@
+"""Where a trainer process lives."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from services.common.settings import WorkerSettings
+
+
+class TrainerSettings(WorkerSettings):
+    """Read from ``SLIPSTREAM_TRAINER_*``; the three ranks come from ``torchrun``."""
+
+    model_config = SettingsConfigDict(env_prefix="SLIPSTREAM_TRAINER_", populate_by_name=True)
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model lives; ``auto`` takes the GPU if there is one."""
+    state_directory: Path = Path("runs")
+    """The run's own folder: checkpoints go to ``checkpoints`` in it."""
+    model_cache: Path = Path("~/.cache/slipstream/models")
+    """Folder of base models that were made by a warm start."""
+    rank: int = Field(0, ge=0, validation_alias="RANK")
+    """This process among all trainer processes of the run."""
+    local_rank: int = Field(0, ge=0, validation_alias="LOCAL_RANK")
+    """This process among those of its host: the number of its GPU."""
+    world_size: int = Field(1, ge=1, validation_alias="WORLD_SIZE")
+    """Trainer processes of the run."""

@@ -1,0 +1,38 @@
+"""Rank 0 trains steps in order, each once."""
+
+import asyncio
+
+import pytest
+import torch
+
+from services.common.errors import FailedPreconditionError, UnavailableError
+from services.trainer.leader import Leader
+from services.trainer.weights import WeightExport
+from tests.unit.trainer.batches import policy_of, random_queue, rank_of, spec_of
+
+
+async def test_steps_are_trained_once_and_in_order() -> None:
+    spec = spec_of()
+    policy = policy_of(spec)
+    queue = random_queue(policy)
+    leader = Leader()
+    with pytest.raises(UnavailableError, match="still loads"):
+        await leader.train_step(1, queue.meta)
+    leader.attach(rank_of(spec, policy, queue), WeightExport(policy.model, dtype=torch.float32))
+    with pytest.raises(FailedPreconditionError, match="train step 1 next"):
+        await leader.train_step(2, queue.meta)
+    first, repeated = await asyncio.gather(
+        leader.train_step(1, queue.meta), leader.train_step(1, queue.meta)
+    )
+    assert first is repeated
+
+
+def test_weights_come_once_by_their_names_in_the_order_of_the_specs() -> None:
+    policy = policy_of(spec_of())
+    export = WeightExport(policy.model, dtype=torch.bfloat16)
+    specs, tensors = export.weight_specs(), dict(export.weight_tensors())
+    assert [spec.name for spec in specs] == list(tensors)
+    assert "lm_head.weight" not in tensors  # tied to the embedding
+    for spec in specs:
+        assert tuple(tensors[spec.name].shape) == spec.shape
+        assert spec.dtype == "bfloat16"

@@ -1,0 +1,73 @@
+"""A rank trains a batch once, exactly, and refuses what it cannot train right."""
+
+import pytest
+import torch
+
+from services.common.jagged import Jagged
+from services.trainer.guard import NotFiniteError
+from services.trainer.samples import IncompleteBatchError
+from tests.unit.trainer.batches import policy_of, random_queue, rank_of, spec_of
+
+
+def test_the_first_synchronous_step_is_on_policy() -> None:
+    spec = spec_of()
+    policy = policy_of(spec)
+    queue = random_queue(policy)
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    result = rank_of(spec, policy, queue).train(1, queue.meta)
+    assert not result.skipped
+    assert result.metrics["rollout_logprob_abs_diff_max"] <= 1e-4
+    assert result.metrics["clip_fraction"] == 0
+    assert result.metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert result.metrics["staleness_max"] == 0
+    assert any(not torch.equal(value, before[key]) for key, value in policy.state_dict().items())
+
+
+@pytest.mark.parametrize("field", ["rollout_logprobs", "version_runs"])
+def test_a_batch_without_what_the_correction_needs_is_refused(field: str) -> None:
+    spec = spec_of()
+    policy = policy_of(spec)
+    queue = random_queue(policy).without(field)
+    with pytest.raises(IncompleteBatchError, match=field):
+        rank_of(spec, policy, queue).train(1, queue.meta)
+    plain = spec_of(algorithm={"correction": "none"})
+    assert not rank_of(plain, policy, queue).train(1, queue.meta).skipped
+
+
+def test_a_nonfinite_reward_skips_the_step_and_too_many_end_the_run() -> None:
+    spec = spec_of(algorithm={"max_nonfinite_steps": 1})
+    policy = policy_of(spec)
+    queue = random_queue(policy)
+    rewards = queue.fields["rewards"].values.clone()
+    rewards[3] = torch.nan
+    bad = queue.replaced(rewards=Jagged.from_dense(rewards))
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    rank = rank_of(spec, policy, bad)
+    assert rank.train(1, bad.meta).skipped
+    assert all(torch.equal(value, before[key]) for key, value in policy.state_dict().items())
+    with pytest.raises(NotFiniteError, match="2th in a row"):
+        rank.train(2, bad.meta)
+
+
+def test_tokens_that_are_too_stale_do_not_train() -> None:
+    spec = spec_of(algorithm={"max_staleness": 1})
+    policy = policy_of(spec)
+    queue = random_queue(policy, version=0)
+    metrics = rank_of(spec, policy, queue).train(3, queue.meta).metrics
+    assert metrics["staleness_max"] == 2
+    assert metrics["trained_tokens"] == 0
+
+
+def test_a_failed_sample_is_in_neither_loss_nor_group() -> None:
+    spec = spec_of()
+    policy = policy_of(spec)
+    queue = random_queue(policy)
+    reasons = ("failed", *("stop",) * 15)
+    rewards = queue.fields["rewards"].values.clone()
+    rewards[0] = torch.nan
+    failed = queue.replaced(rewards=Jagged.from_dense(rewards))
+    failed.meta.tags["finish_reason"] = reasons  # type: ignore[index]
+    result = rank_of(spec, policy, failed).train(1, failed.meta)
+    assert not result.skipped
+    whole = rank_of(spec, policy_of(spec), queue).train(1, queue.meta)
+    assert result.metrics["trained_tokens"] < whole.metrics["trained_tokens"]
