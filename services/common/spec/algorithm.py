@@ -1,7 +1,8 @@
 """How rewards become a gradient, and how stale a sample may be."""
 
 import math
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -49,6 +50,13 @@ class RejectionSpec(SpecPart):
     """Whether only tokens with a negative advantage may be rejected."""
 
 
+_LOSS_DEFAULTS: dict[str, dict[str, object]] = {
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq-mean-token-mean"},
+    "sapo": {"aggregation": "seq-mean-token-mean"},
+}
+"""Defaults that a loss brings with it, because it was defined with them."""
+
+
 class AlgorithmSpec(SpecPart):
     """Advantage, loss, off-policy correction and staleness."""
 
@@ -65,7 +73,8 @@ class AlgorithmSpec(SpecPart):
     ] = "grpo"
     """Advantage estimator."""
     loss: Literal["ppo", "gspo", "cispo", "aipo", "sapo", "reinforce"] = "ppo"
-    """Policy loss."""
+    """Policy loss. ``gspo`` (whose clip distances default to 3e-4 and 4e-4) and ``sapo`` default to the
+    aggregation ``seq-mean-token-mean``."""
     aggregation: Literal[
         "token-mean",
         "token-sum",
@@ -131,6 +140,13 @@ class AlgorithmSpec(SpecPart):
     """Seconds that ``wait`` holds the trainer before it falls back to ``mask``."""
     max_nonfinite_steps: int = Field(3, ge=0)
     """Steps in a row that may be skipped because a number was not finite; one more ends the run."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _loss_brings_its_defaults(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        return {**_LOSS_DEFAULTS.get(str(values.get("loss")), {}), **values}
 
     @model_validator(mode="after")
     def _asynchronous_needs_a_correction(self) -> Self:
