@@ -2,13 +2,16 @@
 
 import asyncio
 import logging
-import signal
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 
 import grpc
 import torch
 
+from services.common.fields import partition_id
 from services.common.grpc_server import serve
+from services.common.lifetime import announce, until_told_to_stop
 from services.common.logging import configure
 from services.common.metrics import serve_metrics
 from services.common.models.tokenizer import load_tokenizer
@@ -17,20 +20,21 @@ from services.common.weightsync.member import WeightMember
 from services.common.weightsync.server import WeightSyncServicer
 from services.controller.client import GroupFailure, WorkerSession
 from services.rollout import metrics
-from services.rollout.client import GroupAssignment
 from services.rollout.data import open_sources
 from services.rollout.engines.base import Engine
 from services.rollout.engines.build import build_engine
-from services.rollout.failures import GroupError
+from services.rollout.group import Tools
+from services.rollout.progress_cache import TransferQueueCache
 from services.rollout.prompts import PromptBook
 from services.rollout.publish import GroupPublisher
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.rewards.scorer import Scorer
-from services.rollout.sampling import GroupSampler, Parts
+from services.rollout.sampling import Failure, GroupSampler
 from services.rollout.server import RolloutServicer
 from services.rollout.settings import RolloutSettings
 from services.rollout.weights import WeightReceiver
 from services.rollout.workflows.load import load_workflow
+from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
 from slipstream.rollout.v1 import rollout_pb2_grpc
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
@@ -63,24 +67,24 @@ async def run(settings: RolloutSettings) -> None:
             WorkerSession(settings, role="rollout", port=port)
         )
         session.report(state="loading", activity="loading model and data")
-        spec = session.spec
-        engine, parts = await _load(stack, session, device)
-        sampler = await stack.enter_async_context(GroupSampler(parts, spec.rollout))
+        engine, sampler = await _load(stack, session, settings.run_id, device)
         servicer.attach(sampler, engine)
-        receiver.attach(engine, interrupts=spec.rollout.partial_rollout)
+        receiver.attach(engine, sampler, is_partial=session.spec.rollout.partial_rollout)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        decoding = tasks.create_task(engine.run())
-        reporting = tasks.create_task(_report_gauges(session, engine, parts.prompts))
+        background = [
+            tasks.create_task(engine.run()),
+            tasks.create_task(_report_gauges(session, engine, sampler.num_prompts)),
+        ]
+        announce(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
         session.report(state="loaded", activity="")
-        await _until_stopped(session)
-        sampler.cancel_all()
-        for task in (decoding, reporting):
+        await _serve_until_stopped(session, sampler)
+        for task in background:
             task.cancel()
 
 
 async def _load(
-    stack: AsyncExitStack, session: WorkerSession, device: torch.device
-) -> tuple[Engine, Parts]:
+    stack: AsyncExitStack, session: WorkerSession, run_id: str, device: torch.device
+) -> tuple[Engine, GroupSampler]:
     """Load model, data and rewards as the run's specification says."""
     spec: RunSpec = session.spec
     tokenizer = await asyncio.to_thread(load_tokenizer, spec.model)
@@ -96,32 +100,46 @@ async def _load(
     pool = await stack.enter_async_context(RewardPool(spec.rollout.reward_concurrency))
     scorer = Scorer(spec.rollout.rewards, pool)
     await scorer.check()
-    data = await stack.enter_async_context(DataClient.connect(session.transferqueue_address))
-
-    async def report_failure(assignment: GroupAssignment, error: GroupError) -> None:
-        failure = GroupFailure(
-            group_id=assignment.group_id,
-            attempt=assignment.attempt,
-            reason=error.reason,
-            message=error.message,
-            retryable=error.retryable,
-        )
-        await session.report_failures([failure])
-
-    return engine, Parts(
-        engine=engine,
-        tokenizer=tokenizer,
-        prompts=PromptBook(spec.data, sources, tokenizer),
-        workflow=load_workflow(spec.rollout),
-        reward=scorer,
+    address, put_timeout_s = session.transferqueue_address, spec.transferqueue.put_timeout_s
+    data = await stack.enter_async_context(DataClient.connect(address, put_timeout_s=put_timeout_s))
+    metadata = await stack.enter_async_context(TransferQueueClient.connect(address))
+    sampler = GroupSampler(
+        PromptBook(spec.data, sources, tokenizer),
+        Tools(
+            engine=engine,
+            tokenizer=tokenizer,
+            workflow=load_workflow(spec.rollout),
+            reward=scorer,
+        ),
+        spec.rollout,
         publisher=GroupPublisher(data),
-        report_failure=report_failure,
+        cache=TransferQueueCache(partition_id(run_id, "partial"), data=data, metadata=metadata),
+        report_failures=partial(_report_failures, session),
+    )
+    return engine, await stack.enter_async_context(sampler)
+
+
+async def _report_failures(session: WorkerSession, failures: Sequence[Failure]) -> None:
+    """Tell the controller of groups that ended without samples."""
+    await session.report_failures(
+        [
+            GroupFailure(
+                group_id=assignment.group_id,
+                attempt=assignment.attempt,
+                reason=error.reason,
+                message=error.message,
+                retryable=error.retryable,
+            )
+            for assignment, error in failures
+        ]
     )
 
 
-async def _report_gauges(session: WorkerSession, engine: Engine, prompts: PromptBook) -> None:
+async def _report_gauges(
+    session: WorkerSession, engine: Engine, num_prompts: Callable[[str], int]
+) -> None:
     """Keep heartbeats and metrics fresh."""
-    rows = {f"prompts_{split}": prompts.num_rows(split) for split in ("train", "heldout")}
+    rows = {f"prompts_{split}": num_prompts(split) for split in ("train", "heldout")}
     while True:
         stats = engine.stats()
         metrics.RUNNING.set(stats.num_running)
@@ -140,17 +158,18 @@ async def _report_gauges(session: WorkerSession, engine: Engine, prompts: Prompt
         await asyncio.sleep(_GAUGES_EVERY_S)
 
 
-async def _until_stopped(session: WorkerSession) -> None:
-    """Wait for the controller's order or a signal."""
-    signalled = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled.set)
-    async with asyncio.TaskGroup() as group:
-        waits = [group.create_task(session.stopped()), group.create_task(signalled.wait())]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
+async def _serve_until_stopped(session: WorkerSession, sampler: GroupSampler) -> None:
+    """Serve until the controller orders the end, or a signal asks for a drain."""
+    async with asyncio.TaskGroup() as tasks:
+        ordered = tasks.create_task(session.stopped())
+        signalled = tasks.create_task(until_told_to_stop())
+        done, rest = await asyncio.wait((ordered, signalled), return_when=asyncio.FIRST_COMPLETED)
+        for task in rest:
+            task.cancel()
+    if ordered not in done and session.spec.rollout.partial_rollout:
+        session.report(state="draining", activity="storing what is unfinished")
+        await sampler.interrupt()
+    sampler.cancel_all()
 
 
 def _device(settings: RolloutSettings) -> torch.device:
@@ -161,7 +180,7 @@ def _device(settings: RolloutSettings) -> torch.device:
 
 def main() -> None:
     """Entry point of ``python -m services.rollout``."""
-    settings = RolloutSettings()  # type: ignore[call-arg]  # required fields come from the environment
+    settings = RolloutSettings()
     configure(
         level=settings.log_level,
         log_format=settings.log_format,

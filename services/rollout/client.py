@@ -86,6 +86,18 @@ class RolloutClient:
             idempotent=True,
         )
 
+    async def interrupt_groups(self, group_ids: Sequence[str] = ()) -> None:
+        """Stop groups (none named: all) and cache their tokens, so that any worker can resume them.
+
+        They are reported as failed with reason ``interrupted`` before this returns. Safe to repeat.
+        """
+        await call(
+            self._stub.InterruptGroups,
+            pb.InterruptGroupsRequest(group_ids=group_ids),
+            timeout_s=_TIMEOUT_S,
+            idempotent=True,
+        )
+
     async def get_status(self) -> RolloutStatus:
         """What the worker is doing."""
         response = await call(

@@ -18,6 +18,9 @@ REWARD_FAILURES = Counter(
 LATE_GROUPS = Counter(
     "slipstream_rollout_late_groups_total", "Finished groups that the transferqueue had already"
 )
+CACHE_FAILURES = Counter(
+    "slipstream_rollout_cache_failures_total", "Times that progress could not be cached"
+)
 RESPONSE_TOKENS = Histogram(
     "slipstream_rollout_response_tokens", "Length of finished responses", buckets=TOKENS
 )

@@ -1,14 +1,15 @@
 """A finished sample and the tensors and tags that describe it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from services.rollout.engines.base import VersionRun, append_version
+from services.rollout.engines.base import VersionRun
 from services.rollout.prompts import Prompt
-from services.rollout.workflows.base import TOOL_VERSION, Turn
+from services.rollout.workflows.base import TOOL_VERSION, Turn, sampled_versions, version_runs
 
 Tag = int | float | str
 
@@ -36,20 +37,12 @@ class Sample:
     @property
     def version_runs(self) -> list[VersionRun]:
         """Weight versions of all tokens, run-length coded."""
-        runs: list[VersionRun] = []
-        for turn in self.turns:
-            for version, num_tokens in turn.version_runs:
-                append_version(runs, version, num_tokens)
-        return runs
+        return version_runs(self.turns)
 
     @property
     def sampled_versions(self) -> list[int]:
         """Weight versions of the sampled stretches, in order, without repeats in a row."""
-        versions: list[int] = []
-        for version, _ in self.version_runs:
-            if version != TOOL_VERSION and versions[-1:] != [version]:
-                versions.append(version)
-        return versions
+        return sampled_versions(self.turns)
 
 
 def prompt_field(prompt: Prompt) -> Tensor:
@@ -88,7 +81,7 @@ def sample_fields(samples: Sequence[Sample]) -> dict[str, list[Tensor]]:
 
 def sample_tags(
     samples: Sequence[Sample], prompt: Prompt, *, group_id: str, attempt: int
-) -> Mapping[str, list[Tag]]:
+) -> dict[str, list[Any]]:
     """Tags of the samples, by name, as the data dictionary says."""
     rows = [_tags(sample, prompt, group_id=group_id, attempt=attempt) for sample in samples]
     return {name: [row[name] for row in rows] for name in rows[0]}

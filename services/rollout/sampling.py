@@ -1,28 +1,27 @@
 """Groups in, scored and published groups out.
 
-StartGroups -> GroupSampler -> member: workflow -> engine ... -> reward    (concurrently per member)
-                            -> all members done -> publisher -> transferqueue
-                            -> a member failed  -> reporter  -> controller
+::
+
+    start      -> cached progress, if any -> RunningGroup: members sampled and scored -> published
+                                                                                  or  -> failure reported
+    interrupt  -> engine aborts, tokens kept -> progress cached -> reported as "interrupted"
+    checkpoint -> progress cached while generation goes on: what a crash does not lose
 """
 
 import asyncio
-import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
-from services.common.models.tokenizer import Tokenizer
 from services.common.spec.rollout import RolloutSpec
 from services.rollout import metrics
 from services.rollout.client import GroupAssignment
-from services.rollout.engines.base import Engine
-from services.rollout.failures import GroupError, RewardError
+from services.rollout.failures import GroupError
+from services.rollout.group import RunningGroup, Tools
+from services.rollout.partial import GroupProgress
 from services.rollout.prompts import Prompt, PromptBook
-from services.rollout.rewards.base import Reward, RewardInput
 from services.rollout.samples import Sample
-from services.rollout.workflows.base import Episode, EpisodeLimits, Workflow
 
 logger = logging.getLogger(__name__)
 
@@ -40,43 +39,55 @@ class Publisher(Protocol):
         ...
 
 
-ReportFailure = Callable[[GroupAssignment, GroupError], Awaitable[None]]
-"""Tells the controller that a group ended without samples."""
+class ProgressCache(Protocol):
+    """Keeps the progress of unfinished groups where every replica finds it."""
+
+    async def load(self, group_id: str) -> GroupProgress:
+        """Return the newest progress; empty if there is none."""
+        ...
+
+    async def save(self, groups: Sequence[tuple[GroupAssignment, GroupProgress]]) -> None:
+        """Store progress in place of older progress. Raises GroupError if it cannot be stored."""
+        ...
+
+    async def forget(self, group_id: str) -> None:
+        """Delete the progress of a group, if there is any."""
+        ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What sampling works with."""
-
-    engine: Engine
-    """Generates."""
-    tokenizer: Tokenizer
-    """The model's."""
-    prompts: PromptBook
-    """The run's data."""
-    workflow: Workflow
-    """Shapes episodes."""
-    reward: Reward
-    """Scores them."""
-    publisher: Publisher
-    """Takes finished groups."""
-    report_failure: ReportFailure
-    """Takes failed groups."""
+Failure = tuple[GroupAssignment, GroupError]
+ReportFailures = Callable[[Sequence[Failure]], Awaitable[None]]
+"""Tells the controller of groups that ended without samples."""
 
 
 class GroupSampler:
     """Runs groups concurrently; the engine's queue decides which samples are decoded first.
 
-    A group ends in exactly one way: published, reported as failed, or cancelled by the controller. A fault
-    of ours in one of them cancels the task that entered the sampler.
+    A group ends in exactly one way: published, reported as failed or interrupted, or cancelled by the
+    controller. A fault of ours in one of them cancels the task that entered the sampler.
     """
 
-    def __init__(self, parts: Parts, spec: RolloutSpec) -> None:
-        self._parts = parts
+    def __init__(
+        self,
+        prompts: PromptBook,
+        tools: Tools,
+        spec: RolloutSpec,
+        *,
+        publisher: Publisher,
+        cache: ProgressCache,
+        report_failures: ReportFailures,
+    ) -> None:
+        self._prompts = prompts
+        self._tools = tools
         self._spec = spec
+        self._publisher = publisher
+        self._cache = cache
+        self._report_failures = report_failures
         self._tasks = asyncio.TaskGroup()
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._groups: dict[str, RunningGroup] = {}
         self._attempts: dict[str, int] = {}
+        self._caching = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -92,23 +103,33 @@ class GroupSampler:
         self.cancel_all()
         await self._tasks.__aexit__(kind, error, traceback)
 
+    @property
+    def num_groups(self) -> int:
+        """Groups that are being worked on."""
+        return len(self._running)
+
+    def num_prompts(self, split: str) -> int:
+        """Rows of a split."""
+        return self._prompts.num_rows(split)
+
     def start(self, assignments: Iterable[GroupAssignment]) -> None:
         """Start groups; an attempt that was started before is left as it is."""
         for assignment in assignments:
-            if self._attempts.get(assignment.group_id, 0) >= assignment.attempt:
+            group_id = assignment.group_id
+            if self._attempts.get(group_id, 0) >= assignment.attempt:
                 continue
-            self.cancel([assignment.group_id])
-            self._attempts[assignment.group_id] = assignment.attempt
+            self.cancel([group_id])
+            self._attempts[group_id] = assignment.attempt
             if len(self._attempts) > _NUM_REMEMBERED:
                 del self._attempts[next(iter(self._attempts))]
-            self._running[assignment.group_id] = self._tasks.create_task(
-                self._run_group(assignment), name=assignment.group_id
-            )
+            group = self._groups[group_id] = RunningGroup(assignment, self._tools, self._spec)
+            self._running[group_id] = self._tasks.create_task(self._run_group(group), name=group_id)
 
     def cancel(self, group_ids: Iterable[str]) -> None:
         """End groups without results; unknown ones are ignored."""
         for group_id in group_ids:
             task = self._running.pop(group_id, None)
+            self._groups.pop(group_id, None)
             if task is not None:
                 task.cancel()
 
@@ -116,125 +137,64 @@ class GroupSampler:
         """End all groups without results."""
         self.cancel(list(self._running))
 
-    @property
-    def num_groups(self) -> int:
-        """Groups that are being worked on."""
-        return len(self._running)
+    async def interrupt(self, group_ids: Iterable[str] | None = None) -> None:
+        """Stop groups (None: all), cache what they have, and report them as ``interrupted``.
 
-    async def _run_group(self, assignment: GroupAssignment) -> None:
-        try:
-            prompt = self._parts.prompts.prompt(assignment.split, assignment.row)
-            samples = await self._sample_members(assignment, prompt)
-            await self._parts.publisher.publish(assignment, prompt, samples)
-        except GroupError as error:
-            metrics.GROUPS.labels(outcome=error.reason).inc()
-            logger.warning(
-                "group failed", extra={"group_id": assignment.group_id, "reason": error.reason}
-            )
-            await self._parts.report_failure(assignment, error)
-        else:
-            metrics.GROUPS.labels(outcome="published").inc()
-        if self._running.get(assignment.group_id) is asyncio.current_task():
-            del self._running[assignment.group_id]
+        No token is lost: any replica that is given the next attempt goes on where this one stopped.
+        """
+        names = [*self._running] if group_ids is None else [*group_ids]
+        tasks = {name: self._running[name] for name in names if name in self._running}
+        groups = [self._groups[name] for name in tasks]
+        requests = {request for group in groups for request in group.interrupt()}
+        if not tasks:
+            return
+        await self._tools.engine.abort(requests)
+        await asyncio.wait(tasks.values())
+        cut = [group for group in groups if group.is_cut]
+        await self._save([(group.assignment, group.progress({})) for group in cut])
+        error = GroupError("interrupted", "the group was interrupted; resume it", retryable=True)
+        metrics.GROUPS.labels(outcome="interrupted").inc(len(cut))
+        await self._report_failures([(group.assignment, error) for group in cut])
 
-    async def _sample_members(self, assignment: GroupAssignment, prompt: Prompt) -> list[Sample]:
-        """Sample all members at once; the first that fails for good ends the others."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                members = [
-                    group.create_task(self._sample_member(assignment, prompt, member))
-                    for member in range(len(assignment.seeds))
-                ]
-        except* GroupError as errors:
-            raise _first(errors) from None
-        return [member.result() for member in members]
-
-    async def _sample_member(
-        self, assignment: GroupAssignment, prompt: Prompt, member: int
-    ) -> Sample:
-        """Sample and score one member; after a failed reward, as often as the specification says."""
-        num_tries = self._spec.max_attempts if self._spec.on_reward_failure == "regenerate" else 1
-        for attempt in range(num_tries):
-            episode = self._episode(assignment, prompt, member, attempt=attempt)
-            await self._run_workflow(episode)
-            try:
-                reward = await self._score(episode)
-            except RewardError as error:
-                metrics.REWARD_FAILURES.labels(kind=error.kind).inc()
-                failure = error
-                continue
-            return _sample(assignment, member, episode, reward=reward, failed=False)
-        if self._spec.on_reward_failure == "mask":
-            return _sample(assignment, member, episode, reward=0.0, failed=True)
-        raise GroupError(f"reward_{failure.kind}", failure.message, retryable=True)
-
-    def _episode(
-        self, assignment: GroupAssignment, prompt: Prompt, member: int, *, attempt: int
-    ) -> Episode:
-        seed = assignment.seeds[member]
-        return Episode(
-            prompt,
-            EpisodeLimits(
-                seed=seed if attempt == 0 else _derived_seed(seed, attempt),
-                temperature=assignment.temperatures[member],
-                max_response_tokens=self._spec.max_response_tokens,
-                stop_texts=self._spec.sampling.stop,
-            ),
-            engine=self._parts.engine,
-            tokenizer=self._parts.tokenizer,
-            request_id=f"{assignment.group_id}.{member}/{assignment.attempt}.{attempt}",
+    async def checkpoint(self) -> None:
+        """Cache what the running groups have, while they run on."""
+        running = await self._tools.engine.peek()
+        await self._save(
+            [(group.assignment, group.progress(running)) for group in self._groups.values()]
         )
 
-    async def _run_workflow(self, episode: Episode) -> None:
+    def checkpoint_soon(self) -> None:
+        """Checkpoint beside whatever the caller does next."""
+        self._tasks.create_task(self.checkpoint())
+
+    async def _save(self, groups: Sequence[tuple[GroupAssignment, GroupProgress]]) -> None:
+        """Cache progress; if that fails, the groups are merely generated anew after a crash."""
+        found = [(assignment, progress) for assignment, progress in groups if progress]
+        if not found:
+            return
         try:
-            await self._parts.workflow.run(episode)
-        except GroupError:
-            raise
-        except Exception as error:  # a workflow may be the user's code
-            logger.exception("workflow failed")
-            raise GroupError(
-                "workflow_error", f"{type(error).__name__}: {error}", retryable=True
-            ) from error
+            async with self._caching:
+                await self._cache.save(found)
+        except GroupError as error:
+            metrics.CACHE_FAILURES.inc()
+            logger.warning("progress was not cached", extra={"why": error.message})
 
-    async def _score(self, episode: Episode) -> float:
-        prompt = episode.prompt
-        with metrics.REWARD_SECONDS.time():
-            return await self._parts.reward.score(
-                RewardInput(
-                    prompt=prompt.text,
-                    response=episode.response_text,
-                    answer=prompt.answer,
-                    row=prompt.row,
-                )
-            )
-
-
-def _sample(
-    assignment: GroupAssignment, member: int, episode: Episode, *, reward: float, failed: bool
-) -> Sample:
-    sample = Sample(
-        member=member,
-        turns=tuple(episode.turns),
-        reward=reward,
-        finish_reason="failed" if failed else episode.finish_reason,
-        is_greedy=assignment.temperatures[member] == 0,
-    )
-    metrics.SAMPLES.labels(finish_reason=sample.finish_reason).inc()
-    metrics.RESPONSE_TOKENS.observe(len(sample.response_ids))
-    metrics.SEGMENTS.observe(len(sample.sampled_versions))
-    return sample
-
-
-def _derived_seed(seed: int, attempt: int) -> int:
-    """Another seed for another try, the same on every replica."""
-    digest = hashlib.sha256(f"{seed}/{attempt}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
-
-
-def _first(errors: BaseExceptionGroup[GroupError]) -> GroupError:
-    """One error of a group of members."""
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, GroupError)
-    return error
+    async def _run_group(self, group: RunningGroup) -> None:
+        assignment = group.assignment
+        group_id = assignment.group_id
+        is_resumed = assignment.attempt > 1 and self._spec.partial_rollout
+        try:
+            prompt = self._prompts.prompt(assignment.split, assignment.row)
+            progress = await self._cache.load(group_id) if is_resumed else {}
+            samples = await group.sample(prompt, progress)
+            if not group.is_cut:
+                await self._publisher.publish(assignment, prompt, samples)
+                metrics.GROUPS.labels(outcome="published").inc()
+        except GroupError as error:
+            metrics.GROUPS.labels(outcome=error.reason).inc()
+            logger.warning("group failed", extra={"group_id": group_id, "reason": error.reason})
+            await self._report_failures([(assignment, error)])
+        if self._running.get(group_id) is asyncio.current_task():
+            del self._running[group_id], self._groups[group_id]
+        if self._spec.partial_rollout and not group.is_cut:
+            await self._cache.forget(group_id)

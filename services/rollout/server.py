@@ -45,6 +45,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         sampler.cancel(request.group_ids)
         return pb.CancelGroupsResponse()
 
+    async def InterruptGroups(  # noqa: N802
+        self, request: pb.InterruptGroupsRequest, context: _Context
+    ) -> pb.InterruptGroupsResponse:
+        """Stop groups and cache what they have."""
+        sampler, _ = self._attached()
+        await sampler.interrupt(request.group_ids or None)
+        return pb.InterruptGroupsResponse()
+
     async def GetStatus(  # noqa: N802
         self, request: pb.GetStatusRequest, context: _Context
     ) -> pb.GetStatusResponse:

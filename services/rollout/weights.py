@@ -8,6 +8,7 @@ from torch import Tensor
 from services.common.errors import InvalidArgumentError, UnavailableError
 from services.rollout import metrics
 from services.rollout.engines.base import Engine
+from services.rollout.sampling import GroupSampler
 
 
 class WeightReceiver:
@@ -19,25 +20,27 @@ class WeightReceiver:
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
-        self._interrupts = False
+        self._sampler: GroupSampler | None = None
+        self._is_partial = False
 
-    def attach(self, engine: Engine, *, interrupts: bool) -> None:
+    def attach(self, engine: Engine, sampler: GroupSampler, *, is_partial: bool) -> None:
         """Begin to receive.
 
         Args:
             engine: Takes the weights.
-            interrupts: Whether responses may change weights in their middle.
+            sampler: Caches what is unfinished after each update, if ``is_partial``.
+            is_partial: Whether responses may change weights in their middle.
         """
-        self._engine, self._interrupts = engine, interrupts
+        self._engine, self._sampler, self._is_partial = engine, sampler, is_partial
 
     async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
         """Put a version into service; returns the seconds in which no token was produced."""
-        engine = self._engine
-        if engine is None:
+        engine, sampler = self._engine, self._sampler
+        if engine is None or sampler is None:
             raise UnavailableError("this rollout worker still loads its model; try again")
         started_at = time.monotonic()
         try:
-            if not self._interrupts:
+            if not self._is_partial:
                 await engine.pause(drain=True)
             stall_s = await engine.adopt_weights(version, tensors)
         except ValueError as error:
@@ -47,4 +50,6 @@ class WeightReceiver:
         metrics.ADOPT_STALL_SECONDS.observe(stall_s)
         metrics.ADOPT_SECONDS.observe(time.monotonic() - started_at)
         metrics.WEIGHT_VERSION.set(version)
+        if self._is_partial:
+            sampler.checkpoint_soon()
         return stall_s

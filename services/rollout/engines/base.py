@@ -28,6 +28,9 @@ class GenerationRequest:
     """Seed of this sample. The same seed, weights and context draw the same tokens."""
     draw_offset: int = 0
     """Tokens drawn under this seed before; a resumed sample goes on with its random stream."""
+    oldest_version: int | None = None
+    """Oldest weight version in the context's response; None if nothing was sampled. Requests that wait
+    are admitted oldest version first, so that what is about to become stale is finished first."""
     temperature: float = 1.0
     """Divides the logits; 0 is greedy, and then logprobs are those at temperature 1."""
     stop_token_ids: frozenset[int] = frozenset()
@@ -103,6 +106,10 @@ class Engine(Protocol):
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         """End requests (None: all) between two steps; their results keep the tokens so far."""
+        ...
+
+    async def peek(self) -> "dict[str, GenerationResult]":
+        """What the running requests have so far, by request, all at one moment between two steps."""
         ...
 
     async def pause(self, *, drain: bool = False) -> None:

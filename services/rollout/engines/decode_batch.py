@@ -121,6 +121,10 @@ class DecodeBatch:
             }
         )
 
+    def peek(self) -> dict[str, GenerationResult]:
+        """What all requests have so far."""
+        return {row.request.request_id: row.result("aborted") for row in self._rows}
+
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         requests = [row.request for row in self._rows]
         seeds = np.array([request.seed % 2**64 for request in requests], dtype=np.uint64)

@@ -1,9 +1,10 @@
 """The embedded engine: continuous batching over any transformers causal language model."""
 
 import asyncio
+import heapq
 import time
-from collections import deque
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,6 +20,20 @@ from services.rollout.engines.base import (
     check_tensors,
 )
 from services.rollout.engines.decode_batch import Decode, DecodeBatch
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Waiting:
+    """A request in the queue; what was begun under an old version goes first, then who came first."""
+
+    priority: float
+    arrival: int
+    request: GenerationRequest = field(compare=False)
+
+    @classmethod
+    def of(cls, request: GenerationRequest, arrival: int) -> "_Waiting":
+        oldest = request.oldest_version
+        return cls(float("inf") if oldest is None else oldest, arrival, request)
 
 
 class TorchEngine:
@@ -64,7 +79,8 @@ class TorchEngine:
         self._recompute_kv = kv_policy == "recompute"
         self._has_decode = decode is not None
         self._batch = DecodeBatch(model, decode=decode)
-        self._waiting: deque[GenerationRequest] = deque()
+        self._waiting: list[_Waiting] = []
+        self._num_arrived = 0
         self._futures: dict[str, asyncio.Future[GenerationResult]] = {}
         self._between_steps = asyncio.Lock()
         self._changed = asyncio.Condition()
@@ -98,7 +114,8 @@ class TorchEngine:
             raise ValueError(f"request {request.request_id!r} is already being decoded")
         future: asyncio.Future[GenerationResult] = asyncio.get_running_loop().create_future()
         self._futures[request.request_id] = future
-        self._waiting.append(request)
+        self._num_arrived += 1
+        heapq.heappush(self._waiting, _Waiting.of(request, self._num_arrived))
         await self._notify()
         try:
             return await future
@@ -109,15 +126,18 @@ class TorchEngine:
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         """End requests between two steps; their results keep the tokens so far."""
         async with self._between_steps:
-            kept: deque[GenerationRequest] = deque()
-            for request in self._waiting:
-                if request_ids is None or request.request_id in request_ids:
-                    self._resolve([(request.request_id, _NOTHING_YET)])
-                else:
-                    kept.append(request)
-            self._waiting = kept
+            waiting = [item.request.request_id for item in self._waiting]
+            ended = {name for name in waiting if request_ids is None or name in request_ids}
+            self._resolve([(name, _NOTHING_YET) for name in ended])
+            self._waiting = [item for item in self._waiting if item.request.request_id not in ended]
+            heapq.heapify(self._waiting)
             self._resolve(self._batch.abort(request_ids))
         await self._notify()
+
+    async def peek(self) -> dict[str, GenerationResult]:
+        """What the running requests have so far."""
+        async with self._between_steps:
+            return self._batch.peek()
 
     async def pause(self, *, drain: bool = False) -> None:
         """Stop between two steps; with ``drain``, finish the running requests first."""
@@ -176,12 +196,12 @@ class TorchEngine:
         admitted: list[GenerationRequest] = []
         num_running, span = len(self._batch), self._batch.span
         while self._may_admit and self._waiting and num_running < self._max_running:
-            request = self._waiting[0]
+            request = self._waiting[0].request
             span = max(span, len(request.context_ids) + request.max_tokens)
             num_running += 1
             if num_running * span > self._max_kv_tokens:
                 break
-            admitted.append(self._waiting.popleft())
+            admitted.append(heapq.heappop(self._waiting).request)
         return admitted
 
     def _advance(self, admitted: list[GenerationRequest]) -> list[tuple[str, GenerationResult]]:

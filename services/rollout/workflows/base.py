@@ -6,7 +6,7 @@ handed back without generating or calling anything, and generation goes on in th
 was cut.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from services.rollout.engines.base import (
     Engine,
     FinishReason,
     GenerationRequest,
+    GenerationResult,
     VersionRun,
     append_version,
 )
@@ -68,6 +69,9 @@ class Episode:
     Attributes:
         prompt: What is answered.
         turns: What happened so far.
+        request_id: Names the episode's requests in the engine, one at a time.
+        is_generating: Whether the engine works on it.
+        is_interrupted: Whether it was told to stop at the next chance.
     """
 
     def __init__(
@@ -82,11 +86,14 @@ class Episode:
     ) -> None:
         self.prompt = prompt
         self.turns: list[Turn] = []
+        self.request_id = request_id
+        self.is_generating = False
+        self.is_interrupted = False
         self._limits = limits
         self._engine = engine
         self._tokenizer = tokenizer
-        self._request_id = request_id
         self._recorded = list(recorded)
+        self._started = _EMPTY
 
     @property
     def response_ids(self) -> list[int]:
@@ -105,15 +112,32 @@ class Episode:
         sampled = [turn.finish_reason for turn in self.turns if turn.finish_reason is not None]
         return sampled[-1] if sampled else "length"
 
-    def text(self, turn: Turn) -> str:
-        """Text of a turn, special tokens left out."""
-        return self._tokenizer.decode(turn.token_ids)
-
     @property
     def response_text(self) -> str:
         """Text of the last sampled turn: what the reward judges."""
         sampled = [turn for turn in self.turns if turn.is_sampled]
         return self.text(sampled[-1]) if sampled else ""
+
+    @property
+    def sampled_versions(self) -> list[int]:
+        """Weight versions of the sampled stretches; see :func:`sampled_versions`."""
+        return sampled_versions(self.turns)
+
+    def text(self, turn: Turn) -> str:
+        """Text of a turn, special tokens left out."""
+        return self._tokenizer.decode(turn.token_ids)
+
+    def recorded(self, running: GenerationResult | None = None) -> tuple[Turn, ...]:
+        """All turns, those that wait to be handed back included.
+
+        Args:
+            running: What the engine has so far of the turn that is being sampled.
+        """
+        turns = [*self.turns]
+        if self.is_generating:
+            turns.append(self._started if running is None else _continued(self._started, running))
+        turns += self._recorded
+        return tuple(turn for turn in turns if turn.token_ids or turn.finish_reason != "aborted")
 
     async def generate(self, *, max_tokens: int | None = None) -> Turn:
         """Sample a turn.
@@ -125,16 +149,17 @@ class Episode:
             Interrupted: If generation was interrupted; what was sampled is recorded.
             ValueError: If the response has no room left.
         """
-        started = self._next_recorded(sampled=True)
-        if started is not None and started.finish_reason != "aborted":
-            self.turns.append(started)
-            return started
+        recorded = self._next_recorded(sampled=True)
+        if recorded is not None and recorded.finish_reason != "aborted":
+            self.turns.append(recorded)
+            return recorded
         room = self.remaining_tokens
         if room < 1:
             raise ValueError("the response has no room left; look at remaining_tokens first")
         if max_tokens is not None:
             room = min(room, max_tokens)
-        turn = await self._sample(started or _EMPTY, room)
+        self._started = recorded or _EMPTY
+        turn = self._started if self.is_interrupted else await self._sample(room)
         self.turns.append(turn)
         if turn.finish_reason == "aborted":
             raise Interrupted
@@ -149,19 +174,19 @@ class Episode:
         Returns:
             The turn, or None if the text does not fit into the response any more.
         """
-        recorded = self._next_recorded(sampled=False)
-        if recorded is None:
+        turn = self._next_recorded(sampled=False)
+        if turn is None:
             token_ids = tuple(self._tokenizer.encode(await call()))
             if len(token_ids) > self.remaining_tokens:
                 return None
-            recorded = Turn(
+            turn = Turn(
                 token_ids=token_ids,
                 logprobs=(0.0,) * len(token_ids),
                 version_runs=((TOOL_VERSION, len(token_ids)),) if token_ids else (),
                 finish_reason=None,
             )
-        self.turns.append(recorded)
-        return recorded
+        self.turns.append(turn)
+        return turn
 
     def _next_recorded(self, *, sampled: bool) -> Turn | None:
         """Take the next recorded turn; a workflow that changed its mind is a fault of its own."""
@@ -176,33 +201,61 @@ class Episode:
             )
         return turn
 
-    async def _sample(self, started: Turn, room: int) -> Turn:
-        """Generate the rest of a turn."""
-        earlier = self.response_ids
-        sampled_before = sum(len(turn.token_ids) for turn in self.turns if turn.is_sampled)
+    async def _sample(self, room: int) -> Turn:
+        """Generate the rest of the turn that was started."""
+        started = self._started
+        sampled = [turn for turn in (*self.turns, started) if turn.is_sampled]
+        versions = [version for turn in sampled for version, _ in turn.version_runs]
         request = GenerationRequest(
-            request_id=self._request_id,
-            context_ids=(*self.prompt.token_ids, *earlier, *started.token_ids),
+            request_id=self.request_id,
+            context_ids=(*self.prompt.token_ids, *self.response_ids, *started.token_ids),
             max_tokens=room - len(started.token_ids),
             seed=self._limits.seed,
-            draw_offset=sampled_before + len(started.token_ids),
+            draw_offset=sum(len(turn.token_ids) for turn in sampled),
+            oldest_version=min(versions, default=None),
             temperature=self._limits.temperature,
             stop_token_ids=frozenset({self._tokenizer.eos_id}),
             stop_texts=self._limits.stop_texts,
         )
+        self.is_generating = True
         try:
             result = await self._engine.generate(request)
         except ValueError as error:
             raise GroupError("request_refused", str(error), retryable=False) from error
-        runs = list(started.version_runs)
-        for version, num_tokens in result.version_runs:
+        finally:
+            self.is_generating = False
+        return _continued(started, result)
+
+
+def version_runs(turns: Iterable[Turn]) -> list[VersionRun]:
+    """Weight versions of all tokens of some turns, run-length coded."""
+    runs: list[VersionRun] = []
+    for turn in turns:
+        for version, num_tokens in turn.version_runs:
             append_version(runs, version, num_tokens)
-        return Turn(
-            token_ids=started.token_ids + result.token_ids,
-            logprobs=started.logprobs + result.logprobs,
-            version_runs=tuple(runs),
-            finish_reason=result.finish_reason,
-        )
+    return runs
+
+
+def sampled_versions(turns: Iterable[Turn]) -> list[int]:
+    """Weight versions of the sampled stretches, in order, without repeats in a row."""
+    versions: list[int] = []
+    for version, _ in version_runs(turn for turn in turns if turn.is_sampled):
+        if versions[-1:] != [version]:
+            versions.append(version)
+    return versions
+
+
+def _continued(started: Turn, result: GenerationResult) -> Turn:
+    """A turn and what was sampled after it."""
+    runs = list(started.version_runs)
+    for version, num_tokens in result.version_runs:
+        append_version(runs, version, num_tokens)
+    return Turn(
+        token_ids=started.token_ids + result.token_ids,
+        logprobs=started.logprobs + result.logprobs,
+        version_runs=tuple(runs),
+        finish_reason=result.finish_reason,
+    )
 
 
 class Workflow(Protocol):

@@ -1,11 +1,13 @@
 """Groups: concurrency, failures, regeneration, cancellation."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from services.common.models.tokenizer import Tokenizer, load_tokenizer
 from services.common.spec.data import DataSpec
@@ -14,13 +16,15 @@ from services.common.spec.rollout import RolloutSpec
 from services.rollout.client import GroupAssignment
 from services.rollout.engines.torch import TorchEngine
 from services.rollout.failures import GroupError, RewardError
+from services.rollout.group import Tools
+from services.rollout.partial import GroupProgress, decode_progress, encode_progress
 from services.rollout.prompts import Prompt, PromptBook
 from services.rollout.rewards.base import RewardInput
 from services.rollout.samples import Sample, sample_fields, sample_tags
-from services.rollout.sampling import GroupSampler, Parts
+from services.rollout.sampling import Failure, GroupSampler
 from services.rollout.workflows.base import Episode, Turn
 from services.rollout.workflows.single_turn import SingleTurn
-from tests.unit.rollout.builders import make_engine, running, until
+from tests.unit.rollout.builders import make_engine, running, until, weights_of
 
 ROWS = [{"prompt": text, "answer": "x"} for text in ("12=", "345=", "", "6" * 40, "é", 7)]
 
@@ -39,14 +43,31 @@ class Outcome:
         self.published[assignment.group_id] = samples
         self.changed.set()
 
-    async def report(self, assignment: GroupAssignment, error: GroupError) -> None:
-        self.failed[assignment.group_id] = error
+    async def report(self, failures: Sequence[Failure]) -> None:
+        self.failed |= {assignment.group_id: error for assignment, error in failures}
         self.changed.set()
 
     async def wait_for(self, count: int) -> None:
         while len(self.published) + len(self.failed) < count:
             await self.changed.wait()
             self.changed.clear()
+
+
+class MemoryCache:
+    """Progress in this process, as tensors."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[str, Tensor]] = {}
+
+    async def load(self, group_id: str) -> GroupProgress:
+        return decode_progress(self.rows[group_id]) if group_id in self.rows else {}
+
+    async def save(self, groups: Sequence[tuple[GroupAssignment, GroupProgress]]) -> None:
+        for assignment, progress in groups:
+            self.rows[assignment.group_id] = encode_progress(progress)
+
+    async def forget(self, group_id: str) -> None:
+        self.rows.pop(group_id, None)
 
 
 class ScoreBy:
@@ -80,7 +101,7 @@ def assignment(group_id: str, row: int = 0, **changes: Any) -> GroupAssignment:
 
 @asynccontextmanager
 async def sampling(
-    reward: ScoreBy, *, workflow: Any = None, **changes: Any
+    reward: Any, *, workflow: Any = None, cache: MemoryCache | None = None, **changes: Any
 ) -> AsyncIterator[tuple[GroupSampler, Outcome, TorchEngine]]:
     outcome, engine = Outcome(), make_engine()
     spec = RolloutSpec(
@@ -88,16 +109,20 @@ async def sampling(
         **({"max_response_tokens": 6} | changes),
     )
     data = DataSpec(train={"source": "jsonl", "path": "rows"}, max_prompt_tokens=20)  # type: ignore[arg-type]
-    parts = Parts(
-        engine=engine,
-        tokenizer=tokenizer(),
-        prompts=PromptBook(data, {"train": ROWS}, tokenizer()),
-        workflow=workflow or SingleTurn(),
-        reward=reward,
+    sampler = GroupSampler(
+        PromptBook(data, {"train": ROWS}, tokenizer()),
+        Tools(
+            engine=engine,
+            tokenizer=tokenizer(),
+            workflow=workflow or SingleTurn(),
+            reward=reward,
+        ),
+        spec,
         publisher=outcome,
-        report_failure=outcome.report,
+        cache=cache or MemoryCache(),
+        report_failures=outcome.report,
     )
-    async with running(engine), GroupSampler(parts, spec) as sampler:
+    async with running(engine), sampler:
         yield sampler, outcome, engine
 
 
@@ -218,6 +243,93 @@ async def test_a_users_workflow_that_raises_fails_its_group_only() -> None:
         await outcome.wait_for(2)
     assert outcome.failed["a"].reason == "workflow_error"
     assert set(outcome.published) == {"b"}
+
+
+LONG: dict[str, Any] = {"max_response_tokens": 60, "partial_rollout": True}
+
+
+async def test_interrupted_groups_resume_on_another_replica_with_the_same_tokens() -> None:
+    groups = [
+        assignment(f"g{index}", index % 2, seeds=(index, 50 + index, 9)) for index in range(6)
+    ]
+    score = ScoreBy(lambda given: float(len(given.response)))
+    async with sampling(score, **LONG) as (sampler, whole, _):
+        sampler.start(groups)
+        await whole.wait_for(6)
+    cache = MemoryCache()
+    async with sampling(score, cache=cache, **LONG) as (sampler, first, engine):
+        sampler.start(groups)
+        await until(lambda: engine.stats().tokens_total >= 100)
+        await sampler.interrupt()
+        assert sampler.num_groups == engine.stats().num_running == engine.stats().num_waiting == 0
+    cut = [name for name, error in first.failed.items() if error.reason == "interrupted"]
+    assert sorted([*cut, *first.published]) == [group.group_id for group in groups]
+    assert len(cut) >= 2
+    async with sampling(score, cache=cache, **LONG) as (sampler, second, engine):
+        sampler.start([replace(group, attempt=2) for group in groups if group.group_id in cut])
+        await second.wait_for(len(cut))
+        assert engine.stats().tokens_total < sum(
+            len(sample.response_ids) for name in cut for sample in whole.published[name]
+        )
+    assert not cache.rows
+    for name, samples in (first.published | second.published).items():
+        for expected, got in zip(whole.published[name], samples, strict=True):
+            assert got.response_ids == expected.response_ids
+            assert got.reward == expected.reward
+
+
+async def test_a_checkpoint_is_enough_to_resume_after_a_crash() -> None:
+    cache = MemoryCache()
+    score = ScoreBy(lambda _: 1.0)
+    async with sampling(score, cache=cache, **LONG) as (sampler, _, engine):
+        sampler.start([assignment("a")])
+        await until(lambda: engine.stats().tokens_total >= 30)
+        await sampler.checkpoint()
+        rows = dict(cache.rows)
+    cached = sum(len(row["response_ids"]) for row in rows.values())
+    assert cached >= 30
+    cache.rows = rows
+    async with sampling(score, cache=cache, **LONG) as (sampler, outcome, engine):
+        sampler.start([assignment("a", attempt=2)])
+        await outcome.wait_for(1)
+        total = sum(len(sample.response_ids) for sample in outcome.published["a"])
+        assert engine.stats().tokens_total == total - cached
+
+
+async def test_an_interruption_while_a_reward_is_computed_keeps_the_response() -> None:
+    class Stuck:
+        async def score(self, given: RewardInput) -> float:
+            scoring.set()
+            await asyncio.Event().wait()
+            return 0.0
+
+    scoring, cache = asyncio.Event(), MemoryCache()
+    async with sampling(Stuck(), cache=cache, **LONG) as (sampler, outcome, _):
+        sampler.start([assignment("a", seeds=(1,), temperatures=(1.0,))])
+        await scoring.wait()
+        await sampler.interrupt()
+        assert outcome.failed["a"].reason == "interrupted"
+    (row,) = cache.rows.values()
+    async with sampling(ScoreBy(lambda _: 1.0), cache=cache, **LONG) as (sampler, outcome, engine):
+        sampler.start([assignment("a", attempt=2, seeds=(1,), temperatures=(1.0,))])
+        await outcome.wait_for(1)
+        assert engine.stats().tokens_total == 0
+    assert outcome.published["a"][0].response_ids == row["response_ids"].tolist()
+
+
+async def test_responses_over_too_many_versions_fail_with_the_reason() -> None:
+    async with sampling(ScoreBy(lambda _: 1.0), max_segments=2, **LONG) as (
+        sampler,
+        outcome,
+        engine,
+    ):
+        sampler.start([assignment("a")])
+        for version in range(4):
+            before = engine.stats().tokens_total
+            await until(lambda: engine.stats().tokens_total >= before + 6)  # noqa: B023 -- used at once
+            await engine.adopt_weights(version, weights_of(version))
+        await outcome.wait_for(1)
+    assert outcome.failed["a"].reason == "too_many_segments"
 
 
 def test_a_sample_whose_logprobs_do_not_cover_its_tokens_is_refused() -> None:

@@ -151,6 +151,47 @@ class CancelGroupsResponse(_message.Message):
 Global___CancelGroupsResponse: _TypeAlias = CancelGroupsResponse  # noqa: Y015
 
 @_typing.final
+class InterruptGroupsRequest(_message.Message):
+    """Stops groups."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names the groups; empty for all."""
+
+    def __init__(
+        self,
+        *,
+        group_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_ids", b"group_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InterruptGroupsRequest: _TypeAlias = InterruptGroupsRequest  # noqa: Y015
+
+@_typing.final
+class InterruptGroupsResponse(_message.Message):
+    """Confirms that the groups are stopped and stored."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InterruptGroupsResponse: _TypeAlias = InterruptGroupsResponse  # noqa: Y015
+
+@_typing.final
 class GetStatusRequest(_message.Message):
     """Asks for the worker's status."""
 

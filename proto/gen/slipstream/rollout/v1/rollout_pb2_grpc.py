@@ -45,6 +45,11 @@ class RolloutServiceStub:
                 request_serializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.CancelGroupsRequest.SerializeToString,
                 response_deserializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.CancelGroupsResponse.FromString,
                 _registered_method=True)
+        self.InterruptGroups = channel.unary_unary(
+                '/slipstream.rollout.v1.RolloutService/InterruptGroups',
+                request_serializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.InterruptGroupsRequest.SerializeToString,
+                response_deserializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.InterruptGroupsResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/slipstream.rollout.v1.RolloutService/GetStatus',
                 request_serializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.GetStatusRequest.SerializeToString,
@@ -70,6 +75,15 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def InterruptGroups(self, request, context):
+        """Stops groups and stores what they have in the partition "partial". They are reported to the
+        controller as failed with reason "interrupted" before this returns; the next attempt, on any
+        worker, goes on where they stopped. Unknown groups are ignored. Safe to repeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Returns what the worker is doing.
         """
@@ -89,6 +103,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.CancelGroups,
                     request_deserializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.CancelGroupsRequest.FromString,
                     response_serializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.CancelGroupsResponse.SerializeToString,
+            ),
+            'InterruptGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.InterruptGroups,
+                    request_deserializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.InterruptGroupsRequest.FromString,
+                    response_serializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.InterruptGroupsResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -151,6 +170,33 @@ class RolloutService:
             '/slipstream.rollout.v1.RolloutService/CancelGroups',
             slipstream_dot_rollout_dot_v1_dot_rollout__pb2.CancelGroupsRequest.SerializeToString,
             slipstream_dot_rollout_dot_v1_dot_rollout__pb2.CancelGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def InterruptGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.rollout.v1.RolloutService/InterruptGroups',
+            slipstream_dot_rollout_dot_v1_dot_rollout__pb2.InterruptGroupsRequest.SerializeToString,
+            slipstream_dot_rollout_dot_v1_dot_rollout__pb2.InterruptGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,11 @@ class RolloutServiceStub:
     """Starts groups and returns at once. Safe to repeat: a (group_id, attempt) starts once."""
     CancelGroups: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.CancelGroupsRequest, _rollout_pb2.CancelGroupsResponse]
     """Ends groups without results. Unknown groups are ignored."""
+    InterruptGroups: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.InterruptGroupsRequest, _rollout_pb2.InterruptGroupsResponse]
+    """Stops groups and stores what they have in the partition "partial". They are reported to the
+    controller as failed with reason "interrupted" before this returns; the next attempt, on any
+    worker, goes on where they stopped. Unknown groups are ignored. Safe to repeat.
+    """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GetStatusRequest, _rollout_pb2.GetStatusResponse]
     """Returns what the worker is doing."""
 
@@ -49,6 +54,11 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """Starts groups and returns at once. Safe to repeat: a (group_id, attempt) starts once."""
     CancelGroups: _aio.UnaryUnaryMultiCallable[_rollout_pb2.CancelGroupsRequest, _rollout_pb2.CancelGroupsResponse]  # type: ignore[assignment]
     """Ends groups without results. Unknown groups are ignored."""
+    InterruptGroups: _aio.UnaryUnaryMultiCallable[_rollout_pb2.InterruptGroupsRequest, _rollout_pb2.InterruptGroupsResponse]  # type: ignore[assignment]
+    """Stops groups and stores what they have in the partition "partial". They are reported to the
+    controller as failed with reason "interrupted" before this returns; the next attempt, on any
+    worker, goes on where they stopped. Unknown groups are ignored. Safe to repeat.
+    """
     GetStatus: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetStatusRequest, _rollout_pb2.GetStatusResponse]  # type: ignore[assignment]
     """Returns what the worker is doing."""
 
@@ -70,6 +80,17 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.CancelGroupsResponse, _abc.Awaitable[_rollout_pb2.CancelGroupsResponse]]:
         """Ends groups without results. Unknown groups are ignored."""
+
+    @_abc_1.abstractmethod
+    def InterruptGroups(
+        self,
+        request: _rollout_pb2.InterruptGroupsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.InterruptGroupsResponse, _abc.Awaitable[_rollout_pb2.InterruptGroupsResponse]]:
+        """Stops groups and stores what they have in the partition "partial". They are reported to the
+        controller as failed with reason "interrupted" before this returns; the next attempt, on any
+        worker, goes on where they stopped. Unknown groups are ignored. Safe to repeat.
+        """
 
     @_abc_1.abstractmethod
     def GetStatus(

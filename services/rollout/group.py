@@ -1,0 +1,219 @@
+"""One group on this replica: its members are sampled and scored concurrently."""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from services.common.models.tokenizer import Tokenizer
+from services.common.spec.rollout import RolloutSpec
+from services.rollout import metrics
+from services.rollout.client import GroupAssignment
+from services.rollout.engines.base import Engine, GenerationResult
+from services.rollout.failures import GroupError, RewardError
+from services.rollout.partial import GroupProgress, MemberProgress
+from services.rollout.prompts import Prompt
+from services.rollout.rewards.base import Reward, RewardInput
+from services.rollout.samples import Sample
+from services.rollout.workflows.base import Episode, EpisodeLimits, Interrupted, Turn, Workflow
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """What a group is made with."""
+
+    engine: Engine
+    """Generates."""
+    tokenizer: Tokenizer
+    """The model's."""
+    workflow: Workflow
+    """Shapes episodes."""
+    reward: Reward
+    """Scores them."""
+
+
+class RunningGroup:
+    """Samples all members at once; the first that fails for good ends the others.
+
+    Attributes:
+        assignment: What is generated.
+        is_cut: Whether the group was interrupted before its end.
+    """
+
+    def __init__(self, assignment: GroupAssignment, tools: Tools, spec: RolloutSpec) -> None:
+        self.assignment = assignment
+        self.is_cut = False
+        self._tools = tools
+        self._spec = spec
+        self._earlier: GroupProgress = {}
+        self._episodes: dict[int, Episode] = {}
+        self._num_failed_scores: dict[int, int] = {}
+        self._members: dict[int, asyncio.Task[Sample | None]] = {}
+        self._is_interrupted = False
+
+    async def sample(self, prompt: Prompt, progress: GroupProgress) -> list[Sample]:
+        """Sample and score all members; an interrupted group is cut and its samples are of no use.
+
+        Args:
+            prompt: What is answered.
+            progress: What an earlier attempt left, by member.
+
+        Raises:
+            GroupError: If a member failed for good.
+        """
+        self._earlier = progress
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for member in range(len(self.assignment.seeds)):
+                    self._members[member] = tasks.create_task(self._sample_member(prompt, member))
+        except* GroupError as errors:
+            raise _first(errors) from None
+        self.is_cut = any(
+            task.cancelled() or task.result() is None for task in self._members.values()
+        )
+        if self.is_cut:
+            return []
+        samples = [task.result() for task in self._members.values()]
+        return [sample for sample in samples if sample is not None]
+
+    def interrupt(self) -> Collection[str]:
+        """Stop at the next chance; returns the requests that the engine has to abort for it.
+
+        What is being generated ends with the abort and keeps its tokens. Scoring and tool calls are given
+        up; they run again when the group is resumed.
+        """
+        self._is_interrupted = True
+        for member, episode in self._episodes.items():
+            episode.is_interrupted = True
+            if not episode.is_generating:
+                self._members[member].cancel()
+        return [episode.request_id for episode in self._episodes.values() if episode.is_generating]
+
+    def progress(self, running: Mapping[str, GenerationResult]) -> GroupProgress:
+        """What the members have so far.
+
+        Args:
+            running: What the engine has of the requests that are being decoded.
+        """
+        progress: dict[int, MemberProgress] = {}
+        for member, episode in self._episodes.items():
+            turns = episode.recorded(running.get(episode.request_id))
+            failed = self._num_failed_scores[member]
+            if turns:
+                progress[member] = MemberProgress(num_failed_scores=failed, turns=turns)
+        return {**self._earlier, **progress}
+
+    async def _sample_member(self, prompt: Prompt, member: int) -> Sample | None:
+        """Sample and score one member; after a failed score, as often as the specification says."""
+        earlier = self._earlier.get(member, _NOTHING)
+        num_tries = self._spec.max_attempts if self._spec.on_reward_failure == "regenerate" else 1
+        recorded: Sequence[Turn] = earlier.turns
+        for num_failed in range(earlier.num_failed_scores, num_tries):
+            self._num_failed_scores[member] = num_failed
+            episode = self._episodes[member] = self._episode(prompt, member, num_failed, recorded)
+            recorded = ()
+            if not await self._run_workflow(episode):
+                return None
+            self._check_segments(episode)
+            try:
+                reward = await self._score(episode)
+            except RewardError as error:
+                metrics.REWARD_FAILURES.labels(kind=error.kind).inc()
+                failure = error
+                continue
+            return self._sample(member, episode, reward=reward, failed=False)
+        if self._spec.on_reward_failure == "mask":
+            return self._sample(member, episode, reward=0.0, failed=True)
+        raise GroupError(f"reward_{failure.kind}", failure.message, retryable=True)
+
+    def _episode(
+        self, prompt: Prompt, member: int, num_failed: int, recorded: Sequence[Turn]
+    ) -> Episode:
+        assignment = self.assignment
+        seed = assignment.seeds[member]
+        return Episode(
+            prompt,
+            EpisodeLimits(
+                seed=seed if num_failed == 0 else _derived_seed(seed, num_failed),
+                temperature=assignment.temperatures[member],
+                max_response_tokens=self._spec.max_response_tokens,
+                stop_texts=self._spec.sampling.stop,
+            ),
+            engine=self._tools.engine,
+            tokenizer=self._tools.tokenizer,
+            request_id=f"{assignment.group_id}.{member}/{assignment.attempt}.{num_failed}",
+            recorded=recorded,
+        )
+
+    async def _run_workflow(self, episode: Episode) -> bool:
+        """Run an episode; returns whether it was finished and not interrupted."""
+        episode.is_interrupted = self._is_interrupted
+        try:
+            await self._tools.workflow.run(episode)
+        except Interrupted:
+            return False
+        except GroupError:
+            raise
+        except Exception as error:  # a workflow may be the user's code
+            logger.exception("workflow failed")
+            raise GroupError(
+                "workflow_error", f"{type(error).__name__}: {error}", retryable=True
+            ) from error
+        return not self._is_interrupted
+
+    def _check_segments(self, episode: Episode) -> None:
+        """Refuse a response that was stretched over too many weight versions."""
+        num_segments = len(episode.sampled_versions)
+        if num_segments > self._spec.max_segments:
+            raise GroupError(
+                "too_many_segments",
+                f"a response has tokens of {num_segments} weight versions, more than "
+                f"rollout.max_segments ({self._spec.max_segments}); raise it or publish less often",
+                retryable=True,
+            )
+
+    async def _score(self, episode: Episode) -> float:
+        prompt = episode.prompt
+        with metrics.REWARD_SECONDS.time():
+            return await self._tools.reward.score(
+                RewardInput(
+                    prompt=prompt.text,
+                    response=episode.response_text,
+                    answer=prompt.answer,
+                    row=prompt.row,
+                )
+            )
+
+    def _sample(self, member: int, episode: Episode, *, reward: float, failed: bool) -> Sample:
+        sample = Sample(
+            member=member,
+            turns=tuple(episode.turns),
+            reward=reward,
+            finish_reason="failed" if failed else episode.finish_reason,
+            is_greedy=self.assignment.temperatures[member] == 0,
+        )
+        metrics.SAMPLES.labels(finish_reason=sample.finish_reason).inc()
+        metrics.RESPONSE_TOKENS.observe(len(sample.response_ids))
+        metrics.SEGMENTS.observe(len(sample.sampled_versions))
+        return sample
+
+
+def _derived_seed(seed: int, num_failed: int) -> int:
+    """Another seed for another try, the same on every replica."""
+    digest = hashlib.sha256(f"{seed}/{num_failed}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _first(errors: BaseExceptionGroup[GroupError]) -> GroupError:
+    """One error of a group of members."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, GroupError)
+    return error
+
+
+_NOTHING = MemberProgress(num_failed_scores=0, turns=())
