@@ -228,7 +228,9 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 def _most_telling(found: list[BaseException]) -> list[BaseException]:
     """A service that ended explains the calls that it broke."""
-    exited: list[BaseException] = [error for error in found if isinstance(error, ServiceExitedError)]
+    exited: list[BaseException] = [
+        error for error in found if isinstance(error, ServiceExitedError)
+    ]
     return exited or found
 
 

@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 
 import grpc
 
+from services.common import grpc_metrics
 from services.common.errors import UnavailableError, from_rpc_error
+from services.common.grpc_metrics import MeasuredStreams
 from services.common.grpc_server import MAX_MESSAGE_BYTES
 
 RequestT = TypeVar("RequestT")
@@ -21,6 +23,7 @@ def open_channel(address: str) -> grpc.aio.Channel:
     """A channel to ``host:port`` that notices a dead peer within about 20 seconds."""
     return grpc.aio.insecure_channel(
         address,
+        interceptors=[MeasuredStreams()],
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -55,14 +58,17 @@ async def call(
     """
     deadline = time.monotonic() + timeout_s
     delay_s = _FIRST_DELAY_S
+    name = _name(method)
     while True:
         try:
             response: ResponseT = await method(
                 request, timeout=max(deadline - time.monotonic(), 0.001)
             )
+            grpc_metrics.sent(name, request)
+            grpc_metrics.received(name, response)
             return response
         except grpc.aio.AioRpcError as rpc_error:
-            error = from_rpc_error(rpc_error, _name(method))
+            error = from_rpc_error(rpc_error, name)
             rest_s = deadline - time.monotonic()
             if not (idempotent and isinstance(error, UnavailableError) and rest_s > delay_s):
                 raise error from rpc_error

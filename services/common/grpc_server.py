@@ -9,6 +9,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
+from services.common import grpc_metrics
 from services.common.errors import InternalError, InvalidArgumentError, ServiceError, to_status
 
 logger = logging.getLogger(__name__)
@@ -91,8 +92,11 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 def _guard_unary(behavior: Any, method: str) -> Any:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        grpc_metrics.received(method, request)
         try:
-            return await behavior(request, context)
+            response = await behavior(request, context)
+            grpc_metrics.sent(method, response)
+            return response
         except ServiceError as error:
             await _abort(context, error)
         except Exception as error:  # noqa: BLE001  the edge: an unforeseen fault must reach the caller
@@ -103,8 +107,10 @@ def _guard_unary(behavior: Any, method: str) -> Any:
 
 def _guard_stream(behavior: Any, method: str) -> Any:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        grpc_metrics.received(method, request)
         try:
             async for response in behavior(request, context):
+                grpc_metrics.sent(method, response)
                 yield response
         except ServiceError as error:
             await _abort(context, error)
