@@ -10,6 +10,7 @@ from services.common.models.tokenizer import Tokenizer
 from services.common.spec.model import ModelSpec
 from services.common.spec.rollout import RolloutSpec
 from services.rollout.engines.base import Engine
+from services.rollout.engines.fake import FakeEngine, LongTail
 from services.rollout.engines.torch import TorchEngine
 
 
@@ -54,6 +55,28 @@ def _torch_engine(
     )
 
 
+def _fake_engine(
+    spec: RolloutSpec,
+    model: ModelSpec,
+    tokenizer: Tokenizer,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Engine:
+    arguments = _known(spec.engine_arguments, {"token_seconds", "median_tokens", "sigma"})
+    token_seconds = arguments.get("token_seconds", 0.01)
+    lengths = LongTail(
+        median=arguments.get("median_tokens", 200.0), sigma=arguments.get("sigma", 1.0)
+    )
+    return FakeEngine(
+        max_running=spec.max_running_samples,
+        step_seconds=lambda _: token_seconds,
+        lengths=lengths,
+        stop_token=tokenizer.eos_id,
+        vocab_size=tokenizer.vocab_size,
+    )
+
+
 def _known(arguments: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     """Refuse engine arguments that the engine does not have."""
     unknown = sorted(set(arguments) - names)
@@ -77,4 +100,4 @@ def _check_supported(spec: RolloutSpec, engine: Engine) -> None:
         )
 
 
-_BUILDERS: dict[str, Callable[..., Engine]] = {"torch": _torch_engine}
+_BUILDERS: dict[str, Callable[..., Engine]] = {"torch": _torch_engine, "fake": _fake_engine}

@@ -1,0 +1,242 @@
+"""An engine without a model: deterministic tokens, lengths and times, for simulations and chaos tests.
+
+On a :class:`~services.rollout.engines.virtual_time.VirtualTimeLoop` its times are virtual.
+"""
+
+import asyncio
+import heapq
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING
+
+from services.rollout.engines.base import (
+    EngineCapabilities,
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    VersionRun,
+    append_version,
+    check_request,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from services.common.weightsync.plan import TensorSpec
+
+MAX_MODEL_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongTail:
+    """Log-normal response lengths: most are short, a few are very long."""
+
+    median: float = 200.0
+    """Tokens of the middle response."""
+    sigma: float = 1.0
+    """Spread of the logarithm; 1.0 makes one in a hundred ten times as long as the median."""
+
+    def length(self, seed: int) -> int:
+        """Tokens of the sample with this seed, on every replica."""
+        drawn = Random(seed).gauss(math.log(self.median), self.sigma)  # noqa: S311 -- a simulation
+        return max(1, round(math.exp(drawn)))
+
+
+@dataclass(slots=True)
+class _Row:
+    request: GenerationRequest
+    num_left: int
+    is_cut_by_limit: bool
+    num_tokens: int = 0
+    version_runs: list[VersionRun] = field(default_factory=list)
+    future: asyncio.Future[GenerationResult] = field(default_factory=asyncio.Future)
+
+
+class FakeEngine:
+    """Gives each running request one token per step.
+
+    Token ``i`` of a sample depends on its seed and ``i``; its logprob is ``-1 - version / 1000``, so that a
+    token whose version was noted wrongly shows.
+
+    Args:
+        max_running: Most requests decoded at once.
+        step_seconds: Time of one step, from the number of running requests.
+        lengths: Length of each sample.
+        vocab_size: Tokens are below it.
+        stop_token: Last token of a response that is not cut.
+    """
+
+    capabilities = EngineCapabilities(
+        name="fake", kv_policies=frozenset({"recompute", "keep"}), stop_texts=False
+    )
+
+    def __init__(
+        self,
+        *,
+        max_running: int,
+        step_seconds: Callable[[int], float] = lambda _: 0.01,
+        lengths: LongTail | None = None,
+        vocab_size: int = 256,
+        stop_token: int = 1,
+    ) -> None:
+        self._max_running = max_running
+        self._step_seconds = step_seconds
+        self._lengths = lengths or LongTail()
+        self._vocab_size = vocab_size
+        self._stop_token = stop_token
+        self._waiting: list[tuple[float, int, _Row]] = []
+        self._num_arrived = 0
+        self._running: dict[str, _Row] = {}
+        self._changed = asyncio.Event()
+        self._drained = asyncio.Condition()
+        self._may_step = self._may_admit = True
+        self._weight_version = -1
+        self._tokens_total = 0
+        self._idle_seconds = 0.0
+        self._since: float | None = None
+
+    async def run(self) -> None:
+        """Make tokens until cancelled."""
+        while True:
+            self._settle()
+            self._admit()
+            async with self._drained:
+                self._drained.notify_all()
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(self._seconds_to_next_end()):
+                    await self._changed.wait()
+            except TimeoutError:
+                """A response ends now."""
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """Decode one request."""
+        check_request(request, vocab_size=self._vocab_size, max_model_tokens=MAX_MODEL_TOKENS)
+        num_left = max(1, self._lengths.length(request.seed) - request.draw_offset)
+        row = _Row(request, min(num_left, request.max_tokens), num_left > request.max_tokens)
+        oldest = request.oldest_version
+        priority = math.inf if oldest is None else oldest
+        self._num_arrived += 1
+        heapq.heappush(self._waiting, (priority, self._num_arrived, row))
+        self._changed.set()
+        try:
+            return await row.future
+        finally:
+            if row.future.cancelled():
+                await self.abort({request.request_id})
+
+    async def abort(self, request_ids: Collection[str] | None = None) -> None:
+        """End requests; their results keep the tokens so far."""
+        self._settle()
+        for _, _, row in self._waiting:
+            if request_ids is None or row.request.request_id in request_ids:
+                self._end(row, "aborted")
+        self._waiting = [item for item in self._waiting if not item[2].future.done()]
+        heapq.heapify(self._waiting)
+        for name in [*self._running]:
+            if request_ids is None or name in request_ids:
+                self._end(self._running.pop(name), "aborted")
+        self._changed.set()
+
+    async def peek(self) -> dict[str, GenerationResult]:
+        """What the running requests have so far."""
+        self._settle()
+        return {name: self._result(row, "aborted") for name, row in self._running.items()}
+
+    async def pause(self, *, drain: bool = False) -> None:
+        """Stop making tokens."""
+        self._may_admit = False
+        if drain:
+            async with self._drained:
+                await self._drained.wait_for(lambda: not self._running)
+        self._settle()
+        self._may_step = False
+        self._changed.set()
+
+    async def resume(self) -> None:
+        """Go on."""
+        self._may_admit = self._may_step = True
+        self._changed.set()
+
+    def weight_specs(self) -> "list[TensorSpec]":
+        """No weights."""
+        return []
+
+    async def adopt_weights(self, version: int, tensors: "Mapping[str, Tensor]") -> float:
+        """Count further tokens to a version; takes no time."""
+        self._settle()
+        self._weight_version = version
+        return 0.0
+
+    def stats(self) -> EngineStats:
+        """Gauges."""
+        self._settle()
+        return EngineStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            tokens_total=self._tokens_total,
+            kv_used_fraction=len(self._running) / self._max_running,
+            idle_seconds=self._idle_seconds,
+            weight_version=self._weight_version,
+        )
+
+    def _settle(self) -> None:
+        """Count the steps that are over by now."""
+        now = asyncio.get_running_loop().time()
+        since = now if self._since is None else self._since
+        if not self._running or not self._may_step:
+            self._idle_seconds += now - since
+            self._since = now
+            return
+        step_s = self._step_seconds(len(self._running))
+        num_steps = int((now - since) / step_s + 1e-6)
+        self._step(min(num_steps, self._steps_to_next_end()))
+        self._since = since + num_steps * step_s
+
+    def _steps_to_next_end(self) -> int:
+        return min(row.num_left for row in self._running.values())
+
+    def _seconds_to_next_end(self) -> float | None:
+        if not self._running or not self._may_step:
+            return None
+        step_s = self._step_seconds(len(self._running))
+        passed_s = asyncio.get_running_loop().time() - (self._since or 0.0)
+        return max(self._steps_to_next_end() * step_s - passed_s, 0.0)
+
+    def _admit(self) -> None:
+        while self._may_admit and self._waiting and len(self._running) < self._max_running:
+            _, _, row = heapq.heappop(self._waiting)
+            self._running[row.request.request_id] = row
+
+    def _step(self, num_steps: int) -> None:
+        self._tokens_total += num_steps * len(self._running)
+        for name, row in [*self._running.items()]:
+            row.num_tokens += num_steps
+            row.num_left -= num_steps
+            append_version(row.version_runs, self._weight_version, num_steps)
+            if row.num_left == 0:
+                self._end(self._running.pop(name), "length" if row.is_cut_by_limit else "stop")
+
+    def _end(self, row: _Row, reason: FinishReason) -> None:
+        if not row.future.done():
+            row.future.set_result(self._result(row, reason))
+
+    def _result(self, row: _Row, reason: FinishReason) -> GenerationResult:
+        seed, first = row.request.seed, row.request.draw_offset
+        places = range(first, first + row.num_tokens)
+        tokens = [self._stop_token + 1 + (seed * 31 + place) for place in places]
+        tokens = [token % self._vocab_size for token in tokens]
+        if reason == "stop":
+            tokens[-1] = self._stop_token
+        logprobs = [
+            -1 - version / 1000 for version, count in row.version_runs for _ in range(count)
+        ]
+        return GenerationResult(
+            token_ids=tuple(tokens),
+            logprobs=tuple(logprobs),
+            version_runs=tuple(row.version_runs),
+            finish_reason=reason,
+        )

@@ -1,0 +1,95 @@
+"""Engines under contract: each opens with a tiny model, or is skipped where it cannot run."""
+
+import importlib.util
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from services.rollout.engines.base import Engine, GenerationRequest
+from services.rollout.engines.fake import FakeEngine, LongTail
+from services.rollout.engines.torch import TorchEngine
+from tests.unit.rollout.builders import running
+
+VOCAB_SIZE = 256
+MAX_MODEL_TOKENS = 512
+
+OpenEngine = Callable[..., AbstractAsyncContextManager[Engine]]
+
+
+def model_config(*, tied: bool = True) -> Qwen2Config:
+    """Shape that every engine can run: heads of 32 dimensions, grouped."""
+    return Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+        max_position_embeddings=MAX_MODEL_TOKENS,
+        initializer_range=0.2,
+        architectures=["Qwen2ForCausalLM"],
+    )
+
+
+def make_model(version: int, *, tied: bool = True) -> PreTrainedModel:
+    """The model that stands for a weight version; versions differ much."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1000 + version)
+        return Qwen2ForCausalLM(model_config(tied=tied)).eval()
+
+
+def weights(version: int, *, tied: bool = True) -> dict[str, Tensor]:
+    """Checkpoint tensors of a version, tied ones once."""
+    model = make_model(version, tied=tied)
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def request(request_id: str, context: tuple[int, ...], **changes: Any) -> GenerationRequest:
+    """A request with defaults."""
+    values = {"max_tokens": 8, "seed": 1} | changes
+    return GenerationRequest(request_id=request_id, context_ids=context, **values)
+
+
+def expected_logprobs(
+    version: int, context: tuple[int, ...], tokens: tuple[int, ...], *, tied: bool = True
+) -> Tensor:
+    """Log-probabilities of tokens after a context, by a plain forward pass."""
+    ids = torch.tensor([context + tokens])
+    with torch.no_grad():
+        logits = make_model(version, tied=tied)(ids).logits[0, len(context) - 1 : -1].float()
+    logprobs = torch.log_softmax(logits, dim=-1)
+    return logprobs.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+
+
+@asynccontextmanager
+async def open_torch(*, tied: bool = True, kv_policy: str = "recompute") -> AsyncIterator[Engine]:
+    """The embedded engine."""
+    engine = TorchEngine(make_model(-1, tied=tied), max_running=8, kv_policy=kv_policy)
+    async with running(engine):
+        yield engine
+
+
+@asynccontextmanager
+async def open_fake(**_: object) -> AsyncIterator[Engine]:
+    """The engine without a model."""
+    engine = FakeEngine(
+        max_running=8, step_seconds=lambda _: 1e-4, lengths=LongTail(median=10_000, sigma=0.1)
+    )
+    async with running(engine):
+        yield engine
+
+
+def _param(name: str, open_engine: OpenEngine, *, needs: str | None = None) -> Any:
+    missing = needs is not None and importlib.util.find_spec(needs) is None
+    mark = pytest.mark.skipif(missing, reason=f"{needs} is not installed here")
+    return pytest.param(open_engine, id=name, marks=mark)
+
+
+REAL_ENGINES = [_param("torch", open_torch)]
+ALL_ENGINES = [*REAL_ENGINES, _param("fake", open_fake)]
