@@ -42,11 +42,7 @@ def _examples(rng: random.Random, count: int) -> Iterator[tuple[str, str]]:
 def _inputs() -> list[str]:
     """All inputs on which the three behaviours differ, in a fixed random order."""
     inputs = [f"{number:04d}" for number in range(10_000)]
-    inputs = [
-        digits
-        for digits in inputs
-        if len({digits, digits[::-1], _sorted(digits)}) == 3
-    ]
+    inputs = [digits for digits in inputs if len({digits, digits[::-1], _sorted(digits)}) == 3]
     random.Random(_SEED).shuffle(inputs)
     return inputs
 
