@@ -1,6 +1,11 @@
-"""A trainer worker: register, load, train and send weights until the controller orders the end."""
+"""A trainer process: rank 0 serves the controller, the others follow it.
+
+rank 0    register -> load -> serve steps and weights until the controller orders the end
+others    hear the run from rank 0 -> load -> follow until rank 0 ends
+"""
 
 import asyncio
+import json
 import logging
 import signal
 from collections.abc import Sequence
@@ -8,6 +13,7 @@ from contextlib import AsyncExitStack
 
 import grpc
 import torch
+from torch import distributed
 from transformers.utils import logging as transformers_logging
 
 from services.common.batch import KVBatchMeta
@@ -15,12 +21,17 @@ from services.common.grpc_server import serve
 from services.common.jagged import Jagged
 from services.common.logging import configure
 from services.common.metrics import serve_metrics
+from services.common.spec.loader import canonical_json, parse_spec
 from services.common.weightsync.member import WeightMember
 from services.common.weightsync.server import WeightSyncServicer
 from services.controller.client import WorkerSession
 from services.trainer import metrics
 from services.trainer.build import build_rank, device_of
+from services.trainer.crew import Crew, Kind, Order
+from services.trainer.follower import follow
 from services.trainer.leader import Leader
+from services.trainer.parallel import join_processes
+from services.trainer.rank import Fetch
 from services.trainer.server import TrainerServicer
 from services.trainer.settings import TrainerSettings
 from services.trainer.step import StepResult
@@ -33,10 +44,9 @@ _FETCH_TIMEOUT_S = 300.0
 _PROGRESS_EVERY = 20
 
 
-async def run(settings: TrainerSettings) -> None:
-    """Serve one run."""
-    leader = Leader()
-    loop = asyncio.get_running_loop()
+async def lead(settings: TrainerSettings) -> None:
+    """Serve one run as rank 0."""
+    leader, crew = Leader(), Crew(settings.world_size)
     async with AsyncExitStack() as stack:
 
         def on_step(step: int, result: StepResult) -> None:
@@ -62,24 +72,69 @@ async def run(settings: TrainerSettings) -> None:
         session = await stack.enter_async_context(
             WorkerSession(settings, role="trainer", port=port)
         )
-        session.report(state="loading", activity="loading the model")
-        data = await stack.enter_async_context(DataClient.connect(session.transferqueue_address))
-
-        def fetch(meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, Jagged]:
-            future = asyncio.run_coroutine_threadsafe(data.get(meta, fields), loop)
-            return future.result(_FETCH_TIMEOUT_S)
-
-        def progress(step: int, steps: int) -> None:
-            if step % _PROGRESS_EVERY == 0:
-                activity = f"warm start: step {step} of {steps}"
-                loop.call_soon_threadsafe(lambda: session.report(activity=activity))
-
-        built = await asyncio.to_thread(
-            build_rank, session.spec, settings, fetch=fetch, progress=progress
-        )
-        leader.attach(built.rank, built.weights)
-        session.report(state="ready", activity="", weight_version=0)
+        await _load(stack, session, leader, crew, settings)
+        stack.push_async_callback(asyncio.to_thread, leader.stop)
         await _until_stopped(session)
+
+
+async def _load(
+    stack: AsyncExitStack,
+    session: WorkerSession,
+    leader: Leader,
+    crew: Crew,
+    settings: TrainerSettings,
+) -> None:
+    """Bring all ranks up, and attach rank 0 to the service."""
+    loop = asyncio.get_running_loop()
+
+    def progress(step: int, steps: int) -> None:
+        if step % _PROGRESS_EVERY == 0:
+            activity = f"warm start: step {step} of {steps}"
+            loop.call_soon_threadsafe(lambda: session.report(activity=activity))
+
+    session.report(state="loading", activity="loading the model")
+    data = await stack.enter_async_context(DataClient.connect(session.transferqueue_address))
+    start = {
+        "spec": canonical_json(session.spec),
+        "transferqueue_address": session.transferqueue_address,
+    }
+    await asyncio.to_thread(crew.tell, Order(Kind.START, payload=json.dumps(start).encode()))
+    built = await asyncio.to_thread(
+        build_rank,
+        session.spec,
+        settings,
+        fetch=_blocking_fetch(data, loop),
+        progress=progress,
+    )
+    leader.attach(built.rank, built.weights, crew)
+    session.report(state="ready", activity="", weight_version=0)
+
+
+async def run_follower(settings: TrainerSettings) -> None:
+    """Follow rank 0."""
+    crew = Crew(settings.world_size)
+    loop = asyncio.get_running_loop()
+    order = await asyncio.to_thread(crew.hear)
+    start = json.loads(order.payload)
+    async with DataClient.connect(start["transferqueue_address"]) as data:
+        built = await asyncio.to_thread(
+            build_rank,
+            parse_spec(start["spec"]),
+            settings,
+            fetch=_blocking_fetch(data, loop),
+            progress=lambda step, steps: None,
+        )
+        await asyncio.to_thread(follow, crew, built.rank, built.weights)
+
+
+def _blocking_fetch(data: DataClient, loop: asyncio.AbstractEventLoop) -> Fetch:
+    """Fetches for training threads, on the event loop."""
+
+    def fetch(meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, Jagged]:
+        future = asyncio.run_coroutine_threadsafe(data.get(meta, fields), loop)
+        return future.result(_FETCH_TIMEOUT_S)
+
+    return fetch
 
 
 async def _until_stopped(session: WorkerSession) -> None:
@@ -96,18 +151,27 @@ async def _until_stopped(session: WorkerSession) -> None:
 
 
 def main() -> None:
-    """Entry point of ``python -m services.trainer``."""
+    """Entry point of ``python -m services.trainer``, and of ``torchrun -m services.trainer``."""
     settings = TrainerSettings()
     configure(
         level=settings.log_level,
         log_format=settings.log_format,
         service="trainer",
-        worker=settings.worker_id,
+        worker=f"{settings.worker_id}/{settings.rank}",
     )
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    torch.manual_seed(settings.rank)
-    with serve_metrics(settings.metrics_port):
-        asyncio.run(run(settings))
+    device = device_of(settings)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if settings.world_size > 1:
+        join_processes(device=device, rank=settings.rank, world_size=settings.world_size)
+    if settings.rank > 0:
+        asyncio.run(run_follower(settings))
+    else:
+        with serve_metrics(settings.metrics_port):
+            asyncio.run(lead(settings))
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

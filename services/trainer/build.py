@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import distributed
 
-from services.common.models.tokenizer import load_tokenizer
+from services.common.models.tokenizer import Tokenizer, load_tokenizer
 from services.common.spec.run import RunSpec
-from services.trainer.collectives import Ranks
 from services.trainer.model import Policy, freeze
+from services.trainer.parallel import Topology, build_topology, distribute
 from services.trainer.rank import Fetch, Rank
 from services.trainer.settings import TrainerSettings
 from services.trainer.step import StepRunner
@@ -26,37 +27,66 @@ class Built:
 
 
 def build_rank(
-    spec: RunSpec, settings: TrainerSettings, *, fetch: Fetch, progress: Progress
+    spec: RunSpec,
+    settings: TrainerSettings,
+    *,
+    fetch: Fetch,
+    progress: Progress,
 ) -> Built:
-    """Load the model and everything around it. Blocks; runs in a thread.
+    """Load the model and everything around it. Blocks; runs in a thread. All ranks call it.
 
     Raises:
         ValueError: If the model does not load or cannot be trained.
     """
-    device = device_of(settings)
     tokenizer = load_tokenizer(spec.model)
+    topology = build_topology(
+        spec.trainer,
+        device=device_of(settings),
+        rank=settings.rank,
+        world_size=settings.world_size,
+    )
 
     def load() -> Policy:
-        model = load_base_model(
-            spec.model,
-            tokenizer,
-            seed=spec.seed,
-            device=device,
-            cache=settings.model_cache.expanduser(),
-            progress=progress,
-        )
-        return Policy(model, temperature=spec.rollout.sampling.temperature)
+        return _load_policy(spec, settings, topology, tokenizer, progress)
 
     policy = load()
+    cost = sequence_cost(policy)
+    distribute(policy, spec.trainer, topology)
     reference = None
     if spec.algorithm.kl.coefficient > 0:
         reference = load()
         freeze(reference)
-    ranks = Ranks()
-    runner = StepRunner(policy, reference=reference, spec=spec, ranks=ranks, device=device)
-    rank = Rank(runner, fetch=fetch, spec=spec, ranks=ranks, cost=sequence_cost(policy))
-    weights = WeightExport(policy.model, dtype=getattr(torch, spec.trainer.dtype))
-    return Built(rank=rank, weights=weights)
+        distribute(reference, spec.trainer, topology)
+    runner = StepRunner(
+        policy, reference=reference, spec=spec, ranks=topology.data, device=topology.device
+    )
+    return Built(
+        rank=Rank(runner, fetch=fetch, spec=spec, ranks=topology.data, cost=cost),
+        weights=WeightExport(policy.model, dtype=getattr(torch, spec.trainer.dtype)),
+    )
+
+
+def _load_policy(
+    spec: RunSpec,
+    settings: TrainerSettings,
+    topology: Topology,
+    tokenizer: Tokenizer,
+    progress: Progress,
+) -> Policy:
+    # Rank 0 goes first, so that a warm start is made once and the others find it in the cache.
+    if topology.rank > 0:
+        distributed.barrier()
+    model = load_base_model(
+        spec.model,
+        tokenizer,
+        seed=spec.seed,
+        device=torch.device("cpu") if topology.mesh is not None else topology.device,
+        cache=settings.model_cache.expanduser(),
+        progress=progress,
+    )
+    if topology.rank == 0 and topology.world_size > 1:
+        distributed.barrier()
+    return Policy(model, temperature=spec.rollout.sampling.temperature)
 
 
 def device_of(settings: TrainerSettings) -> torch.device:

@@ -9,6 +9,7 @@ from torch import Tensor
 from services.common.batch import KVBatchMeta
 from services.common.errors import FailedPreconditionError, UnavailableError
 from services.common.weightsync.plan import TensorSpec
+from services.trainer.crew import Crew, Kind, Order
 from services.trainer.rank import Rank
 from services.trainer.step import StepResult
 from services.trainer.weights import WeightExport
@@ -20,13 +21,15 @@ class Leader:
     def __init__(self) -> None:
         self._rank: Rank | None = None
         self._weights: WeightExport | None = None
+        self._crew = Crew(1)
         self._newest: tuple[int, StepResult | None] = (0, None)
         # Training changes the weights that a transfer copies; both run in threads.
         self._turn = threading.Lock()
         self._steps = asyncio.Lock()
 
-    def attach(self, rank: Rank, weights: WeightExport) -> None:
-        """Start to answer."""
+    def attach(self, rank: Rank, weights: WeightExport, crew: Crew) -> None:
+        """Start to answer, with the other ranks following."""
+        self._crew = crew
         self._rank = rank
         self._weights = weights
 
@@ -55,6 +58,7 @@ class Leader:
     def _train(self, step: int, meta: KVBatchMeta) -> StepResult:
         rank, _ = self._attached()
         with self._turn:
+            self._crew.tell(Order(Kind.TRAIN, step, meta.to_bytes()))
             return rank.train(step, meta)
 
     def weight_specs(self) -> list[TensorSpec]:
@@ -66,7 +70,13 @@ class Leader:
         """The current weights; training waits until they are read."""
         _, weights = self._attached()
         with self._turn:
+            self._crew.tell(Order(Kind.GATHER))
             yield from weights.weight_tensors()
+
+    def stop(self) -> None:
+        """End the other ranks."""
+        with self._turn:
+            self._crew.tell(Order(Kind.STOP))
 
     def _attached(self) -> tuple[Rank, WeightExport]:
         if self._rank is None or self._weights is None:

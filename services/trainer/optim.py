@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from services.common.spec.trainer import OptimizerSpec
 
@@ -66,7 +66,7 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
             groups = tuple(
                 gradient.device_mesh.get_group(dimension)
                 for dimension, placement in enumerate(gradient.placements)
-                if isinstance(placement, Shard)
+                if not isinstance(placement, Replicate)
             )
             local.setdefault(groups, []).append(gradient.to_local())
         else:

@@ -24,6 +24,7 @@ from services.trainer.loss import kl_penalty
 from services.trainer.model import Policy, trainable
 from services.trainer.objective import Objective, resolve_correction
 from services.trainer.packing import PackedTokens, pack
+from services.trainer.parallel import free_gathered
 from services.trainer.plan import StepPlan
 from services.trainer.samples import Cohort, Samples, idle_samples
 
@@ -156,6 +157,7 @@ class StepRunner:
             logprobs, _ = policy(self._packed(part))
             if micro:
                 result[torch.cat([places[position] for position in micro])] = logprobs.cpu()
+        free_gathered(policy)
         return result
 
     def _with_advantages(self, samples: Samples, cohort: Cohort, tally: Tally) -> Samples:

@@ -43,12 +43,15 @@ def spec_of(
     )
 
 
-def policy_of(spec: RunSpec, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Policy:
+def policy_of(spec: RunSpec, *, seed: int = 0, scale: float = 3.0) -> Policy:
+    """A random policy; a larger ``scale`` moves it further from uniform."""
     tokenizer = load_tokenizer(spec.model)
-    model = build_model(load_config(spec.model, tokenizer), dtype=dtype, device=CPU, seed=seed)
+    model = build_model(
+        load_config(spec.model, tokenizer), dtype=torch.float32, device=CPU, seed=seed
+    )
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(3.0)  # far from uniform, so that the policies of two seeds differ
+            parameter.mul_(scale)
     return Policy(model, temperature=1.0)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from services.common.errors import FailedPreconditionError, UnavailableError
+from services.trainer.crew import Crew
 from services.trainer.leader import Leader
 from services.trainer.weights import WeightExport
 from tests.unit.trainer.batches import policy_of, random_queue, rank_of, spec_of
@@ -18,7 +19,9 @@ async def test_steps_are_trained_once_and_in_order() -> None:
     leader = Leader()
     with pytest.raises(UnavailableError, match="still loads"):
         await leader.train_step(1, queue.meta)
-    leader.attach(rank_of(spec, policy, queue), WeightExport(policy.model, dtype=torch.float32))
+    leader.attach(
+        rank_of(spec, policy, queue), WeightExport(policy.model, dtype=torch.float32), Crew(1)
+    )
     with pytest.raises(FailedPreconditionError, match="train step 1 next"):
         await leader.train_step(2, queue.meta)
     first, repeated = await asyncio.gather(

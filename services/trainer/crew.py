@@ -1,0 +1,72 @@
+"""Rank 0 tells the other ranks what all of them do next.
+
+Every order is broadcast as a small header and its bytes, so that no rank enters a collective alone.
+"""
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import distributed
+
+_HEADER = struct.Struct("<qqq")
+
+
+class Kind(IntEnum):
+    """What is ordered."""
+
+    START = 1
+    """Load the run whose specification follows."""
+    TRAIN = 2
+    """Train the step whose batch follows."""
+    GATHER = 3
+    """Gather the weights for rank 0."""
+    SAVE = 4
+    """Save a checkpoint of a step."""
+    STOP = 5
+    """End."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One order to all ranks."""
+
+    kind: Kind
+    """What to do."""
+    step: int = 0
+    """Step that it is about."""
+    payload: bytes = b""
+    """A serialized ``KVBatchMeta`` (TRAIN), or JSON (START)."""
+
+
+class Crew:
+    """All trainer processes of a run; one process has nobody to tell.
+
+    Args:
+        size: Processes.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def tell(self, order: Order) -> None:
+        """Send an order from rank 0 to the others."""
+        if self._size == 1:
+            return
+        header = _HEADER.pack(order.kind, order.step, len(order.payload))
+        _broadcast(bytearray(header))
+        if order.payload:
+            _broadcast(bytearray(order.payload))
+
+    def hear(self) -> Order:
+        """Wait for rank 0's next order."""
+        header = _broadcast(bytearray(_HEADER.size))
+        kind, step, size = _HEADER.unpack(header)
+        payload = bytes(_broadcast(bytearray(size))) if size else b""
+        return Order(Kind(kind), step, payload)
+
+
+def _broadcast(data: bytearray) -> bytearray:
+    distributed.broadcast(torch.frombuffer(data, dtype=torch.uint8), src=0)
+    return data

@@ -1,0 +1,25 @@
+"""Every rank but 0: does what rank 0 orders, step by step."""
+
+import logging
+
+from services.common.batch import KVBatchMeta
+from services.common.errors import ServiceError
+from services.trainer.crew import Crew, Kind
+from services.trainer.rank import Rank
+from services.trainer.weights import WeightExport
+
+logger = logging.getLogger(__name__)
+
+
+def follow(crew: Crew, rank: Rank, weights: WeightExport) -> None:
+    """Take part in whatever rank 0 starts, until it ends. Blocks; runs in a thread."""
+    while (order := crew.hear()).kind is not Kind.STOP:
+        try:
+            if order.kind is Kind.TRAIN:
+                rank.train(order.step, KVBatchMeta.from_bytes(order.payload))
+            elif order.kind is Kind.GATHER:
+                for _ in weights.weight_tensors():
+                    pass
+        except (ServiceError, ValueError) as error:
+            # Rank 0 met the same and reports it; the next order may be a good one.
+            logger.warning("order failed", extra={"order": order.kind.name, "error": str(error)})

@@ -1,0 +1,175 @@
+"""How the model is spread over processes: meshes, FSDP2, tensor parallelism, recomputation.
+
+mesh   dp x tp; data-parallel ranks train their own samples, tensor-parallel ones share layers
+order  tensor parallelism -> compile -> recomputation -> FSDP2, from the inside out
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+from services.common.spec.trainer import TrainerSpec
+from services.trainer.collectives import Ranks
+
+_LONGEST_PAUSE = timedelta(hours=24)
+"""Longest time between two orders of rank 0, after which the other ranks give up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """This process among the trainer processes of the run."""
+
+    device: torch.device
+    """Of the model."""
+    data: Ranks
+    """Data-parallel ranks."""
+    rank: int = 0
+    """This process among all."""
+    world_size: int = 1
+    """All processes."""
+    mesh: DeviceMesh | None = None
+    """``dp`` x ``tp``; None for a single process that needs no sharding."""
+
+
+def join_processes(*, device: torch.device, rank: int, world_size: int) -> None:
+    """Form torch's default group: Gloo for CPU tensors and, on GPUs, NCCL for theirs.
+
+    Several processes find each other as ``torchrun`` says.
+    """
+    distributed.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=distributed.HashStore() if world_size == 1 else None,  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=world_size,
+        timeout=_LONGEST_PAUSE,
+    )
+
+
+def build_topology(
+    spec: TrainerSpec, *, device: torch.device, rank: int, world_size: int
+) -> Topology:
+    """Lay the processes out as data-parallel and tensor-parallel ranks.
+
+    One process in float32 needs no mesh. Sharding over one rank still gives mixed precision and
+    offloading, so there is one way to have them.
+
+    Raises:
+        ValueError: If the number of processes is not the one of the specification.
+    """
+    if world_size != spec.world_size:
+        raise ValueError(
+            f"trainer.world_size is {spec.world_size}, but {world_size} trainer processes were "
+            "started; start as many, for example with torchrun --nproc-per-node"
+        )
+    if world_size == 1:
+        if spec.dtype == "float32" and not spec.cpu_offload:
+            return Topology(device=device, data=Ranks())
+        join_processes(device=device, rank=0, world_size=1)
+    shape = (world_size // spec.tensor_parallel, spec.tensor_parallel)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
+    data = Ranks(rank=mesh.get_local_rank("dp"), size=shape[0], group=mesh.get_group("dp"))
+    return Topology(device=device, data=data, rank=rank, world_size=world_size, mesh=mesh)
+
+
+def distribute(module: nn.Module, spec: TrainerSpec, topology: Topology) -> None:
+    """Spread a policy or critic in place; its parameters become sharded where there is a mesh.
+
+    Args:
+        module: Holds a Hugging Face model as ``model``. On the CPU or its device.
+        spec: Precision and parallelism.
+        topology: The processes.
+
+    Raises:
+        ValueError: If the heads cannot be divided by the tensor parallelism.
+    """
+    layers: Any = module.get_submodule("model").get_decoder().layers  # type: ignore[operator]
+    mesh = topology.mesh
+    if mesh is not None and spec.tensor_parallel > 1:
+        _check_heads(module, spec.tensor_parallel)
+        for layer in layers:
+            plan = {name: style for name, style in _TENSOR_PLAN.items() if _has(layer, name)}
+            parallelize_module(layer, mesh["tp"], plan)
+    for layer in layers:
+        if spec.compile:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+        if spec.activation_checkpointing:
+            layer.forward = _recomputed(layer.forward)
+    if mesh is None:
+        module.to(topology.device)
+        return
+    options: dict[str, Any] = {
+        "mesh": mesh["dp"],
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=getattr(torch, spec.dtype), reduce_dtype=torch.float32
+        ),
+        "offload_policy": CPUOffloadPolicy() if spec.cpu_offload else OffloadPolicy(),
+    }
+    for layer in layers:
+        fully_shard(layer, **options)
+    fully_shard(module, **options)
+
+
+def free_gathered(module: nn.Module) -> None:
+    """Drop gathered parameters after a forward pass without a backward pass.
+
+    FSDP keeps those of the root for a backward pass; kept over an update they would be stale.
+    """
+    if isinstance(module, FSDPModule):
+        module.reshard()
+
+
+_TENSOR_PLAN: dict[str, Any] = {
+    "self_attn.q_proj": ColwiseParallel(),
+    "self_attn.k_proj": ColwiseParallel(),
+    "self_attn.v_proj": ColwiseParallel(),
+    # Qwen3 only; the "sequence" dimension of [1, T, heads, D] that is divided is the one of heads.
+    "self_attn.q_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
+    "self_attn.k_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
+    "self_attn.o_proj": RowwiseParallel(),
+    "mlp.gate_proj": ColwiseParallel(),
+    "mlp.up_proj": ColwiseParallel(),
+    "mlp.down_proj": RowwiseParallel(),
+}
+"""Attention by heads, the feed-forward part by columns; norms and embeddings are repeated."""
+
+
+def _has(layer: nn.Module, name: str) -> bool:
+    return any(known == name for known, _ in layer.named_modules())
+
+
+def _check_heads(module: nn.Module, parts: int) -> None:
+    config: Any = module.get_submodule("model").config
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size)
+    if any(count % parts for count in heads):
+        raise ValueError(
+            f"trainer.tensor_parallel is {parts}, but the model has {heads[0]} heads, {heads[1]} "
+            f"key-value heads and an intermediate size of {heads[2]}, which must be multiples of it"
+        )
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` whose activations are computed again in the backward pass.
+
+    The method is replaced and the layer not wrapped, so that parameters keep their names.
+    """
+    return partial(checkpoint, forward, use_reentrant=False)

@@ -1,0 +1,124 @@
+"""Loss, gradients and weights do not depend on ranks, tensor parallelism or micro-batches."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, multiprocessing, nn
+from torch.distributed.tensor import DTensor
+
+from services.common.spec.run import RunSpec
+from services.trainer.parallel import build_topology, distribute
+from services.trainer.weights import WeightExport
+from tests.unit.trainer.batches import CPU, policy_of, random_queue, rank_of, spec_of
+
+Outcome = dict[str, Any]
+
+
+class Recorder:
+    """Takes the optimizer's place and keeps the gradients."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.param_groups: list[dict[str, Any]] = [{}]
+        self.gradients: dict[str, torch.Tensor] = {}
+
+    def step(self) -> None:
+        for name, parameter in self._module.named_parameters():
+            assert parameter.grad is not None, name
+            grad = parameter.grad
+            self.gradients[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        self._module.zero_grad(set_to_none=set_to_none)
+
+
+def train_once(spec: RunSpec, *, rank: int = 0, world_size: int = 1) -> Outcome:
+    """Train one batch with a sequence that is masked out; returns loss, gradients and weights."""
+    torch.set_num_threads(1)
+    policy = policy_of(spec, scale=1.5)
+    queue = random_queue(policy_of(spec, seed=1, scale=1.5), num_groups=4)
+    lengths = queue.fields["response_mask"].lengths
+    queue.fields["response_mask"].values[: int(lengths[0])] = False
+    topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=world_size)
+    distribute(policy, spec.trainer, topology)
+    trained = rank_of(spec, policy, queue, ranks=topology.data)
+    recorder: Any = Recorder(policy)
+    trained.runner.optimizer = recorder
+    result = trained.train(1, queue.meta)
+    weights = dict(WeightExport(policy.model, dtype=torch.float32).weight_tensors())
+    return {"metrics": result.metrics, "gradients": recorder.gradients, "weights": weights}
+
+
+def _child(rank: int, world_size: int, folder: str, spec_json: str) -> None:
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+    )
+    outcome = train_once(RunSpec.model_validate_json(spec_json), rank=rank, world_size=world_size)
+    if rank == 0:
+        torch.save(outcome, f"{folder}/outcome.pt")
+    distributed.destroy_process_group()
+
+
+def on_ranks(spec: RunSpec, folder: Path) -> Outcome:
+    world_size = spec.trainer.world_size
+    arguments = (world_size, str(folder), spec.model_dump_json())
+    multiprocessing.start_processes(_child, args=arguments, nprocs=world_size)  # type: ignore[no-untyped-call]
+    return dict(torch.load(folder / "outcome.pt", weights_only=True))
+
+
+def assert_same(actual: Outcome, expected: Outcome) -> None:
+    for name in ("loss", "grad_norm", "reward_mean", "entropy", "clip_fraction", "kl_rollout"):
+        assert actual["metrics"][name] == pytest.approx(
+            expected["metrics"][name], rel=2e-6, abs=1e-7
+        )
+    gradients = expected["gradients"]
+    wanted = torch.cat([gradient.flatten() for gradient in gradients.values()])
+    found = torch.cat([actual["gradients"][name].flatten() for name in gradients])
+    assert (found - wanted).norm() <= 1e-6 * wanted.norm()
+    for name, weight in expected["weights"].items():
+        assert torch.equal(actual["weights"][name], weight), name
+
+
+def _spec(*, model: str = "tiny:qwen2-0.4m", algorithm: Any = None, **trainer: Any) -> RunSpec:
+    optimizer = {"max_grad_norm": 1e9}
+    return spec_of(
+        model={"path": model},
+        algorithm=algorithm or {},
+        trainer={"optimizer": optimizer, **trainer},
+    )
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {},
+        {"aggregation": "seq-mean-token-mean"},
+        {"advantage": "reinforce_pp"},
+        {"loss": "gspo"},
+        {"rejection": [{"level": "seq_mean", "statistic": "k3", "upper": 0.5}]},
+    ],
+    ids=str,
+)
+def test_any_split_into_micro_batches_gives_the_same_gradient(algorithm: Any) -> None:
+    whole = train_once(_spec(algorithm=algorithm))
+    for tokens in (1, 30, 100):
+        assert_same(train_once(_spec(algorithm=algorithm, tokens_per_micro_batch=tokens)), whole)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("tiny:qwen2-0.4m", {"world_size": 2, "tokens_per_micro_batch": 60}),
+        ("tiny:llama-0.4m", {"world_size": 4, "activation_checkpointing": True}),
+        ("tiny:qwen3-0.4m", {"world_size": 4, "tensor_parallel": 2}),
+    ],
+    ids=str,
+)
+def test_any_number_of_ranks_gives_the_same_gradient(
+    model: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    expected = train_once(_spec(model=model))
+    assert_same(on_ranks(_spec(model=model, **options), tmp_path), expected)
