@@ -6,24 +6,29 @@ import logging
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 
 import grpc
+import zmq
 
 from services.common.clock import SystemClock
+from services.common.grpc_client import open_channel
 from services.common.grpc_server import serve
 from services.common.ids import new_id
 from services.common.logging import configure
 from services.common.metrics import serve_metrics
 from services.transferqueue.arena import Arena
 from services.transferqueue.arena_socket import serve_arena
-from services.transferqueue.dataplane import DataPlane
-from services.transferqueue.facts import Shard, ShardStats
+from services.transferqueue.dataplane import Admission, DataPlane
+from services.transferqueue.facts import Shard
 from services.transferqueue.index import Index
-from services.transferqueue.puts import Puts
+from services.transferqueue.membership import RemoteIndex
+from services.transferqueue.puts import Metadata, Puts
+from services.transferqueue.registry_client import ShardRegistryClient
+from services.transferqueue.registry_server import ShardRegistryServicer
 from services.transferqueue.server import TransferQueueServicer
 from services.transferqueue.settings import TransferQueueSettings
 from services.transferqueue.shards import Shards
+from services.transferqueue.snapshot import Snapshots
 from services.transferqueue.storage import Storage
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
 
@@ -32,21 +37,71 @@ logger = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def transferqueue(settings: TransferQueueSettings) -> AsyncIterator[str]:
-    """Serve a transferqueue until the block ends.
+    """Serve an index with one shard, or one more shard of another process's index.
 
     Yields:
-        ``host:port`` of its metadata service.
+        ``host:port`` of the metadata service.
     """
-    clock = SystemClock()
-    shards = Shards()
-    index = Index(shards.free, clock)
+    if settings.index_address:
+        async with _shard_of(settings):
+            yield settings.index_address
+        return
+    index = Index(lambda blobs: shards.free(blobs), SystemClock())
+    shards = Shards(index)
+    snapshots = Snapshots(settings.snapshot_folder, index, shards)
+    async with _storage_shard(settings, index, shards) as (shard, storage, puts):
+        shards.add_local(
+            shard,
+            capacity_bytes=storage.capacity_bytes,
+            stored_bytes=lambda: storage.used_bytes,
+            free=puts.free,
+        )
+
+        def register(server: grpc.aio.Server) -> None:
+            pb_grpc.add_TransferQueueServiceServicer_to_server(
+                TransferQueueServicer(index, shards, snapshots), server
+            )
+            pb_grpc.add_ShardRegistryServiceServicer_to_server(
+                ShardRegistryServicer(index, shards), server
+            )
+
+        async with serve(settings.bind, register) as port:
+            address = f"{settings.advertise_host}:{port}"
+            _tell_ready(settings, address, shard)
+            yield address
+
+
+@asynccontextmanager
+async def _shard_of(settings: TransferQueueSettings) -> AsyncIterator[None]:
+    async with open_channel(settings.index_address) as channel:
+        index = RemoteIndex(ShardRegistryClient(channel), settings.shard_id)
+        async with (
+            _storage_shard(settings, index, index) as (shard, storage, puts),
+            index.joined(shard, storage, puts.free),
+        ):
+            _tell_ready(settings, settings.index_address, shard)
+            yield
+
+
+@asynccontextmanager
+async def _storage_shard(
+    settings: TransferQueueSettings, index: Metadata, clients: Admission
+) -> AsyncIterator[tuple[Shard, Storage, Puts]]:
     arena = Arena(settings.capacity_bytes)
     # Later than any id of a former life of this shard, as long as it put less than 16 M blobs/s.
-    storage = Storage(arena, first_blob_id=int(clock.time()) << 24)
-    puts = Puts(settings.shard_id, storage, index)
+    first_blob_id = int(SystemClock().time()) << 24
     instance_id = new_id("shard")
+    spill = None
+    if settings.spill_bytes:
+        spill = Arena(settings.spill_bytes, settings.spill_folder / f"{instance_id}.spill")
+    storage = Storage(arena, first_blob_id=first_blob_id, spill=spill)
+    puts = Puts(settings.shard_id, storage, index)
+    public_key, secret_key = zmq.curve_keypair() if settings.use_curve else (b"", None)
     async with AsyncExitStack() as stack:
-        port = await stack.enter_async_context(DataPlane(storage, puts).serve(settings.data_bind))
+        plane = DataPlane(storage, puts, clients)
+        port = await stack.enter_async_context(
+            plane.serve(settings.data_bind, secret_key=secret_key)
+        )
         arena_socket = ""
         if settings.arena_folder is not None:
             path = settings.arena_folder / f"slipstream-{instance_id}.sock"
@@ -55,30 +110,18 @@ async def transferqueue(settings: TransferQueueSettings) -> AsyncIterator[str]:
         shard = Shard(
             shard_id=settings.shard_id,
             endpoint=f"tcp://{settings.advertise_host}:{port}",
+            public_key=public_key.decode(),
             arena_socket=arena_socket,
             instance_id=instance_id,
         )
-        shards.add(shard, stats=partial(_stats, settings.shard_id, storage), free=puts.free)
-        servicer = TransferQueueServicer(index, shards)
-
-        def register(server: grpc.aio.Server) -> None:
-            pb_grpc.add_TransferQueueServiceServicer_to_server(servicer, server)
-
-        async with serve(settings.bind, register) as grpc_port:
-            address = f"{settings.advertise_host}:{grpc_port}"
-            if settings.ready_file is not None:
-                ready = {"address": address, "data": shard.endpoint}
-                settings.ready_file.write_text(json.dumps(ready) + "\n")
-            logger.info("transferqueue ready", extra={"address": address})
-            yield address
+        yield shard, storage, puts
 
 
-def _stats(shard_id: str, storage: Storage) -> ShardStats:
-    return ShardStats(
-        shard_id=shard_id,
-        stored_bytes=storage.used_bytes,
-        capacity_bytes=storage.capacity_bytes,
-    )
+def _tell_ready(settings: TransferQueueSettings, address: str, shard: Shard) -> None:
+    if settings.ready_file is not None:
+        ready = {"address": address, "data": shard.endpoint}
+        settings.ready_file.write_text(json.dumps(ready) + "\n")
+    logger.info("transferqueue ready", extra={"address": address, "shard_id": shard.shard_id})
 
 
 async def _main(settings: TransferQueueSettings) -> None:

@@ -7,25 +7,32 @@ ranges are used again and again. Other processes of the host map the same memory
 import mmap
 import os
 from bisect import bisect_left
+from pathlib import Path
 
 from services.transferqueue.codec import ALIGNMENT
 
 
 class Arena:
-    """Memory of a storage shard.
+    """Room of a storage shard, in memory or on disk.
 
     Args:
         capacity_bytes: Size; rounded up to whole pages.
+        path: File that holds it, for room that the kernel may move out of memory; deleted at once, so
+            that it goes with the process. None keeps it in memory.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, path: Path | None = None) -> None:
         pages = -(-capacity_bytes // mmap.PAGESIZE)
         self.capacity_bytes = pages * mmap.PAGESIZE
-        self.fd = os.memfd_create("slipstream-arena", os.MFD_CLOEXEC)
+        self.is_memory = path is None
+        if path is None:
+            self.fd = os.memfd_create("slipstream-arena", os.MFD_CLOEXEC)
+        else:
+            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            path.unlink()
         os.ftruncate(self.fd, self.capacity_bytes)
-        self._map = mmap.mmap(
-            self.fd, self.capacity_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE
-        )
+        populate = mmap.MAP_POPULATE if self.is_memory else 0
+        self._map = mmap.mmap(self.fd, self.capacity_bytes, flags=mmap.MAP_SHARED | populate)
         self.memory = memoryview(self._map)
         self.used_bytes = 0
         self._starts = [0]

@@ -14,7 +14,7 @@ from services.transferqueue import codec
 from services.transferqueue.connection import ShardConnection
 from services.transferqueue.packing import PackedColumn
 from services.transferqueue.readplan import Extent
-from services.transferqueue.transport import TIMEOUT_S
+from services.transferqueue.transport import TIMEOUT_S, Transport
 
 _INLINE_BYTES = 1 << 20
 """Copies below this take less time than handing them to a thread."""
@@ -27,10 +27,12 @@ class ArenaTransport:
     Args:
         connection: The shard.
         arena: Its memory.
+        fallback: Reads what the shard has moved to disk.
     """
 
-    def __init__(self, connection: ShardConnection, arena: mmap.mmap) -> None:
+    def __init__(self, connection: ShardConnection, arena: mmap.mmap, fallback: Transport) -> None:
         self._connection = connection
+        self._fallback = fallback
         self._arena = torch.frombuffer(arena, dtype=torch.uint8)
 
     async def write(self, grant: codec.Granted, columns: Sequence[PackedColumn]) -> list[int]:
@@ -50,7 +52,7 @@ class ArenaTransport:
 
     async def read(self, extents: Sequence[Extent], target: Tensor) -> None:
         """Fetch bytes of blobs into ``target``, a uint8 tensor."""
-        for begin in range(0, len(extents), codec.MAX_RANGES):
+        for begin in range(0, len(extents), codec.MAX_RANGES):  # none if all rows are empty
             await self._read(extents[begin : begin + codec.MAX_RANGES], target)
 
     async def _read(self, extents: Sequence[Extent], target: Tensor) -> None:
@@ -60,6 +62,10 @@ class ArenaTransport:
         answer, _ = await self._connection.ask(request, timeout_s=TIMEOUT_S)
         if not isinstance(answer, codec.Located):
             raise InternalError(f"expected Located, the shard sent {type(answer).__name__}")
+
+        if not answer.positions:
+            await self._fallback.read(extents, target)
+            return
 
         def copy() -> None:
             source, view = self._arena.numpy(), target.numpy()

@@ -1,6 +1,6 @@
 """Typed client of the metadata service; knows no tensors."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import grpc
@@ -16,10 +16,12 @@ from services.transferqueue.facts import (
     ShardStats,
     Stats,
 )
+from services.transferqueue.registry_client import shard_from_proto
 from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
 
 _TIMEOUT_S = 30.0
+_SNAPSHOT_TIMEOUT_S = 600.0
 
 
 class TransferQueueClient:
@@ -40,7 +42,12 @@ class TransferQueueClient:
             yield cls(channel)
 
     async def create_partition(
-        self, partition_id: str, *, required_fields: Sequence[str], quota_bytes: int = 0
+        self,
+        partition_id: str,
+        *,
+        required_fields: Sequence[str],
+        quota_bytes: int = 0,
+        field_ttls_s: Mapping[str, float] | None = None,
     ) -> None:
         """Create a partition; repeating it changes nothing.
 
@@ -49,12 +56,17 @@ class TransferQueueClient:
             required_fields: Fields that a sample needs before watchers see it.
             quota_bytes: Bytes that the run's samples may take; 0 states no quota. The partitions of
                 a run share the largest quota that one of them states.
+            field_ttls_s: Seconds after which a field's values may go once their samples are
+                acknowledged by all consumers.
 
         Raises:
             FailedPreconditionError: If it exists with other required fields.
         """
         request = pb.CreatePartitionRequest(
-            partition_id=partition_id, required_fields=required_fields, quota_bytes=quota_bytes
+            partition_id=partition_id,
+            required_fields=required_fields,
+            quota_bytes=quota_bytes,
+            field_ttls_s=field_ttls_s,
         )
         await call(self._stub.CreatePartition, request, timeout_s=_TIMEOUT_S, idempotent=True)
 
@@ -190,27 +202,57 @@ class TransferQueueClient:
             ),
         )
 
-    async def admit(self, public_key: str = "") -> tuple[Shard, ...]:
-        """Be admitted to the data sockets.
+    async def connect_client(self, public_key: str = "") -> AsyncIterator[tuple[Shard, ...]]:
+        """Be admitted to the data sockets for as long as this runs.
 
         Args:
             public_key: CURVE public key of the caller; empty where sockets are not encrypted.
 
-        Returns:
-            The shards.
+        Yields:
+            The shards, at once and whenever they change.
+
+        Raises:
+            UnavailableError: If the connection breaks.
         """
         request = pb.ConnectClientRequest(public_key=public_key)
+        try:
+            async for response in self._stub.ConnectClient(request):
+                yield tuple(map(shard_from_proto, response.shards))
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, "ConnectClient") from error
+
+    async def drain_shard(self, shard_id: str) -> None:
+        """Let a shard take no new samples, so that it can go once the old ones are released.
+
+        Raises:
+            NotFoundError: If there is no such shard.
+        """
+        request = pb.DrainShardRequest(shard_id=shard_id)
+        await call(self._stub.DrainShard, request, timeout_s=_TIMEOUT_S, idempotent=True)
+
+    async def save_snapshot(self, run_id: str, snapshot_id: str) -> int:
+        """Save the samples of a run in the service's snapshot folder; returns how many.
+
+        Args:
+            run_id: The run.
+            snapshot_id: Name of the snapshot, for example that of the checkpoint it belongs to.
+        """
+        request = pb.SaveSnapshotRequest(run_id=run_id, snapshot_id=snapshot_id)
         response = await call(
-            self._stub.ConnectClient, request, timeout_s=_TIMEOUT_S, idempotent=True
+            self._stub.SaveSnapshot, request, timeout_s=_SNAPSHOT_TIMEOUT_S, idempotent=True
         )
-        return tuple(
-            Shard(
-                shard_id=shard.shard_id,
-                endpoint=shard.endpoint,
-                public_key=shard.public_key,
-                arena_socket=shard.arena_socket,
-                instance_id=shard.instance_id,
-                is_draining=shard.draining,
-            )
-            for shard in response.shards
-        )
+        return response.key_count
+
+    async def restore_snapshot(self, run_id: str, snapshot_id: str) -> int:
+        """Restore the samples of a run, which must have none; returns how many.
+
+        Revisions begin anew, so watchers follow from revision 0.
+
+        Raises:
+            NotFoundError: If there is no such snapshot.
+            AlreadyExistsError: If the run has samples.
+            DataLossError: If the snapshot is damaged.
+        """
+        request = pb.RestoreSnapshotRequest(run_id=run_id, snapshot_id=snapshot_id)
+        response = await call(self._stub.RestoreSnapshot, request, timeout_s=_SNAPSHOT_TIMEOUT_S)
+        return response.key_count

@@ -110,7 +110,10 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Answers Read in the arena: the position of each range, held until Unpin."""
+    """Answers Read in the arena: the position of each range, held until Unpin.
+
+    Without positions, some of the ranges are not in the arena; read them as frames.
+    """
 
     pin_id: int
     positions: tuple[int, ...]

@@ -6,7 +6,12 @@ from itertools import count
 
 import zmq
 
-from services.common.errors import DeadlineExceededError, ServiceError, from_reason
+from services.common.errors import (
+    DeadlineExceededError,
+    ServiceError,
+    UnavailableError,
+    from_reason,
+)
 from services.transferqueue import codec
 from services.transferqueue.facts import Shard
 from services.transferqueue.sockets import MessageSocket, set_limits
@@ -20,9 +25,15 @@ class ShardConnection:
     Args:
         context: ZeroMQ context of the client.
         shard: Where the shard is.
+        key_pair: CURVE public and secret key of the client, in Z85.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], shard: Shard) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        shard: Shard,
+        key_pair: tuple[bytes, bytes],
+    ) -> None:
         self.shard = shard
         self._pending: dict[int, asyncio.Future[Answer]] = {}
         self._request_ids = count(1)
@@ -30,6 +41,10 @@ class ShardConnection:
         set_limits(socket, receive_queue=0)
         # Queued frames are views of the caller's memory, so the queue itself costs nothing.
         socket.setsockopt(zmq.SNDHWM, 0)
+        if shard.public_key:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, shard.public_key.encode())
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, key_pair[0])
+            socket.setsockopt(zmq.CURVE_SECRETKEY, key_pair[1])
         socket.connect(shard.endpoint)
         self._socket = MessageSocket(socket, self._on_message)
 
@@ -37,7 +52,13 @@ class ShardConnection:
         """Fail what is under way and disconnect."""
         self._socket.close()
         for waiter in self._pending.values():
-            waiter.cancel()
+            if not waiter.done():
+                waiter.set_exception(
+                    UnavailableError(
+                        f"shard {self.shard.shard_id} is gone; what it held is lost",
+                        shard_id=self.shard.shard_id,
+                    )
+                )
 
     def tell(self, message: codec.Request, payload: Sequence[bytes | memoryview] = ()) -> None:
         """Send a message that has no answer; the payload must not change until a later answer."""

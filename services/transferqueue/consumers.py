@@ -3,10 +3,12 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
-from services.common.errors import FailedPreconditionError
+from services.common.errors import FailedPreconditionError, InvalidArgumentError
+from services.transferqueue.facts import AcquireRequest
 from services.transferqueue.parts import Row
-from services.transferqueue.samplers import Candidate
+from services.transferqueue.samplers import Candidate, fifo, whole_groups
 
 Sampler = Callable[[Iterable[Candidate]], list[int] | None]
 
@@ -29,15 +31,18 @@ class Consumer:
     Args:
         fields: Fields that a row needs.
         rows: The rows that exist, oldest first.
+        acked: Those of them that were acknowledged before.
     """
 
-    def __init__(self, fields: frozenset[str], rows: Iterable[Row]) -> None:
+    def __init__(
+        self, fields: frozenset[str], rows: Iterable[Row], acked: frozenset[Row] = frozenset()
+    ) -> None:
         self.fields = fields
-        self.acked: set[Row] = set()
+        self.acked = set(acked)
         self.leases: dict[str, Lease] = {}
         self._stale: list[str] = []
         self._ended: deque[str] = deque(maxlen=1024)
-        self._queue = deque(row for row in rows if fields <= row.field_names())
+        self._queue = deque(row for row in rows if row not in acked and fields <= row.field_names())
 
     @property
     def num_leased(self) -> int:
@@ -89,24 +94,22 @@ class Consumer:
         """Record who uses rows that were taken."""
         self.leases[lease.lease_id] = lease
 
-    def ack(self, lease_id: str, now: float) -> bool:
+    def ack(self, lease_id: str, now: float) -> list[Row] | None:
         """Count the rows of a lease as used.
 
         Returns:
-            Whether the lease is one of this consumer.
-
-        Raises:
-            FailedPreconditionError: If it expired; its samples were handed out again.
+            The rows that were not acknowledged before; None if this consumer has no such lease.
         """
         if lease_id in self._ended:
-            return True
+            return []
         self.expire(now)
         lease = self.leases.pop(lease_id, None)
         if lease is None:
-            return False
-        self.acked.update(row for row in lease.rows if row.revision != Row.DELETED)
+            return None
+        rows = [row for row in lease.rows if row.revision != Row.DELETED]
+        self.acked.update(rows)
         self._ended.append(lease_id)
-        return True
+        return rows
 
     def nack(self, lease_id: str) -> bool:
         """Return the rows of a lease; says whether the lease is one of this consumer."""
@@ -140,3 +143,23 @@ def lease_not_found(lease_id: str) -> FailedPreconditionError:
         "ask for a longer lease_s if the work takes longer",
         lease_id=lease_id,
     )
+
+
+def sampler_of(request: AcquireRequest) -> Sampler:
+    """The sampler that a request asks for.
+
+    Raises:
+        InvalidArgumentError: If its numbers do not fit together.
+    """
+    if request.num_keys < 1 or request.num_ranks < 1 or request.num_keys % request.num_ranks:
+        raise InvalidArgumentError(
+            f"{request.num_keys} samples for {request.num_ranks} ranks: both must be positive and "
+            "divide equally"
+        )
+    if request.group_size == 0:
+        return partial(fifo, count=request.num_keys)
+    if request.num_keys % request.group_size:
+        raise InvalidArgumentError(
+            f"{request.num_keys} samples are not whole groups of {request.group_size}"
+        )
+    return partial(whole_groups, count=request.num_keys, group_size=request.group_size)

@@ -4,11 +4,10 @@ put   reserve room (waits while the queue is full) -> bytes -> commit: visible
 get   one read per shard; needs nothing but the ``KVBatchMeta``
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import zmq
 from torch import Tensor
@@ -19,14 +18,23 @@ from services.common.errors import DataLossError, InternalError, InvalidArgument
 from services.common.ids import new_id
 from services.common.jagged import Jagged
 from services.transferqueue import codec
-from services.transferqueue.arena_socket import map_arena
-from services.transferqueue.arena_transport import ArenaTransport
 from services.transferqueue.buffers import BufferPool
 from services.transferqueue.client import TransferQueueClient
-from services.transferqueue.connection import ShardConnection
-from services.transferqueue.packing import PackedColumn, Values, pack, share, unpack, unpack_objects
-from services.transferqueue.readplan import ReadPlan, plan_read
-from services.transferqueue.transport import TIMEOUT_S, SocketTransport, Transport
+from services.transferqueue.concurrency import run_all
+from services.transferqueue.facts import Shard
+from services.transferqueue.links import Links
+from services.transferqueue.packing import (
+    PackedColumn,
+    Values,
+    pack,
+    select_rows,
+    share,
+    unpack,
+    unpack_objects,
+)
+from services.transferqueue.placement import group_of, place
+from services.transferqueue.readplan import Extent, ReadPlan, plan_read
+from services.transferqueue.transport import TIMEOUT_S
 
 _KEEP_BYTES = 512 << 20
 _COMMIT_TIMEOUT_S = 60.0
@@ -39,17 +47,12 @@ class DataClient:
     """Moves tensors to and from a transferqueue; see ``connect``.
 
     Args:
-        links: Connection and transport to each shard.
+        links: Ways to the shards.
         pool: Memory for what is read.
         put_timeout_s: Longest wait of a put for room.
     """
 
-    def __init__(
-        self,
-        links: Mapping[str, tuple[ShardConnection, Transport]],
-        pool: BufferPool,
-        put_timeout_s: float,
-    ) -> None:
+    def __init__(self, links: Links, pool: BufferPool, put_timeout_s: float) -> None:
         self._links = links
         self._pool = pool
         self._put_timeout_s = put_timeout_s
@@ -68,17 +71,14 @@ class DataClient:
                 network path.
         """
         pool = BufferPool(_KEEP_BYTES)
-        async with AsyncExitStack() as stack:
-            metadata = await stack.enter_async_context(TransferQueueClient.connect(address))
-            context = zmq.Context()
-            stack.callback(context.destroy, linger=0)
-            links: dict[str, tuple[ShardConnection, Transport]] = {}
-            for shard in await metadata.admit():
-                connection = ShardConnection(context, shard)
-                stack.callback(connection.close)
-                transport = await _choose_transport(connection, pool, use_shared_memory)
-                links[shard.shard_id] = (connection, transport)
+        links = Links(pool, use_shared_memory=use_shared_memory)
+        async with TransferQueueClient.connect(address) as metadata, links.opened(metadata):
             yield cls(links, pool, put_timeout_s)
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The shards that are alive."""
+        return self._links.shards
 
     async def put(
         self,
@@ -107,22 +107,24 @@ class DataClient:
             AlreadyExistsError: If a key has one of the fields.
             InvalidArgumentError: If types or numbers of rows do not fit.
         """
-        columns = [pack(name, values) for name, values in fields.items()]
-        columns += [share(name, row, len(keys)) for name, row in (shared or {}).items()]
-        for column in columns:
-            if len(column.lengths) != len(keys):
-                raise InvalidArgumentError(
-                    f"field {column.name!r} has {len(column.lengths)} rows for {len(keys)} keys",
-                    field=column.name,
-                )
-        meta = KVBatchMeta(
-            partition_id=partition_id,
-            keys=tuple(keys),
-            fields=tuple(column.to_field(number) for number, column in enumerate(columns)),
-            tags={name: _tag_values(values) for name, values in (tags or {}).items()},
-        )
-        (shard_id,) = self._links
-        return await self._put_on(shard_id, meta, columns)
+        tags = tags or {}
+        groups = tags.get("group_id") or [group_of(key) for key in keys]
+        shards = self._links.shards
+        places: dict[str, list[int]] = {}
+        for index, group in enumerate(groups):
+            places.setdefault(place(str(group), shards), []).append(index)
+        puts = []
+        for shard_id, indexes in places.items():
+            is_all = len(indexes) == len(keys)
+            columns = [
+                pack(name, values if is_all else select_rows(values, indexes))
+                for name, values in fields.items()
+            ]
+            columns += [share(name, row, len(indexes)) for name, row in (shared or {}).items()]
+            meta = _describe(partition_id, [keys[i] for i in indexes], columns, tags, indexes)
+            puts.append(self._put_on(shard_id, meta, columns))
+        stored = await run_all(puts)
+        return stored[0] if len(stored) == 1 else KVBatchMeta.concat(stored).select(keys)
 
     async def add_fields(self, meta: KVBatchMeta, fields: Mapping[str, Values]) -> KVBatchMeta:
         """Add fields to stored samples; returns ``meta`` with them.
@@ -172,7 +174,8 @@ class DataClient:
     async def _put_on(
         self, shard_id: str, meta: KVBatchMeta, columns: Sequence[PackedColumn]
     ) -> KVBatchMeta:
-        connection, transport = self._links[shard_id]
+        link = self._links.to(shard_id)
+        connection, transport = link.connection, link.transport
         put_id = new_id("put")
         sizes = tuple(column.size_bytes for column in columns)
         reserve = codec.Reserve(put_id, meta.partition_id, sizes, self._put_timeout_s)
@@ -191,12 +194,12 @@ class DataClient:
     async def _fetch(self, meta: KVBatchMeta, fields: Sequence[str]) -> tuple[ReadPlan, Tensor]:
         plan = plan_read(meta, fields)
         data = self._pool.take(plan.size_bytes)
-        by_shard: dict[str, list[Any]] = {}
+        by_shard: dict[str, list[Extent]] = {}
         for extent in plan.extents:
             by_shard.setdefault(extent.blob.shard_id, []).append(extent)
-        await _all(
-            [self._links[shard_id][1].read(extents, data) for shard_id, extents in by_shard.items()]
-        )
+        links = [self._links.to(shard_id) for shard_id in by_shard]
+        reads = zip(links, by_shard.values(), strict=True)
+        await run_all([link.transport.read(extents, data) for link, extents in reads])
         view = data.numpy().data
         for extent in plan.extents:
             is_whole = extent.size == extent.blob.size_bytes
@@ -212,31 +215,25 @@ class DataClient:
         return plan, data
 
 
-async def _choose_transport(
-    connection: ShardConnection, pool: BufferPool, use_shared_memory: bool
-) -> Transport:
-    shard = connection.shard
-    if use_shared_memory and shard.arena_socket:
-        arena = await asyncio.to_thread(
-            map_arena, shard.arena_socket, instance_id=shard.instance_id
-        )
-        if arena is not None:
-            return ArenaTransport(connection, arena)
-    return SocketTransport(connection, pool)
-
-
-async def _all(works: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run all; the first that fails ends the others."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for work in works:
-                tasks.create_task(work)
-    except ExceptionGroup as group:
-        raise _first(group) from group
-
-
-def _first(error: Exception) -> Exception:
-    return _first(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error
+def _describe(
+    partition_id: str,
+    keys: Sequence[str],
+    columns: Sequence[PackedColumn],
+    tags: Tags,
+    indexes: Sequence[int],
+) -> KVBatchMeta:
+    for column in columns:
+        if len(column.lengths) != len(keys):
+            raise InvalidArgumentError(
+                f"field {column.name!r} has {len(column.lengths)} rows for {len(keys)} keys",
+                field=column.name,
+            )
+    return KVBatchMeta(
+        partition_id=partition_id,
+        keys=tuple(keys),
+        fields=tuple(column.to_field(number) for number, column in enumerate(columns)),
+        tags={name: _tag_values([values[i] for i in indexes]) for name, values in tags.items()},
+    )
 
 
 def _expect(cls: type[T], answer: tuple[codec.Response, list[zmq.Frame]]) -> T:
@@ -245,5 +242,5 @@ def _expect(cls: type[T], answer: tuple[codec.Response, list[zmq.Frame]]) -> T:
     return answer[0]
 
 
-def _tag_values(values: Sequence[int] | Sequence[float] | Sequence[str]) -> TagValues:
+def _tag_values(values: Sequence[int | float | str]) -> TagValues:
     return tuple(values)  # type: ignore[return-value]  # one tag holds values of one type

@@ -9,11 +9,13 @@ import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
+from typing import Protocol
 
 import zmq
 
 from services.common.errors import InternalError, InvalidArgumentError, ServiceError
-from services.transferqueue import codec, metrics
+from services.transferqueue import admission, codec, metrics
 from services.transferqueue.puts import Puts
 from services.transferqueue.sockets import MessageSocket, set_limits
 from services.transferqueue.storage import Storage
@@ -24,44 +26,67 @@ _RECEIVE_QUEUE = 16
 _PACK_BELOW_BYTES = 64 << 10
 
 
+class Admission(Protocol):
+    """Knows the clients."""
+
+    async def is_admitted(self, public_key: str) -> bool:
+        """Whether the client with this CURVE key may use the data sockets."""
+
+
 class DataPlane:
     """Serves the blobs of one shard.
 
     Args:
         storage: The blobs.
         puts: The way that puts go.
+        clients: Says who may connect when the socket is encrypted.
     """
 
-    def __init__(self, storage: Storage, puts: Puts) -> None:
+    def __init__(self, storage: Storage, puts: Puts, clients: Admission) -> None:
         self._storage = storage
         self._puts = puts
+        self._clients = clients
         self._running: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
-    async def serve(self, bind: str) -> AsyncIterator[int]:
+    async def serve(self, bind: str, *, secret_key: bytes | None) -> AsyncIterator[int]:
         """Serve until the block ends.
 
         Args:
             bind: ``host:port``; port 0 takes a free one.
+            secret_key: CURVE key; None serves without encryption.
 
         Yields:
             The port that is served.
         """
         context = zmq.Context()
-        socket = context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        set_limits(socket, receive_queue=_RECEIVE_QUEUE)
-        socket.bind(f"tcp://{bind}")
         try:
             async with asyncio.TaskGroup() as self._tasks:
+                gate = context.socket(zmq.ROUTER)
+                gate.bind(admission.ENDPOINT)
+                gate_socket = MessageSocket(gate, partial(self._on_admission, gate))
+                socket = context.socket(zmq.ROUTER)
+                socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                set_limits(socket, receive_queue=_RECEIVE_QUEUE)
+                if secret_key is not None:
+                    admission.encrypt(socket, secret_key)
+                socket.bind(f"tcp://{bind}")
                 self._socket = MessageSocket(socket, self._on_message)
-                endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-                yield int(endpoint.rpartition(":")[2])
+                yield int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
                 self._socket.close()
+                gate_socket.close()
                 for task in self._running:
                     task.cancel()
         finally:
             context.destroy(linger=0)
+
+    def _on_admission(self, gate: zmq.Socket[bytes], frames: list[zmq.Frame]) -> None:
+        request = [frame.bytes for frame in frames]
+
+        async def admit() -> None:
+            gate.send_multipart(await admission.answer(request, self._clients.is_admitted))
+
+        self._spawn(admit())
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         peer = frames[0].bytes
@@ -131,8 +156,11 @@ class DataPlane:
         ranges = list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
         size = sum(numbers[2::3])
         metrics.BYTES.labels("out").inc(size)
-        if message.in_arena:
-            pin_id, positions = self._storage.pin(ranges)
+        pin = self._storage.pin(ranges) if message.in_arena else None
+        if message.in_arena and pin is None:
+            return codec.Located(0, ())
+        if pin is not None:
+            pin_id, positions = pin
             asyncio.get_running_loop().call_later(codec.PIN_S, self._storage.unpin, pin_id)
             return codec.Located(pin_id, positions)
         if size > codec.MAX_READ_BYTES:

@@ -1,6 +1,9 @@
 """What callers of the metadata service say and hear, in plain Python."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from services.common.batch import KVBatchMeta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,3 +86,17 @@ class Loss:
     keys: tuple[str, ...]
     """Samples that exist no more and that nobody had acknowledged."""
     shard_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionImage:
+    """All that is known about a partition, for a snapshot."""
+
+    partition_id: str
+    required_fields: tuple[str, ...]
+    quota_bytes: int
+    field_ttls_s: Mapping[str, float]
+    puts: tuple[KVBatchMeta, ...]
+    """The samples; in each of these metas a field lies in one blob."""
+    acked: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
+    """By consumer: the fields that it asks for and the keys that it acknowledged."""

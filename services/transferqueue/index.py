@@ -5,29 +5,25 @@ are elsewhere: a put is added here after its bytes are in, and blobs that nobody
 handed to ``free``.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from services.common.batch import KVBatchMeta
 from services.common.clock import Clock
 from services.common.columns import BlobRef
 from services.common.errors import (
-    DeadlineExceededError,
     FailedPreconditionError,
-    InvalidArgumentError,
-    NotFoundError,
 )
-from services.common.ids import new_id
-from services.transferqueue.consumers import Consumer, Lease, Sampler, lease_not_found
-from services.transferqueue.facts import AcquireRequest, Loss, PartitionStats
-from services.transferqueue.partition import Partition
+from services.transferqueue.facts import Loss, PartitionImage, PartitionStats
+from services.transferqueue.leasing import Leasing
+from services.transferqueue.partition import Partition, find
 from services.transferqueue.parts import Row
 from services.transferqueue.quotas import Quotas, run_of
-from services.transferqueue.samplers import balanced_order, fifo, whole_groups
 from services.transferqueue.waiters import Waiters
 
 MAX_PUSH_KEYS = 4096
 """Most samples of one push to a watcher."""
+_REMEMBERED_PUTS = 4096
 
 
 class Index:
@@ -42,13 +38,19 @@ class Index:
         self._free = free
         self._clock = clock
         self._partitions: dict[str, Partition] = {}
-        self._consumers: dict[str, dict[str, Consumer]] = {}
         self._losses: dict[str, list[Loss]] = {}
+        self._committed: OrderedDict[str, None] = OrderedDict()
         self._quotas = Quotas(clock)
         self._waiters = Waiters()
+        self.leasing = Leasing(self._partitions, self._waiters, clock, self._discard)
 
     def create_partition(
-        self, partition_id: str, *, required_fields: Sequence[str], quota_bytes: int
+        self,
+        partition_id: str,
+        *,
+        required_fields: Sequence[str],
+        quota_bytes: int,
+        field_ttls_s: Mapping[str, float] | None = None,
     ) -> None:
         """Create a partition; repeating it with the same fields changes nothing.
 
@@ -64,8 +66,10 @@ class Index:
             )
         self._quotas.raise_to(run_of(partition_id), quota_bytes)
         if partition is None:
-            self._partitions[partition_id] = Partition(partition_id, required_fields)
-            self._consumers[partition_id] = {}
+            self._partitions[partition_id] = Partition(
+                partition_id, required_fields, field_ttls_s or {}
+            )
+            self.leasing.open(partition_id)
             self._losses[partition_id] = []
 
     def drop_partition(self, partition_id: str) -> int:
@@ -75,8 +79,8 @@ class Index:
             return 0
         num_keys = len(partition.rows)
         self._remove(partition, list(partition.rows.values()))
-        del self._partitions[partition_id], self._consumers[partition_id]
-        del self._losses[partition_id]
+        self.leasing.close(partition_id)
+        del self._partitions[partition_id], self._losses[partition_id]
         self._waiters.wake(partition_id)
         return num_keys
 
@@ -88,15 +92,15 @@ class Index:
             ResourceExhaustedError: If the quota had no room in time.
             InvalidArgumentError: If the bytes alone exceed the quota.
         """
-        self._partition(partition_id)
+        find(self._partitions, partition_id)
         await self._quotas.take(run_of(partition_id), size_bytes, wait_s=wait_s)
 
     def cancel(self, partition_id: str, size_bytes: int) -> None:
         """Take back what ``reserve`` counted."""
         self._quotas.give_back(run_of(partition_id), size_bytes)
 
-    async def commit(self, meta: KVBatchMeta) -> int:
-        """Make a put visible; its bytes are in and reserved.
+    async def commit(self, meta: KVBatchMeta, *, put_id: str) -> int:
+        """Make a put visible; its bytes are in and reserved. Repeating it changes nothing.
 
         Returns:
             The partition's revision.
@@ -104,10 +108,14 @@ class Index:
         Raises:
             ServiceError: If the put breaks a rule; then nothing of it is visible.
         """
-        partition = self._partition(meta.partition_id)
+        partition = find(self._partitions, meta.partition_id)
+        if put_id in self._committed:
+            return partition.revision
         added = partition.add(meta)
-        for consumer in self._consumers[meta.partition_id].values():
-            consumer.offer(added)
+        self._committed[put_id] = None
+        if len(self._committed) > _REMEMBERED_PUTS:
+            self._committed.popitem(last=False)
+        self.leasing.offer(meta.partition_id, added)
         self._waiters.wake(meta.partition_id)
         return partition.revision
 
@@ -117,12 +125,12 @@ class Index:
         Raises:
             NotFoundError: If the partition or a key does not exist.
         """
-        partition = self._partition(partition_id)
+        partition = find(self._partitions, partition_id)
         return partition.describe(partition.get(keys or list(partition.rows)))
 
     def release(self, partition_id: str, keys: Sequence[str]) -> int:
         """Delete samples; returns how many of the keys existed."""
-        partition = self._partition(partition_id)
+        partition = find(self._partitions, partition_id)
         rows = [partition.rows[key] for key in dict.fromkeys(keys) if key in partition.rows]
         self._remove(partition, rows)
         return len(rows)
@@ -134,7 +142,7 @@ class Index:
             NotFoundError: If the partition does not exist, or when it is dropped.
         """
         while True:
-            partition = self._partition(partition_id)
+            partition = find(self._partitions, partition_id)
             meta, revision = partition.changes_since(revision, limit=MAX_PUSH_KEYS)
             if meta is not None:
                 yield meta
@@ -145,7 +153,7 @@ class Index:
         """Delete the samples that had a value on a dead shard, and report the unacknowledged ones."""
         for name, partition in self._partitions.items():
             rows = partition.rows_on(shard_id)
-            acked = {row for c in self._consumers[name].values() for row in c.acked}
+            acked = self.leasing.acked(name)
             keys = tuple(row.key for row in rows if row not in acked)
             self._remove(partition, rows)
             if keys:
@@ -156,7 +164,7 @@ class Index:
         """Losses of a partition from its beginning, as they come."""
         num_seen = 0
         while True:
-            self._partition(partition_id)
+            find(self._partitions, partition_id)
             losses = self._losses[partition_id][num_seen:]
             for loss in losses:
                 yield loss
@@ -164,62 +172,20 @@ class Index:
             if not losses:
                 await self._waiters.wait(partition_id, timeout_s=None)
 
-    async def acquire(self, request: AcquireRequest) -> tuple[KVBatchMeta, tuple[str, ...]]:
-        """Lease samples, waiting until there are enough.
-
-        Returns:
-            The samples with their lease, and the keys passed over as too old.
-
-        Raises:
-            DeadlineExceededError: If there are not enough in time; nothing is leased.
-            FailedPreconditionError: If the consumer asked for other fields before.
-            InvalidArgumentError: If the numbers do not fit together.
-        """
-        sampler = _sampler(request)
-        deadline = self._clock.monotonic() + request.wait_s
-        while True:
-            partition = self._partition(request.partition_id)
-            consumer = self._consumer(partition, request)
-            now = self._clock.monotonic()
-            consumer.expire(now)
-            rows, stale = consumer.take(
-                sampler,
-                num_rows=request.num_keys,
-                oldest_version=request.oldest_weight_version,
+    def export(self, run_id: str) -> list[PartitionImage]:
+        """All that is known about the partitions of a run."""
+        return [
+            PartitionImage(
+                partition_id=name,
+                required_fields=tuple(sorted(partition.required_fields)),
+                quota_bytes=self._quotas.limit(run_id),
+                field_ttls_s=partition.field_ttls_s,
+                puts=partition.describe_puts(),
+                acked=self.leasing.export(name),
             )
-            if rows:
-                return self._lease(partition, consumer, request, rows), stale
-            if now >= deadline:
-                raise DeadlineExceededError(
-                    f"{request.partition_id} did not have {request.num_keys} samples ready for "
-                    f"{request.consumer!r} within {request.wait_s} s; nothing was leased",
-                    partition_id=request.partition_id,
-                    consumer=request.consumer,
-                )
-            wake_at = min(deadline, consumer.next_expiry() or deadline)
-            await self._waiters.wait(request.partition_id, timeout_s=max(wake_at - now, 0.001))
-
-    def ack(self, partition_id: str, lease_id: str) -> None:
-        """Count a lease's samples as used.
-
-        Raises:
-            FailedPreconditionError: If the lease expired or never was.
-        """
-        self._partition(partition_id)
-        now = self._clock.monotonic()
-        if not any(c.ack(lease_id, now) for c in self._consumers[partition_id].values()):
-            raise lease_not_found(lease_id)
-
-    def nack(self, partition_id: str, lease_id: str) -> None:
-        """Hand a lease's samples out again.
-
-        Raises:
-            FailedPreconditionError: If the lease expired or never was.
-        """
-        self._partition(partition_id)
-        if not any(c.nack(lease_id) for c in self._consumers[partition_id].values()):
-            raise lease_not_found(lease_id)
-        self._waiters.wake(partition_id)
+            for name, partition in self._partitions.items()
+            if run_of(name) == run_id
+        ]
 
     def stats(self) -> list[PartitionStats]:
         """Fill of each partition."""
@@ -228,7 +194,7 @@ class Index:
                 partition_id=name,
                 num_keys=len(partition.rows),
                 num_ready=partition.num_complete,
-                num_leased=sum(c.num_leased for c in self._consumers[name].values()),
+                num_leased=self.leasing.num_leased(name),
                 stored_bytes=partition.stored_bytes,
                 quota_bytes=self._quotas.limit(run_of(name)),
                 revision=partition.revision,
@@ -236,64 +202,13 @@ class Index:
             for name, partition in self._partitions.items()
         ]
 
-    def _partition(self, partition_id: str) -> Partition:
-        partition = self._partitions.get(partition_id)
-        if partition is None:
-            raise NotFoundError(
-                f"partition {partition_id!r} does not exist; create it first",
-                partition_id=partition_id,
-            )
-        return partition
-
     def _remove(self, partition: Partition, rows: Sequence[Row]) -> None:
         unused = partition.remove(rows)
-        for consumer in self._consumers[partition.partition_id].values():
-            consumer.forget(rows)
+        self.leasing.forget(partition.partition_id, rows)
         if unused:
-            size = sum(blob.size_bytes for blob in unused)
-            self._quotas.give_back(run_of(partition.partition_id), size)
-            self._free(unused)
+            self._discard(partition, unused)
 
-    def _consumer(self, partition: Partition, request: AcquireRequest) -> Consumer:
-        consumers = self._consumers[partition.partition_id]
-        fields = frozenset(request.fields)
-        consumer = consumers.get(request.consumer)
-        if consumer is None:
-            consumer = consumers[request.consumer] = Consumer(fields, partition.rows.values())
-        if consumer.fields != fields:
-            raise FailedPreconditionError(
-                f"consumer {request.consumer!r} asks for {sorted(fields)} after it asked for "
-                f"{sorted(consumer.fields)}; use another consumer name for another use",
-                consumer=request.consumer,
-            )
-        return consumer
-
-    def _lease(
-        self,
-        partition: Partition,
-        consumer: Consumer,
-        request: AcquireRequest,
-        rows: tuple[Row, ...],
-    ) -> KVBatchMeta:
-        lease_id = new_id("lease")
-        consumer.lease(Lease(lease_id, rows, self._clock.monotonic() + request.lease_s))
-        meta = partition.describe(rows, lease_id=lease_id)
-        if request.num_ranks == 1:
-            return meta
-        costs = [sum(lengths) for lengths in zip(*(c.lengths for c in meta.fields), strict=True)]
-        return meta.reorder(balanced_order(costs, num_ranks=request.num_ranks))
-
-
-def _sampler(request: AcquireRequest) -> Sampler:
-    if request.num_keys < 1 or request.num_ranks < 1 or request.num_keys % request.num_ranks:
-        raise InvalidArgumentError(
-            f"{request.num_keys} samples for {request.num_ranks} ranks: both must be positive and "
-            "divide equally"
-        )
-    if request.group_size == 0:
-        return partial(fifo, count=request.num_keys)
-    if request.num_keys % request.group_size:
-        raise InvalidArgumentError(
-            f"{request.num_keys} samples are not whole groups of {request.group_size}"
-        )
-    return partial(whole_groups, count=request.num_keys, group_size=request.group_size)
+    def _discard(self, partition: Partition, blobs: Sequence[BlobRef]) -> None:
+        size = sum(blob.size_bytes for blob in blobs)
+        self._quotas.give_back(run_of(partition.partition_id), size)
+        self._free(blobs)

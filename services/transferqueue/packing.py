@@ -92,6 +92,15 @@ def share(name: str, row: Tensor, num_keys: int) -> PackedColumn:
     )
 
 
+def select_rows(values: Values, indexes: Sequence[int]) -> Values:
+    """Some rows of a field's values."""
+    if isinstance(values, Jagged):
+        return values.select(indexes)
+    if isinstance(values, Tensor):
+        return values[torch.tensor(indexes, dtype=torch.int64)]
+    return [values[index] for index in indexes]
+
+
 def unpack(column: FieldColumn, data: Tensor) -> Jagged:
     """View bytes as the rows that ``column`` describes.
 

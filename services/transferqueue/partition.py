@@ -2,13 +2,14 @@
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from sys import intern
 
 from services.common.batch import KVBatchMeta
-from services.common.columns import MISSING, BlobRef, FieldColumn, TagValues
+from services.common.columns import BlobRef, TagValues
 from services.common.errors import NotFoundError
+from services.transferqueue.describe import MetaBuilder
 from services.transferqueue.parts import Column, Part, Row, Schema
 
 _MIN_LOG_ENTRIES = 1024
@@ -23,11 +24,18 @@ class Partition:
     Args:
         partition_id: Its name.
         required_fields: Fields that a complete sample has.
+        field_ttls_s: Seconds after which the values of a field may go once settled.
     """
 
-    def __init__(self, partition_id: str, required_fields: Sequence[str]) -> None:
+    def __init__(
+        self,
+        partition_id: str,
+        required_fields: Sequence[str],
+        field_ttls_s: Mapping[str, float],
+    ) -> None:
         self.partition_id = partition_id
         self.required_fields = frozenset(required_fields)
+        self.field_ttls_s = field_ttls_s
         self.revision = 0
         self.stored_bytes = 0
         self.rows: dict[str, Row] = {}
@@ -61,6 +69,7 @@ class Partition:
             row.parts = extended.setdefault(row.parts, (*row.parts, part))
             row.places = (*row.places, place)
             self._log(row)
+            part.num_unsettled += not row.is_settled
             added.append((row, before))
         return added
 
@@ -93,10 +102,36 @@ class Partition:
             row.revision = Row.DELETED
             for part in row.parts:
                 part.num_rows -= 1
+                part.num_unsettled -= not row.is_settled
                 if part.num_rows == 0:
                     unused += part.blobs()
         self.stored_bytes -= sum(blob.size_bytes for blob in unused)
         return unused
+
+    def settle(self, rows: Iterable[Row]) -> list[Part]:
+        """Count rows as acknowledged by all consumers.
+
+        Returns:
+            The parts of which no row is unsettled any more.
+        """
+        settled: list[Part] = []
+        for row in rows:
+            if row.is_settled:
+                continue
+            row.is_settled = True
+            for part in row.parts:
+                part.num_unsettled -= 1
+                if part.num_unsettled == 0:
+                    settled.append(part)
+        return settled
+
+    def drop_field(self, part: Part, name: str) -> BlobRef | None:
+        """Forget a field's values of one put; returns their blob if it is still in use."""
+        if part.num_rows == 0 or name not in part.columns:
+            return None
+        blob = part.columns.pop(name).blob
+        self.stored_bytes -= blob.size_bytes
+        return blob
 
     def rows_on(self, shard_id: str) -> list[Row]:
         """Rows with a value on a shard."""
@@ -131,7 +166,7 @@ class Partition:
         self, rows: Sequence[Row], *, revision: int | None = None, lease_id: str = ""
     ) -> KVBatchMeta:
         """The ``KVBatchMeta`` of rows."""
-        builder = _MetaBuilder(self._schema)
+        builder = MetaBuilder(self._schema)
         for parts, run in groupby(rows, key=lambda row: row.parts):
             builder.add_run(parts, list(run))
         return KVBatchMeta(
@@ -143,6 +178,13 @@ class Partition:
             lease_id=lease_id,
             revision=self.revision if revision is None else revision,
         )
+
+    def describe_puts(self) -> tuple[KVBatchMeta, ...]:
+        """All samples; in each meta, all keys came with the same puts."""
+        by_parts: dict[tuple[Part, ...], list[Row]] = {}
+        for row in self.rows.values():
+            by_parts.setdefault(row.parts, []).append(row)
+        return tuple(self.describe(rows) for rows in by_parts.values())
 
     def _log(self, row: Row) -> None:
         if not self.required_fields <= row.field_names():
@@ -165,70 +207,19 @@ class Partition:
         self._log_rows = [row for _, row in live]
 
 
-class _MetaBuilder:
-    """Gathers columns over runs of rows that have the same parts."""
+def find(partitions: Mapping[str, Partition], partition_id: str) -> Partition:
+    """A partition by its id.
 
-    def __init__(self, schema: Schema) -> None:
-        self._kinds = schema.kinds
-        self._num_rows = 0
-        self._columns: dict[str, tuple[list[int], list[int], list[int]]] = {}
-        self._tags: dict[str, list[int | float | str]] = {name: [] for name in schema.tag_types}
-        self.blob_numbers: dict[BlobRef, int] = {}
-
-    def add_run(self, parts: tuple[Part, ...], rows: Sequence[Row]) -> None:
-        """Append rows that share their parts."""
-        tag_places: dict[str, tuple[Part, list[int]]] = {}
-        for number, part in enumerate(parts):
-            places = [row.places[number] for row in rows]
-            tag_places.update(dict.fromkeys(part.tags, (part, places)))
-            for name, column in part.columns.items():
-                self._add_values(name, column, places)
-        for name, (part, places) in tag_places.items():
-            values = part.tags[name]
-            self._tags[name] += [values[place] for place in places]
-        self._num_rows += len(rows)
-        for lists in self._columns.values():
-            _pad(lists, self._num_rows)
-
-    def _add_values(self, name: str, column: Column, places: Sequence[int]) -> None:
-        lists = self._columns.setdefault(name, ([], [], []))
-        _pad(lists, self._num_rows)
-        lengths, blob_indexes, offsets = lists
-        lengths += [column.lengths[place] for place in places]
-        offsets += [column.offsets[place] for place in places]
-        blob_number = self.blob_numbers.setdefault(column.blob, len(self.blob_numbers))
-        blob_indexes += [blob_number] * len(places)
-
-    def fields(self) -> tuple[FieldColumn, ...]:
-        """The columns of the fields."""
-        built = []
-        for name, (lengths, blob_indexes, offsets) in self._columns.items():
-            dtype, row_rank, tail_shape = self._kinds[name]
-            built.append(
-                FieldColumn(
-                    name=name,
-                    dtype=dtype,
-                    row_rank=row_rank,
-                    tail_shape=tail_shape,
-                    lengths=tuple(lengths),
-                    blob_indexes=tuple(blob_indexes),
-                    offsets=tuple(offsets),
-                )
-            )
-        return tuple(built)
-
-    def tags(self) -> dict[str, TagValues]:
-        """The columns of the tags."""
-        return {name: tuple(values) for name, values in self._tags.items()}  # type: ignore[misc]
-
-
-def _pad(lists: tuple[list[int], list[int], list[int]], num_rows: int) -> None:
-    lengths, blob_indexes, offsets = lists
-    absent = num_rows - len(lengths)
-    if absent > 0:
-        lengths += [0] * absent
-        blob_indexes += [MISSING] * absent
-        offsets += [0] * absent
+    Raises:
+        NotFoundError: If there is none.
+    """
+    partition = partitions.get(partition_id)
+    if partition is None:
+        raise NotFoundError(
+            f"partition {partition_id!r} does not exist; create it first",
+            partition_id=partition_id,
+        )
+    return partition
 
 
 def _part_of(meta: KVBatchMeta) -> Part:

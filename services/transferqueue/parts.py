@@ -31,6 +31,9 @@ class Part:
     columns: dict[str, Column]
     tags: dict[str, Sequence[int] | Sequence[float] | Sequence[str]]
     num_rows: int
+    """Rows that exist."""
+    num_unsettled: int = 0
+    """Rows that exist and were not acknowledged by all consumers."""
 
     def blobs(self) -> list[BlobRef]:
         """Blobs of the columns."""
@@ -40,7 +43,7 @@ class Part:
 class Row:
     """One sample: the puts that describe it, and its place in each."""
 
-    __slots__ = ("key", "parts", "places", "revision")
+    __slots__ = ("is_settled", "key", "parts", "places", "revision")
 
     DELETED: ClassVar = -1
 
@@ -48,6 +51,8 @@ class Row:
         self.key = key
         self.parts: tuple[Part, ...] = ()
         self.places: tuple[int, ...] = ()
+        self.is_settled = False
+        """Whether all consumers acknowledged it."""
         self.revision = 0
         """Newest change once complete; 0 before; ``DELETED`` after."""
 

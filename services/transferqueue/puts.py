@@ -4,12 +4,11 @@
     Write    frames fill the blobs (or the client fills them in the arena)
     Commit   checksums are compared, then the index makes the samples visible
 
-A put that fails leaves nothing behind, and a commit that is repeated gets the same answer.
+A put that fails leaves nothing behind.
 """
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,16 +16,17 @@ from typing import Protocol
 from services.common.batch import KVBatchMeta
 from services.common.errors import (
     AlreadyExistsError,
+    DeadlineExceededError,
     FailedPreconditionError,
     InvalidArgumentError,
     ResourceExhaustedError,
+    UnavailableError,
 )
 from services.transferqueue import codec, metrics
 from services.transferqueue.quotas import run_of
 from services.transferqueue.storage import Grant, Storage
 from services.transferqueue.waiters import Waiters
 
-_REMEMBERED_PUTS = 4096
 _ROOM = "room"
 
 
@@ -39,8 +39,8 @@ class Metadata(Protocol):
     def cancel(self, partition_id: str, size_bytes: int) -> None:
         """Take the charge back, at once or soon."""
 
-    async def commit(self, meta: KVBatchMeta) -> int:
-        """Make a put visible."""
+    async def commit(self, meta: KVBatchMeta, *, put_id: str) -> int:
+        """Make a put visible; repeating it changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,6 @@ class Puts:
         self._metadata = metadata
         self._waiters = Waiters()
         self._open: dict[str, _OpenPut] = {}
-        self._committed: OrderedDict[str, int] = OrderedDict()
         metrics.CAPACITY_BYTES.set(storage.capacity_bytes)
 
     async def reserve(self, request: codec.Reserve) -> codec.Granted:
@@ -97,8 +96,6 @@ class Puts:
         Raises:
             ServiceError: If bytes are damaged or the put breaks a rule; nothing of it stays.
         """
-        if request.put_id in self._committed:
-            return codec.Committed(self._committed[request.put_id])
         put = self._open.pop(request.put_id, None)
         if put is None:
             raise FailedPreconditionError(
@@ -110,13 +107,14 @@ class Puts:
         try:
             meta = _checked(request, put, self._shard_id)
             self._storage.seal(meta.blobs)
-            revision = await self._metadata.commit(meta)
+            revision = await self._metadata.commit(meta, put_id=request.put_id)
+        except (DeadlineExceededError, UnavailableError):
+            # The put may be visible, so its bytes stay. The index is out of reach: it will give this
+            # shard up, or know the put.
+            raise
         except BaseException:
             self._undo(put)
             raise
-        self._committed[request.put_id] = revision
-        if len(self._committed) > _REMEMBERED_PUTS:
-            self._committed.popitem(last=False)
         return codec.Committed(revision)
 
     async def abort(self, request: codec.Abort) -> codec.Committed:
@@ -141,7 +139,7 @@ class Puts:
         self._metadata.cancel(put.partition_id, put.size_bytes)
 
     async def _find_room(self, request: codec.Reserve, deadline: float) -> Grant:
-        if request.put_id in self._open or request.put_id in self._committed:
+        if request.put_id in self._open:
             raise AlreadyExistsError(
                 f"put {request.put_id} has its room already", put_id=request.put_id
             )

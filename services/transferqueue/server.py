@@ -5,9 +5,11 @@ from typing import Any
 
 import grpc
 
-from services.transferqueue.facts import AcquireRequest, Shard, ShardStats
+from services.transferqueue.facts import AcquireRequest, ShardStats
 from services.transferqueue.index import Index
+from services.transferqueue.registry_client import shard_to_proto
 from services.transferqueue.shards import Shards
+from services.transferqueue.snapshot import Snapshots
 from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
 
@@ -20,11 +22,13 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
     Args:
         index: What is known about the samples.
         shards: Where their bytes are.
+        snapshots: Saves and restores runs.
     """
 
-    def __init__(self, index: Index, shards: Shards) -> None:
+    def __init__(self, index: Index, shards: Shards, snapshots: Snapshots) -> None:
         self._index = index
         self._shards = shards
+        self._snapshots = snapshots
 
     async def CreatePartition(  # noqa: N802
         self, request: pb.CreatePartitionRequest, context: Context
@@ -34,6 +38,7 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
             request.partition_id,
             required_fields=tuple(request.required_fields),
             quota_bytes=request.quota_bytes,
+            field_ttls_s=dict(request.field_ttls_s),
         )
         return pb.CreatePartitionResponse()
 
@@ -68,7 +73,7 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
         self, request: pb.AcquireBatchRequest, context: Context
     ) -> pb.AcquireBatchResponse:
         """Lease samples."""
-        meta, stale_keys = await self._index.acquire(
+        meta, stale_keys = await self._index.leasing.acquire(
             AcquireRequest(
                 partition_id=request.partition_id,
                 consumer=request.consumer,
@@ -87,14 +92,14 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
         self, request: pb.AckLeaseRequest, context: Context
     ) -> pb.AckLeaseResponse:
         """Acknowledge a lease."""
-        self._index.ack(request.partition_id, request.lease_id)
+        self._index.leasing.ack(request.partition_id, request.lease_id)
         return pb.AckLeaseResponse()
 
     async def NackLease(  # noqa: N802
         self, request: pb.NackLeaseRequest, context: Context
     ) -> pb.NackLeaseResponse:
         """Give a lease back."""
-        self._index.nack(request.partition_id, request.lease_id)
+        self._index.leasing.nack(request.partition_id, request.lease_id)
         return pb.NackLeaseResponse()
 
     async def ReleaseKeys(  # noqa: N802
@@ -125,21 +130,31 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
 
     async def ConnectClient(  # noqa: N802
         self, request: pb.ConnectClientRequest, context: Context
-    ) -> pb.ConnectClientResponse:
-        """Admit a client to the data sockets."""
-        shards = self._shards.admit(request.public_key)
-        return pb.ConnectClientResponse(shards=[_shard(shard) for shard in shards])
+    ) -> AsyncIterator[pb.ConnectClientResponse]:
+        """Admit a client and push the shards."""
+        async for shards in self._shards.connect(request.public_key):
+            yield pb.ConnectClientResponse(shards=[shard_to_proto(shard) for shard in shards])
 
+    async def DrainShard(  # noqa: N802
+        self, request: pb.DrainShardRequest, context: Context
+    ) -> pb.DrainShardResponse:
+        """Let a shard take no new samples."""
+        self._shards.drain(request.shard_id)
+        return pb.DrainShardResponse()
 
-def _shard(shard: Shard) -> pb.Shard:
-    return pb.Shard(
-        shard_id=shard.shard_id,
-        endpoint=shard.endpoint,
-        public_key=shard.public_key,
-        arena_socket=shard.arena_socket,
-        instance_id=shard.instance_id,
-        draining=shard.is_draining,
-    )
+    async def SaveSnapshot(  # noqa: N802
+        self, request: pb.SaveSnapshotRequest, context: Context
+    ) -> pb.SaveSnapshotResponse:
+        """Save a run."""
+        num_keys, size = await self._snapshots.save(request.run_id, request.snapshot_id)
+        return pb.SaveSnapshotResponse(key_count=num_keys, size_bytes=size)
+
+    async def RestoreSnapshot(  # noqa: N802
+        self, request: pb.RestoreSnapshotRequest, context: Context
+    ) -> pb.RestoreSnapshotResponse:
+        """Restore a run."""
+        num_keys = await self._snapshots.restore(request.run_id, request.snapshot_id)
+        return pb.RestoreSnapshotResponse(key_count=num_keys)
 
 
 def _shard_stats(stats: ShardStats) -> pb.ShardStats:

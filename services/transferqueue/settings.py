@@ -3,10 +3,12 @@
 import tempfile
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from services.common.settings import ServiceSettings
+
+_LOOPBACK = ("127.", "localhost:", "[::1]:")
 
 
 class TransferQueueSettings(ServiceSettings):
@@ -16,10 +18,31 @@ class TransferQueueSettings(ServiceSettings):
 
     data_bind: str = "127.0.0.1:0"
     """``host:port`` of the ZeroMQ socket; port 0 takes a free one."""
+    index_address: str = ""
+    """``host:port`` of the process that holds the index; empty if it is this one. A process with an
+    index address is a storage shard only and serves no gRPC."""
+    use_curve: bool = False
+    """Whether the data socket is encrypted and open to admitted clients only. Required unless it is
+    bound to a loopback address."""
     shard_id: str = "shard-0"
     """Name of this process's storage shard; stable over restarts."""
     capacity_bytes: int = Field(1 << 30, ge=1 << 20)
     """Memory for samples. It is taken at start, so that puts never wait for fresh pages."""
+    spill_bytes: int = Field(0, ge=0)
+    """Room on disk for the oldest samples when the memory is full; 0 makes producers wait instead."""
+    spill_folder: Path = Path(tempfile.gettempdir())
+    """Folder for that room."""
+    snapshot_folder: Path = Path("snapshots")
+    """Folder of the snapshots; on storage that outlives the process."""
     arena_folder: Path | None = Path(tempfile.gettempdir())
     """Folder of the unix socket through which processes of this host get at the memory; in a
     cluster a folder of the node that the pods mount. None serves the network only."""
+
+    @model_validator(mode="after")
+    def _plain_only_on_loopback(self) -> "TransferQueueSettings":
+        if not self.use_curve and not self.data_bind.startswith(_LOOPBACK):
+            raise ValueError(
+                f"data_bind {self.data_bind!r} is open to other hosts; set use_curve, or bind to "
+                "127.0.0.1"
+            )
+        return self

@@ -17,6 +17,7 @@ from services.transferqueue.arena import Arena, aligned
 
 @dataclass(slots=True)
 class _Blob:
+    arena: Arena
     start: int
     size: int
     checksum: int | None = None
@@ -40,10 +41,12 @@ class Storage:
     Args:
         arena: The memory.
         first_blob_id: Higher than any id that a former life of the shard gave out.
+        spill: Room on disk, where the oldest blobs go when the memory is full.
     """
 
-    def __init__(self, arena: Arena, *, first_blob_id: int) -> None:
+    def __init__(self, arena: Arena, *, first_blob_id: int, spill: Arena | None = None) -> None:
         self._arena = arena
+        self._spill = spill
         self._blobs: dict[int, _Blob] = {}
         self._pins: dict[int, tuple[int, ...]] = {}
         self._pin_ids = count(1)
@@ -51,13 +54,13 @@ class Storage:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in use, reservations included."""
-        return self._arena.used_bytes
+        """Bytes in use in memory and on disk, reservations included."""
+        return self._arena.used_bytes + (self._spill.used_bytes if self._spill else 0)
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that fit."""
-        return self._arena.capacity_bytes
+        """Bytes that fit in memory and on disk."""
+        return self._arena.capacity_bytes + (self._spill.capacity_bytes if self._spill else 0)
 
     def reserve(self, sizes: Sequence[int]) -> Grant | None:
         """Take room for the blobs of a put.
@@ -69,16 +72,17 @@ class Storage:
             InvalidArgumentError: If the blobs could never fit.
         """
         total = sum(aligned(size) for size in sizes)
-        if total > self.capacity_bytes:
+        if total > self._arena.capacity_bytes:
             raise InvalidArgumentError(
-                f"a put of {total} bytes never fits a shard of {self.capacity_bytes} bytes; "
+                f"a put of {total} bytes never fits the memory of a shard, "
+                f"{self._arena.capacity_bytes} bytes; "
                 "put fewer samples at once or raise capacity_bytes",
                 size_bytes=total,
-                capacity_bytes=self.capacity_bytes,
+                capacity_bytes=self._arena.capacity_bytes,
             )
         starts: list[int] = []
         for size in sizes:
-            start = self._arena.allocate(size)
+            start = self._allocate(size)
             if start is None:
                 for done, taken in zip(starts, sizes, strict=False):
                     self._arena.free(done, taken)
@@ -86,7 +90,7 @@ class Storage:
             starts.append(start)
         blob_ids = tuple(next(self._blob_ids) for _ in sizes)
         for blob_id, start, size in zip(blob_ids, starts, sizes, strict=True):
-            self._blobs[blob_id] = _Blob(start, size)
+            self._blobs[blob_id] = _Blob(self._arena, start, size)
         return Grant(blob_ids, tuple(starts))
 
     def write(self, blob_id: int, offset: int, data: memoryview) -> None:
@@ -105,7 +109,7 @@ class Storage:
                 blob_id=blob_id,
             )
         begin = blob.start + offset
-        self._arena.memory[begin : begin + len(data)] = data
+        blob.arena.memory[begin : begin + len(data)] = data
         blob.digest.update(data)
         blob.num_hashed += len(data)
 
@@ -139,16 +143,22 @@ class Storage:
             NotFoundError: If there is no such blob.
             InvalidArgumentError: If the range is not inside it.
         """
-        start = self._locate(blob_id, offset, size)
-        return self._arena.memory[start : start + size]
+        blob = self._find(blob_id, offset, size)
+        begin = blob.start + offset
+        return blob.arena.memory[begin : begin + size]
 
-    def pin(self, ranges: Sequence[tuple[int, int, int]]) -> tuple[int, tuple[int, ...]]:
+    def pin(self, ranges: Sequence[tuple[int, int, int]]) -> tuple[int, tuple[int, ...]] | None:
         """Hold ranges ``(blob_id, offset, size)`` in place for a reader.
 
         Returns:
-            The pin and the position of each range in the arena.
+            The pin and the position of each range in the arena; None if some are on disk.
         """
-        positions = tuple([self._locate(*extent) for extent in ranges])
+        blobs = [self._find(*extent) for extent in ranges]
+        if not all(blob.arena.is_memory for blob in blobs):
+            return None
+        positions = tuple(
+            [blob.start + offset for blob, (_, offset, _) in zip(blobs, ranges, strict=True)]
+        )
         pin_id = next(self._pin_ids)
         blob_ids = tuple({blob_id for blob_id, _, _ in ranges})
         for blob_id in blob_ids:
@@ -163,7 +173,26 @@ class Storage:
             blob.num_pins -= 1
             self._collect(blob_id, blob)
 
-    def _locate(self, blob_id: int, offset: int, size: int) -> int:
+    def _allocate(self, size: int) -> int | None:
+        start = self._arena.allocate(size)
+        if start is not None or self._spill is None:
+            return start
+        for blob in self._blobs.values():
+            if blob.checksum is None or blob.num_pins or not blob.arena.is_memory:
+                continue
+            moved = self._spill.allocate(blob.size)
+            if moved is None:
+                continue
+            source = self._arena.memory[blob.start : blob.start + blob.size]
+            self._spill.memory[moved : moved + blob.size] = source
+            self._arena.free(blob.start, blob.size)
+            blob.arena, blob.start = self._spill, moved
+            start = self._arena.allocate(size)
+            if start is not None:
+                return start
+        return None
+
+    def _find(self, blob_id: int, offset: int, size: int) -> _Blob:
         blob = self._blobs.get(blob_id)
         if blob is None or blob.checksum is None or blob.is_doomed:
             raise NotFoundError(
@@ -174,11 +203,11 @@ class Storage:
                 f"bytes {offset} to {offset + size} are outside blob {blob_id} of {blob.size} bytes",
                 blob_id=blob_id,
             )
-        return blob.start + offset
+        return blob
 
     def _collect(self, blob_id: int, blob: _Blob) -> None:
         if blob.is_doomed and blob.num_pins == 0:
-            self._arena.free(blob.start, blob.size)
+            blob.arena.free(blob.start, blob.size)
             del self._blobs[blob_id]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from services.common.errors import DataLossError
 from services.transferqueue import codec
 from services.transferqueue.buffers import BufferPool
+from services.transferqueue.concurrency import run_all
 from services.transferqueue.connection import ShardConnection
 from services.transferqueue.packing import PackedColumn
 from services.transferqueue.readplan import Extent
@@ -71,9 +72,7 @@ class SocketTransport:
                 answer, frames = await self._connection.ask(request, timeout_s=TIMEOUT_S)
                 _scatter(batch, answer, frames, view)
 
-        async with asyncio.TaskGroup() as tasks:
-            for batch in _batches(extents):
-                tasks.create_task(fetch(batch))
+        await run_all([fetch(batch) for batch in _batches(extents)])
 
     def _frames(self, column: PackedColumn) -> Iterator[memoryview]:
         pieces: Sequence[Tensor] = column.pieces

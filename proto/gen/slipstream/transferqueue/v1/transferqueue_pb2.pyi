@@ -730,3 +730,441 @@ class Shard(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Shard: _TypeAlias = Shard  # noqa: Y015
+
+@_typing.final
+class SaveSnapshotRequest(_message.Message):
+    """Names a snapshot to save."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Names the run."""
+    snapshot_id: _builtins.str
+    """Names the snapshot; letters, digits, dot, dash and underscore."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        snapshot_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "snapshot_id", b"snapshot_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SaveSnapshotRequest: _TypeAlias = SaveSnapshotRequest  # noqa: Y015
+
+@_typing.final
+class SaveSnapshotResponse(_message.Message):
+    """Tells what was saved."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_COUNT_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    key_count: _builtins.int
+    """Counts the samples."""
+    size_bytes: _builtins.int
+    """Gives the size of the snapshot."""
+    def __init__(
+        self,
+        *,
+        key_count: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key_count", b"key_count", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SaveSnapshotResponse: _TypeAlias = SaveSnapshotResponse  # noqa: Y015
+
+@_typing.final
+class RestoreSnapshotRequest(_message.Message):
+    """Names a snapshot to restore."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Names the run."""
+    snapshot_id: _builtins.str
+    """Names the snapshot."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        snapshot_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "snapshot_id", b"snapshot_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreSnapshotRequest: _TypeAlias = RestoreSnapshotRequest  # noqa: Y015
+
+@_typing.final
+class RestoreSnapshotResponse(_message.Message):
+    """Tells what was restored."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_COUNT_FIELD_NUMBER: _builtins.int
+    key_count: _builtins.int
+    """Counts the samples."""
+    def __init__(
+        self,
+        *,
+        key_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key_count", b"key_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreSnapshotResponse: _TypeAlias = RestoreSnapshotResponse  # noqa: Y015
+
+@_typing.final
+class DrainShardRequest(_message.Message):
+    """Names a shard to drain."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_ID_FIELD_NUMBER: _builtins.int
+    shard_id: _builtins.str
+    """Names the shard."""
+    def __init__(
+        self,
+        *,
+        shard_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shard_id", b"shard_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainShardRequest: _TypeAlias = DrainShardRequest  # noqa: Y015
+
+@_typing.final
+class DrainShardResponse(_message.Message):
+    """Is empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainShardResponse: _TypeAlias = DrainShardResponse  # noqa: Y015
+
+@_typing.final
+class RegisterShardRequest(_message.Message):
+    """Introduces a shard."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_FIELD_NUMBER: _builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    capacity_bytes: _builtins.int
+    """Gives the bytes that it can hold."""
+    @_builtins.property
+    def shard(self) -> Global___Shard:
+        """Describes it."""
+
+    def __init__(
+        self,
+        *,
+        shard: Global___Shard | None = ...,
+        capacity_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shard", b"shard"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "shard", b"shard"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RegisterShardRequest: _TypeAlias = RegisterShardRequest  # noqa: Y015
+
+@_typing.final
+class RegisterShardResponse(_message.Message):
+    """Is empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RegisterShardResponse: _TypeAlias = RegisterShardResponse  # noqa: Y015
+
+@_typing.final
+class HeartbeatShardRequest(_message.Message):
+    """Tells that a shard is alive."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_ID_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    STORED_BYTES_FIELD_NUMBER: _builtins.int
+    DELETED_COUNT_FIELD_NUMBER: _builtins.int
+    shard_id: _builtins.str
+    """Names the shard."""
+    instance_id: _builtins.str
+    """Names this life of its process."""
+    stored_bytes: _builtins.int
+    """Gives its bytes in use."""
+    deleted_count: _builtins.int
+    """Counts the blobs that it was told to delete so far and has deleted."""
+    def __init__(
+        self,
+        *,
+        shard_id: _builtins.str = ...,
+        instance_id: _builtins.str = ...,
+        stored_bytes: _builtins.int = ...,
+        deleted_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted_count", b"deleted_count", "instance_id", b"instance_id", "shard_id", b"shard_id", "stored_bytes", b"stored_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeartbeatShardRequest: _TypeAlias = HeartbeatShardRequest  # noqa: Y015
+
+@_typing.final
+class HeartbeatShardResponse(_message.Message):
+    """Tells a shard what to delete."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOB_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def blob_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Names the blobs after the first "deleted_count" ones."""
+
+    def __init__(
+        self,
+        *,
+        blob_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob_ids", b"blob_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeartbeatShardResponse: _TypeAlias = HeartbeatShardResponse  # noqa: Y015
+
+@_typing.final
+class ReserveBytesRequest(_message.Message):
+    """Asks for room in a quota."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_ID_FIELD_NUMBER: _builtins.int
+    PARTITION_ID_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    shard_id: _builtins.str
+    """Names the shard."""
+    partition_id: _builtins.str
+    """Names the partition."""
+    size_bytes: _builtins.int
+    """Gives the bytes."""
+    wait_s: _builtins.float
+    """Gives the longest wait in seconds."""
+    def __init__(
+        self,
+        *,
+        shard_id: _builtins.str = ...,
+        partition_id: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        wait_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["partition_id", b"partition_id", "shard_id", b"shard_id", "size_bytes", b"size_bytes", "wait_s", b"wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReserveBytesRequest: _TypeAlias = ReserveBytesRequest  # noqa: Y015
+
+@_typing.final
+class ReserveBytesResponse(_message.Message):
+    """Is empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReserveBytesResponse: _TypeAlias = ReserveBytesResponse  # noqa: Y015
+
+@_typing.final
+class CancelBytesRequest(_message.Message):
+    """Gives room back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_ID_FIELD_NUMBER: _builtins.int
+    PARTITION_ID_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    shard_id: _builtins.str
+    """Names the shard."""
+    partition_id: _builtins.str
+    """Names the partition."""
+    size_bytes: _builtins.int
+    """Gives the bytes."""
+    def __init__(
+        self,
+        *,
+        shard_id: _builtins.str = ...,
+        partition_id: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["partition_id", b"partition_id", "shard_id", b"shard_id", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelBytesRequest: _TypeAlias = CancelBytesRequest  # noqa: Y015
+
+@_typing.final
+class CancelBytesResponse(_message.Message):
+    """Is empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelBytesResponse: _TypeAlias = CancelBytesResponse  # noqa: Y015
+
+@_typing.final
+class CommitPutRequest(_message.Message):
+    """Describes a put whose bytes are in."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PUT_ID_FIELD_NUMBER: _builtins.int
+    SHARD_ID_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    put_id: _builtins.str
+    """Names the put."""
+    shard_id: _builtins.str
+    """Names the shard."""
+    @_builtins.property
+    def batch(self) -> _batch_pb2.KVBatchMeta:
+        """Describes the samples."""
+
+    def __init__(
+        self,
+        *,
+        put_id: _builtins.str = ...,
+        shard_id: _builtins.str = ...,
+        batch: _batch_pb2.KVBatchMeta | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "put_id", b"put_id", "shard_id", b"shard_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommitPutRequest: _TypeAlias = CommitPutRequest  # noqa: Y015
+
+@_typing.final
+class CommitPutResponse(_message.Message):
+    """Tells what became of a put."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    """Counts the changes of the partition."""
+    def __init__(
+        self,
+        *,
+        revision: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommitPutResponse: _TypeAlias = CommitPutResponse  # noqa: Y015
+
+@_typing.final
+class CheckClientRequest(_message.Message):
+    """Names a client."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PUBLIC_KEY_FIELD_NUMBER: _builtins.int
+    public_key: _builtins.str
+    """Holds its CURVE public key in Z85."""
+    def __init__(
+        self,
+        *,
+        public_key: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["public_key", b"public_key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckClientRequest: _TypeAlias = CheckClientRequest  # noqa: Y015
+
+@_typing.final
+class CheckClientResponse(_message.Message):
+    """Tells about a client."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADMITTED_FIELD_NUMBER: _builtins.int
+    admitted: _builtins.bool
+    """Says whether it is admitted."""
+    def __init__(
+        self,
+        *,
+        admitted: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckClientResponse: _TypeAlias = CheckClientResponse  # noqa: Y015

@@ -85,10 +85,25 @@ class TransferQueueServiceStub:
                 request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
-        self.ConnectClient = channel.unary_unary(
+        self.ConnectClient = channel.unary_stream(
                 '/slipstream.transferqueue.v1.TransferQueueService/ConnectClient',
                 request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ConnectClientRequest.SerializeToString,
                 response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ConnectClientResponse.FromString,
+                _registered_method=True)
+        self.SaveSnapshot = channel.unary_unary(
+                '/slipstream.transferqueue.v1.TransferQueueService/SaveSnapshot',
+                request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.SaveSnapshotRequest.SerializeToString,
+                response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.SaveSnapshotResponse.FromString,
+                _registered_method=True)
+        self.RestoreSnapshot = channel.unary_unary(
+                '/slipstream.transferqueue.v1.TransferQueueService/RestoreSnapshot',
+                request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RestoreSnapshotRequest.SerializeToString,
+                response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RestoreSnapshotResponse.FromString,
+                _registered_method=True)
+        self.DrainShard = channel.unary_unary(
+                '/slipstream.transferqueue.v1.TransferQueueService/DrainShard',
+                request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.DrainShardRequest.SerializeToString,
+                response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.DrainShardResponse.FromString,
                 _registered_method=True)
 
 
@@ -170,7 +185,30 @@ class TransferQueueServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ConnectClient(self, request, context):
-        """Admits a client to the data sockets and returns where they are.
+        """Admits a client to the data sockets for as long as the stream is open, and pushes where they are
+        whenever shards come or go.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SaveSnapshot(self, request, context):
+        """Saves the samples of a run in the service's snapshot folder.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestoreSnapshot(self, request, context):
+        """Restores the samples of a run, which must have none. Leased samples are handed out again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainShard(self, request, context):
+        """Lets a shard take no new samples, so that it can be removed once the old ones are released. Safe
+        to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -229,10 +267,25 @@ def add_TransferQueueServiceServicer_to_server(servicer, server):
                     request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.GetStatsRequest.FromString,
                     response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.GetStatsResponse.SerializeToString,
             ),
-            'ConnectClient': grpc.unary_unary_rpc_method_handler(
+            'ConnectClient': grpc.unary_stream_rpc_method_handler(
                     servicer.ConnectClient,
                     request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ConnectClientRequest.FromString,
                     response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ConnectClientResponse.SerializeToString,
+            ),
+            'SaveSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.SaveSnapshot,
+                    request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.SaveSnapshotRequest.FromString,
+                    response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.SaveSnapshotResponse.SerializeToString,
+            ),
+            'RestoreSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestoreSnapshot,
+                    request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RestoreSnapshotRequest.FromString,
+                    response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RestoreSnapshotResponse.SerializeToString,
+            ),
+            'DrainShard': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainShard,
+                    request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.DrainShardRequest.FromString,
+                    response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.DrainShardResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -527,12 +580,390 @@ class TransferQueueService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/slipstream.transferqueue.v1.TransferQueueService/ConnectClient',
             slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ConnectClientRequest.SerializeToString,
             slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ConnectClientResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SaveSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.transferqueue.v1.TransferQueueService/SaveSnapshot',
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.SaveSnapshotRequest.SerializeToString,
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.SaveSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestoreSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.transferqueue.v1.TransferQueueService/RestoreSnapshot',
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RestoreSnapshotRequest.SerializeToString,
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RestoreSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainShard(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.transferqueue.v1.TransferQueueService/DrainShard',
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.DrainShardRequest.SerializeToString,
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.DrainShardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class ShardRegistryServiceStub:
+    """Lets storage shards in other processes take part. Called by shards only.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.RegisterShard = channel.unary_unary(
+                '/slipstream.transferqueue.v1.ShardRegistryService/RegisterShard',
+                request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RegisterShardRequest.SerializeToString,
+                response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RegisterShardResponse.FromString,
+                _registered_method=True)
+        self.HeartbeatShard = channel.unary_unary(
+                '/slipstream.transferqueue.v1.ShardRegistryService/HeartbeatShard',
+                request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.HeartbeatShardRequest.SerializeToString,
+                response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.HeartbeatShardResponse.FromString,
+                _registered_method=True)
+        self.ReserveBytes = channel.unary_unary(
+                '/slipstream.transferqueue.v1.ShardRegistryService/ReserveBytes',
+                request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReserveBytesRequest.SerializeToString,
+                response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReserveBytesResponse.FromString,
+                _registered_method=True)
+        self.CancelBytes = channel.unary_unary(
+                '/slipstream.transferqueue.v1.ShardRegistryService/CancelBytes',
+                request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.CancelBytesRequest.SerializeToString,
+                response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.CancelBytesResponse.FromString,
+                _registered_method=True)
+        self.CommitPut = channel.unary_unary(
+                '/slipstream.transferqueue.v1.ShardRegistryService/CommitPut',
+                request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.CommitPutRequest.SerializeToString,
+                response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.CommitPutResponse.FromString,
+                _registered_method=True)
+        self.CheckClient = channel.unary_unary(
+                '/slipstream.transferqueue.v1.ShardRegistryService/CheckClient',
+                request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.CheckClientRequest.SerializeToString,
+                response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.CheckClientResponse.FromString,
+                _registered_method=True)
+
+
+class ShardRegistryServiceServicer:
+    """Lets storage shards in other processes take part. Called by shards only.
+    """
+
+    def RegisterShard(self, request, context):
+        """Adds a shard. What an earlier life of the shard held counts as lost.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HeartbeatShard(self, request, context):
+        """Keeps a shard alive. Returns when there are blobs to delete, or after about a second. Fails with
+        NOT_FOUND if the shard was given up; it must end and register anew.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReserveBytes(self, request, context):
+        """Charges the quota of a run, waiting for room.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelBytes(self, request, context):
+        """Takes a charge back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CommitPut(self, request, context):
+        """Makes a put visible. Safe to repeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckClient(self, request, context):
+        """Tells whether a client was admitted to the data sockets.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_ShardRegistryServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'RegisterShard': grpc.unary_unary_rpc_method_handler(
+                    servicer.RegisterShard,
+                    request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RegisterShardRequest.FromString,
+                    response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RegisterShardResponse.SerializeToString,
+            ),
+            'HeartbeatShard': grpc.unary_unary_rpc_method_handler(
+                    servicer.HeartbeatShard,
+                    request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.HeartbeatShardRequest.FromString,
+                    response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.HeartbeatShardResponse.SerializeToString,
+            ),
+            'ReserveBytes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReserveBytes,
+                    request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReserveBytesRequest.FromString,
+                    response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReserveBytesResponse.SerializeToString,
+            ),
+            'CancelBytes': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelBytes,
+                    request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.CancelBytesRequest.FromString,
+                    response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.CancelBytesResponse.SerializeToString,
+            ),
+            'CommitPut': grpc.unary_unary_rpc_method_handler(
+                    servicer.CommitPut,
+                    request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.CommitPutRequest.FromString,
+                    response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.CommitPutResponse.SerializeToString,
+            ),
+            'CheckClient': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckClient,
+                    request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.CheckClientRequest.FromString,
+                    response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.CheckClientResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'slipstream.transferqueue.v1.ShardRegistryService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('slipstream.transferqueue.v1.ShardRegistryService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class ShardRegistryService:
+    """Lets storage shards in other processes take part. Called by shards only.
+    """
+
+    @staticmethod
+    def RegisterShard(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.transferqueue.v1.ShardRegistryService/RegisterShard',
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RegisterShardRequest.SerializeToString,
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RegisterShardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HeartbeatShard(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.transferqueue.v1.ShardRegistryService/HeartbeatShard',
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.HeartbeatShardRequest.SerializeToString,
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.HeartbeatShardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReserveBytes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.transferqueue.v1.ShardRegistryService/ReserveBytes',
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReserveBytesRequest.SerializeToString,
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReserveBytesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelBytes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.transferqueue.v1.ShardRegistryService/CancelBytes',
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.CancelBytesRequest.SerializeToString,
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.CancelBytesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CommitPut(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.transferqueue.v1.ShardRegistryService/CommitPut',
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.CommitPutRequest.SerializeToString,
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.CommitPutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckClient(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.transferqueue.v1.ShardRegistryService/CheckClient',
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.CheckClientRequest.SerializeToString,
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.CheckClientResponse.FromString,
             options,
             channel_credentials,
             insecure,

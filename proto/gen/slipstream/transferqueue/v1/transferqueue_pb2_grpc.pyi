@@ -59,8 +59,18 @@ class TransferQueueServiceStub:
     """Deletes samples. Safe to repeat: keys that do not exist are not counted."""
     GetStats: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.GetStatsRequest, _transferqueue_pb2.GetStatsResponse]
     """Returns the fill of partitions and shards."""
-    ConnectClient: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.ConnectClientRequest, _transferqueue_pb2.ConnectClientResponse]
-    """Admits a client to the data sockets and returns where they are."""
+    ConnectClient: _grpc.UnaryStreamMultiCallable[_transferqueue_pb2.ConnectClientRequest, _transferqueue_pb2.ConnectClientResponse]
+    """Admits a client to the data sockets for as long as the stream is open, and pushes where they are
+    whenever shards come or go.
+    """
+    SaveSnapshot: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.SaveSnapshotRequest, _transferqueue_pb2.SaveSnapshotResponse]
+    """Saves the samples of a run in the service's snapshot folder."""
+    RestoreSnapshot: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.RestoreSnapshotRequest, _transferqueue_pb2.RestoreSnapshotResponse]
+    """Restores the samples of a run, which must have none. Leased samples are handed out again."""
+    DrainShard: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.DrainShardRequest, _transferqueue_pb2.DrainShardResponse]
+    """Lets a shard take no new samples, so that it can be removed once the old ones are released. Safe
+    to repeat.
+    """
 
 @_typing.type_check_only
 class TransferQueueServiceAsyncStub(TransferQueueServiceStub):
@@ -93,8 +103,18 @@ class TransferQueueServiceAsyncStub(TransferQueueServiceStub):
     """Deletes samples. Safe to repeat: keys that do not exist are not counted."""
     GetStats: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.GetStatsRequest, _transferqueue_pb2.GetStatsResponse]  # type: ignore[assignment]
     """Returns the fill of partitions and shards."""
-    ConnectClient: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.ConnectClientRequest, _transferqueue_pb2.ConnectClientResponse]  # type: ignore[assignment]
-    """Admits a client to the data sockets and returns where they are."""
+    ConnectClient: _aio.UnaryStreamMultiCallable[_transferqueue_pb2.ConnectClientRequest, _transferqueue_pb2.ConnectClientResponse]  # type: ignore[assignment]
+    """Admits a client to the data sockets for as long as the stream is open, and pushes where they are
+    whenever shards come or go.
+    """
+    SaveSnapshot: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.SaveSnapshotRequest, _transferqueue_pb2.SaveSnapshotResponse]  # type: ignore[assignment]
+    """Saves the samples of a run in the service's snapshot folder."""
+    RestoreSnapshot: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.RestoreSnapshotRequest, _transferqueue_pb2.RestoreSnapshotResponse]  # type: ignore[assignment]
+    """Restores the samples of a run, which must have none. Leased samples are handed out again."""
+    DrainShard: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.DrainShardRequest, _transferqueue_pb2.DrainShardResponse]  # type: ignore[assignment]
+    """Lets a shard take no new samples, so that it can be removed once the old ones are released. Safe
+    to repeat.
+    """
 
 class TransferQueueServiceServicer(metaclass=_abc_1.ABCMeta):
     """Holds what is known about the stored samples. The samples' bytes never pass through it."""
@@ -190,7 +210,132 @@ class TransferQueueServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _transferqueue_pb2.ConnectClientRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_transferqueue_pb2.ConnectClientResponse, _abc.Awaitable[_transferqueue_pb2.ConnectClientResponse]]:
-        """Admits a client to the data sockets and returns where they are."""
+    ) -> _typing.Union[_abc.Iterator[_transferqueue_pb2.ConnectClientResponse], _abc.AsyncIterator[_transferqueue_pb2.ConnectClientResponse]]:
+        """Admits a client to the data sockets for as long as the stream is open, and pushes where they are
+        whenever shards come or go.
+        """
+
+    @_abc_1.abstractmethod
+    def SaveSnapshot(
+        self,
+        request: _transferqueue_pb2.SaveSnapshotRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transferqueue_pb2.SaveSnapshotResponse, _abc.Awaitable[_transferqueue_pb2.SaveSnapshotResponse]]:
+        """Saves the samples of a run in the service's snapshot folder."""
+
+    @_abc_1.abstractmethod
+    def RestoreSnapshot(
+        self,
+        request: _transferqueue_pb2.RestoreSnapshotRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transferqueue_pb2.RestoreSnapshotResponse, _abc.Awaitable[_transferqueue_pb2.RestoreSnapshotResponse]]:
+        """Restores the samples of a run, which must have none. Leased samples are handed out again."""
+
+    @_abc_1.abstractmethod
+    def DrainShard(
+        self,
+        request: _transferqueue_pb2.DrainShardRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transferqueue_pb2.DrainShardResponse, _abc.Awaitable[_transferqueue_pb2.DrainShardResponse]]:
+        """Lets a shard take no new samples, so that it can be removed once the old ones are released. Safe
+        to repeat.
+        """
 
 def add_TransferQueueServiceServicer_to_server(servicer: TransferQueueServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class ShardRegistryServiceStub:
+    """Lets storage shards in other processes take part. Called by shards only."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> ShardRegistryServiceAsyncStub: ...
+    RegisterShard: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.RegisterShardRequest, _transferqueue_pb2.RegisterShardResponse]
+    """Adds a shard. What an earlier life of the shard held counts as lost."""
+    HeartbeatShard: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.HeartbeatShardRequest, _transferqueue_pb2.HeartbeatShardResponse]
+    """Keeps a shard alive. Returns when there are blobs to delete, or after about a second. Fails with
+    NOT_FOUND if the shard was given up; it must end and register anew.
+    """
+    ReserveBytes: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.ReserveBytesRequest, _transferqueue_pb2.ReserveBytesResponse]
+    """Charges the quota of a run, waiting for room."""
+    CancelBytes: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.CancelBytesRequest, _transferqueue_pb2.CancelBytesResponse]
+    """Takes a charge back."""
+    CommitPut: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.CommitPutRequest, _transferqueue_pb2.CommitPutResponse]
+    """Makes a put visible. Safe to repeat."""
+    CheckClient: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.CheckClientRequest, _transferqueue_pb2.CheckClientResponse]
+    """Tells whether a client was admitted to the data sockets."""
+
+@_typing.type_check_only
+class ShardRegistryServiceAsyncStub(ShardRegistryServiceStub):
+    """Lets storage shards in other processes take part. Called by shards only."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    RegisterShard: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.RegisterShardRequest, _transferqueue_pb2.RegisterShardResponse]  # type: ignore[assignment]
+    """Adds a shard. What an earlier life of the shard held counts as lost."""
+    HeartbeatShard: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.HeartbeatShardRequest, _transferqueue_pb2.HeartbeatShardResponse]  # type: ignore[assignment]
+    """Keeps a shard alive. Returns when there are blobs to delete, or after about a second. Fails with
+    NOT_FOUND if the shard was given up; it must end and register anew.
+    """
+    ReserveBytes: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.ReserveBytesRequest, _transferqueue_pb2.ReserveBytesResponse]  # type: ignore[assignment]
+    """Charges the quota of a run, waiting for room."""
+    CancelBytes: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.CancelBytesRequest, _transferqueue_pb2.CancelBytesResponse]  # type: ignore[assignment]
+    """Takes a charge back."""
+    CommitPut: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.CommitPutRequest, _transferqueue_pb2.CommitPutResponse]  # type: ignore[assignment]
+    """Makes a put visible. Safe to repeat."""
+    CheckClient: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.CheckClientRequest, _transferqueue_pb2.CheckClientResponse]  # type: ignore[assignment]
+    """Tells whether a client was admitted to the data sockets."""
+
+class ShardRegistryServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Lets storage shards in other processes take part. Called by shards only."""
+
+    @_abc_1.abstractmethod
+    def RegisterShard(
+        self,
+        request: _transferqueue_pb2.RegisterShardRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transferqueue_pb2.RegisterShardResponse, _abc.Awaitable[_transferqueue_pb2.RegisterShardResponse]]:
+        """Adds a shard. What an earlier life of the shard held counts as lost."""
+
+    @_abc_1.abstractmethod
+    def HeartbeatShard(
+        self,
+        request: _transferqueue_pb2.HeartbeatShardRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transferqueue_pb2.HeartbeatShardResponse, _abc.Awaitable[_transferqueue_pb2.HeartbeatShardResponse]]:
+        """Keeps a shard alive. Returns when there are blobs to delete, or after about a second. Fails with
+        NOT_FOUND if the shard was given up; it must end and register anew.
+        """
+
+    @_abc_1.abstractmethod
+    def ReserveBytes(
+        self,
+        request: _transferqueue_pb2.ReserveBytesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transferqueue_pb2.ReserveBytesResponse, _abc.Awaitable[_transferqueue_pb2.ReserveBytesResponse]]:
+        """Charges the quota of a run, waiting for room."""
+
+    @_abc_1.abstractmethod
+    def CancelBytes(
+        self,
+        request: _transferqueue_pb2.CancelBytesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transferqueue_pb2.CancelBytesResponse, _abc.Awaitable[_transferqueue_pb2.CancelBytesResponse]]:
+        """Takes a charge back."""
+
+    @_abc_1.abstractmethod
+    def CommitPut(
+        self,
+        request: _transferqueue_pb2.CommitPutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transferqueue_pb2.CommitPutResponse, _abc.Awaitable[_transferqueue_pb2.CommitPutResponse]]:
+        """Makes a put visible. Safe to repeat."""
+
+    @_abc_1.abstractmethod
+    def CheckClient(
+        self,
+        request: _transferqueue_pb2.CheckClientRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transferqueue_pb2.CheckClientResponse, _abc.Awaitable[_transferqueue_pb2.CheckClientResponse]]:
+        """Tells whether a client was admitted to the data sockets."""
+
+def add_ShardRegistryServiceServicer_to_server(servicer: ShardRegistryServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

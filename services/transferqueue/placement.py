@@ -1,0 +1,29 @@
+"""Which shard holds a group's samples. Pure."""
+
+from collections.abc import Sequence
+
+import xxhash
+
+from services.transferqueue.facts import Shard
+
+
+def place(group: str, shards: Sequence[Shard]) -> str:
+    """The shard of a group, by rendezvous hashing.
+
+    Each client comes to the same answer without asking, and a shard that comes or goes moves only its
+    own share of the groups.
+
+    Raises:
+        ValueError: If no shard takes samples.
+    """
+    open_ids = [shard.shard_id for shard in shards if not shard.is_draining]
+    if not open_ids:
+        raise ValueError("no shard takes samples; add one or wait for one to start")
+    return max(
+        open_ids, key=lambda shard_id: xxhash.xxh3_64_intdigest(f"{shard_id}/{group}".encode())
+    )
+
+
+def group_of(key: str) -> str:
+    """The group in a sample's key, ``group.member``; the key itself if it has no member."""
+    return key.rpartition(".")[0] or key

@@ -1,0 +1,102 @@
+"""Typed client of the shard registry: what a shard in another process asks of the index."""
+
+import grpc
+
+from services.common.batch import KVBatchMeta
+from services.common.grpc_client import call
+from services.transferqueue.facts import Shard
+from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
+from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
+
+_TIMEOUT_S = 30.0
+
+
+class ShardRegistryClient:
+    """Calls the index on behalf of a shard in another process.
+
+    Args:
+        channel: Channel to the index.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = pb_grpc.ShardRegistryServiceStub(channel)
+
+    async def register(self, shard: Shard, *, capacity_bytes: int) -> None:
+        """Add the shard."""
+        request = pb.RegisterShardRequest(
+            shard=shard_to_proto(shard), capacity_bytes=capacity_bytes
+        )
+        await call(self._stub.RegisterShard, request, timeout_s=_TIMEOUT_S, idempotent=True)
+
+    async def heartbeat(
+        self, shard: Shard, *, stored_bytes: int, num_deleted: int
+    ) -> tuple[int, ...]:
+        """Keep the shard alive; returns the blobs to delete after the first ``num_deleted``.
+
+        Raises:
+            NotFoundError: If the shard was given up.
+        """
+        request = pb.HeartbeatShardRequest(
+            shard_id=shard.shard_id,
+            instance_id=shard.instance_id,
+            stored_bytes=stored_bytes,
+            deleted_count=num_deleted,
+        )
+        response = await call(
+            self._stub.HeartbeatShard, request, timeout_s=_TIMEOUT_S, idempotent=True
+        )
+        return tuple(response.blob_ids)
+
+    async def reserve(
+        self, shard_id: str, partition_id: str, size_bytes: int, *, wait_s: float
+    ) -> None:
+        """Charge the quota of a run, waiting for room."""
+        request = pb.ReserveBytesRequest(
+            shard_id=shard_id, partition_id=partition_id, size_bytes=size_bytes, wait_s=wait_s
+        )
+        await call(self._stub.ReserveBytes, request, timeout_s=wait_s + _TIMEOUT_S)
+
+    async def cancel(self, shard_id: str, partition_id: str, size_bytes: int) -> None:
+        """Take a charge back."""
+        request = pb.CancelBytesRequest(
+            shard_id=shard_id, partition_id=partition_id, size_bytes=size_bytes
+        )
+        await call(self._stub.CancelBytes, request, timeout_s=_TIMEOUT_S)
+
+    async def commit(self, shard_id: str, meta: KVBatchMeta, *, put_id: str) -> int:
+        """Make a put visible; returns the partition's revision."""
+        request = pb.CommitPutRequest(put_id=put_id, shard_id=shard_id, batch=meta.to_proto())
+        response = await call(self._stub.CommitPut, request, timeout_s=_TIMEOUT_S, idempotent=True)
+        return response.revision
+
+    async def is_admitted(self, public_key: str) -> bool:
+        """Whether a client may use the data sockets."""
+        request = pb.CheckClientRequest(public_key=public_key)
+        response = await call(
+            self._stub.CheckClient, request, timeout_s=_TIMEOUT_S, idempotent=True
+        )
+        return response.admitted
+
+
+def shard_to_proto(shard: Shard) -> pb.Shard:
+    """The wire form."""
+    return pb.Shard(
+        shard_id=shard.shard_id,
+        endpoint=shard.endpoint,
+        public_key=shard.public_key,
+        arena_socket=shard.arena_socket,
+        instance_id=shard.instance_id,
+        draining=shard.is_draining,
+    )
+
+
+def shard_from_proto(proto: pb.Shard) -> Shard:
+    """Read the wire form."""
+    return Shard(
+        shard_id=proto.shard_id,
+        endpoint=proto.endpoint,
+        public_key=proto.public_key,
+        arena_socket=proto.arena_socket,
+        instance_id=proto.instance_id,
+        is_draining=proto.draining,
+    )

@@ -1,0 +1,270 @@
+"""Several shards: placement, loss, draining, encryption, snapshots, disk."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+
+from services.common.errors import (
+    AlreadyExistsError,
+    DataLossError,
+    DeadlineExceededError,
+    NotFoundError,
+    UnavailableError,
+)
+from services.transferqueue import codec
+from services.transferqueue import shards as shards_module
+from services.transferqueue.__main__ import transferqueue
+from services.transferqueue.buffers import BufferPool
+from services.transferqueue.client import TransferQueueClient
+from services.transferqueue.connection import ShardConnection
+from services.transferqueue.dataclient import DataClient
+from services.transferqueue.facts import AcquireRequest, Shard
+from services.transferqueue.links import Links
+from services.transferqueue.settings import TransferQueueSettings
+
+TRAIN = "run_1/train"
+MIB = 1 << 20
+
+
+def settings(folder: Path, **changes: object) -> TransferQueueSettings:
+    return TransferQueueSettings(
+        capacity_bytes=4 * MIB, snapshot_folder=folder, spill_folder=folder, **changes
+    )
+
+
+@asynccontextmanager
+async def service(
+    config: TransferQueueSettings, *, use_shared_memory: bool = False
+) -> AsyncIterator[tuple[str, TransferQueueClient, DataClient]]:
+    async with (
+        transferqueue(config) as address,
+        TransferQueueClient.connect(address) as metadata,
+        DataClient.connect(address, put_timeout_s=0.1, use_shared_memory=use_shared_memory) as data,
+    ):
+        await metadata.create_partition(TRAIN, required_fields=["tokens"])
+        yield address, metadata, data
+
+
+def tokens(*groups: int) -> list[torch.Tensor]:
+    return [torch.full((8,), group, dtype=torch.int32) for group in groups]
+
+
+async def until(is_reached: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(10):
+        while not await is_reached():  # noqa: ASYNC110  another process decides when
+            await asyncio.sleep(0.01)
+
+
+async def until_shards(data: DataClient, count: int) -> None:
+    async def is_reached() -> bool:
+        return len(data.shards) == count
+
+    await until(is_reached)
+
+
+async def stored_bytes(metadata: TransferQueueClient) -> int:
+    return sum(shard.stored_bytes for shard in (await metadata.stats()).shards)
+
+
+async def test_groups_spread_over_shards_and_come_back_in_order(tmp_path: Path) -> None:
+    async with service(settings(tmp_path)) as (address, metadata, data):
+        other = settings(tmp_path, index_address=address, shard_id="shard-1")
+        async with transferqueue(other):
+            await until_shards(data, 2)
+            keys = [f"g{n}.{m}" for n in range(16) for m in range(2)]
+            values = tokens(*[n for n in range(16) for _ in range(2)])
+            meta = await data.put(TRAIN, keys, {"tokens": values})
+            assert {blob.shard_id for blob in meta.blobs} == {"shard-0", "shard-1"}
+            assert meta.keys == tuple(keys)
+            fetched = await data.get(meta, ["tokens"])
+            assert all(map(torch.equal, fetched["tokens"].unbind(), values))
+            column = meta.column("tokens")
+            for group in range(16):
+                places = {column.blob_indexes[2 * group + m] for m in range(2)}
+                assert len(places) == 1
+            assert await metadata.release(TRAIN, keys) == 32
+
+            async def is_empty() -> bool:
+                return await stored_bytes(metadata) == 0
+
+            await until(is_empty)
+
+
+async def test_a_dead_shard_is_noticed_and_its_unacknowledged_keys_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards_module, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(shards_module, "DEAD_AFTER_S", 0.3)
+    async with service(settings(tmp_path)) as (address, metadata, data):
+        other = settings(tmp_path, index_address=address, shard_id="shard-1")
+        keys = [f"g{n}.0" for n in range(16)]
+        async with transferqueue(other):
+            await until_shards(data, 2)
+            meta = await data.put(TRAIN, keys, {"tokens": tokens(*range(16))})
+            column = meta.column("tokens")
+            lost = {
+                key
+                for key, index in zip(keys, column.blob_indexes, strict=True)
+                if meta.blobs[index].shard_id == "shard-1"
+            }
+        loss = await anext(metadata.watch_losses(TRAIN))
+        assert set(loss.keys) == lost
+        assert loss.shard_id == "shard-1"
+        await until_shards(data, 1)
+        with pytest.raises(UnavailableError, match="shard-1"):
+            await data.get(meta, ["tokens"])
+        rest = await metadata.get_batch(TRAIN)
+        assert set(rest.keys) == set(keys) - lost
+        await data.get(rest, ["tokens"])
+        await data.put(TRAIN, sorted(lost), {"tokens": tokens(*range(len(lost)))})
+
+
+async def test_a_draining_shard_takes_nothing_new(tmp_path: Path) -> None:
+    async with service(settings(tmp_path)) as (address, metadata, data):
+        other = settings(tmp_path, index_address=address, shard_id="shard-1")
+        async with transferqueue(other):
+            await until_shards(data, 2)
+            await metadata.drain_shard("shard-1")
+
+            async def is_known() -> bool:
+                return any(shard.is_draining for shard in data.shards)
+
+            await until(is_known)
+            keys = [f"g{n}.0" for n in range(16)]
+            meta = await data.put(TRAIN, keys, {"tokens": tokens(*range(16))})
+            assert {blob.shard_id for blob in meta.blobs} == {"shard-0"}
+        with pytest.raises(NotFoundError):
+            await metadata.drain_shard("shard-9")
+
+
+async def test_an_encrypted_socket_serves_admitted_clients_only(tmp_path: Path) -> None:
+    async with service(settings(tmp_path, use_curve=True)) as (_, _, data):
+        meta = await data.put(TRAIN, ["a.0"], {"tokens": tokens(7)})
+        fetched = await data.get(meta, ["tokens"])
+        assert torch.equal(fetched["tokens"].values, tokens(7)[0])
+        (shard,) = data.shards
+        assert shard.public_key
+        assert not await _answers(shard, zmq.curve_keypair())
+
+
+async def _answers(shard: Shard, key_pair: tuple[bytes, bytes]) -> bool:
+    context = zmq.Context()
+    connection = ShardConnection(context, shard, key_pair)
+    try:
+        await connection.ask(codec.Abort("put_x"), timeout_s=0.3)
+    except DeadlineExceededError:
+        return False
+    finally:
+        connection.close()
+        context.destroy(linger=0)
+    return True
+
+
+def test_a_plain_socket_is_refused_outside_loopback() -> None:
+    with pytest.raises(ValueError, match="use_curve"):
+        TransferQueueSettings(data_bind="0.0.0.0:7100")
+
+
+async def test_a_run_comes_back_from_its_snapshot(tmp_path: Path) -> None:
+    prompt = torch.tensor([1, 2, 3], dtype=torch.int32)
+    async with service(settings(tmp_path)) as (_, metadata, data):
+        keys = ["g0.0", "g0.1", "g1.0", "g1.1"]
+        meta = await data.put(
+            TRAIN,
+            keys,
+            {"tokens": tokens(0, 1, 2, 3)},
+            tags={"v_min": [1, 1, 2, 2]},
+            shared={"prompt_ids": prompt},
+        )
+        await data.add_fields(meta.select(keys[:2]), {"extra": torch.tensor([0.5, 1.5])})
+        request = AcquireRequest(
+            partition_id=TRAIN, consumer="train", fields=("tokens",), num_keys=1
+        )
+        first, _ = await metadata.acquire(request)
+        await metadata.ack(first)
+        await metadata.acquire(request)
+        await metadata.release(TRAIN, ["g1.1"])
+        assert await metadata.save_snapshot("run_1", "step_5") == 3
+        with pytest.raises(AlreadyExistsError):
+            await metadata.restore_snapshot("run_1", "step_5")
+    async with service(settings(tmp_path)) as (_, metadata, data):
+        assert await metadata.restore_snapshot("run_1", "step_5") == 3
+        meta = await metadata.get_batch(TRAIN, keys[:3])
+        assert meta.tag("v_min") == (1, 1, 2)
+        fetched = await data.get(meta, ["tokens", "prompt_ids"])
+        assert all(map(torch.equal, fetched["tokens"].unbind(), tokens(0, 1, 2)))
+        assert all(torch.equal(row, prompt) for row in fetched["prompt_ids"].unbind())
+        extra = await data.get(meta.select(keys[:2]), ["extra"])
+        assert extra["extra"].values.tolist() == [0.5, 1.5]
+        again, _ = await metadata.acquire(
+            AcquireRequest(partition_id=TRAIN, consumer="train", fields=("tokens",), num_keys=2)
+        )
+        assert again.keys == ("g0.1", "g1.0")
+
+
+async def test_a_damaged_snapshot_is_refused(tmp_path: Path) -> None:
+    async with service(settings(tmp_path)) as (_, metadata, data):
+        await data.put(TRAIN, ["a.0"], {"tokens": tokens(1)})
+        await metadata.save_snapshot("run_1", "s")
+        path = tmp_path / "run_1" / "s.tq"
+        path.write_bytes(path.read_bytes()[:-30])
+        await metadata.drop_partition(TRAIN)
+        with pytest.raises(DataLossError, match="damaged"):
+            await metadata.restore_snapshot("run_1", "s")
+        with pytest.raises(NotFoundError):
+            await metadata.restore_snapshot("run_1", "t")
+
+
+@pytest.mark.parametrize("use_shared_memory", [True, False])
+async def test_old_samples_go_to_disk_and_come_back(
+    tmp_path: Path, use_shared_memory: bool
+) -> None:
+    config = settings(tmp_path, spill_bytes=16 * MIB)
+    async with service(config, use_shared_memory=use_shared_memory) as (_, metadata, data):
+        metas = []
+        for n in range(4):
+            values = [torch.full((2 * MIB,), n, dtype=torch.uint8)]
+            metas.append(await data.put(TRAIN, [f"g{n}.0"], {"tokens": values}))
+        assert (await metadata.stats()).shards[0].stored_bytes == 8 * MIB
+        for n, meta in enumerate(metas):
+            fetched = await data.get(meta, ["tokens"])
+            assert fetched["tokens"].values.unique().tolist() == [n]
+        await metadata.release(TRAIN, [f"g{n}.0" for n in range(4)])
+        assert (await metadata.stats()).shards[0].stored_bytes == 0
+
+
+async def test_values_of_a_field_go_some_time_after_they_are_acknowledged(tmp_path: Path) -> None:
+    async with service(settings(tmp_path)) as (_, metadata, data):
+        await metadata.create_partition(
+            "run_2/train", required_fields=["tokens"], field_ttls_s={"bulky": 0.05}
+        )
+        keys = ["a.0", "a.1"]
+        fields = {"tokens": tokens(1, 2), "bulky": tokens(3, 4)}
+        await data.put("run_2/train", keys, fields)
+        full = (await metadata.stats()).shards[0].stored_bytes
+        for _ in range(2):
+            assert (await metadata.stats()).shards[0].stored_bytes == full
+            batch, _ = await metadata.acquire(
+                AcquireRequest(
+                    partition_id="run_2/train", consumer="c", fields=("tokens",), num_keys=1
+                )
+            )
+            await metadata.ack(batch)
+
+        async def is_less() -> bool:
+            return await stored_bytes(metadata) < full
+
+        await until(is_less)
+        rest = await metadata.get_batch("run_2/train", keys)
+        assert rest.field_names == ("tokens",)
+
+
+def test_links_know_no_shard_before_they_are_opened() -> None:
+    links = Links(BufferPool(0), use_shared_memory=False)
+    with pytest.raises(UnavailableError, match="shard-0"):
+        links.to("shard-0")
