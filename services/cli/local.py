@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 _START_TIMEOUT_S = 60.0
-_STOP_GRACE_S = 7.0
+_STOP_GRACE_S = 6.0
 _LAST_LINES = 15
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 # KVBatchMeta of 100,000 samples is about 10 MiB; nothing on this plane is larger.
 MAX_MESSAGE_BYTES = 64 << 20
-STOP_GRACE_S = 2.0
+STOP_GRACE_S = 1.0
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from services.controller.launcher import ExitHandler, WorkerExit, worker_names
 
 logger = logging.getLogger(__name__)
 
-STOP_GRACE_S = 4.0
+STOP_GRACE_S = 2.5
 _LAST_LINES = 15
 
 

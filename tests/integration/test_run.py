@@ -1,0 +1,243 @@
+"""`slipstream run` and `slipstream up` as a user meets them: endings, errors, message sizes."""
+
+import json
+import re
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from tests.helpers.cli import SORT4, command, environment, slipstream, train
+
+pytestmark = pytest.mark.timeout(300)
+
+ENDS_WITHIN_S = 10.0
+
+PLUMBING = {
+    "name": "plumbing",
+    "model": {"path": "tiny:qwen2-0.4m"},
+    "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}, "answer_column": None},
+    "rollout": {
+        "group_size": 4,
+        "max_response_tokens": 4,
+        "rewards": [{"name": "reward.py:length"}],
+    },
+    "trainer": {"steps": 3, "prompts_per_step": 4},
+    "validation": {"every": 0},
+}
+
+
+@pytest.fixture
+def plumbing(tmp_path) -> Path:
+    """A run of seconds on a random model."""
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(32))
+    )
+    (tmp_path / "reward.py").write_text(
+        "def length(prompt, response, answer, row):\n    return float(len(response))\n"
+    )
+    path = tmp_path / "plumbing.yaml"
+    path.write_text(yaml.safe_dump(PLUMBING))
+    return path
+
+
+@contextmanager
+def started(*arguments: str | Path, until: str) -> Iterator[tuple[subprocess.Popen, list[str]]]:
+    """A command that runs on, once a line of its output matches ``until``."""
+    process = subprocess.Popen(
+        command(*arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    )
+    lines: list[str] = []
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if re.search(until, line):
+                break
+        assert process.poll() is None, "".join(lines)
+        yield process, lines
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(20)
+
+
+def descendants(process: subprocess.Popen) -> dict[str, psutil.Process]:
+    """All processes below a command, by the service they run."""
+    found = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        match = re.search(r"services\.(\w+)", " ".join(child.cmdline()))
+        found[f"{match.group(1) if match else 'other'}-{child.pid}"] = child
+    return found
+
+
+def assert_all_gone(children: dict[str, psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(list(children.values()), timeout=0.5)
+    assert not alive
+
+
+def test_ctrl_c_ends_every_process(plumbing, tmp_path):
+    arguments = (
+        "run",
+        plumbing,
+        "--state-directory",
+        tmp_path / "runs",
+        "--set",
+        "trainer.steps=100000",
+    )
+    with started(*arguments, until=r"step +2/") as (process, _):
+        children = descendants(process)
+        assert {name.split("-")[0] for name in children} >= {
+            "controller",
+            "transferqueue",
+            "rollout",
+            "trainer",
+        }
+        begin = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(ENDS_WITHIN_S + 5) == 130
+        assert time.monotonic() - begin <= ENDS_WITHIN_S
+        assert_all_gone(children)
+
+
+@pytest.mark.parametrize("service", ["trainer", "transferqueue"])
+def test_a_killed_service_ends_the_run_and_says_so(plumbing, tmp_path, service):
+    arguments = (
+        *("run", plumbing, "--state-directory", tmp_path / "runs", "--set", "trainer.steps=100000"),
+        *("--set", "limits.max_restarts=0"),
+    )
+    with started(*arguments, until=r"step +2/") as (process, lines):
+        children = descendants(process)
+        victim = next(child for name, child in children.items() if name.startswith(service))
+        begin = time.monotonic()
+        victim.kill()
+        out, _ = process.communicate(timeout=ENDS_WITHIN_S + 10)
+        assert time.monotonic() - begin <= ENDS_WITHIN_S
+        assert process.returncode == 1
+        assert re.search(rf"{service}\S* ended with", "".join(lines) + out), out
+        assert_all_gone(children)
+
+
+def test_workers_of_a_killed_command_do_not_stay(plumbing, tmp_path):
+    arguments = (
+        "run",
+        plumbing,
+        "--state-directory",
+        tmp_path / "runs",
+        "--set",
+        "trainer.steps=100000",
+    )
+    with started(*arguments, until=r"step +2/") as (process, _):
+        children = descendants(process)
+        process.kill()
+        process.wait(5)
+        _, alive = psutil.wait_procs(list(children.values()), timeout=15)
+        assert not alive
+
+
+def test_problems_are_reported_together_before_anything_starts(tmp_path):
+    done = train(
+        SORT4,
+        tmp_path / "runs",
+        "rollout.engine=vllm",
+        "data.train.path=sort4.py:missing",
+        "model.path=tiny:unknown",
+    )
+    assert done.code == 2
+    assert "sort4.py has no 'missing'" in done.err
+    assert "tiny:qwen2-0.4m" in done.err
+    assert "vllm is not installed" in done.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_port_in_use_is_named(plumbing, tmp_path):
+    with started(
+        "up", "--port", "0", "--state-directory", tmp_path / "up", until="controller at"
+    ) as (_, lines):
+        port = re.search(r":(\d+)", "".join(lines)).group(1)
+        done = slipstream("run", plumbing, "--port", port, "--state-directory", tmp_path / "runs")
+    assert done.code != 0
+    assert f"127.0.0.1:{port}" in done.err
+    assert "another port" in done.err
+
+
+def test_runs_are_submitted_watched_listed_and_cancelled(plumbing, tmp_path):
+    state = tmp_path / "runs"
+    with started("up", "--port", "0", "--state-directory", state, until="controller at") as (
+        process,
+        _,
+    ):
+        url = json.loads((state / "up.json").read_text())["url"]
+        run_id = slipstream("submit", plumbing, "--url", url).out.strip()
+        watched = slipstream("watch", run_id, "--url", url, "--state-directory", state)
+        assert watched.code == 0, watched.out + watched.err
+        assert json.loads((state / run_id / "summary.json").read_text())["steps"] == 3
+        assert len((state / run_id / "metrics.jsonl").read_text().splitlines()) == 3
+        assert (state / run_id / "curves.png").stat().st_size > 10_000
+
+        second = slipstream(
+            "submit", plumbing, "--url", url, "--set", "trainer.steps=100000"
+        ).out.strip()
+        assert second in slipstream("list", "--url", url).out
+        assert "CANCEL" in slipstream("cancel", second, "--url", url).out
+        ended = slipstream("watch", second, "--url", url, "--state-directory", state)
+        assert ended.code == 1
+        assert json.loads(slipstream("get", second, "--url", url).out)["state"] == "CANCELLED"
+        children = descendants(process)
+        process.terminate()
+        process.wait(ENDS_WITHIN_S)
+        assert_all_gone(children)
+
+
+def message_sizes(port: int) -> tuple[dict[str, float], float, float]:
+    """Mean bytes by method and direction; number of messages; number of messages up to 1 MiB."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
+        text = response.read().decode()
+    pattern = r"slipstream_grpc_message_bytes_(\w+)\{(.*?)\} (\S+)"
+    sums: dict[str, float] = {}
+    counts: dict[str, float] = {}
+    small = 0.0
+    for kind, labels, value in re.findall(pattern, text):
+        if kind == "sum":
+            sums[labels] = float(value)
+        elif kind == "count":
+            counts[labels] = float(value)
+        elif kind == "bucket" and 'le="1.048576e+06"' in labels:
+            small += float(value)
+    return {key: sums[key] / counts[key] for key in sums}, sum(counts.values()), small
+
+
+def test_the_controllers_messages_stay_small_whatever_the_response_length(
+    plumbing, tmp_path, monkeypatch, free_port
+):
+    means = {}
+    for tokens in (4, 400):
+        port = free_port()
+        monkeypatch.setenv("SLIPSTREAM_CONTROLLER_METRICS_PORT", str(port))
+        state = tmp_path / f"runs-{tokens}"
+        with started("up", "--port", "0", "--state-directory", state, until="controller at"):
+            url = json.loads((state / "up.json").read_text())["url"]
+            override = f"rollout.max_response_tokens={tokens}"
+            run_id = slipstream("submit", plumbing, "--url", url, "--set", override).out.strip()
+            assert slipstream("watch", run_id, "--url", url, "--state-directory", state).code == 0
+            means[tokens], count, small = message_sizes(port)
+        assert count > 20
+        assert small == count, "a message is larger than 1 MiB"
+    watched = [key for key in means[4] if "WatchBatches" in key and "received" in key]
+    trained = [key for key in means[4] if "TrainStep" in key and "sent" in key]
+    assert watched and trained
+    for key in watched + trained:
+        # Lengths and offsets are variable-length integers: a hundredfold response costs a byte or two each.
+        assert means[400][key] <= 1.3 * means[4][key], key
