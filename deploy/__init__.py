@@ -1,0 +1,1 @@
+"""What deploys Slipstream, and the generators of its documents."""

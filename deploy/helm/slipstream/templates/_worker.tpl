@@ -1,0 +1,136 @@
+{{/*
+Pod of one worker. The controller adds the pod's name, the run's labels, its owner, and the environment that names
+the run, the worker and its ports. Needs: root, role
+*/}}
+{{- define "slipstream.worker" -}}
+{{- $workers := .root.Values.workers -}}
+{{- $role := get .root.Values .role -}}
+{{- $prefix := printf "SLIPSTREAM_%s" (upper .role) -}}
+apiVersion: v1
+kind: Pod
+metadata:
+  namespace: {{ .root.Release.Namespace }}
+  labels:
+    {{- include "slipstream.labels" (dict "root" .root "component" .role) | nindent 4 }}
+    slipstream.dev/worker: "true"
+    {{- with $workers.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  annotations:
+    # Moving a worker to another node costs its run more than the node saves.
+    cluster-autoscaler.kubernetes.io/safe-to-evict: "false"
+    {{- with $workers.podAnnotations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+spec:
+  restartPolicy: Never
+  serviceAccountName: {{ include "slipstream.fullname" .root }}-worker
+  automountServiceAccountToken: false
+  terminationGracePeriodSeconds: {{ $workers.terminationGracePeriodSeconds }}
+  hostNetwork: {{ $workers.hostNetwork }}
+  hostIPC: {{ $workers.hostIPC }}
+  {{- if $workers.hostNetwork }}
+  dnsPolicy: ClusterFirstWithHostNet
+  {{- end }}
+  securityContext: {{- include "slipstream.podSecurityContext" .root | nindent 4 }}
+  {{- include "slipstream.pullSecrets" .root | nindent 2 }}
+  {{- include "slipstream.placement" (merge (dict "priorityClassName" $workers.priorityClassName) $role) | nindent 2 }}
+  {{- with $role.topologySpreadConstraints }}
+  topologySpreadConstraints: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $role.runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
+  {{- with $workers.schedulerName }}
+  schedulerName: {{ . }}
+  {{- end }}
+  containers:
+    - name: {{ .role }}
+      image: {{ include "slipstream.image" (dict "root" .root "image" $role.image) }}
+      imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+      # The last log lines of a worker that failed reach the run's message.
+      terminationMessagePolicy: FallbackToLogsOnError
+      securityContext:
+        allowPrivilegeEscalation: false
+        readOnlyRootFilesystem: true
+        capabilities:
+          drop: [ALL]
+          {{- if $workers.rdma.resourceName }}
+          add: [IPC_LOCK]
+          {{- end }}
+      env:
+        - name: POD_IP
+          valueFrom: {fieldRef: {fieldPath: status.podIP}}
+        - name: NODE_NAME
+          valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
+        - name: {{ $prefix }}_ADVERTISE_HOST
+          value: "$(POD_IP)"
+        - name: {{ $prefix }}_LOG_LEVEL
+          value: {{ $workers.logLevel }}
+        - name: {{ $prefix }}_LOG_FORMAT
+          value: json
+        {{- if eq .role "trainer" }}
+        - name: SLIPSTREAM_TRAINER_MODEL_CACHE
+          value: /var/cache/slipstream/models
+        {{- end }}
+        - name: HOME
+          value: /tmp
+        - name: HF_HOME
+          value: /var/cache/slipstream/huggingface
+        - name: PYTHONPATH
+          value: /opt/slipstream/code
+        # Pods of one node share NVLink only if NCCL takes them for one host.
+        - name: NCCL_HOSTID
+          value: "$(NODE_NAME)"
+        # NVLink SHARP needs multicast rights that shared nodes do not give.
+        - name: NCCL_NVLS_ENABLE
+          value: "0"
+        {{- include "slipstream.env" (merge (deepCopy $role.env) $workers.env) | nindent 8 }}
+      {{- with $workers.envFromSecrets }}
+      envFrom:
+        {{- range . }}
+        - secretRef: {name: {{ . }}}
+        {{- end }}
+      {{- end }}
+      resources: {{- include "slipstream.workerResources" . | nindent 8 }}
+      volumeMounts:
+        - {name: tmp, mountPath: /tmp}
+        - {name: shm, mountPath: /dev/shm}
+        - {name: cache, mountPath: /var/cache/slipstream}
+        - {name: runs, mountPath: /var/lib/slipstream}
+        {{- if $workers.codeConfigMap }}
+        - {name: code, mountPath: /opt/slipstream/code, readOnly: true}
+        {{- end }}
+  volumes:
+    - name: tmp
+      emptyDir: {sizeLimit: {{ $workers.scratch | quote }}}
+    - name: shm
+      emptyDir: {medium: Memory, sizeLimit: {{ $workers.sharedMemory | quote }}}
+    - name: cache
+      {{- include "slipstream.claimOrScratch" $workers.modelCache.existingClaim | nindent 6 }}
+    - name: runs
+      {{- include "slipstream.claimOrScratch" $workers.checkpoints.existingClaim | nindent 6 }}
+    {{- with $workers.codeConfigMap }}
+    - name: code
+      configMap: {name: {{ . }}}
+    {{- end }}
+{{- end -}}
+
+{{- define "slipstream.claimOrScratch" -}}
+{{- if . -}}
+persistentVolumeClaim: {claimName: {{ . }}}
+{{- else -}}
+emptyDir: {}
+{{- end -}}
+{{- end -}}
+
+{{/* Requests and limits with GPUs and RDMA devices; quantities are text, as server-side apply demands. Needs: root, role */}}
+{{- define "slipstream.workerResources" -}}
+{{- $role := get .root.Values .role -}}
+{{- $rdma := .root.Values.workers.rdma -}}
+{{- $devices := dict -}}
+{{- if gt (int $role.gpu.count) 0 }}{{ $_ := set $devices $role.gpu.resourceName (toString $role.gpu.count) }}{{ end -}}
+{{- if $rdma.resourceName }}{{ $_ := set $devices $rdma.resourceName (toString $rdma.count) }}{{ end -}}
+requests: {{- merge (deepCopy $devices) (default dict $role.resources.requests) | toYaml | nindent 2 }}
+limits: {{- merge (deepCopy $devices) (default dict $role.resources.limits) | toYaml | nindent 2 }}
+{{- end -}}

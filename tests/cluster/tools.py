@@ -1,0 +1,31 @@
+"""Finds the programs that deployment tests need: in the cache that ``provision.sh`` fills, or on the path."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+CACHE = Path.home() / ".cache" / "slipstream" / "cluster"
+_PROVISION = "tests/cluster/provision.sh"
+
+
+def find(name: str) -> Path | None:
+    """A program by name; ``KUBEBUILDER_ASSETS`` comes first, as for other projects' API server tests."""
+    for folder in (os.getenv("KUBEBUILDER_ASSETS"), str(CACHE / "bin")):
+        if folder and (Path(folder) / name).exists():
+            return Path(folder) / name
+    found = shutil.which(name)
+    return Path(found) if found else None
+
+
+def require(*names: str) -> list[Path]:
+    """Programs by name; a missing one skips the test, or fails it where ``CI`` is set."""
+    found = {name: find(name) for name in names}
+    missing = [name for name, path in found.items() if path is None]
+    if missing:
+        reason = f"{', '.join(missing)} not found; fetch them with {_PROVISION} {CACHE} lint"
+        if os.getenv("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return [path for path in found.values() if path is not None]
