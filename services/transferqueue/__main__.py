@@ -1,9 +1,7 @@
 """Run a transferqueue: ``python -m services.transferqueue``."""
 
 import asyncio
-import json
 import logging
-import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -14,6 +12,7 @@ from services.common.clock import SystemClock
 from services.common.grpc_client import open_channel
 from services.common.grpc_server import serve
 from services.common.ids import new_id
+from services.common.lifetime import announce, until_told_to_stop
 from services.common.logging import configure
 from services.common.metrics import serve_metrics
 from services.transferqueue.arena import Arena
@@ -118,19 +117,13 @@ async def _storage_shard(
 
 
 def _tell_ready(settings: TransferQueueSettings, address: str, shard: Shard) -> None:
-    if settings.ready_file is not None:
-        ready = {"address": address, "data": shard.endpoint}
-        settings.ready_file.write_text(json.dumps(ready) + "\n")
+    announce(settings.ready_file, {"address": address, "data": shard.endpoint})
     logger.info("transferqueue ready", extra={"address": address, "shard_id": shard.shard_id})
 
 
 async def _main(settings: TransferQueueSettings) -> None:
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
     async with transferqueue(settings):
-        await stopped.wait()
+        await until_told_to_stop(stop_on_stdin_eof=settings.stop_on_stdin_eof)
 
 
 def main() -> None:
