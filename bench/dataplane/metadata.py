@@ -1,0 +1,143 @@
+"""Speed and size of the index at many samples."""
+
+import asyncio
+import time
+import tracemalloc
+from statistics import median
+
+from services.common.batch import KVBatchMeta
+from services.common.clock import SystemClock
+from services.common.columns import BlobRef, FieldColumn
+from services.transferqueue.client import TransferQueueClient
+from services.transferqueue.dataclient import DataClient
+from services.transferqueue.facts import AcquireRequest
+from services.transferqueue.index import Index
+
+_PUT_KEYS = 1000
+_PARTITION = "bench/metadata"
+
+
+def put_meta(first: int, count: int) -> KVBatchMeta:
+    """A put of ``count`` samples with two fields and four tags."""
+    lengths = tuple(range(512, 512 + count))
+    offsets = tuple(4 * sum(lengths[:1]) * n for n in range(count))
+    blobs = tuple(
+        BlobRef(shard_id="s", blob_id=2 * first + n, size_bytes=1 << 40, checksum=0)
+        for n in range(2)
+    )
+    fields = tuple(
+        FieldColumn(
+            name=name,
+            dtype="float32",
+            row_rank=1,
+            tail_shape=(),
+            lengths=lengths,
+            blob_indexes=(number,) * count,
+            offsets=offsets,
+        )
+        for number, name in enumerate(("ids", "logprobs"))
+    )
+    numbers = range(first, first + count)
+    return KVBatchMeta(
+        partition_id=_PARTITION,
+        keys=tuple(f"group-{n // 8}.{n % 8}" for n in numbers),
+        fields=fields,
+        blobs=blobs,
+        tags={
+            "group_id": tuple(f"group-{n // 8}" for n in numbers),
+            "v_min": tuple(n // 1000 for n in numbers),
+            "reward": tuple(float(n % 2) for n in numbers),
+            "response_tokens": lengths,
+        },
+    )
+
+
+async def index_figures(num_keys: int) -> dict[str, float]:
+    """Figures of the index alone, in this process."""
+    index = await _filled(num_keys)
+    request = AcquireRequest(
+        partition_id=_PARTITION, consumer="train", fields=("ids",), num_keys=256, group_size=8
+    )
+    await index.leasing.acquire(request)
+    acquire_s = []
+    for _ in range(20):
+        started = time.perf_counter()
+        await index.leasing.acquire(request)
+        acquire_s.append(time.perf_counter() - started)
+    wake_s = []
+    async with asyncio.TaskGroup() as tasks:
+        watch = index.watch(_PARTITION, num_keys)
+        for n in range(20):
+            waiting = tasks.create_task(anext(watch))
+            await asyncio.sleep(0)
+            started = time.perf_counter()
+            await index.commit(put_meta(num_keys + 8 * n, 8), put_id=f"late-{n}")
+            await waiting
+            wake_s.append(time.perf_counter() - started)
+    return {
+        "acquire_256_ms": 1e3 * median(acquire_s),
+        "watch_wake_ms": 1e3 * median(wake_s),
+    }
+
+
+async def _filled(num_keys: int) -> Index:
+    index = Index(lambda blobs: None, SystemClock())
+    index.create_partition(_PARTITION, required_fields=["ids", "logprobs"], quota_bytes=0)
+    for first in range(0, num_keys, _PUT_KEYS):
+        await index.commit(put_meta(first, _PUT_KEYS), put_id=str(first))
+    return index
+
+
+async def bytes_per_key(num_keys: int) -> float:
+    """Memory of the index for each sample."""
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    index = await _filled(num_keys)
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert index.stats()[0].num_keys == num_keys
+    return (after - before) / num_keys
+
+
+async def service_figures(address: str, num_keys: int) -> dict[str, float]:
+    """Figures through the public clients: ingest, acquire, wake-up of a watcher."""
+    import torch
+
+    values = {"ids": torch.zeros(_PUT_KEYS, 8), "logprobs": torch.zeros(_PUT_KEYS, 8)}
+    async with (
+        TransferQueueClient.connect(address) as metadata,
+        DataClient.connect(address) as data,
+    ):
+        await metadata.create_partition(_PARTITION, required_fields=list(values))
+        started = time.perf_counter()
+        for first in range(0, num_keys, _PUT_KEYS):
+            meta = put_meta(first, _PUT_KEYS)
+            tags = {**meta.tags, "group_id": meta.tags["group_id"]}
+            await data.put(_PARTITION, meta.keys, values, tags=tags)
+        ingest = num_keys / (time.perf_counter() - started)
+        request = AcquireRequest(
+            partition_id=_PARTITION, consumer="train", fields=("ids",), num_keys=256, group_size=8
+        )
+        await metadata.acquire(request)
+        acquire_s = []
+        for _ in range(20):
+            started = time.perf_counter()
+            await metadata.acquire(request)
+            acquire_s.append(time.perf_counter() - started)
+        wake_s = []
+        watch = metadata.watch(_PARTITION, num_keys)
+        async with asyncio.TaskGroup() as tasks:
+            for n in range(20):
+                waiting = tasks.create_task(anext(watch))
+                await asyncio.sleep(0.01)
+                meta = put_meta(num_keys + 8 * n, 8)
+                rows = {name: column[:8] for name, column in values.items()}
+                await data.put(_PARTITION, meta.keys, rows, tags=meta.tags)
+                started = time.perf_counter()
+                await waiting
+                wake_s.append(time.perf_counter() - started)
+    return {
+        "ingest_keys_per_s": ingest,
+        "acquire_256_ms": 1e3 * median(acquire_s),
+        "watch_wake_after_put_ms": 1e3 * median(wake_s),
+    }
