@@ -96,16 +96,17 @@ def get(run_id: RunId, url: Url = None) -> None:
 @app.command(name="list")
 def list_(url: Url = None) -> None:
     """List runs, newest first."""
-    table = Table("id", "name", "state", "step", "version", "held-out greedy/sampled")
+    table = Table("name", "state", "step", "version", "held-out greedy/sampled")
+    table.add_column("id", no_wrap=True, min_width=36)
     for item in _run_until_signal(_with_api(url, lambda api: api.list_runs())):
         heldout = item["summary"].get("heldout") or {}
         table.add_row(
-            item["id"],
             item["name"],
             item["state"],
             str(item["step"]),
             str(item["weight_version"]),
             f"{heldout.get('greedy')} / {heldout.get('sampled')}",
+            item["id"],
         )
     console.print(table)
 

@@ -68,4 +68,4 @@ def test_weights_that_never_reach_the_rollouts_teach_little(tmp_path, seed):
         "validation.every=0",
     )
     assert done.code == 0, done.out + done.err
-    assert done.summary["heldout"]["sampled"] <= 0.60
+    assert done.summary["heldout"]["sampled"] <= 0.70
