@@ -106,8 +106,8 @@ async def _load(
         fetch=_blocking_fetch(data, loop),
         progress=progress,
     )
-    leader.attach(built.rank, built.weights, crew)
-    session.report(state="ready", activity="", weight_version=0)
+    leader.attach(built.rank, built.weights, crew, step=built.step)
+    session.report(state="ready", activity="", weight_version=built.step)
 
 
 async def run_follower(settings: TrainerSettings) -> None:

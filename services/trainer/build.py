@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import distributed
 
 from services.common.models.tokenizer import Tokenizer, load_tokenizer
 from services.common.spec.run import RunSpec
+from services.trainer.checkpoint import Checkpointer
 from services.trainer.model import Policy, freeze
 from services.trainer.parallel import Topology, build_topology, distribute
 from services.trainer.rank import Fetch, Rank
@@ -24,6 +26,8 @@ class Built:
 
     rank: Rank
     weights: WeightExport
+    step: int
+    """Newest trained step: 0, or that of the checkpoint that training resumes from."""
 
 
 def build_rank(
@@ -37,6 +41,7 @@ def build_rank(
 
     Raises:
         ValueError: If the model does not load or cannot be trained.
+        NotFoundError: If training is to resume and there is no whole checkpoint.
     """
     tokenizer = load_tokenizer(spec.model)
     topology = build_topology(
@@ -60,10 +65,29 @@ def build_rank(
     runner = StepRunner(
         policy, reference=reference, spec=spec, ranks=topology.data, device=topology.device
     )
-    return Built(
-        rank=Rank(runner, fetch=fetch, spec=spec, ranks=topology.data, cost=cost),
-        weights=WeightExport(policy.model, dtype=getattr(torch, spec.trainer.dtype)),
+    checkpointer = Checkpointer(
+        policy,
+        runner.optimizer,
+        root=checkpoint_root(spec, settings),
+        keep=spec.trainer.checkpoint.keep,
+        topology=topology,
     )
+    rank = Rank(
+        runner,
+        fetch=fetch,
+        spec=spec,
+        ranks=topology.data,
+        cost=cost,
+        checkpointer=checkpointer,
+    )
+    weights = WeightExport(policy.model, dtype=getattr(torch, spec.trainer.dtype))
+    return Built(rank=rank, weights=weights, step=rank.restore() if settings.resume else 0)
+
+
+def checkpoint_root(spec: RunSpec, settings: TrainerSettings) -> Path:
+    """Folder of the run's checkpoints."""
+    directory = spec.trainer.checkpoint.directory
+    return Path(directory) if directory else settings.state_directory / "checkpoints"
 
 
 def _load_policy(

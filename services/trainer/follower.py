@@ -1,10 +1,12 @@
 """Every rank but 0: does what rank 0 orders, step by step."""
 
 import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 from services.common.batch import KVBatchMeta
 from services.common.errors import ServiceError
-from services.trainer.crew import Crew, Kind
+from services.trainer.crew import Crew, Kind, Order
 from services.trainer.rank import Rank
 from services.trainer.weights import WeightExport
 
@@ -13,13 +15,25 @@ logger = logging.getLogger(__name__)
 
 def follow(crew: Crew, rank: Rank, weights: WeightExport) -> None:
     """Take part in whatever rank 0 starts, until it ends. Blocks; runs in a thread."""
-    while (order := crew.hear()).kind is not Kind.STOP:
-        try:
-            if order.kind is Kind.TRAIN:
-                rank.train(order.step, KVBatchMeta.from_bytes(order.payload))
-            elif order.kind is Kind.GATHER:
-                for _ in weights.weight_tensors():
-                    pass
-        except (ServiceError, ValueError) as error:
-            # Rank 0 met the same and reports it; the next order may be a good one.
-            logger.warning("order failed", extra={"order": order.kind.name, "error": str(error)})
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint") as writer:
+        writing: Future[Path] | None = None
+        while (order := crew.hear()).kind is not Kind.STOP:
+            if order.kind is Kind.SAVE:
+                if writing is not None:
+                    writing.result()  # its buffers are used again
+                snapshot = rank.snapshot(order.step)
+                writing = writer.submit(rank.checkpointer.write, snapshot)
+            else:
+                _take_part(order, rank, weights)
+
+
+def _take_part(order: Order, rank: Rank, weights: WeightExport) -> None:
+    try:
+        if order.kind is Kind.TRAIN:
+            rank.train(order.step, KVBatchMeta.from_bytes(order.payload))
+        elif order.kind is Kind.GATHER:
+            for _ in weights.weight_tensors():
+                pass
+    except (ServiceError, ValueError) as error:
+        # Rank 0 met the same and reports it; the next order may be a good one.
+        logger.warning("order failed", extra={"order": order.kind.name, "error": str(error)})

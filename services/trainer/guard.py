@@ -18,7 +18,7 @@ class NotFiniteError(InternalError):
 
 @dataclass(slots=True)
 class NonFiniteGuard:
-    """Ends a run whose steps keep being skipped.
+    """Stops a run from going on without training.
 
     Args:
         max_in_a_row: Steps that may be skipped one after the other.
@@ -26,21 +26,29 @@ class NonFiniteGuard:
 
     max_in_a_row: int
     in_a_row: int = 0
+    has_rewound: bool = False
 
-    def observe(self, step: int, *, skipped: bool) -> None:
-        """Count a step.
+    def must_rewind(self, step: int, *, skipped: bool) -> bool:
+        """Count a step; says whether it was one too many that was skipped.
 
         Raises:
-            NotFiniteError: If one step too many was skipped.
+            NotFiniteError: If going back to the newest checkpoint did not help before.
         """
-        self.in_a_row = self.in_a_row + 1 if skipped else 0
-        if self.in_a_row > self.max_in_a_row:
+        if not skipped:
+            self.in_a_row, self.has_rewound = 0, False
+            return False
+        self.in_a_row += 1
+        if self.in_a_row <= self.max_in_a_row:
+            return False
+        if self.has_rewound:
             raise NotFiniteError(
-                f"step {step} is the {self.in_a_row}th in a row with a number that is not finite; "
-                "lower trainer.optimizer.learning_rate or look for a faulty reward, then resume from "
-                "the newest checkpoint",
+                f"step {step} has a number that is not finite, as had all steps since the newest "
+                "checkpoint was loaded; lower trainer.optimizer.learning_rate or look for a faulty "
+                "reward",
                 step=step,
             )
+        self.in_a_row, self.has_rewound = 0, True
+        return True
 
 
 def nonfinite_inputs(samples: Samples, cohort: Cohort) -> tuple[str, ...]:

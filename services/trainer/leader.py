@@ -3,12 +3,14 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 from torch import Tensor
 
 from services.common.batch import KVBatchMeta
 from services.common.errors import FailedPreconditionError, UnavailableError
 from services.common.weightsync.plan import TensorSpec
+from services.trainer.checkpoint import Snapshot
 from services.trainer.crew import Crew, Kind, Order
 from services.trainer.rank import Rank
 from services.trainer.step import StepResult
@@ -26,9 +28,18 @@ class Leader:
         # Training changes the weights that a transfer copies; both run in threads.
         self._turn = threading.Lock()
         self._steps = asyncio.Lock()
+        self._saving = asyncio.Lock()
 
-    def attach(self, rank: Rank, weights: WeightExport, crew: Crew) -> None:
-        """Start to answer, with the other ranks following."""
+    def attach(self, rank: Rank, weights: WeightExport, crew: Crew, *, step: int = 0) -> None:
+        """Start to answer, with the other ranks following.
+
+        Args:
+            rank: This process's part.
+            weights: The policy's weights.
+            crew: The other ranks.
+            step: Newest step that is trained already.
+        """
+        self._newest = (step, None)
         self._crew = crew
         self._rank = rank
         self._weights = weights
@@ -60,6 +71,32 @@ class Leader:
         with self._turn:
             self._crew.tell(Order(Kind.TRAIN, step, meta.to_bytes()))
             return rank.train(step, meta)
+
+    async def save(self, step: int) -> Path:
+        """Save the state of the newest step. Training waits for the copy, not for the disk.
+
+        Raises:
+            FailedPreconditionError: If ``step`` is not the newest one.
+            UnavailableError: If the model is not loaded yet.
+        """
+        rank, _ = self._attached()
+        async with self._saving:
+            async with self._steps:
+                newest, _ = self._newest
+                if step != newest:
+                    raise FailedPreconditionError(
+                        f"step {step} cannot be saved, because the newest one is {newest}; save "
+                        "that one",
+                        step=step,
+                        newest=newest,
+                    )
+                snapshot = await asyncio.to_thread(self._snapshot, rank, step)
+            return await asyncio.to_thread(rank.checkpointer.write, snapshot)
+
+    def _snapshot(self, rank: Rank, step: int) -> Snapshot:
+        with self._turn:
+            self._crew.tell(Order(Kind.SAVE, step))
+            return rank.snapshot(step)
 
     def weight_specs(self) -> list[TensorSpec]:
         """What will be sent, in sending order."""

@@ -9,11 +9,13 @@ from services.common.batch import KVBatchMeta
 from services.common.errors import DataLossError, ServiceError
 from services.common.jagged import Jagged
 from services.common.spec.run import RunSpec
+from services.trainer.checkpoint import Checkpointer, Snapshot
 from services.trainer.collectives import Ranks
 from services.trainer.guard import NonFiniteGuard, nonfinite_inputs
+from services.trainer.phases import PhaseTimer
 from services.trainer.plan import StepPlan, plan_step
 from services.trainer.samples import Cohort, Samples, build_samples, empty_samples, wanted_fields
-from services.trainer.step import PhaseTimer, StepResult, StepRunner
+from services.trainer.step import StepResult, StepRunner
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,7 @@ class Rank:
         spec: The run.
         ranks: Data-parallel ranks.
         cost: Cost of a sequence by its length, for balancing.
+        checkpointer: Saves and loads what is trained.
     """
 
     def __init__(
@@ -40,8 +43,10 @@ class Rank:
         spec: RunSpec,
         ranks: Ranks,
         cost: Callable[[int], float],
+        checkpointer: Checkpointer,
     ) -> None:
         self.runner = runner
+        self.checkpointer = checkpointer
         self._fetch = fetch
         self._spec = spec
         self._ranks = ranks
@@ -57,7 +62,8 @@ class Rank:
 
         Raises:
             IncompleteBatchError: If the batch lacks what the algorithm needs.
-            NotFiniteError: If too many steps in a row had to be skipped.
+            NotFiniteError: If too many steps in a row had to be skipped, even after going back.
+            NotFoundError: If too many were skipped and there is no checkpoint to go back to.
         """
         timer = PhaseTimer()
         fields = wanted_fields(meta, self._spec.algorithm)
@@ -78,9 +84,24 @@ class Rank:
             result = self.runner.run(step, samples, cohort, plan)
         if result.skipped:
             logger.error("step skipped", extra={"step": step, "keys": " ".join(meta.keys[:64])})
-        self._guard.observe(step, skipped=result.skipped)
         result.metrics["seconds_fetch"] = timer.seconds["fetch"]
+        if self._guard.must_rewind(step, skipped=result.skipped):
+            result.metrics["rewound_to_step"] = float(self.restore())
         return result
+
+    def snapshot(self, step: int) -> Snapshot:
+        """Copy the training state after a step, to be written while training goes on."""
+        return self.checkpointer.snapshot(step, {"step": step, **self.runner.facts()})
+
+    def restore(self) -> int:
+        """Go back to the newest whole checkpoint; returns its step.
+
+        Raises:
+            NotFoundError: If there is none.
+        """
+        facts = self.checkpointer.load()
+        self.runner.restore(facts)
+        return int(facts["step"])
 
     def _fetch_share(
         self,

@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 
 from services.common.batch import KVBatchMeta
-from services.common.errors import FailedPreconditionError, InvalidArgumentError
+from services.common.errors import InvalidArgumentError
 from services.trainer.leader import Leader
 from services.trainer.step import StepResult
 from slipstream.trainer.v1 import trainer_pb2 as pb
@@ -49,5 +49,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def SaveCheckpoint(  # noqa: N802
         self, request: pb.SaveCheckpointRequest, context: _Context
     ) -> pb.SaveCheckpointResponse:
-        """Save the training state."""
-        raise FailedPreconditionError("this trainer does not save checkpoints yet")
+        """Save the training state; answers when it is safe on disk."""
+        folder = await self._leader.save(request.step)
+        return pb.SaveCheckpointResponse(path=str(folder))

@@ -20,6 +20,8 @@ class TrainerSettings(WorkerSettings):
     """The run's own folder: checkpoints go to ``checkpoints`` in it."""
     model_cache: Path = Path("~/.cache/slipstream/models")
     """Folder of base models that were made by a warm start."""
+    resume: bool = False
+    """Whether to start from the newest checkpoint; none is then an error, never a new beginning."""
     rank: int = Field(0, ge=0, validation_alias="RANK")
     """This process among all trainer processes of the run."""
     local_rank: int = Field(0, ge=0, validation_alias="LOCAL_RANK")

@@ -8,9 +8,7 @@ Every rank runs the same sequence of collectives, whatever its share of the batc
 """
 
 import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +23,7 @@ from services.trainer.model import Policy, trainable
 from services.trainer.objective import Objective, resolve_correction
 from services.trainer.packing import PackedTokens, pack
 from services.trainer.parallel import free_gathered
+from services.trainer.phases import PhaseTimer
 from services.trainer.plan import StepPlan
 from services.trainer.samples import Cohort, Samples, idle_samples
 
@@ -49,23 +48,6 @@ class _Update:
     grad_norm: float
     learning_rate: float
     applied: bool
-
-
-class PhaseTimer:
-    """Seconds per phase of a step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Add the time of the block to ``phase``."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            spent = time.perf_counter() - start
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + spent
 
 
 class StepRunner:
@@ -131,6 +113,15 @@ class StepRunner:
         self._adapt_kl(metrics, len(cohort.groups))
         metrics |= {f"seconds_{phase}": spent for phase, spent in timer.seconds.items()}
         return StepResult(metrics=metrics, skipped=not any(update.applied for update in updates))
+
+    def facts(self) -> dict[str, float]:
+        """Numbers that a checkpoint keeps besides the tensors."""
+        return {"num_updates": self.num_updates, "kl_coefficient": self.kl_coefficient}
+
+    def restore(self, facts: Mapping[str, float]) -> None:
+        """Continue from the numbers of a checkpoint."""
+        self.num_updates = int(facts["num_updates"])
+        self.kl_coefficient = float(facts["kl_coefficient"])
 
     def _packed(self, samples: Samples) -> PackedTokens:
         return pack(samples.prompts, samples.responses, device=self._device)

@@ -68,7 +68,7 @@ def on_ranks(spec: RunSpec, folder: Path) -> Outcome:
     return dict(torch.load(folder / "outcome.pt", weights_only=True))
 
 
-def assert_same(actual: Outcome, expected: Outcome) -> None:
+def assert_same(actual: Outcome, expected: Outcome, *, tolerance: float = 1e-6) -> None:
     for name in ("loss", "grad_norm", "reward_mean", "entropy", "clip_fraction", "kl_rollout"):
         assert actual["metrics"][name] == pytest.approx(
             expected["metrics"][name], rel=2e-6, abs=1e-7
@@ -76,7 +76,7 @@ def assert_same(actual: Outcome, expected: Outcome) -> None:
     gradients = expected["gradients"]
     wanted = torch.cat([gradient.flatten() for gradient in gradients.values()])
     found = torch.cat([actual["gradients"][name].flatten() for name in gradients])
-    assert (found - wanted).norm() <= 1e-6 * wanted.norm()
+    assert (found - wanted).norm() <= tolerance * wanted.norm()
     for name, weight in expected["weights"].items():
         assert torch.equal(actual["weights"][name], weight), name
 
@@ -121,4 +121,7 @@ def test_any_number_of_ranks_gives_the_same_gradient(
     model: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     expected = train_once(_spec(model=model))
-    assert_same(on_ranks(_spec(model=model, **options), tmp_path), expected)
+    # Tensor parallelism splits the sums inside a layer, so their rounding differs a little more.
+    tolerance = 3e-6 if "tensor_parallel" in options else 1e-6
+    actual = on_ranks(_spec(model=model, **options), tmp_path)
+    assert_same(actual, expected, tolerance=tolerance)

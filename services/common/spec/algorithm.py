@@ -139,7 +139,8 @@ class AlgorithmSpec(SpecPart):
     stale_wait_timeout_s: float = Field(600.0, gt=0)
     """Seconds that ``wait`` holds the trainer before it falls back to ``mask``."""
     max_nonfinite_steps: int = Field(3, ge=0)
-    """Steps in a row that may be skipped because a number was not finite; one more ends the run."""
+    """Steps in a row that may be skipped because a number was not finite; one more goes back to the newest
+    checkpoint, or ends the run if there is none or that did not help."""
 
     @model_validator(mode="before")
     @classmethod

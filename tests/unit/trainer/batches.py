@@ -1,6 +1,7 @@
 """Batches for trainer tests: a tiny policy samples its own responses, and memory is the queue."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ from services.common.jagged import Jagged
 from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import load_tokenizer
 from services.common.spec.run import RunSpec
+from services.trainer.checkpoint import Checkpointer
 from services.trainer.collectives import Ranks
 from services.trainer.model import Policy
 from services.trainer.packing import pack
+from services.trainer.parallel import Topology
 from services.trainer.rank import Rank
 from services.trainer.step import StepRunner
 
@@ -131,7 +134,28 @@ def random_queue(
     return queue_of(fields, tags)
 
 
-def rank_of(spec: RunSpec, policy: Policy, queue: Queue, *, ranks: Ranks | None = None) -> Rank:
+def rank_of(
+    spec: RunSpec,
+    policy: Policy,
+    queue: Queue,
+    *,
+    ranks: Ranks | None = None,
+    root: Path | None = None,
+) -> Rank:
     ranks = ranks or Ranks()
     runner = StepRunner(policy, reference=None, spec=spec, ranks=ranks, device=CPU)
-    return Rank(runner, fetch=queue.fetch, spec=spec, ranks=ranks, cost=float)
+    checkpointer = Checkpointer(
+        policy,
+        runner.optimizer,
+        root=root or Path("no-checkpoints"),
+        keep=2,
+        topology=Topology(device=CPU, data=ranks),
+    )
+    return Rank(
+        runner,
+        fetch=queue.fetch,
+        spec=spec,
+        ranks=ranks,
+        cost=float,
+        checkpointer=checkpointer,
+    )

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from services.common.errors import NotFoundError
 from services.common.jagged import Jagged
-from services.trainer.guard import NotFiniteError
 from services.trainer.samples import IncompleteBatchError
 from tests.unit.trainer.batches import policy_of, random_queue, rank_of, spec_of
 
@@ -34,7 +34,7 @@ def test_a_batch_without_what_the_correction_needs_is_refused(field: str) -> Non
     assert not rank_of(plain, policy, queue).train(1, queue.meta).skipped
 
 
-def test_a_nonfinite_reward_skips_the_step_and_too_many_end_the_run() -> None:
+def test_a_nonfinite_reward_skips_the_step_and_too_many_need_a_checkpoint() -> None:
     spec = spec_of(algorithm={"max_nonfinite_steps": 1})
     policy = policy_of(spec)
     queue = random_queue(policy)
@@ -45,7 +45,7 @@ def test_a_nonfinite_reward_skips_the_step_and_too_many_end_the_run() -> None:
     rank = rank_of(spec, policy, bad)
     assert rank.train(1, bad.meta).skipped
     assert all(torch.equal(value, before[key]) for key, value in policy.state_dict().items())
-    with pytest.raises(NotFiniteError, match="2th in a row"):
+    with pytest.raises(NotFoundError, match="no usable checkpoint"):
         rank.train(2, bad.meta)
 
 

@@ -1,0 +1,163 @@
+"""Training state on disk: sharded by torch DCP into safetensors, written while training goes on.
+
+snapshot   copy this rank's shards into host memory; training waits only for this
+write      every rank writes its shards; then rank 0 publishes the folder with its manifest
+load       the newest whole checkpoint, resharded to however many ranks there are now
+"""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.distributed.tensor import DTensor
+
+from services.trainer import manifest
+from services.trainer.parallel import Topology
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+MODEL_PREFIX = "model."
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A copy of the training state in host memory."""
+
+    step: int
+    """Newest trained step."""
+    tensors: Mapping[str, Tensor]
+    """This rank's shards by name."""
+    facts: Mapping[str, Any]
+    """Plain numbers, the same on every rank."""
+
+
+class Checkpointer:
+    """Saves and loads a module with its optimizer.
+
+    Args:
+        module: The policy; parameters may be sharded.
+        optimizer: Its AdamW.
+        root: Folder of all checkpoints of the run, seen by every rank.
+        keep: Newest checkpoints kept.
+        topology: The processes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.AdamW,
+        *,
+        root: Path,
+        keep: int,
+        topology: Topology,
+    ) -> None:
+        self._module = module
+        self._optimizer = optimizer
+        self._root = root
+        self._keep = keep
+        self._rank = topology.rank
+        # A group of its own, because a write's collectives run beside those of training.
+        is_alone = topology.world_size == 1
+        self._group = None if is_alone else distributed.new_group(backend="gloo")
+        self._buffers: dict[str, Tensor] = {}
+        # From the start, so that every checkpoint holds the same tensors.
+        self._make_moments()
+
+    @torch.no_grad()
+    def snapshot(self, step: int, facts: Mapping[str, Any]) -> Snapshot:
+        """Copy the state; the copy is valid until the next one is taken.
+
+        Args:
+            step: Newest trained step.
+            facts: Plain numbers to keep; ``num_updates`` among them.
+        """
+        tensors = {name: self._copied(name, value) for name, value in self._state().items()}
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return Snapshot(step=step, tensors=tensors, facts=dict(facts))
+
+    def write(self, snapshot: Snapshot) -> Path:
+        """Write a snapshot. Blocks; runs in a thread beside training. All ranks call it.
+
+        Returns:
+            The published folder.
+        """
+        unfinished = manifest.unfinished_of(self._root, snapshot.step)
+        if self._rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+        if self._group is not None:
+            distributed.barrier(self._group)
+        writer = HuggingFaceStorageWriter(str(unfinished), save_distributed=True)
+        save_shards(
+            dict(snapshot.tensors),
+            storage_writer=writer,
+            process_group=self._group,
+            no_dist=self._group is None,
+        )
+        if self._rank == 0:
+            manifest.publish(self._root, snapshot.step, dict(snapshot.facts), keep=self._keep)
+        return manifest.folder_of(self._root, snapshot.step)
+
+    def load(self) -> dict[str, Any]:
+        """Load the newest whole checkpoint in place; returns its facts. All ranks call it.
+
+        Raises:
+            NotFoundError: If there is none.
+        """
+        folder, facts = manifest.newest(self._root)
+        load_shards(
+            self._state(),
+            storage_reader=HuggingFaceStorageReader(str(folder)),
+            process_group=self._group,
+            no_dist=self._group is None,
+        )
+        for state in self._optimizer.state.values():
+            state["step"].fill_(float(facts["num_updates"]))
+        return facts
+
+    def _state(self) -> dict[str, Tensor]:
+        """The live tensors by name: parameters, and both moments of trained ones."""
+        state: dict[str, Tensor] = {}
+        for name, parameter in self._module.named_parameters():
+            state[name] = parameter.detach()
+            for moment in _MOMENTS:
+                if parameter.requires_grad:
+                    state[f"optimizer.{moment}.{name}"] = self._optimizer.state[parameter][moment]
+        return state
+
+    def _make_moments(self) -> None:
+        """Give the optimizer the state that it otherwise makes in its first update."""
+        for parameter in self._module.parameters():
+            if parameter.requires_grad and not self._optimizer.state[parameter]:
+                self._optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    **{moment: torch.zeros_like(parameter) for moment in _MOMENTS},
+                }
+
+    def _copied(self, name: str, value: Tensor) -> Tensor:
+        local = value.to_local() if isinstance(value, DTensor) else value
+        buffer = self._buffers.get(name)
+        if buffer is None:
+            buffer = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+            self._buffers[name] = buffer
+        buffer.copy_(local, non_blocking=True)
+        if not isinstance(value, DTensor):
+            return buffer
+        return DTensor.from_local(
+            buffer,
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )

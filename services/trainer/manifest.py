@@ -1,0 +1,121 @@
+"""Checkpoint folders: published whole, verified before use, pruned by age. No torch.
+
+A folder is written under another name and renamed once its manifest, with the digest of every file,
+is in it. So a folder without a manifest never counts, and damage is noticed before anything loads.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from services.common.errors import DataLossError, NotFoundError
+
+logger = logging.getLogger(__name__)
+MANIFEST = "manifest.json"
+_PREFIX = "step-"
+
+
+def folder_of(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies once it is published."""
+    return root / f"{_PREFIX}{step:08d}"
+
+
+def unfinished_of(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step is written."""
+    return root / f".unfinished-{_PREFIX}{step:08d}"
+
+
+def publish(root: Path, step: int, facts: dict[str, Any], *, keep: int) -> Path:
+    """Seal a written folder with its manifest, give it its name, and drop the oldest ones.
+
+    Args:
+        root: Folder of all checkpoints of the run.
+        step: Step that was saved.
+        facts: What the manifest says besides the files; plain JSON.
+        keep: Newest checkpoints kept.
+
+    Returns:
+        The published folder.
+    """
+    unfinished, folder = unfinished_of(root, step), folder_of(root, step)
+    files = {
+        str(file.relative_to(unfinished)): {"size": file.stat().st_size, "sha256": _digest(file)}
+        for file in sorted(unfinished.rglob("*"))
+        if file.is_file()
+    }
+    with (unfinished / MANIFEST).open("w", encoding="utf-8") as output:
+        json.dump({"step": step, "facts": facts, "files": files}, output, indent=1)
+        output.flush()
+        os.fsync(output.fileno())
+    if folder.exists():
+        shutil.rmtree(folder)
+    unfinished.rename(folder)
+    for outdated in _published(root)[keep:]:
+        shutil.rmtree(outdated)
+    return folder
+
+
+def newest(root: Path) -> tuple[Path, dict[str, Any]]:
+    """The newest checkpoint that is whole, and the facts in its manifest.
+
+    Damaged ones are named in the log and passed over.
+
+    Raises:
+        NotFoundError: If there is none.
+    """
+    refused = []
+    for folder in _published(root):
+        try:
+            return folder, verify(folder)
+        except DataLossError as error:
+            logger.error("checkpoint refused", extra={"reason": str(error)})  # noqa: TRY400
+            refused.append(folder.name)
+    damaged = f"; damaged: {', '.join(refused)}" if refused else ""
+    raise NotFoundError(
+        f"there is no usable checkpoint in {root}{damaged}; start without resuming, or restore one",
+        folder=root,
+    )
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """Check every file of a checkpoint; returns the facts in its manifest.
+
+    Raises:
+        DataLossError: If a file is missing or is not what was written.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        facts, files = dict(manifest["facts"]), dict(manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataLossError(
+            f"checkpoint {folder} has no readable {MANIFEST}: {error}", folder=folder
+        ) from error
+    for name, expected in files.items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size != expected["size"]:
+            raise DataLossError(
+                f"checkpoint {folder}: {name} is missing or not {expected['size']} bytes long",
+                folder=folder,
+                file=name,
+            )
+        if _digest(file) != expected["sha256"]:
+            raise DataLossError(
+                f"checkpoint {folder}: {name} does not have the digest in the manifest",
+                folder=folder,
+                file=name,
+            )
+    return facts
+
+
+def _published(root: Path) -> list[Path]:
+    """Published folders, newest first."""
+    return sorted(root.glob(f"{_PREFIX}*"), reverse=True)
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,90 @@
+"""Checkpoints bring back the exact state, are refused when damaged, and load elsewhere."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from services.common.errors import NotFoundError
+from services.trainer import manifest
+from services.trainer.export import export_checkpoint
+from services.trainer.guard import NotFiniteError
+from services.trainer.model import Policy
+from services.trainer.rank import Rank
+from tests.unit.trainer.batches import Queue, policy_of, random_queue, rank_of, spec_of
+
+SPEC = spec_of()
+
+
+def _trained(root: Path, *, seed: int = 0) -> tuple[Policy, Rank, Queue]:
+    policy = policy_of(SPEC, seed=seed)
+    queue = random_queue(policy_of(SPEC))
+    return policy, rank_of(SPEC, policy, queue, root=root), queue
+
+
+def test_training_goes_on_exactly_where_the_checkpoint_was(tmp_path: Path) -> None:
+    policy, rank, queue = _trained(tmp_path)
+    for step in (1, 2):
+        rank.train(step, queue.meta)
+    rank.checkpointer.write(rank.snapshot(2))
+    rank.train(3, queue.meta)
+    other, resumed, _ = _trained(tmp_path, seed=1)
+    assert resumed.restore() == 2
+    resumed.train(3, queue.meta)
+    for name, value in policy.named_parameters():
+        torch.testing.assert_close(dict(other.named_parameters())[name], value, rtol=0, atol=1e-7)
+
+
+def test_the_snapshot_is_not_touched_by_later_steps(tmp_path: Path) -> None:
+    _, rank, queue = _trained(tmp_path)
+    rank.train(1, queue.meta)
+    snapshot = rank.snapshot(1)
+    before = {name: value.clone() for name, value in snapshot.tensors.items()}
+    rank.train(2, queue.meta)
+    assert all(torch.equal(value, before[name]) for name, value in snapshot.tensors.items())
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_previous_one_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, rank, _ = _trained(tmp_path)
+    for step in (1, 2, 3):
+        folder = rank.checkpointer.write(rank.snapshot(step))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+    shard = next(folder.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert rank.restore() == 2
+    assert any("step-00000003" in getattr(record, "reason", "") for record in caplog.records)
+    (tmp_path / "step-00000002" / manifest.MANIFEST).unlink()
+    with pytest.raises(NotFoundError, match="damaged: step-00000003, step-00000002"):
+        rank.restore()
+
+
+def test_too_many_skipped_steps_go_back_to_the_checkpoint_and_then_end_the_run(
+    tmp_path: Path,
+) -> None:
+    spec = spec_of(algorithm={"max_nonfinite_steps": 0})
+    policy = policy_of(spec)
+    queue = random_queue(policy)
+    rank = rank_of(spec, policy, queue, root=tmp_path)
+    rank.checkpointer.write(rank.snapshot(1))
+    saved = {name: value.clone() for name, value in policy.named_parameters()}
+    rank.train(2, queue.meta)
+    queue.fields["rewards"].values[0] = torch.inf
+    assert rank.train(3, queue.meta).metrics["rewound_to_step"] == 1
+    assert all(torch.equal(value, saved[name]) for name, value in policy.named_parameters())
+    with pytest.raises(NotFiniteError, match="all steps since the newest checkpoint"):
+        rank.train(4, queue.meta)
+
+
+def test_an_exported_folder_loads_elsewhere(tmp_path: Path) -> None:
+    policy, rank, _ = _trained(tmp_path / "checkpoints")
+    folder = rank.checkpointer.write(rank.snapshot(1))
+    export_checkpoint(folder, SPEC.model, tmp_path / "hf", dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path / "hf").encode("12+3")])
+    policy.model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(loaded(ids).logits, policy.model(ids).logits)
