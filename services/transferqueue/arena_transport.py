@@ -16,6 +16,7 @@ from services.transferqueue.packing import PackedColumn
 from services.transferqueue.readplan import Extent
 from services.transferqueue.transport import TIMEOUT_S, Transport
 
+_SMALL_BYTES = 64 << 10
 _INLINE_BYTES = 1 << 20
 """Copies below this take less time than handing them to a thread."""
 T = TypeVar("T")
@@ -27,7 +28,7 @@ class ArenaTransport:
     Args:
         connection: The shard.
         arena: Its memory.
-        fallback: Reads what the shard has moved to disk.
+        fallback: Reads what is small, and what the shard has moved to disk.
     """
 
     def __init__(self, connection: ShardConnection, arena: mmap.mmap, fallback: Transport) -> None:
@@ -52,7 +53,11 @@ class ArenaTransport:
 
     async def read(self, extents: Sequence[Extent], target: Tensor) -> None:
         """Fetch bytes of blobs into ``target``, a uint8 tensor."""
-        for begin in range(0, len(extents), codec.MAX_RANGES):  # none if all rows are empty
+        if len(target) < _SMALL_BYTES:
+            # One answer with the bytes is quicker than one with their place and a message to let go.
+            await self._fallback.read(extents, target)
+            return
+        for begin in range(0, len(extents), codec.MAX_RANGES):
             await self._read(extents[begin : begin + codec.MAX_RANGES], target)
 
     async def _read(self, extents: Sequence[Extent], target: Tensor) -> None:

@@ -7,6 +7,7 @@ msgpack array ``[op, request_id, *fields]``. Nothing else is ever decoded, and n
     Write   -> nothing       one payload frame of a reserved blob, at most FRAME_BYTES
     Commit  -> Committed     the blobs are whole; the samples become visible
     Abort   -> Committed     gives reserved room back
+    Store   -> Stored        a small put in one message: room, one payload frame, commit
     Read    -> Data, Located bytes of blobs as payload frames, or where they lie in the arena
     Unpin   -> nothing       the reader has copied what Located told it
 """
@@ -25,6 +26,8 @@ MAX_HEADER_BYTES: Final = 16 << 20
 """A commit of 100,000 samples takes about 10 MiB."""
 MAX_READ_BYTES: Final = 8 << 20
 """Most payload of one Data message."""
+STORE_BYTES: Final = 256 << 10
+"""Largest put that goes in one message."""
 MAX_BLOBS: Final = 256
 """Most blobs of one put."""
 MAX_RANGES: Final = 65_536
@@ -79,6 +82,20 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class Store:
+    """A put of at most STORE_BYTES, all blobs end to end in one payload frame.
+
+    ``meta`` numbers its blobs from 0; the shard gives them their ids.
+    """
+
+    put_id: str
+    partition_id: str
+    sizes: tuple[int, ...]
+    wait_s: float
+    meta: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Read:
     """Asks for bytes of blobs: ``(blob_id, offset, size)``, three numbers after each other."""
 
@@ -109,6 +126,14 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """Answers Store."""
+
+    blob_ids: tuple[int, ...]
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
 class Located:
     """Answers Read in the arena: the position of each range, held until Unpin.
 
@@ -135,8 +160,8 @@ class Failed:
     details: tuple[str, ...]
 
 
-Request = Reserve | Write | Commit | Abort | Read | Unpin
-Response = Granted | Committed | Located | Data | Failed
+Request = Reserve | Write | Commit | Abort | Store | Read | Unpin
+Response = Granted | Committed | Stored | Located | Data | Failed
 Message = Request | Response
 
 _TYPES: Final[tuple[type[Message], ...]] = get_args(Message)
@@ -252,10 +277,15 @@ _FIELDS: Final = {
     Write: (("blob_id", _is_count), ("offset", _is_count)),
     Commit: (("put_id", _is_text), ("meta", _is_bytes)),
     Abort: (("put_id", _is_text),),
+    Store: (
+        ("put_id", _is_text), ("partition_id", _is_text), ("sizes", _is_sizes), ("wait_s", _is_wait),
+        ("meta", _is_bytes),
+    ),
     Read: (("ranges", _is_ranges), ("in_arena", _is_flag)),
     Unpin: (("pin_id", _is_count),),
     Granted: (("blob_ids", _is_counts), ("positions", _is_counts)),
     Committed: (("revision", _is_count),),
+    Stored: (("blob_ids", _is_counts), ("revision", _is_count)),
     Located: (("pin_id", _is_count), ("positions", _is_counts)),
     Data: (("checksum", _is_hash),),
     Failed: (("reason", _is_text), ("message", _is_text), ("details", _is_texts)),

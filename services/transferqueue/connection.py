@@ -64,7 +64,13 @@ class ShardConnection:
         """Send a message that has no answer; the payload must not change until a later answer."""
         self._socket.send([codec.encode(message, 0), *payload], copy=not payload)
 
-    async def ask(self, message: codec.Request, *, timeout_s: float) -> Answer:
+    async def ask(
+        self,
+        message: codec.Request,
+        payload: Sequence[bytes | memoryview] = (),
+        *,
+        timeout_s: float,
+    ) -> Answer:
         """Send a request and wait for its answer.
 
         Raises:
@@ -75,9 +81,9 @@ class ShardConnection:
         waiter: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._pending[request_id] = waiter
         try:
-            self._socket.send([codec.encode(message, request_id)])
+            self._socket.send([codec.encode(message, request_id), *payload])
             async with asyncio.timeout(timeout_s):
-                answer, payload = await waiter
+                answer, received = await waiter
         except TimeoutError as error:
             raise DeadlineExceededError(
                 f"shard {self.shard.shard_id} at {self.shard.endpoint} did not answer "
@@ -88,7 +94,7 @@ class ShardConnection:
             del self._pending[request_id]
         if isinstance(answer, codec.Failed):
             raise _error(answer)
-        return answer, payload
+        return answer, received
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         message, request_id = codec.decode(frames[0].bytes)

@@ -109,10 +109,10 @@ class DataClient:
         """
         tags = tags or {}
         groups = tags.get("group_id") or [group_of(key) for key in keys]
-        shards = self._links.shards
+        homes = {group: place(str(group), self._links.shards) for group in set(groups)}
         places: dict[str, list[int]] = {}
         for index, group in enumerate(groups):
-            places.setdefault(place(str(group), shards), []).append(index)
+            places.setdefault(homes[group], []).append(index)
         puts = []
         for shard_id, indexes in places.items():
             is_all = len(indexes) == len(keys)
@@ -175,20 +175,25 @@ class DataClient:
         self, shard_id: str, meta: KVBatchMeta, columns: Sequence[PackedColumn]
     ) -> KVBatchMeta:
         link = self._links.to(shard_id)
-        connection, transport = link.connection, link.transport
         put_id = new_id("put")
         sizes = tuple(column.size_bytes for column in columns)
-        reserve = codec.Reserve(put_id, meta.partition_id, sizes, self._put_timeout_s)
         timeout_s = self._put_timeout_s + TIMEOUT_S
-        grant = _expect(codec.Granted, await connection.ask(reserve, timeout_s=timeout_s))
-        checksums = await transport.write(grant, columns)
-        blobs = tuple(
-            BlobRef(shard_id=shard_id, blob_id=blob_id, size_bytes=size, checksum=checksum)
-            for blob_id, size, checksum in zip(grant.blob_ids, sizes, checksums, strict=True)
-        )
-        meta = replace(meta, blobs=blobs)
+        if sum(sizes) <= codec.STORE_BYTES:
+            parts = [column.to_bytes() for column in columns]
+            meta = replace(meta, blobs=_blobs(shard_id, range(len(sizes)), sizes, _hash(parts)))
+            store = codec.Store(
+                put_id, meta.partition_id, sizes, self._put_timeout_s, meta.to_bytes()
+            )
+            answer = await link.connection.ask(store, [b"".join(parts)], timeout_s=timeout_s)
+            stored = _expect(codec.Stored, answer)
+            blobs = _blobs(shard_id, stored.blob_ids, sizes, _hash(parts))
+            return replace(meta, blobs=blobs, revision=stored.revision)
+        reserve = codec.Reserve(put_id, meta.partition_id, sizes, self._put_timeout_s)
+        grant = _expect(codec.Granted, await link.connection.ask(reserve, timeout_s=timeout_s))
+        checksums = await link.transport.write(grant, columns)
+        meta = replace(meta, blobs=_blobs(shard_id, grant.blob_ids, sizes, checksums))
         commit = codec.Commit(put_id, meta.to_bytes())
-        answer = await connection.ask(commit, timeout_s=_COMMIT_TIMEOUT_S)
+        answer = await link.connection.ask(commit, timeout_s=_COMMIT_TIMEOUT_S)
         return replace(meta, revision=_expect(codec.Committed, answer).revision)
 
     async def _fetch(self, meta: KVBatchMeta, fields: Sequence[str]) -> tuple[ReadPlan, Tensor]:
@@ -233,6 +238,19 @@ def _describe(
         keys=tuple(keys),
         fields=tuple(column.to_field(number) for number, column in enumerate(columns)),
         tags={name: _tag_values([values[i] for i in indexes]) for name, values in tags.items()},
+    )
+
+
+def _hash(parts: Sequence[memoryview]) -> list[int]:
+    return [codec.checksum(part) for part in parts]
+
+
+def _blobs(
+    shard_id: str, blob_ids: Sequence[int], sizes: Sequence[int], checksums: Sequence[int]
+) -> tuple[BlobRef, ...]:
+    return tuple(
+        BlobRef(shard_id=shard_id, blob_id=blob_id, size_bytes=size, checksum=checksum)
+        for blob_id, size, checksum in zip(blob_ids, sizes, checksums, strict=True)
     )
 
 

@@ -102,8 +102,8 @@ class DataPlane:
     def _dispatch(
         self, peer: bytes, request_id: int, message: codec.Message, payload: list[zmq.Frame]
     ) -> None:
-        if len(payload) != isinstance(message, codec.Write):
-            raise InvalidArgumentError(f"{len(payload)} payload frames; only Write has one")
+        if len(payload) != isinstance(message, codec.Write | codec.Store):
+            raise InvalidArgumentError(f"{len(payload)} payload frames; Write and Store have one")
         match message:
             case codec.Write():
                 data = payload[0].buffer
@@ -111,8 +111,8 @@ class DataPlane:
                 metrics.BYTES.labels("in").inc(len(data))
             case codec.Unpin():
                 self._storage.unpin(message.pin_id)
-            case codec.Reserve() | codec.Commit() | codec.Abort() | codec.Read():
-                self._spawn(self._answer(peer, request_id, message))
+            case codec.Reserve() | codec.Commit() | codec.Abort() | codec.Store() | codec.Read():
+                self._spawn(self._answer(peer, request_id, message, payload))
             case _:
                 raise InvalidArgumentError(f"{type(message).__name__} is an answer, not a request")
 
@@ -121,12 +121,14 @@ class DataPlane:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    async def _answer(self, peer: bytes, request_id: int, message: codec.Message) -> None:
+    async def _answer(
+        self, peer: bytes, request_id: int, message: codec.Message, received: list[zmq.Frame]
+    ) -> None:
         started = time.monotonic()
         op = type(message).__name__.lower()
         payload: list[bytes | memoryview] = []
         try:
-            answer = await self._run(message, payload)
+            answer = await self._run(message, received, payload)
         except ServiceError as error:
             answer = _failed(error)
         except Exception as error:
@@ -138,7 +140,10 @@ class DataPlane:
         metrics.OP_DURATION.labels(op).observe(time.monotonic() - started)
 
     async def _run(
-        self, message: codec.Message, payload: list[bytes | memoryview]
+        self,
+        message: codec.Message,
+        received: list[zmq.Frame],
+        payload: list[bytes | memoryview],
     ) -> codec.Response:
         match message:
             case codec.Reserve():
@@ -147,6 +152,10 @@ class DataPlane:
                 return await self._puts.commit(message)
             case codec.Abort():
                 return await self._puts.abort(message)
+            case codec.Store():
+                data = received[0].buffer
+                metrics.BYTES.labels("in").inc(len(data))
+                return await self._puts.store(message, data)
             case codec.Read():
                 return self._read(message, payload)
         raise AssertionError(message)

@@ -32,8 +32,14 @@ class PackedColumn:
     offsets: tuple[int, ...]
     """Byte offset of each sample."""
     pieces: tuple[Tensor, ...]
-    """The bytes in order: flat, contiguous tensors of one dtype on the CPU."""
+    """The bytes in order: tensors of one dimension and one dtype on the CPU."""
     size_bytes: int
+
+    def to_bytes(self) -> memoryview:
+        """A copy of the bytes."""
+        target = torch.empty(self.size_bytes, dtype=torch.uint8)
+        self.copy_into(target)
+        return target.numpy().data
 
     def to_field(self, blob_index: int) -> FieldColumn:
         """The column's description once it is a blob."""
@@ -51,10 +57,12 @@ class PackedColumn:
         """Lay the bytes into ``target``, uint8 of ``size_bytes``."""
         if self.size_bytes == 0:
             return
-        if len(self.pieces) == 1:
-            target.copy_(self.pieces[0].view(torch.uint8))
-            return
-        torch.cat(self.pieces, out=target.view(self.pieces[0].dtype))
+        values = target.view(self.pieces[0].dtype)
+        with torch.no_grad():
+            if len(self.pieces) == 1:
+                values.copy_(self.pieces[0])
+            else:
+                torch.cat(self.pieces, out=values)
 
 
 def pack(name: str, values: Values) -> PackedColumn:
@@ -128,16 +136,20 @@ def unpack_objects(column: FieldColumn, data: Tensor) -> list[object]:
 
 def _pack_rows(name: str, rows: Sequence[Tensor]) -> PackedColumn:
     first = rows[0]
-    rank, tail, dtype = first.dim(), first.shape[1:], first.dtype
-    for index, row in enumerate(rows):
-        if row.dtype != dtype or row.dim() != rank or row.shape[1:] != tail:
-            raise InvalidArgumentError(
-                f"field {name!r}: row {index} is {row.dtype} {tuple(row.shape)}, row 0 is {dtype} "
-                f"{tuple(first.shape)}; only the first dimension may differ",
-                field=name,
-            )
-    lengths = [1] * len(rows) if rank == 0 else [row.shape[0] for row in rows]
+    rank, tail = first.dim(), first.shape[1:]
+    kinds = {(row.dtype, row.dim()) for row in rows}
+    if len(kinds) > 1 or (rank > 1 and len({row.shape[1:] for row in rows}) > 1):
+        raise InvalidArgumentError(
+            f"field {name!r} has rows of {_text_of(rows)}; all but the first dimension must agree",
+            field=name,
+        )
+    lengths = [1] * len(rows) if rank == 0 else list(map(len, rows))
     return _column(name, rows, lengths, rank, tuple(tail))
+
+
+def _text_of(rows: Sequence[Tensor]) -> str:
+    kinds = dict.fromkeys(f"{row.dtype} {['*', *row.shape[1:]]}" for row in rows)
+    return ", ".join(list(kinds)[:5])
 
 
 def _pack_objects(name: str, values: Sequence[object]) -> PackedColumn:
@@ -172,8 +184,11 @@ def _column(
             f"field {name!r} has dtype {dtype}; supported are {', '.join(ITEM_BYTES)}", field=name
         )
     row_bytes = ITEM_BYTES[dtype] * prod(tail)
-    is_one_byte = ITEM_BYTES[dtype] == 1
-    pieces = tuple([_flat(tensor, as_bytes=is_one_byte) for tensor in tensors])
+    is_float8 = dtype.startswith("float8")
+    pieces = tuple([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors])
+    if is_float8 or not all(piece.is_cpu for piece in pieces):
+        # Bytes can do what the float8 types cannot: be concatenated.
+        pieces = tuple([_bytes_of(piece) if is_float8 else piece.cpu() for piece in pieces])
     offsets = list(accumulate([length * row_bytes for length in lengths], initial=0))
     return PackedColumn(
         name=name,
@@ -187,9 +202,5 @@ def _column(
     )
 
 
-def _flat(tensor: Tensor, *, as_bytes: bool) -> Tensor:
-    flat = tensor if tensor.dim() == 1 else tensor.reshape(-1)
-    if flat.requires_grad or flat.device.type != "cpu" or not flat.is_contiguous():
-        flat = flat.detach().cpu().contiguous()
-    # Not every operation exists for bool and the float8 types; all exist for bytes.
-    return flat.view(torch.uint8) if as_bytes else flat
+def _bytes_of(piece: Tensor) -> Tensor:
+    return piece.detach().cpu().contiguous().view(torch.uint8)

@@ -58,19 +58,26 @@ class Partition:
         part = _part_of(meta)
         self._schema.learn(meta)
         self.stored_bytes += sum(blob.size_bytes for blob in meta.blobs)
-        extended: dict[tuple[Part, ...], tuple[Part, ...]] = {}
+        # Rows of one put share the tuple of their parts, and mostly had the same ones before.
+        extended: dict[tuple[Part, ...], tuple[tuple[Part, ...], frozenset[str], bool]] = {}
         added = []
         for place, key in enumerate(meta.keys):
             row = self.rows.get(key)
             if row is None:
                 row = self.rows[key] = Row(key)
-            before = row.field_names()
-            # Rows of one put share the tuple of their parts.
-            row.parts = extended.setdefault(row.parts, (*row.parts, part))
+            known = extended.get(row.parts)
+            if known is None:
+                before = row.field_names()
+                is_complete = self.required_fields <= before | part.columns.keys()
+                known = extended[row.parts] = ((*row.parts, part), before, is_complete)
+            row.parts, before, is_complete = known
             row.places = (*row.places, place)
-            self._log(row)
+            if is_complete:
+                self._log(row)
             part.num_unsettled += not row.is_settled
             added.append((row, before))
+        if len(self._log_rows) > 2 * self.num_complete + _MIN_LOG_ENTRIES:
+            self._compact_log()
         return added
 
     def get(self, keys: Sequence[str]) -> list[Row]:
@@ -187,15 +194,11 @@ class Partition:
         return tuple(self.describe(rows) for rows in by_parts.values())
 
     def _log(self, row: Row) -> None:
-        if not self.required_fields <= row.field_names():
-            return
         self.num_complete += row.revision == 0
         self.revision += 1
         row.revision = self.revision
         self._log_rows.append(row)
         self._log_revisions.append(self.revision)
-        if len(self._log_rows) > 2 * self.num_complete + _MIN_LOG_ENTRIES:
-            self._compact_log()
 
     def _compact_log(self) -> None:
         live = [

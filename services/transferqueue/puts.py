@@ -10,7 +10,7 @@ A put that fails leaves nothing behind.
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from services.common.batch import KVBatchMeta
@@ -96,26 +96,34 @@ class Puts:
         Raises:
             ServiceError: If bytes are damaged or the put breaks a rule; nothing of it stays.
         """
-        put = self._open.pop(request.put_id, None)
-        if put is None:
-            raise FailedPreconditionError(
-                f"put {request.put_id} has no room: it was never reserved, was aborted, or took "
-                f"longer than {codec.GRANT_S} s; reserve again",
-                put_id=request.put_id,
+        return codec.Committed(await self._finish(request.put_id, _parse(request.meta)))
+
+    async def store(self, request: codec.Store, data: memoryview) -> codec.Stored:
+        """A small put in one message.
+
+        Raises:
+            ServiceError: As ``reserve`` and ``commit``.
+        """
+        if len(data) != sum(request.sizes) or len(data) > codec.STORE_BYTES:
+            raise InvalidArgumentError(
+                f"{len(data)} bytes for blobs of {sum(request.sizes)}, at most {codec.STORE_BYTES}"
             )
-        put.timer.cancel()
-        try:
-            meta = _checked(request, put, self._shard_id)
-            self._storage.seal(meta.blobs)
-            revision = await self._metadata.commit(meta, put_id=request.put_id)
-        except (DeadlineExceededError, UnavailableError):
-            # The put may be visible, so its bytes stay. The index is out of reach: it will give this
-            # shard up, or know the put.
-            raise
-        except BaseException:
-            self._undo(put)
-            raise
-        return codec.Committed(revision)
+        meta = _parse(request.meta)
+        if len(meta.blobs) != len(request.sizes):
+            raise InvalidArgumentError(f"{len(request.sizes)} sizes for {len(meta.blobs)} blobs")
+        granted = await self.reserve(
+            codec.Reserve(request.put_id, request.partition_id, request.sizes, request.wait_s)
+        )
+        begin = 0
+        for blob_id, size in zip(granted.blob_ids, request.sizes, strict=True):
+            self._storage.write(blob_id, 0, data[begin : begin + size])
+            begin += size
+        blobs = [
+            replace(blob, blob_id=blob_id)
+            for blob, blob_id in zip(meta.blobs, granted.blob_ids, strict=True)
+        ]
+        revision = await self._finish(request.put_id, replace(meta, blobs=tuple(blobs)))
+        return codec.Stored(granted.blob_ids, revision)
 
     async def abort(self, request: codec.Abort) -> codec.Committed:
         """Give up a put; one that is not open is left as it is."""
@@ -127,6 +135,35 @@ class Puts:
         self._storage.free(blob_ids)
         metrics.STORED_BYTES.set(self._storage.used_bytes)
         self._waiters.wake(_ROOM)
+
+    async def _finish(self, put_id: str, meta: KVBatchMeta) -> int:
+        put = self._open.pop(put_id, None)
+        if put is None:
+            raise FailedPreconditionError(
+                f"put {put_id} has no room: it was never reserved, was aborted, or took longer than "
+                f"{codec.GRANT_S} s; reserve again",
+                put_id=put_id,
+            )
+        put.timer.cancel()
+        try:
+            self._check_owner(meta, put)
+            self._storage.seal(meta.blobs)
+            return await self._metadata.commit(meta, put_id=put_id)
+        except (DeadlineExceededError, UnavailableError):
+            # The put may be visible, so its bytes stay. The index is out of reach: it will give this
+            # shard up, or know the put.
+            raise
+        except BaseException:
+            self._undo(put)
+            raise
+
+    def _check_owner(self, meta: KVBatchMeta, put: _OpenPut) -> None:
+        blob_ids = tuple(blob.blob_id for blob in meta.blobs)
+        is_ours = all(blob.shard_id == self._shard_id for blob in meta.blobs)
+        if meta.partition_id != put.partition_id or blob_ids != put.grant.blob_ids or not is_ours:
+            raise InvalidArgumentError(
+                f"the put reserved other blobs, in partition {put.partition_id} of {self._shard_id}"
+            )
 
     def _drop(self, put_id: str) -> None:
         put = self._open.pop(put_id, None)
@@ -161,16 +198,8 @@ class Puts:
             await self._waiters.wait(_ROOM, timeout_s=rest_s)
 
 
-def _checked(request: codec.Commit, put: _OpenPut, shard_id: str) -> KVBatchMeta:
+def _parse(data: bytes) -> KVBatchMeta:
     try:
-        meta = KVBatchMeta.from_bytes(request.meta)
+        return KVBatchMeta.from_bytes(data)
     except ValueError as error:
         raise InvalidArgumentError(str(error)) from error
-    blob_ids = tuple(blob.blob_id for blob in meta.blobs)
-    is_ours = all(blob.shard_id == shard_id for blob in meta.blobs)
-    if meta.partition_id != put.partition_id or blob_ids != put.grant.blob_ids or not is_ours:
-        raise InvalidArgumentError(
-            f"put {request.put_id} reserved other blobs, in partition {put.partition_id}",
-            put_id=request.put_id,
-        )
-    return meta

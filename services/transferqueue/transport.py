@@ -81,7 +81,7 @@ class SocketTransport:
             column.copy_into(packed)
             pieces = (packed,)
         for piece in pieces:
-            view = piece.view(torch.uint8).numpy().data
+            view = piece.detach().contiguous().view(torch.uint8).numpy().data
             for begin in range(0, len(view), codec.FRAME_BYTES):
                 yield view[begin : begin + codec.FRAME_BYTES]
 
