@@ -10,9 +10,8 @@ from services.common.grpc_client import open_channel
 from services.common.grpc_server import serve
 from services.common.lifetime import announce, until_told_to_stop
 from services.common.metrics import serve_metrics
-from services.controller.launcher import ExternalLauncher
+from services.controller.launchers import open_launcher
 from services.controller.membership import Membership
-from services.controller.process_launcher import ProcessLauncher
 from services.controller.rendezvous import RendezvousStore
 from services.controller.rest import build_app
 from services.controller.rest_server import serve_rest
@@ -57,15 +56,9 @@ async def run_controller(settings: ControllerSettings) -> None:
 
         port = await stack.enter_async_context(serve(settings.bind, register))
         address = f"{settings.advertise_host}:{port}"
-        if settings.launcher == "process":
-            manager.launcher = ProcessLauncher(
-                controller_address=address,
-                state_directory=settings.state_directory,
-                on_exit=manager.worker_exited,
-                tasks=tasks,
-            )
-        else:
-            manager.launcher = ExternalLauncher()
+        manager.launcher = await stack.enter_async_context(
+            open_launcher(settings, address, manager=manager, tasks=tasks)
+        )
         stack.push_async_callback(manager.close)
         rest_port = await stack.enter_async_context(
             serve_rest(settings.rest_bind, build_app(manager))

@@ -152,6 +152,10 @@ class RunManager:
         )
         active.lost.set()
 
+    def worker_pending(self, run_id: str, reason: str, message: str) -> None:
+        """A worker cannot start yet; the run shows why."""
+        self._record(run_id, "WorkerPending", f"{reason}: {message}", {"reason": reason})
+
     def events(
         self, run_id: str, *, after_seq: int, limit: int, type_: str | None = None
     ) -> list[Event]:

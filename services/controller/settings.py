@@ -20,8 +20,16 @@ class ControllerSettings(ServiceSettings):
     """``host:port`` of the transferqueue's gRPC server, as workers reach it."""
     state_directory: Path
     """Folder of the database and of each run's logs and checkpoints."""
-    launcher: Literal["process", "none"] = "process"
-    """Who starts a run's workers: this host, or somebody else."""
+    launcher: Literal["process", "kubernetes", "none"] = "process"
+    """Who starts a run's workers: this host, the Kubernetes API, or somebody else."""
+    namespace: str = ""
+    """Namespace of worker pods; only with the Kubernetes launcher."""
+    deployment: str = ""
+    """This controller's Deployment, which owns the worker pods; only with the Kubernetes launcher."""
+    worker_templates: Path = Path("/etc/slipstream/workers")
+    """Folder of the pod templates that the chart wrote; only with the Kubernetes launcher."""
+    pending_timeout_s: float = Field(600.0, gt=0)
+    """A worker pod that cannot start for this long fails its run; only with the Kubernetes launcher."""
     heartbeat_interval_s: float = Field(1.0, gt=0)
     """Seconds between heartbeats of a worker."""
     heartbeat_timeout_s: float = Field(30.0, gt=0)

@@ -97,7 +97,7 @@ def test_every_pod_is_locked_down(profiles: tuple[str, ...]) -> None:
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert spec["automountServiceAccountToken"] is (component == "controller")
-        assert "hostPath" not in json.dumps(spec["volumes"] if "volumes" in spec else [])
+        assert "hostPath" not in json.dumps(spec.get("volumes", []))
         for container in spec["containers"]:
             context = container["securityContext"]
             assert context["readOnlyRootFilesystem"] is True
@@ -203,7 +203,8 @@ def test_network_policies_allow_the_connection_matrix_and_no_more() -> None:
 def test_packaged_chart_holds_no_stray_files() -> None:
     found = {path.relative_to(CHART).parts[0] for path in CHART.rglob("*") if path.is_file()}
     assert found == {
-        ".helmignore", "Chart.yaml", "README.md", "files", "profiles", "templates", "values.schema.json", "values.yaml",
+        ".helmignore", "Chart.yaml", "README.md", "files", "profiles", "templates",
+        "values.schema.json", "values.yaml",
     }  # fmt: skip
 
 

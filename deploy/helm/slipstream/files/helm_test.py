@@ -1,19 +1,18 @@
 """What `helm test` asks of an installed release: the API, both gRPC servers, and metrics."""
 
-import json
+# ruff: noqa: INP001
 import sys
-import urllib.request
 
 import grpc
+import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 TIMEOUT_S = 20.0
 
 
-def fetch(url: str) -> str:
-    """The body behind a URL."""
-    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
-        return str(response.read().decode())
+def fetch(url: str) -> httpx.Response:
+    """The answer behind a URL."""
+    return httpx.get(url, timeout=TIMEOUT_S, trust_env=False).raise_for_status()
 
 
 def check_health(address: str) -> None:
@@ -25,9 +24,9 @@ def check_health(address: str) -> None:
 
 
 controller, queue = sys.argv[1:]
-release = json.loads(fetch(f"http://{controller}:8080/v1/version"))["version"]
-runs = json.loads(fetch(f"http://{controller}:8080/v1/runs"))["items"]
+release = fetch(f"http://{controller}:8080/v1/version").json()["version"]
+runs = fetch(f"http://{controller}:8080/v1/runs").json()["items"]
 for host in (controller, queue):
     check_health(f"{host}:50051")
-    assert "slipstream_" in fetch(f"http://{host}:9090/metrics"), f"{host} exposes no metrics"
+    assert "slipstream_" in fetch(f"http://{host}:9090/metrics").text, f"{host} exposes no metrics"
 sys.stdout.write(f"Slipstream {release} answers; it knows {len(runs)} runs\n")

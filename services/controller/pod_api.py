@@ -1,0 +1,93 @@
+"""Calls to the Kubernetes API, each off the event loop, with a deadline and readable refusals."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from kubernetes.client import ApiException, AppsV1Api, CoreV1Api
+from urllib3.exceptions import HTTPError
+
+from services.common.errors import FailedPreconditionError, UnavailableError
+
+_TIMEOUT_S = 10
+
+
+class PodApi:
+    """Creates and deletes pods of one namespace.
+
+    Args:
+        core: Client of the core API.
+        namespace: Where the pods live.
+    """
+
+    def __init__(self, core: CoreV1Api, namespace: str) -> None:
+        self._core = core
+        self._namespace = namespace
+
+    async def create(self, pod: Mapping[str, Any]) -> None:
+        """Create a pod.
+
+        Raises:
+            FailedPreconditionError: If Kubernetes refuses it, with its explanation.
+            UnavailableError: If the API server does not answer.
+        """
+        name = pod["metadata"]["name"]
+        try:
+            await asyncio.to_thread(
+                self._core.create_namespaced_pod,
+                self._namespace,
+                dict(pod),
+                _request_timeout=_TIMEOUT_S,
+            )
+        except ApiException as error:
+            raise FailedPreconditionError(
+                f"Kubernetes refused pod {name}: {_explanation(error)}", pod=name
+            ) from error
+        except HTTPError as error:
+            raise UnavailableError(f"the Kubernetes API does not answer: {error}") from error
+
+    async def delete(self, name: str, *, grace_s: int | None = None) -> bool:
+        """Delete a pod; returns whether it was there.
+
+        Raises:
+            UnavailableError: If Kubernetes did not do it.
+        """
+        try:
+            await asyncio.to_thread(
+                self._core.delete_namespaced_pod,
+                name,
+                self._namespace,
+                _request_timeout=_TIMEOUT_S,
+                grace_period_seconds=grace_s,
+            )
+        except ApiException as error:
+            if error.status == 404:
+                return False
+            raise UnavailableError(
+                f"Kubernetes did not delete pod {name}: {_explanation(error)}", pod=name
+            ) from error
+        except HTTPError as error:
+            raise UnavailableError(f"the Kubernetes API does not answer: {error}") from error
+        return True
+
+
+async def deployment_reference(core: CoreV1Api, namespace: str, name: str) -> dict[str, str]:
+    """An owner reference to a Deployment."""
+    deployment = await asyncio.to_thread(
+        AppsV1Api(core.api_client).read_namespaced_deployment,
+        name,
+        namespace,
+        _request_timeout=_TIMEOUT_S,
+    )
+    assert deployment.metadata is not None
+    uid = str(deployment.metadata.uid)
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "name": name, "uid": uid}
+
+
+def _explanation(error: ApiException) -> str:
+    """What the API server says, without its headers."""
+    try:
+        return str(json.loads(error.body or "")["message"])
+    except (TypeError, ValueError, KeyError):
+        return f"{error.status} {error.reason}"

@@ -1,0 +1,78 @@
+"""What a pod's status says about its workers: pure reading, no calls."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# The kubelet gives up at once on these; on the others it keeps trying.
+HOPELESS = frozenset({"InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError"})
+_BLOCKED = HOPELESS | {"ImagePullBackOff", "ErrImagePull", "CreateContainerError"}
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Obstacle:
+    """Why a pod does not run yet."""
+
+    reason: str
+    """Kubernetes' own word, for example ``Unschedulable`` or ``ImagePullBackOff``."""
+    message: str
+    """Kubernetes' explanation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A container that ended."""
+
+    worker_id: str
+    code: int
+    message: str
+    """Reason and last log lines."""
+
+
+def workers(pod: Json) -> list[str]:
+    """Names of the workers in a pod: its containers."""
+    return [container["name"] for container in pod["spec"]["containers"]]
+
+
+def is_running(pod: Json) -> bool:
+    """Whether all containers have started."""
+    statuses = pod["status"].get("containerStatuses", [])
+    return bool(statuses) and all("waiting" not in status["state"] for status in statuses)
+
+
+def obstacle(pod: Json) -> Obstacle | None:
+    """What keeps the pod from running, if anything is known."""
+    status = pod["status"]
+    for condition in status.get("conditions", []):
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return Obstacle(
+                reason=condition.get("reason", "Unschedulable"),
+                message=condition.get("message", ""),
+            )
+    for container in status.get("containerStatuses", []):
+        waiting = container["state"].get("waiting", {})
+        if waiting.get("reason") in _BLOCKED:
+            return Obstacle(reason=waiting["reason"], message=waiting.get("message", ""))
+    return None
+
+
+def ended(pod: Json) -> Iterator[Ended]:
+    """Containers that ended; all of them if the pod failed as a whole, for example by eviction."""
+    status = pod["status"]
+    told = set()
+    for container in status.get("containerStatuses", []):
+        if terminated := container["state"].get("terminated"):
+            told.add(container["name"])
+            parts = (terminated.get("reason", ""), terminated.get("message", "").strip())
+            yield Ended(
+                worker_id=container["name"],
+                code=terminated["exitCode"],
+                message="\n".join(part for part in parts if part),
+            )
+    if status.get("phase") == "Failed":
+        why = f"{status.get('reason', 'Failed')}: {status.get('message', 'the pod failed')}"
+        for worker_id in workers(pod):
+            if worker_id not in told:
+                yield Ended(worker_id=worker_id, code=1, message=why)

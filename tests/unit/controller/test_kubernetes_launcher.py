@@ -1,0 +1,259 @@
+"""KubernetesLauncher: pods in, exits and obstacles out."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from services.common.errors import FailedPreconditionError
+from services.common.spec.loader import parse_spec
+from services.controller.kubernetes_launcher import KubernetesLauncher
+from services.controller.launcher import WorkerExit
+from services.controller.pod_watch import PodSeen
+
+RUN = "run_01"
+SPEC = parse_spec(
+    {
+        "name": "demo",
+        "model": {"path": "tiny:qwen2-0.4m"},
+        "data": {"train": {"source": "python", "path": "sort4.py:train"}},
+        "rollout": {"replicas": 1, "rewards": [{"name": "exact_match"}]},
+        "trainer": {"steps": 1, "prompts_per_step": 1},
+    }
+)
+
+
+@dataclass
+class FakeCluster:
+    """Pods by name; what happens to them is put into the queue that a watch would fill."""
+
+    seen: "asyncio.Queue[PodSeen]" = field(default_factory=asyncio.Queue)
+    pods: dict[str, dict[str, Any]] = field(default_factory=dict)
+    refuses: str = ""
+    ignores_deletion: bool = False
+    deletions: list[tuple[str, int | None]] = field(default_factory=list)
+
+    async def create(self, pod: Mapping[str, Any]) -> None:
+        name = pod["metadata"]["name"]
+        if self.refuses and name.endswith(self.refuses):
+            raise FailedPreconditionError(f"Kubernetes refused pod {name}: exceeded quota")
+        self.pods[name] = {**pod, "status": {"phase": "Pending"}}
+
+    async def delete(self, name: str, *, grace_s: int | None = None) -> bool:
+        self.deletions.append((name, grace_s))
+        if name not in self.pods:
+            return False
+        if grace_s == 0 or not self.ignores_deletion:
+            del self.pods[name]
+            self.seen.put_nowait(PodSeen(name=name, pod=None))
+        return True
+
+    def change(self, name: str, **status: Any) -> None:
+        self.pods[name] = {**self.pods[name], "status": status}
+        self.seen.put_nowait(PodSeen(name=name, pod=self.pods[name]))
+
+    def waiting(self, name: str, worker_id: str, reason: str, message: str) -> None:
+        state = {"waiting": {"reason": reason, "message": message}}
+        self.change(name, containerStatuses=[{"name": worker_id, "state": state}])
+
+    def terminated(self, name: str, worker_id: str, **end: Any) -> None:
+        self.change(name, containerStatuses=[{"name": worker_id, "state": {"terminated": end}}])
+
+    async def settle(self) -> None:
+        """Let the launcher take in all that was seen."""
+        for _ in range(self.seen.qsize() + 3):
+            await asyncio.sleep(0)
+
+
+@dataclass
+class Heard:
+    exits: list[WorkerExit] = field(default_factory=list)
+    pending: list[tuple[str, str, str]] = field(default_factory=list)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take_exit(self, exit_: WorkerExit) -> None:
+        self.exits.append(exit_)
+        self.ended.set()
+
+
+def write_templates(folder: Path, topology: str = "separate") -> Path:
+    (folder / "topology").write_text(topology)
+    for role in ("trainer", "rollout"):
+        pod = {
+            "metadata": {"labels": {"slipstream.dev/worker": "true"}},
+            "spec": {
+                "terminationGracePeriodSeconds": 0,
+                "containers": [{"name": role, "image": role, "env": []}],
+                "volumes": [{"name": "tmp"}],
+            },
+        }
+        (folder / f"{role}.yaml").write_text(yaml.safe_dump(pod))
+    return folder
+
+
+@asynccontextmanager
+async def launching(
+    cluster: FakeCluster, templates: Path, *, pending_timeout_s: float = 60.0
+) -> AsyncIterator[tuple[KubernetesLauncher, Heard]]:
+    heard = Heard()
+    launcher = KubernetesLauncher(
+        cluster,  # type: ignore[arg-type]
+        templates,
+        owner={"uid": "u1"},
+        controller_address="controller:50051",
+        on_exit=heard.take_exit,
+        on_pending=lambda *told: heard.pending.append(told),
+        pending_timeout_s=pending_timeout_s,
+    )
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(launcher.watch(cluster.seen))
+        yield launcher, heard
+        watching.cancel()
+
+
+TRAINER, ROLLOUT = "run-01-trainer-0", "run-01-rollout-0"
+
+
+async def test_a_pod_per_worker_is_created_and_stop_waits_until_all_are_gone(
+    tmp_path: Path,
+) -> None:
+    cluster = FakeCluster()
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+        await launcher.start(RUN, SPEC)
+        assert set(cluster.pods) == {TRAINER, ROLLOUT}
+        await launcher.stop(RUN)
+        assert cluster.pods == {}
+        assert heard.exits == []
+
+
+async def test_bundled_workers_share_one_pod_and_differ_in_ports(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    async with launching(cluster, write_templates(tmp_path, "bundled")) as (launcher, _):
+        await launcher.start(RUN, SPEC)
+        (pod,) = cluster.pods.values()
+        containers = pod["spec"]["containers"]
+        assert [container["name"] for container in containers] == ["trainer-0", "rollout-0"]
+        ports = [port["containerPort"] for c in containers for port in c["ports"]]
+        assert len(set(ports)) == 4
+        assert pod["spec"]["volumes"] == [{"name": "tmp"}]
+
+
+async def test_a_failed_container_is_told_once_with_its_last_lines(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+        await launcher.start(RUN, SPEC)
+        for _ in range(2):
+            cluster.terminated(
+                TRAINER, "trainer-0", exitCode=137, reason="OOMKilled", message="step 7\n"
+            )
+        await cluster.settle()
+        (exit_,) = heard.exits
+        assert exit_.worker_id == "trainer-0"
+        assert exit_.code == 137
+        assert exit_.last_lines == "OOMKilled\nstep 7"
+        await launcher.stop(RUN)
+
+
+async def test_a_deleted_pod_ends_its_worker(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+        await launcher.start(RUN, SPEC)
+        await cluster.delete(ROLLOUT)
+        await cluster.settle()
+        assert [(exit_.worker_id, exit_.code) for exit_ in heard.exits] == [("rollout-0", -9)]
+        await launcher.stop(RUN)
+
+
+async def test_an_evicted_pod_says_so(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+        await launcher.start(RUN, SPEC)
+        cluster.change(ROLLOUT, phase="Failed", reason="Evicted", message="low on memory")
+        await cluster.settle()
+        assert heard.exits[0].last_lines == "Evicted: low on memory"
+        await launcher.stop(RUN)
+
+
+async def test_an_unschedulable_pod_is_shown_once_then_given_up(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    templates = write_templates(tmp_path)
+    async with launching(cluster, templates, pending_timeout_s=0.05) as (launcher, heard):
+        await launcher.start(RUN, SPEC)
+        condition = {
+            "type": "PodScheduled",
+            "status": "False",
+            "reason": "Unschedulable",
+            "message": "0/4 nodes are available: 4 Insufficient nvidia.com/gpu",
+        }
+        for _ in range(3):
+            cluster.change(TRAINER, conditions=[condition])
+        cluster.change(ROLLOUT, containerStatuses=[{"name": "rollout-0", "state": {"running": {}}}])
+        await cluster.settle()
+        assert [reason for _, reason, _ in heard.pending] == ["Unschedulable"]
+        assert "nvidia.com/gpu" in heard.pending[0][2]
+        async with asyncio.timeout(5):
+            await heard.ended.wait()
+        (exit_,) = heard.exits
+        assert exit_.worker_id == "trainer-0"
+        assert "Unschedulable" in exit_.last_lines
+        await launcher.stop(RUN)
+
+
+async def test_an_image_that_can_never_be_pulled_ends_at_once(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+        await launcher.start(RUN, SPEC)
+        cluster.waiting(ROLLOUT, "rollout-0", "ImagePullBackOff", "back-off pulling image")
+        await cluster.settle()
+        assert heard.exits == []
+        cluster.waiting(ROLLOUT, "rollout-0", "InvalidImageName", "cannot parse")
+        await cluster.settle()
+        assert [reason for _, reason, _ in heard.pending] == [
+            "ImagePullBackOff",
+            "InvalidImageName",
+        ]
+        assert "could not start: InvalidImageName" in heard.exits[0].last_lines
+        await launcher.stop(RUN)
+
+
+async def test_a_refused_pod_fails_the_start_and_leaves_nothing(tmp_path: Path) -> None:
+    cluster = FakeCluster(refuses="rollout-0")
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, _):
+        with pytest.raises(FailedPreconditionError, match="exceeded quota"):
+            await launcher.start(RUN, SPEC)
+        await launcher.stop(RUN)
+        assert cluster.pods == {}
+
+
+async def test_a_pod_that_outlasts_its_grace_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.controller.kubernetes_launcher._STOP_MARGIN_S", 0.05)
+    cluster = FakeCluster(ignores_deletion=True)
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, _):
+        await launcher.start(RUN, SPEC)
+        await launcher.stop(RUN)
+        assert cluster.pods == {}
+        assert (TRAINER, 0) in cluster.deletions
+
+
+async def test_ended_pods_of_an_earlier_controller_are_removed(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    async with launching(cluster, write_templates(tmp_path)) as (_, heard):
+        for name, uid in (("old", "u1"), ("foreign", "u2")):
+            cluster.pods[name] = {
+                "metadata": {
+                    "name": name,
+                    "labels": {"slipstream.dev/run": "run_00"},
+                    "ownerReferences": [{"uid": uid}],
+                }
+            }
+            cluster.change(name, phase="Succeeded")
+        await cluster.settle()
+        assert set(cluster.pods) == {"foreign"}
+        assert heard.exits == []
