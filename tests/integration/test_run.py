@@ -164,7 +164,7 @@ def test_problems_are_reported_together_before_anything_starts(tmp_path):
 
 def test_a_port_in_use_is_named(plumbing, tmp_path):
     with started(
-        "up", "--port", "0", "--state-directory", tmp_path / "up", until="controller at"
+        "up", "--port", "0", "--state-directory", tmp_path / "up", until="controller at http"
     ) as (_, lines):
         port = re.search(r":(\d+)", "".join(lines)).group(1)
         done = slipstream("run", plumbing, "--port", port, "--state-directory", tmp_path / "runs")
@@ -175,7 +175,7 @@ def test_a_port_in_use_is_named(plumbing, tmp_path):
 
 def test_runs_are_submitted_watched_listed_and_cancelled(plumbing, tmp_path):
     state = tmp_path / "runs"
-    with started("up", "--port", "0", "--state-directory", state, until="controller at") as (
+    with started("up", "--port", "0", "--state-directory", state, until="controller at http") as (
         process,
         _,
     ):
@@ -227,7 +227,7 @@ def test_the_controllers_messages_stay_small_whatever_the_response_length(
         port = free_port()
         monkeypatch.setenv("SLIPSTREAM_CONTROLLER_METRICS_PORT", str(port))
         state = tmp_path / f"runs-{tokens}"
-        with started("up", "--port", "0", "--state-directory", state, until="controller at"):
+        with started("up", "--port", "0", "--state-directory", state, until="controller at http"):
             url = json.loads((state / "up.json").read_text())["url"]
             override = f"rollout.max_response_tokens={tokens}"
             run_id = slipstream("submit", plumbing, "--url", url, "--set", override).out.strip()
