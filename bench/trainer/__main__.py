@@ -1,0 +1,261 @@
+"""Measure the trainer: ``python -m bench.trainer [--smoke]``, or with ``torchrun`` on several GPUs.
+
+Our packed step stands next to a padded Hugging Face step of the same model, batch and optimizer, in
+the same process. Results go to ``bench/results/trainer.json``, one entry for each number of ranks.
+"""
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from pydantic import Field
+from pydantic_settings import BaseSettings
+from torch import distributed
+
+from bench.trainer.padded import PaddedStep
+from bench.trainer.workload import (
+    Scale,
+    full_scale,
+    long_tailed_lengths,
+    make_samples,
+    smoke_scale,
+    spec_of,
+    useful_flops,
+)
+from services.common.models.loading import build_model
+from services.trainer.build import sequence_cost
+from services.trainer.checkpoint import Checkpointer
+from services.trainer.logprobs import token_logprobs
+from services.trainer.model import Policy
+from services.trainer.packing import pack
+from services.trainer.parallel import Topology, build_topology, distribute, join_processes
+from services.trainer.plan import plan_step
+from services.trainer.step import StepRunner
+
+RESULTS = Path(__file__).parents[1] / "results" / "trainer.json"
+_PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+"""Dense bfloat16 operations per second by part of the device's name."""
+
+
+class Launch(BaseSettings):
+    """What ``torchrun`` says about this process."""
+
+    rank: int = Field(0, validation_alias="RANK")
+    local_rank: int = Field(0, validation_alias="LOCAL_RANK")
+    world_size: int = Field(1, validation_alias="WORLD_SIZE")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="small sizes, for any machine")
+    parser.add_argument("--recompute", action="store_true", help="activation checkpointing")
+    parser.add_argument("--compile", action="store_true", help="torch.compile on the layers")
+    parser.add_argument("--tokens", type=int, help="token budget of a micro-batch")
+    arguments = parser.parse_args()
+    launch = Launch()
+    on_gpu = torch.cuda.is_available() and not arguments.smoke
+    device = torch.device("cuda", launch.local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if launch.world_size > 1:
+        join_processes(device=device, rank=launch.rank, world_size=launch.world_size)
+    scale = smoke_scale() if arguments.smoke else full_scale()
+    trainer: dict[str, Any] = {
+        "world_size": launch.world_size,
+        "dtype": "bfloat16" if on_gpu else "float32",
+        "activation_checkpointing": arguments.recompute,
+        "compile": arguments.compile,
+    }
+    if arguments.tokens:
+        trainer["tokens_per_micro_batch"] = arguments.tokens
+    row = measure(scale, trainer, device, launch)
+    if launch.rank == 0:
+        save(row, is_smoke=arguments.smoke)
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def measure(
+    scale: Scale, trainer: dict[str, Any], device: torch.device, launch: Launch
+) -> dict[str, Any]:
+    """All figures of this number of ranks."""
+    row: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "ranks": launch.world_size,
+        "torch": torch.__version__,
+        **{key: value for key, value in trainer.items() if key != "world_size"},
+        "tokens": sum(long_tailed_lengths(scale)),
+    }
+    if launch.world_size == 1:
+        row |= measure_padded(scale, device)
+        row |= measure_exactness(scale, device)
+        row |= measure_logits_memory(scale, device)
+    row |= measure_packed(scale, trainer, device, launch)
+    if "padded_tokens_per_s" in row:
+        row["speedup_over_padded"] = row["tokens_per_s"] / row["padded_tokens_per_s"]
+    return row
+
+
+def measure_packed(
+    scale: Scale, trainer: dict[str, Any], device: torch.device, launch: Launch
+) -> dict[str, Any]:
+    """Our step: tokens per second, MFU, memory, and what a checkpoint costs."""
+    spec = spec_of(scale, **trainer)
+    model = build_model(scale.config, dtype=torch.float32, device="cpu")
+    policy = Policy(model, temperature=1.0)
+    cost = sequence_cost(policy)
+    topology = build_topology(
+        spec.trainer, device=device, rank=launch.rank, world_size=launch.world_size
+    )
+    distribute(policy, spec.trainer, topology)
+    samples, cohort = make_samples(scale)
+    plan = plan_step(
+        cohort,
+        num_updates=1,
+        rank=topology.data.rank,
+        num_ranks=topology.data.size,
+        max_tokens=spec.trainer.tokens_per_micro_batch,
+        cost=cost,
+    )
+    share = samples.select(plan.rows)
+    runner = StepRunner(policy, reference=None, spec=spec, ranks=topology.data, device=device)
+    reset_peak(device)
+    seconds = timed(lambda: runner.run(1, share, cohort, plan), scale.rounds, device)
+    tokens = sum(long_tailed_lengths(scale))
+    row = {
+        "step_s": seconds,
+        "tokens_per_s": tokens / seconds,
+        "micro_batches": len(plan.updates[0]),
+        "peak_memory_gib": peak_gib(device),
+    }
+    peak = next((v for key, v in _PEAK_FLOPS.items() if key in device_name(device)), None)
+    if peak is not None:
+        row["mfu"] = useful_flops(scale) / seconds / peak / launch.world_size
+    return row | measure_checkpoint(policy, runner, topology)
+
+
+def measure_padded(scale: Scale, device: torch.device) -> dict[str, Any]:
+    """The padded Hugging Face step."""
+    model = build_model(scale.config, dtype=torch.float32, device=device)
+    step = PaddedStep(model, scale, autocast=device.type == "cuda")
+    samples, _ = make_samples(scale)
+    reset_peak(device)
+    seconds = timed(lambda: step.run(samples), scale.rounds, device)
+    return {
+        "padded_step_s": seconds,
+        "padded_tokens_per_s": sum(long_tailed_lengths(scale)) / seconds,
+        "padded_peak_memory_gib": peak_gib(device),
+    }
+
+
+@torch.no_grad()
+def measure_exactness(scale: Scale, device: torch.device) -> dict[str, Any]:
+    """Largest difference of packed logprobs from one forward pass per sequence."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = build_model(scale.config, dtype=dtype, device=device)
+    samples, _ = make_samples(scale)
+    few = samples.select(range(8))
+    expected = []
+    for prompt, response in zip(few.prompts.unbind(), few.responses.unbind(), strict=True):
+        ids = torch.cat([prompt, response]).to(device)
+        logits = model(ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        logprobs = torch.log_softmax(logits, -1)
+        expected.append(logprobs.gather(1, ids[len(prompt) :, None]).squeeze(1))
+    packed = pack(few.prompts, few.responses, device=device)
+    actual, _ = Policy(model, temperature=1.0)(packed)
+    return {"logprob_max_abs_diff": (actual - torch.cat(expected)).abs().max().item()}
+
+
+def measure_logits_memory(scale: Scale, device: torch.device) -> dict[str, Any]:
+    """Peak memory of the logits path, for two numbers of tokens."""
+    if device.type != "cuda":
+        return {}
+    row = {}
+    config: Any = scale.config
+    weight = torch.zeros(config.vocab_size, config.hidden_size, device=device).bfloat16()
+    weight.requires_grad_()
+    for tokens in (8192, 65_536):
+        hidden = torch.zeros(tokens, config.hidden_size, device=device).bfloat16()
+        hidden.requires_grad_()
+        targets = torch.zeros(tokens, dtype=torch.int64, device=device)
+        before = torch.cuda.memory_allocated(device)
+        reset_peak(device)
+        logprobs, _ = token_logprobs(hidden, weight, targets, temperature=1.0)
+        logprobs.sum().backward()  # type: ignore[no-untyped-call]
+        extra = torch.cuda.max_memory_allocated(device) - before
+        row[f"logits_path_gib_{tokens}_tokens"] = extra / 2**30
+        row[f"all_logits_gib_{tokens}_tokens"] = tokens * config.vocab_size * 4 / 2**30
+        hidden.grad = weight.grad = None
+    return row
+
+
+def measure_checkpoint(policy: Policy, runner: StepRunner, topology: Topology) -> dict[str, Any]:
+    """Time for which a save blocks training, asynchronous and whole."""
+    # One path for all ranks.
+    root = Path(tempfile.gettempdir()) / "slipstream-bench-checkpoints"
+    checkpointer = Checkpointer(policy, runner.optimizer, root=root, keep=1, topology=topology)
+    checkpointer.snapshot(1, runner.facts())  # allocates the buffers, once in a run
+    start = time.perf_counter()
+    snapshot = checkpointer.snapshot(1, runner.facts())
+    blocked = time.perf_counter() - start
+    checkpointer.write(snapshot)
+    whole = time.perf_counter() - start
+    if topology.rank == 0:
+        shutil.rmtree(root)
+    return {
+        "checkpoint_blocked_s": blocked,
+        "checkpoint_whole_s": whole,
+        "checkpoint_blocked_fraction": blocked / whole,
+    }
+
+
+def timed(work: Callable[[], Any], rounds: int, device: torch.device) -> float:
+    """Median seconds, after one run to warm up."""
+    seconds = []
+    for number in range(rounds + 1):
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if number:
+            seconds.append(time.perf_counter() - start)
+    return median(seconds)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_gib(device: torch.device) -> float:
+    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+
+
+def save(row: dict[str, Any], *, is_smoke: bool) -> None:
+    """Print the figures; keep them unless they are only a smoke test."""
+    print(json.dumps(row, indent=1))
+    if is_smoke:
+        return
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    rows = [known for known in rows if known["ranks"] != row["ranks"]] + [row]
+    one = next((known for known in rows if known["ranks"] == 1), None)
+    for known in rows:
+        if one is not None:
+            known["speedup_over_one_rank"] = known["tokens_per_s"] / one["tokens_per_s"]
+    RESULTS.write_text(json.dumps(sorted(rows, key=lambda known: known["ranks"]), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
