@@ -1,0 +1,46 @@
+#!/bin/bash
+# Builds the images from the project's own Dockerfiles, on a Debian base made on the spot, without a registry.
+#
+#   images.sh FOLDER SOURCE     archives of the images of SOURCE land in FOLDER/images
+set -euo pipefail
+
+folder=$(realpath "${1:?usage: images.sh FOLDER SOURCE}")
+source=$(realpath "${2:?usage: images.sh FOLDER SOURCE}")
+wheels="$folder/wheels"
+base=localhost/slipstream-base:bookworm
+mkdir -p "$folder/images" "$wheels"
+export BUILDAH_ISOLATION=chroot BUILDAH_FORMAT=docker
+
+make_base() {
+  buildah inspect --type image "$base" > /dev/null 2>&1 && return
+  local rootfs="$folder/download/rootfs" container
+  rm -rf "$rootfs"
+  debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates bookworm "$rootfs" \
+    "$(sed -n 's/^URIs: //p' /etc/apt/sources.list.d/debian.sources | head -1)" > "$folder/download/debootstrap.log"
+  container=$(buildah from scratch)
+  buildah add -q "$container" "$rootfs" / > /dev/null
+  buildah run "$container" ln -sf python3 /usr/bin/python
+  buildah commit -q --rm "$container" "$base" > /dev/null
+  rm -rf "$rootfs"
+}
+
+fetch_wheels() { # the dependencies of all services, for the Python of the base image
+  local stamp="$wheels/.$(sha256sum "$source/pyproject.toml" | cut -c1-16)"
+  [ -e "$stamp" ] && return
+  python3.11 -m pip download -q -d "$wheels" "hatchling>=1.27" "$source[cluster,rollout,trainer]"
+  touch "$stamp"
+}
+
+build() { # NAME: build, and export under the tag of the sources
+  local name=$1 archive="$folder/images/$1.tar" image="localhost/slipstream/$1:test"
+  buildah bud -q --layers --volume "$wheels:/wheels:ro" --build-arg BASE="$base" --build-arg \
+    PIP_OPTIONS="-q --no-index --find-links /wheels" -f "$source/deploy/docker/$name.Dockerfile" -t "$image" "$source" > /dev/null
+  rm -f "$archive"
+  buildah push -q "$image" "docker-archive:$archive:$image"
+}
+
+make_base
+fetch_wheels
+for name in controller transferqueue trainer rollout; do
+  build "$name"
+done
