@@ -15,6 +15,7 @@ from services.common.ids import new_id
 from services.common.lifetime import announce, until_told_to_stop
 from services.common.logging import configure
 from services.common.metrics import serve_metrics
+from services.transferqueue.allocator import keep_freed_memory
 from services.transferqueue.arena import Arena
 from services.transferqueue.arena_socket import serve_arena
 from services.transferqueue.dataplane import Admission, DataPlane
@@ -128,6 +129,7 @@ async def _main(settings: TransferQueueSettings) -> None:
 
 def main() -> None:
     """Run until SIGTERM."""
+    keep_freed_memory()
     settings = TransferQueueSettings()
     configure(level=settings.log_level, log_format=settings.log_format, service="transferqueue")
     with serve_metrics(settings.metrics_port):

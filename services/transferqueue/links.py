@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import zmq
 
 from services.common.errors import UnavailableError
+from services.transferqueue.allocator import keep_freed_memory
 from services.transferqueue.arena_socket import map_arena
 from services.transferqueue.arena_transport import ArenaTransport
 from services.transferqueue.buffers import BufferPool
@@ -113,4 +114,5 @@ class Links:
             )
             if arena is not None:
                 return ArenaTransport(connection, arena, sockets)
+        keep_freed_memory()
         return sockets
