@@ -4,6 +4,8 @@ Thresholds and the reasons for them: the task's base model sorts a quarter of th
 be reached by a lower temperature, by luck or without weights that reach the rollouts.
 """
 
+import json
+
 import pytest
 
 from tests.helpers.cli import REPOSITORY, SORT4, train
@@ -24,6 +26,9 @@ def test_synchronous_training_learns_to_sort(tmp_path, seed):
     assert summary["heldout"]["greedy"] >= 0.90
     assert summary["heldout"]["sampled"] >= 0.78
     assert summary["staleness"]["max"] == 0
+    first = json.loads((done.folder / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["rollout_logprob_abs_diff_max"] <= 1e-4
+    assert first["clip_fraction"] == 0
 
 
 @pytest.mark.parametrize(

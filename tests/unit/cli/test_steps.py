@@ -1,0 +1,122 @@
+"""Step records are put together from events; files and tables show them."""
+
+import io
+import json
+
+from rich.console import Console
+
+from services.cli.display import make_display, row_of
+from services.cli.report import summary_lines, write_report
+from services.cli.steps import StepLog
+
+RUN = {
+    "id": "run_1",
+    "name": "task",
+    "state": "SUCCEEDED",
+    "state_reason": "Completed",
+    "message": "",
+    "summary": {
+        "steps": 2,
+        "heldout": {"greedy": 0.5, "sampled": None},
+        "staleness": {"max": 1, "mean": 0.5, "bound": 1},
+        "prompts": {"issued": 4, "consumed": 4, "dropped": 0, "quarantined": 0, "outstanding": 0},
+        "weight_version": 2,
+        "sync_ms": {"p50": 3.0, "p95": 4.0},
+    },
+}
+
+
+def committed(step):
+    data = {
+        "step": step,
+        "reward_mean": 0.25,
+        "staleness_mean": 1.0,
+        "staleness_max": 1.0,
+        "response_tokens": 100.0,
+        "seconds": 0.5,
+        "trainer_wait_s": 0.2,
+        "rollout_idle_s": 0.0,
+        "ready_groups": 3,
+        "running_groups": 1,
+    }
+    return "StepCommitted", {"time": "2026-01-01T00:00:00Z", "message": "", "data": data}
+
+
+def published(version):
+    return "WeightsPublished", {
+        "message": "",
+        "data": {"version": version, "sync_ms": 7.0, "stall_ms": 1.0},
+    }
+
+
+def validated(version):
+    data = {"version": version, "greedy": 0.5, "sampled": 0.4, "reason": "periodic"}
+    return "Validated", {"message": "", "data": data}
+
+
+def test_a_record_is_complete_once_its_weights_are_published():
+    log = StepLog()
+    assert list(log.take(*committed(1))) == []
+    (record,) = log.take(*published(1))
+    assert (record["step"], record["sync_ms"], record["weight_version"]) == (1, 7.0, 1)
+
+
+def test_steps_without_a_publication_are_kept():
+    log = StepLog()
+    list(log.take(*committed(1)))
+    (first,) = log.take(*committed(2))
+    (second,) = log.take("end", RUN)
+    assert (first["step"], second["step"]) == (1, 2)
+
+
+def test_the_initial_publication_is_no_step():
+    log = StepLog()
+    assert list(log.take(*published(0))) == []
+    assert log.records == []
+
+
+def test_files_have_one_line_a_step_and_the_summary(tmp_path):
+    log = StepLog()
+    for step in (1, 2):
+        for event in (committed(step), published(step), validated(step)):
+            list(log.take(*event))
+    path = write_report(tmp_path / "run_1", RUN, log, wall_seconds=1.5)
+    lines = (tmp_path / "run_1" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["heldout_greedy"] for line in lines] == [0.5, 0.5]
+    summary = json.loads(path.read_text())
+    assert (summary["state"], summary["wall_seconds"], summary["steps"]) == ("SUCCEEDED", 1.5, 2)
+    assert (tmp_path / "run_1" / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_row_says_who_waits():
+    _, event = committed(1)
+    row = row_of(
+        {**event["data"], "sync_ms": 7.4}, [{"version": 1, "greedy": 0.5, "sampled": None}]
+    )
+    assert row == (
+        *("1", "0.250", "0.500 / -", "1.00 / 1", "7", "200"),
+        *("3 ready, 1 running", "trainer 0.20 s"),
+    )
+
+
+def test_without_a_terminal_progress_is_plain_lines():
+    out = io.StringIO()
+    _, event = committed(1)
+    with make_display("task", 2, Console(file=out, width=40)) as display:
+        display.step({**event["data"], "sync_ms": 7.4}, [])
+    (line,) = out.getvalue().splitlines()
+    assert line.startswith("step    1/2  reward 0.250")
+
+
+def test_a_failed_run_shows_its_message_first(tmp_path):
+    run = {
+        **RUN,
+        "state": "FAILED",
+        "state_reason": "WorkerLost",
+        "message": "trainer-0 ended",
+        "summary": {},
+    }
+    assert summary_lines(run, tmp_path, wall_seconds=3.0) == [
+        "task FAILED after 3 s (WorkerLost)",
+        "trainer-0 ended",
+    ]

@@ -1,0 +1,117 @@
+"""Errors travel as the class that was raised; calls have deadlines and bounded retries."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from services.common import errors
+from services.common.grpc_client import call, open_channel
+from services.common.grpc_server import serve
+from slipstream.rollout.v1 import rollout_pb2 as pb
+from slipstream.rollout.v1 import rollout_pb2_grpc
+
+
+class Servicer(rollout_pb2_grpc.RolloutServiceServicer):
+    def __init__(self, behave):
+        self._behave = behave
+        self.calls = 0
+
+    async def GetStatus(self, request, context):
+        self.calls += 1
+        await self._behave()
+        return pb.GetStatusResponse(running_count=3)
+
+    async def StartGroups(self, request, context):
+        return pb.StartGroupsResponse()
+
+    async def CancelGroups(self, request, context):
+        return pb.CancelGroupsResponse()
+
+
+async def ask(behave, *, timeout_s=5.0, idempotent=False):
+    servicer = Servicer(behave)
+
+    def register(server):
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server)
+
+    async with serve("127.0.0.1:0", register) as port, open_channel(f"127.0.0.1:{port}") as channel:
+        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+        try:
+            answer = await call(
+                stub.GetStatus, pb.GetStatusRequest(), timeout_s=timeout_s, idempotent=idempotent
+            )
+        except errors.ServiceError as error:
+            return error, servicer.calls
+    return answer, servicer.calls
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [cls for cls in errors.ServiceError.__subclasses__() if cls is not errors.UnavailableError],
+    ids=lambda cls: cls.__name__,
+)
+async def test_an_error_arrives_as_the_class_that_was_raised(cls):
+    async def behave():
+        raise cls("expected a, got b", key="value")
+
+    error, _ = await ask(behave)
+    assert type(error) is cls
+    assert str(error) == "expected a, got b"
+    assert error.metadata["key"] == "value"
+
+
+async def test_an_unforeseen_fault_becomes_internal_and_names_itself():
+    async def behave():
+        raise KeyError("lost")
+
+    error, _ = await ask(behave)
+    assert type(error) is errors.InternalError
+    assert "KeyError" in str(error)
+
+
+async def test_a_silent_peer_ends_in_deadline_exceeded():
+    async def behave():
+        await asyncio.sleep(30)
+
+    error, _ = await ask(behave, timeout_s=0.2)
+    assert type(error) is errors.DeadlineExceededError
+
+
+async def test_an_unreachable_peer_is_named():
+    async with open_channel("127.0.0.1:1") as channel:
+        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+        with pytest.raises(errors.UnavailableError, match="GetStatus"):
+            await call(stub.GetStatus, pb.GetStatusRequest(), timeout_s=2.0)
+
+
+async def test_only_idempotent_calls_are_repeated():
+    failures = iter([errors.UnavailableError("not yet"), None])
+
+    async def behave():
+        if (error := next(failures)) is not None:
+            raise error
+
+    answer, calls = await ask(behave, idempotent=True)
+    assert (answer.running_count, calls) == (3, 2)
+
+    async def always():
+        raise errors.UnavailableError("never")
+
+    error, calls = await ask(always)
+    assert (type(error), calls) == (errors.UnavailableError, 1)
+
+
+async def test_a_port_in_use_is_refused_with_the_fix():
+    async with serve("127.0.0.1:0", lambda server: None) as port:
+        with pytest.raises(errors.InvalidArgumentError, match="another port"):
+            async with serve(f"127.0.0.1:{port}", lambda server: None):
+                pass
+
+
+def test_every_reason_is_unique():
+    reasons = [cls.reason for cls in errors.ServiceError.__subclasses__()]
+    assert len(set(reasons)) == len(reasons)
+    assert all(
+        isinstance(cls.code, grpc.StatusCode) for cls in errors.ServiceError.__subclasses__()
+    )

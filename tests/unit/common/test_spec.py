@@ -1,0 +1,143 @@
+"""Specifications: errors name key, expectation and fix; overrides, aliases, paths, digests."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from services.common.spec.loader import (
+    SpecError,
+    canonical_json,
+    load_spec,
+    parse_spec,
+    spec_digest,
+)
+
+SMALLEST = {
+    "name": "smallest",
+    "model": {"path": "tiny:qwen2-0.4m"},
+    "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
+    "rollout": {"rewards": [{"name": "exact_match"}]},
+    "trainer": {"steps": 1, "prompts_per_step": 2},
+}
+
+
+def changed(**parts):
+    document = {**SMALLEST}
+    for part, values in parts.items():
+        document[part] = (
+            {**document.get(part, {}), **values} if isinstance(values, dict) else values
+        )
+    return document
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        (changed(trainer={"stepz": 3}), ["trainer.stepz", "not a known key"]),
+        (changed(trainer={"steps": 0}), ["trainer.steps", "greater than or equal to 1", "0"]),
+        (changed(rollout={"engine": "tgi"}), ["rollout.engine", "'vllm'", "tgi"]),
+        ({key: value for key, value in SMALLEST.items() if key != "model"}, ["model", "missing"]),
+        (changed(name="Not A Label"), ["name", "Not A Label"]),
+        (
+            changed(algorithm={"correction": "none"}),
+            ["algorithm.correction", "algorithm.max_staleness", "set"],
+        ),
+        (changed(rollout={"group_size": 1}), ["rollout.group_size", "algorithm.min_group_size"]),
+        (changed(rollout={"sampling": {"temperature": 0}}), ["temperature", "greedy"]),
+        (changed(rollout={"sampling": {"top_p": 0.9}}), ["top_p", "1"]),
+        (changed(trainer={"updates_per_step": 3}), ["updates_per_step", "prompts_per_step"]),
+        (changed(trainer={"world_size": 3, "tensor_parallel": 2}), ["world_size", "multiple"]),
+        (changed(validation={"only": True}), ["data.heldout"]),
+        (changed(data={"prompt_template": "no place"}), ["prompt_template", "{prompt}"]),
+        (
+            changed(model={"path": "org/model", "warm_start": {"examples": "a.py:b"}}),
+            ["model.warm_start", "org/model"],
+        ),
+    ],
+)
+def test_a_problem_names_key_expectation_and_fix(document, words):
+    with pytest.raises(SpecError) as caught:
+        parse_spec(document)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_all_problems_are_reported_at_once():
+    with pytest.raises(SpecError) as caught:
+        parse_spec(changed(trainer={"steps": 0, "prompts_per_step": 0}, seed=-1))
+    assert len(caught.value.problems) == 3
+
+
+def test_generate_ahead_steps_is_another_name_of_max_staleness():
+    assert parse_spec(changed(algorithm={"generate_ahead_steps": 3})).algorithm.max_staleness == 3
+    with pytest.raises(SpecError, match="another name"):
+        parse_spec(changed(algorithm={"generate_ahead_steps": 3, "max_staleness": 1}))
+
+
+def test_equal_specifications_have_equal_digests():
+    written_out = yaml.safe_load(canonical_json(parse_spec(SMALLEST)))
+    assert spec_digest(parse_spec(written_out)) == spec_digest(parse_spec(SMALLEST))
+    assert spec_digest(parse_spec(changed(seed=1))) != spec_digest(parse_spec(SMALLEST))
+
+
+def test_overrides_are_applied_in_order_and_typed(tmp_path):
+    path = tmp_path / "spec.yaml"
+    path.write_text(yaml.safe_dump(SMALLEST))
+    spec = load_spec(
+        path,
+        [
+            "trainer.steps=7",
+            "algorithm.max_staleness=2",
+            "algorithm.max_staleness=0",
+            "trainer.optimizer.learning_rate=2e-5",
+            "rollout.rewards.0.weight=0.5",
+        ],
+    )
+    assert spec.trainer.steps == 7
+    assert spec.algorithm.max_staleness == 0
+    assert spec.trainer.optimizer.learning_rate == 2e-5
+    assert spec.rollout.rewards[0].weight == 0.5
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("trainer.steps", "KEY=VALUE"),
+        ("trainer.steps.deep=1", "holds a value"),
+        ("rollout.rewards.4.weight=1", "no index"),
+    ],
+)
+def test_bad_overrides_are_refused(tmp_path, override, words):
+    path = tmp_path / "spec.yaml"
+    path.write_text(yaml.safe_dump(SMALLEST))
+    with pytest.raises(SpecError, match=words):
+        load_spec(path, [override])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("[1, 2]", "mapping"), ("a: [", "not valid YAML"), (None, "cannot be read")]
+)
+def test_unreadable_files_are_refused(tmp_path, text, words):
+    path = tmp_path / "spec.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SpecError, match=words):
+        load_spec(path)
+
+
+def test_paths_are_relative_to_the_file(tmp_path):
+    document = changed(
+        model={"path": "tiny:qwen2-0.4m", "warm_start": {"examples": "task.py:examples"}},
+        rollout={"rewards": [{"name": "task.py:reward"}]},
+    )
+    path = tmp_path / "spec.yaml"
+    path.write_text(yaml.safe_dump(document))
+    spec = load_spec(path)
+    assert spec.data.train.path == str(tmp_path / "prompts.jsonl")
+    assert spec.model.warm_start.examples == f"{tmp_path}/task.py:examples"
+    assert spec.rollout.rewards[0].name == f"{tmp_path}/task.py:reward"
+
+
+@pytest.mark.parametrize("example", sorted((Path(__file__).parents[3] / "examples").glob("*.yaml")))
+def test_every_example_is_valid(example):
+    load_spec(example)
