@@ -20,6 +20,7 @@ from services.common.weightsync.member import WeightMember
 from services.common.weightsync.server import WeightSyncServicer
 from services.controller.client import GroupFailure, WorkerSession
 from services.rollout import metrics
+from services.rollout.calls.pool import CallPool
 from services.rollout.data import open_sources
 from services.rollout.engines.base import Engine
 from services.rollout.engines.build import build_engine
@@ -27,7 +28,6 @@ from services.rollout.group import Tools
 from services.rollout.progress_cache import TransferQueueCache
 from services.rollout.prompts import PromptBook
 from services.rollout.publish import GroupPublisher
-from services.rollout.rewards.pool import RewardPool
 from services.rollout.rewards.scorer import Scorer
 from services.rollout.sampling import Failure, GroupSampler
 from services.rollout.server import RolloutServicer
@@ -97,9 +97,8 @@ async def _load(
         dtype=getattr(torch, spec.trainer.dtype),
         device=device,
     )
-    pool = await stack.enter_async_context(RewardPool(spec.rollout.reward_concurrency))
-    scorer = Scorer(spec.rollout.rewards, pool)
-    await scorer.check()
+    pool = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
+    scorer = await stack.enter_async_context(Scorer.open(spec.rollout, pool))
     address, put_timeout_s = session.transferqueue_address, spec.transferqueue.put_timeout_s
     data = await stack.enter_async_context(DataClient.connect(address, put_timeout_s=put_timeout_s))
     metadata = await stack.enter_async_context(TransferQueueClient.connect(address))

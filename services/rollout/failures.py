@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-RewardFailureKind = Literal["timeout", "exception", "invalid_value", "sandbox_killed"]
+FailureKind = Literal["timeout", "exception", "invalid_value", "sandbox_killed"]
 
 
 class GroupError(Exception):
@@ -21,15 +21,17 @@ class GroupError(Exception):
         self.retryable = retryable
 
 
-class RewardError(Exception):
-    """A reward could not be computed; the sample has no score, which is not a score of 0.
+class CallError(Exception):
+    """User code, or a service that the user named, gave no answer.
+
+    As a reward, it means that the sample has no score, which is not a score of 0.
 
     Attributes:
         kind: What went wrong.
         message: For a person.
     """
 
-    def __init__(self, kind: RewardFailureKind, message: str) -> None:
+    def __init__(self, kind: FailureKind, message: str) -> None:
         super().__init__(message)
         self.kind = kind
         self.message = message

@@ -11,7 +11,7 @@ from services.common.spec.rollout import RolloutSpec
 from services.rollout import metrics
 from services.rollout.client import GroupAssignment
 from services.rollout.engines.base import Engine, GenerationResult
-from services.rollout.failures import GroupError, RewardError
+from services.rollout.failures import CallError, GroupError
 from services.rollout.partial import GroupProgress, MemberProgress
 from services.rollout.prompts import Prompt
 from services.rollout.rewards.base import Reward, RewardInput
@@ -120,7 +120,7 @@ class RunningGroup:
             self._check_segments(episode)
             try:
                 reward = await self._score(episode)
-            except RewardError as error:
+            except CallError as error:
                 metrics.REWARD_FAILURES.labels(kind=error.kind).inc()
                 failure = error
                 continue

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from services.rollout.failures import RewardError
+from services.rollout.failures import CallError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Reward(Protocol):
         """Return a finite score.
 
         Raises:
-            RewardError: If there is no score. A failure is never a score of 0.
+            CallError: If there is no score. A failure is never a score of 0.
         """
         ...
 
@@ -38,14 +38,14 @@ def checked_score(value: object, *, bounds: tuple[float, float] | None, name: st
     """Accept a finite number within the bounds.
 
     Raises:
-        RewardError: ``invalid_value`` for anything else.
+        CallError: ``invalid_value`` for anything else.
     """
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise RewardError(
+        raise CallError(
             "invalid_value", f"reward {name!r} must return a finite number, but returned {value!r}"
         )
     if bounds is not None and not bounds[0] <= value <= bounds[1]:
-        raise RewardError(
+        raise CallError(
             "invalid_value",
             f"reward {name!r} must be within {bounds[0]} and {bounds[1]}, but is {value}",
         )

@@ -1,20 +1,63 @@
 """The reward of a run: the weighted sum of its terms."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 
-from services.common.spec.rollout import RewardSpec
-from services.rollout.failures import RewardError
+from services.common.spec.rollout import RewardSpec, RolloutSpec
+from services.rollout.calls.pool import CallPool
+from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput, checked_score
-from services.rollout.rewards.pool import RewardPool
+from services.rollout.rewards.remote import RemoteReward
+
+# By reference, because a process loads only what its run names: math-verify alone takes seconds.
+_BUILT_IN = {
+    "exact_match": "services.rollout.rewards.exact_match:exact_match",
+    "math_verify": "services.rollout.rewards.math_answer:math_answer",
+    "reasoning_gym": "services.rollout.rewards.gym_answer:gym_answer",
+    "code_tests": "services.rollout.rewards.code_tests:code_tests",
+}
 
 
 class Scorer:
-    """Evaluates every term in the pool's processes and adds them up."""
+    """Evaluates every term, in the pool's processes or at a remote service, and adds them up."""
 
-    def __init__(self, specs: Sequence[RewardSpec], pool: RewardPool) -> None:
+    def __init__(
+        self,
+        specs: Sequence[RewardSpec],
+        pool: CallPool,
+        remotes: Mapping[str, RemoteReward] | None = None,
+    ) -> None:
+        """Score with the given terms.
+
+        Args:
+            specs: The terms.
+            pool: Calls user code.
+            remotes: Service of each term whose name is a URL.
+        """
         self._specs = tuple(specs)
         self._pool = pool
+        self._remotes = remotes or {}
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, spec: RolloutSpec, pool: CallPool) -> AsyncIterator["Scorer"]:
+        """The scorer of a run; each term is loaded once, so that a wrong name fails before the start.
+
+        Raises:
+            ValueError: Naming the key of a wrong term and the fix.
+        """
+        async with AsyncExitStack() as stack:
+            remotes = {
+                term.name: await stack.enter_async_context(
+                    RemoteReward(term.name, concurrency=spec.reward_concurrency)
+                )
+                for term in spec.rewards
+                if is_url(term.name)
+            }
+            scorer = cls(spec.rewards, pool, remotes)
+            await scorer.check()
+            yield scorer
 
     async def check(self) -> None:
         """Load every term once, so that a wrong name fails before the run starts.
@@ -23,16 +66,18 @@ class Scorer:
             ValueError: Naming the key of the term and the fix.
         """
         for index, spec in enumerate(self._specs):
+            if is_url(spec.name):
+                continue
             try:
-                await self._pool.check(spec.name)
-            except RewardError as error:
+                await self._pool.check(_reference(spec))
+            except CallError as error:
                 raise ValueError(f"rollout.rewards.{index}.name: {error.message}") from error
 
     async def score(self, given: RewardInput) -> float:
         """Return the weighted sum.
 
         Raises:
-            RewardError: If one term has no score; the other terms are stopped.
+            CallError: If one term has no score; the other terms are stopped.
         """
         terms = [self._term(spec, given) for spec in self._specs]
         if len(terms) == 1:
@@ -40,29 +85,36 @@ class Scorer:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(term) for term in terms]
-        except* RewardError as errors:
+        except* CallError as errors:
             raise _first(errors) from None
         return sum(task.result() for task in tasks)
 
     async def _term(self, spec: RewardSpec, given: RewardInput) -> float:
-        value = await self._pool.evaluate(
-            {
-                "name": spec.name,
-                "arguments": spec.arguments,
-                "prompt": given.prompt,
-                "response": given.response,
-                "answer": given.answer,
-                "row": dict(given.row),
-            },
-            timeout_s=spec.timeout_s,
-        )
+        if is_url(spec.name):
+            value = await self._remotes[spec.name].score(given, timeout_s=spec.timeout_s)
+        else:
+            value = await self._pool.call(
+                _reference(spec),
+                (given.prompt, given.response, given.answer, dict(given.row)),
+                spec.arguments,
+                timeout_s=spec.timeout_s,
+            )
         return spec.weight * checked_score(value, bounds=spec.bounds, name=spec.name)
 
 
-def _first(errors: BaseExceptionGroup[RewardError]) -> RewardError:
+def is_url(name: str) -> bool:
+    """Whether a reward is named by the address of a service."""
+    return name.startswith(("http://", "https://"))
+
+
+def _reference(spec: RewardSpec) -> str:
+    return _BUILT_IN.get(spec.name, spec.name)
+
+
+def _first(errors: BaseExceptionGroup[CallError]) -> CallError:
     """One error of a group; the others were consequences or say the same."""
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    assert isinstance(error, RewardError)
+    assert isinstance(error, CallError)
     return error

@@ -15,7 +15,7 @@ from services.common.spec.model import ModelSpec
 from services.common.spec.rollout import RolloutSpec
 from services.rollout.client import GroupAssignment
 from services.rollout.engines.torch import TorchEngine
-from services.rollout.failures import GroupError, RewardError
+from services.rollout.failures import CallError, GroupError
 from services.rollout.group import Tools
 from services.rollout.partial import GroupProgress, decode_progress, encode_progress
 from services.rollout.prompts import Prompt, PromptBook
@@ -170,7 +170,7 @@ async def test_bad_prompts_are_refused_one_by_one() -> None:
 def fail_first(count: int) -> ScoreBy:
     def score(given: RewardInput) -> float:
         if reward.calls <= count:
-            raise RewardError("timeout", "too slow")
+            raise CallError("timeout", "too slow")
         return 1.0
 
     reward = ScoreBy(score)
@@ -318,16 +318,20 @@ async def test_an_interruption_while_a_reward_is_computed_keeps_the_response() -
 
 
 async def test_responses_over_too_many_versions_fail_with_the_reason() -> None:
-    async with sampling(ScoreBy(lambda _: 1.0), max_segments=2, **LONG) as (
+    class Stretched:
+        async def run(self, episode: Episode) -> None:
+            for version in range(3):
+                await engines[0].adopt_weights(version, weights_of(version))
+                await episode.generate(max_tokens=4)
+
+    engines: list[TorchEngine] = []
+    async with sampling(ScoreBy(lambda _: 1.0), workflow=Stretched(), max_segments=2, **LONG) as (
         sampler,
         outcome,
         engine,
     ):
-        sampler.start([assignment("a")])
-        for version in range(4):
-            before = engine.stats().tokens_total
-            await until(lambda: engine.stats().tokens_total >= before + 6)  # noqa: B023 -- used at once
-            await engine.adopt_weights(version, weights_of(version))
+        engines.append(engine)
+        sampler.start([assignment("a", seeds=(1,), temperatures=(1.0,))])
         await outcome.wait_for(1)
     assert outcome.failed["a"].reason == "too_many_segments"
 

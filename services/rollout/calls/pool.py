@@ -1,14 +1,15 @@
-"""Worker processes that evaluate rewards, each with a hard deadline."""
+"""Processes that call user code, each call with a hard deadline."""
 
 import asyncio
 import json
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from services.rollout.failures import RewardError
+from services.rollout.failures import CallError
 
 _LOAD_TIMEOUT_S = 120.0
 _LINE_BYTES = 64 << 20
@@ -16,16 +17,16 @@ _LINE_BYTES = 64 << 20
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """A process and the rewards that it has loaded."""
+    """A process and the functions that it has loaded."""
 
     process: Process
     loaded: set[str] = field(default_factory=set)
 
 
-class RewardPool:
+class CallPool:
     """At most ``size`` processes, started when needed; one that hangs or dies is replaced.
 
-    A worker evaluates one response at a time, so the pool also bounds the concurrency.
+    A process works on one call at a time, so the pool also bounds the concurrency.
     """
 
     def __init__(self, size: int) -> None:
@@ -49,24 +50,33 @@ class RewardPool:
             await _kill(worker.process)
 
     async def check(self, name: str) -> None:
-        """Load a reward in a worker without calling it.
+        """Load a function in a process without calling it.
 
         Raises:
-            RewardError: If there is no such reward.
+            CallError: If there is no such function.
         """
         await self._with_worker({"name": name}, timeout_s=_LOAD_TIMEOUT_S)
 
-    async def evaluate(self, request: dict[str, Any], *, timeout_s: float) -> Any:
-        """Evaluate one reward and return what it returned.
+    async def call(
+        self,
+        name: str,
+        arguments: Sequence[Any] = (),
+        keywords: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float,
+    ) -> Any:
+        """Call a function and return what it returned, as JSON has it.
 
         Args:
-            request: Name, arguments, prompt, response, answer and row; JSON-like.
-            timeout_s: Deadline of the evaluation itself, without waiting and loading; then the worker
-                is killed.
+            name: ``module:function`` or ``file.py:function``.
+            arguments: Positional arguments; JSON-like.
+            keywords: Keyword arguments; JSON-like.
+            timeout_s: Deadline of the call itself, without waiting and loading; then its process is killed.
 
         Raises:
-            RewardError: ``timeout``, ``exception`` or, if the worker died, ``sandbox_killed``.
+            CallError: ``timeout``, ``exception`` or, if the process died, ``sandbox_killed``.
         """
+        request = {"name": name, "arguments": list(arguments), "keywords": dict(keywords or {})}
         return await self._with_worker(request, timeout_s=timeout_s)
 
     async def _with_worker(self, request: dict[str, Any], *, timeout_s: float) -> Any:
@@ -74,17 +84,19 @@ class RewardPool:
         async with self._places:
             worker = await self._take()
             try:
+                answer: dict[str, Any] = {}
                 if name not in worker.loaded:
-                    await _ask(worker.process, {"name": name}, timeout_s=_LOAD_TIMEOUT_S)
+                    answer = await _ask(worker.process, {"name": name}, timeout_s=_LOAD_TIMEOUT_S)
+                if "error" not in answer:
                     worker.loaded.add(name)
-                answer = await _ask(worker.process, request, timeout_s=timeout_s)
+                    answer = await _ask(worker.process, request, timeout_s=timeout_s)
                 self._idle.append(worker)
             finally:
                 self._busy.discard(worker)
                 if worker not in self._idle:
                     await _kill(worker.process)
         if "error" in answer:
-            raise RewardError("exception", f"reward {name!r} raised {answer['error']}")
+            raise CallError("exception", f"{name!r} raised {answer['error']}")
         return answer["value"]
 
     async def _take(self) -> _Worker:
@@ -96,7 +108,7 @@ class RewardPool:
                 await asyncio.create_subprocess_exec(
                     sys.executable,
                     "-m",
-                    "services.rollout.rewards.worker",
+                    "services.rollout.calls.worker",
                     stdin=PIPE,
                     stdout=PIPE,
                     limit=_LINE_BYTES,
@@ -113,16 +125,16 @@ async def _ask(process: Process, request: dict[str, Any], *, timeout_s: float) -
         async with asyncio.timeout(timeout_s):
             line = await _exchange(process, json.dumps(request, default=str).encode() + b"\n")
     except TimeoutError as error:
-        raise RewardError(
+        raise CallError(
             "timeout",
-            f"reward {name!r} took longer than {timeout_s:g} s and was stopped; raise its timeout_s or "
+            f"{name!r} took longer than {timeout_s:g} s and was stopped; raise its timeout_s or "
             "make it faster",
         ) from error
     if not line:
         status = await process.wait()
-        raise RewardError(
+        raise CallError(
             "sandbox_killed",
-            f"the process that evaluated reward {name!r} died (exit status {status})",
+            f"the process that called {name!r} died (exit status {status})",
         )
     answer: dict[str, Any] = json.loads(line)
     return answer

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from services.common.spec.rollout import RewardSpec
-from services.rollout.failures import RewardError
+from services.rollout.calls.pool import CallPool
+from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput
-from services.rollout.rewards.pool import RewardPool
 from services.rollout.rewards.scorer import Scorer
 
 USER_CODE = """
@@ -49,7 +49,7 @@ async def test_user_functions_sync_and_async_are_summed_by_weight(code: str) -> 
         RewardSpec(name=f"{code}:later", weight=-1.0),
         RewardSpec(name="exact_match"),
     ]
-    async with RewardPool(2) as pool:
+    async with CallPool(2) as pool:
         assert await Scorer(specs, pool).score(given()) == 2 * 4 - 0.5 + 1
 
 
@@ -69,15 +69,15 @@ async def test_failures_are_typed_and_the_pool_goes_on(
     code: str, name: str, kind: str, message: str
 ) -> None:
     bad = RewardSpec(name=f"{code}:{name}", timeout_s=0.2, bounds=(0.0, 1.0))
-    async with RewardPool(1) as pool:
-        with pytest.raises(RewardError, match=message) as caught:
+    async with CallPool(1) as pool:
+        with pytest.raises(CallError, match=message) as caught:
             await Scorer([bad], pool).score(given())
         assert caught.value.kind == kind
         assert await Scorer([RewardSpec(name="exact_match")], pool).score(given()) == 1.0
 
 
 async def test_a_reward_that_hangs_delays_the_others_by_at_most_its_deadline(code: str) -> None:
-    async with RewardPool(1) as pool:
+    async with CallPool(1) as pool:
         await pool.check(f"{code}:sleeps")
         started_at = time.monotonic()
         hanging = asyncio.ensure_future(
@@ -86,12 +86,12 @@ async def test_a_reward_that_hangs_delays_the_others_by_at_most_its_deadline(cod
         await asyncio.sleep(0)
         assert await Scorer([RewardSpec(name="exact_match")], pool).score(given("no")) == 0.0
         assert time.monotonic() - started_at < 5
-        with pytest.raises(RewardError):
+        with pytest.raises(CallError):
             await hanging
 
 
 async def test_a_wrong_name_is_found_before_the_run_and_names_its_key(code: str) -> None:
-    async with RewardPool(1) as pool:
+    async with CallPool(1) as pool:
         specs = [RewardSpec(name="exact_match"), RewardSpec(name=f"{code}:missing")]
         with pytest.raises(ValueError, match=r"rollout\.rewards\.1\.name: .* has no 'missing'"):
             await Scorer(specs, pool).check()
@@ -100,7 +100,7 @@ async def test_a_wrong_name_is_found_before_the_run_and_names_its_key(code: str)
 async def test_workers_are_reused_and_bounded(tmp_path: Path) -> None:
     (tmp_path / "pid.py").write_text("import os\ndef pid(*args): return os.getpid()\n")
     spec = RewardSpec(name=f"{tmp_path}/pid.py:pid")
-    async with RewardPool(2) as pool:
+    async with CallPool(2) as pool:
         scorer = Scorer([spec], pool)
         pids = await asyncio.gather(*[scorer.score(given()) for _ in range(20)])
     assert 1 <= len(set(pids)) <= 2

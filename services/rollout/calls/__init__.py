@@ -1,0 +1,1 @@
+"""Calls of user code in processes of its own."""

@@ -1,0 +1,57 @@
+"""A process that calls user code: one JSON request per line in, one JSON answer per line out.
+
+Rewards and tools run here and nowhere else: they may hang, crash or print without touching the engine.
+"""
+
+import asyncio
+import functools
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from services.common.callables import load_callable
+
+
+def main() -> None:
+    """Answer requests until the input ends."""
+    # The answers keep the original standard output; whatever user code prints goes to standard error.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    for line in sys.stdin:
+        answers.write(_answer(json.loads(line)) + "\n")
+
+
+def _answer(request: dict[str, Any]) -> str:
+    """Call what a request names; without arguments it is only loaded."""
+    try:
+        function = _load(request["name"])
+        if "arguments" not in request:
+            return json.dumps({"value": None})
+        value = function(*request["arguments"], **request["keywords"])
+        if inspect.isawaitable(value):
+            value = asyncio.run(_wait_for(value))
+        return json.dumps({"value": value}, default=_plain)
+    except Exception as error:  # noqa: BLE001 -- the edge to user code: every fault becomes an answer
+        return json.dumps({"error": f"{type(error).__name__}: {error}"})
+
+
+@functools.cache
+def _load(name: str) -> Callable[..., Any]:
+    return load_callable(name)
+
+
+async def _wait_for(value: Any) -> Any:
+    return await value
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy and torch as numbers, anything else as its text."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) else repr(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Rewards from a service."""
+
+import asyncio
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from services.common.spec.rollout import RewardSpec
+from services.rollout.calls.pool import CallPool
+from services.rollout.failures import CallError
+from services.rollout.rewards.base import RewardInput
+from services.rollout.rewards.remote import CircuitBreaker, RemoteReward
+from services.rollout.rewards.scorer import Scorer
+
+GIVEN = RewardInput(prompt="p", response="r", answer="a", row={"x": 1})
+URL = "http://reward/score"
+
+
+def service(handler: Callable[[httpx.Request], httpx.Response], **changes: object) -> RemoteReward:
+    return RemoteReward(URL, concurrency=2, transport=httpx.MockTransport(handler), **changes)  # type: ignore[arg-type]
+
+
+async def test_a_score_comes_back_weighted() -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        bodies.append(request.read())
+        return httpx.Response(200, json={"score": 0.25})
+
+    bodies: list[bytes] = []
+    async with service(handler) as remote, CallPool(1) as pool:
+        scorer = Scorer([RewardSpec(name=URL, weight=2.0)], pool, {URL: remote})
+        assert await scorer.score(GIVEN) == 0.5
+    assert b'"response":"r"' in bodies[0].replace(b" ", b"")
+
+
+async def test_busy_services_are_asked_again() -> None:
+    answers = [httpx.Response(503), httpx.Response(429), httpx.Response(200, json={"score": 1})]
+    async with service(lambda _: answers.pop(0)) as remote:
+        assert await remote.score(GIVEN, timeout_s=10) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "message"),
+    [
+        (httpx.Response(400, text="bad row"), "exception", "400: bad row"),
+        (httpx.Response(200, text="hello"), "invalid_value", "must answer"),
+        (httpx.Response(200, json={"other": 1}), "invalid_value", "must answer"),
+        (httpx.Response(500), "timeout", "no answer in 0.3 s"),
+    ],
+)
+async def test_failures_are_typed(answer: httpx.Response, kind: str, message: str) -> None:
+    async with service(lambda _: answer) as remote:
+        with pytest.raises(CallError, match=message) as caught:
+            await remote.score(GIVEN, timeout_s=0.3)
+    assert caught.value.kind == kind
+
+
+async def test_a_service_that_keeps_failing_is_left_alone_for_a_while() -> None:
+    def handler(_: httpx.Request) -> httpx.Response:
+        calls.append(now)
+        return httpx.Response(200 if now > 5 else 400, json={"score": 1})
+
+    now = 0.0
+    calls: list[float] = []
+    breaker = CircuitBreaker(max_failures=3, open_s=10, now=lambda: now)
+    async with service(handler, breaker=breaker) as remote:
+        for _ in range(6):
+            with pytest.raises(CallError):
+                await remote.score(GIVEN, timeout_s=1)
+        assert len(calls) == 3
+        now = 11.0
+        assert await asyncio.gather(*[remote.score(GIVEN, timeout_s=1) for _ in range(3)]) == [
+            1,
+            1,
+            1,
+        ]
