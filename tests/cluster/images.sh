@@ -1,11 +1,13 @@
 #!/bin/bash
 # Builds the images from the project's own Dockerfiles, on a Debian base made on the spot, without a registry.
 #
-#   images.sh FOLDER SOURCE     archives of the images of SOURCE land in FOLDER/images
+#   images.sh FOLDER SOURCE PYTHON     archives of the images of SOURCE land in FOLDER/images; dependencies get the
+#                                      versions that PYTHON's environment has
 set -euo pipefail
 
-folder=$(realpath "${1:?usage: images.sh FOLDER SOURCE}")
-source=$(realpath "${2:?usage: images.sh FOLDER SOURCE}")
+folder=$(realpath "${1:?usage: images.sh FOLDER SOURCE PYTHON}")
+source=$(realpath "${2:?usage: images.sh FOLDER SOURCE PYTHON}")
+python=${3:?usage: images.sh FOLDER SOURCE PYTHON}
 wheels="$folder/wheels"
 base=localhost/slipstream-base:bookworm
 mkdir -p "$folder/images" "$wheels"
@@ -27,7 +29,9 @@ make_base() {
 fetch_wheels() { # the dependencies of all services, for the Python of the base image
   local stamp="$wheels/.$(sha256sum "$source/pyproject.toml" | cut -c1-16)"
   [ -e "$stamp" ] && return
-  python3.11 -m pip download -q -d "$wheels" "hatchling>=1.27" "$source[cluster,rollout,trainer]"
+  "$python" -m pip list --format freeze | grep -v '^slipstream==' > "$folder/constraints.txt"
+  "$python" -m pip download -q -d "$wheels" -c "$folder/constraints.txt" "hatchling>=1.27" \
+    "$source[cluster,rollout,trainer]" 2> "$folder/download/pip.log"
   touch "$stamp"
 }
 

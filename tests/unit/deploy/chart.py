@@ -67,7 +67,7 @@ EVERYTHING = (
     "--set-json",
     'httpRoute={"enabled": true, "parentRefs": [{"name": "gateway"}]}',
     "--set",
-    "monitoring.serviceMonitor.enabled=true,monitoring.prometheusRule.enabled=true",
+    "monitoring.podMonitor.enabled=true,monitoring.prometheusRule.enabled=true",
     "--set",
     "monitoring.dashboards.enabled=true",
 )

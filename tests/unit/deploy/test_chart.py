@@ -28,7 +28,7 @@ _PROFILES: tuple[tuple[str, ...], ...] = (
     ("multi-node",),
     ("multi-node", "rdma"),
 )
-_CUSTOM = {"ServiceMonitor", "PodMonitor", "PrometheusRule", "Certificate", "HTTPRoute"}
+_CUSTOM = {"PodMonitor", "PrometheusRule", "Certificate", "HTTPRoute"}
 _BAD_VALUES = [
     ("trainer.gpu.count=-1", ("trainer", "count")),
     ("controller.replicas=2", ("controller", "replicas")),
@@ -69,7 +69,7 @@ def test_manifests_fit_the_schemas_of_kubernetes(
 ) -> None:
     manifests = render(*EVERYTHING, profiles=profiles, kube_version=kube_version)
     templates = list(worker_templates(manifests).values())
-    assert len(manifests) > 20
+    assert len(manifests) > 18
     for manifest in [*manifests, *templates]:
         if manifest["kind"] not in _CUSTOM:
             kubernetes_validate.validate(manifest, kube_version.rpartition(".")[0], strict=True)
@@ -106,6 +106,29 @@ def test_every_pod_is_locked_down(profiles: tuple[str, ...]) -> None:
             assert container["resources"]["limits"]["memory"]
 
 
+def test_shards_beside_the_first_register_with_the_index() -> None:
+    manifests = render("--set", "transferqueue.shards=3")
+    shards = one(manifests, "StatefulSet", "demo-slipstream-transferqueue-shard")
+    assert shards["spec"]["replicas"] == 2
+    (container,) = shards["spec"]["template"]["spec"]["containers"]
+    environment = {item["name"]: item.get("value") for item in container["env"]}
+    assert environment["SLIPSTREAM_TRANSFERQUEUE_INDEX_ADDRESS"] == (
+        "demo-slipstream-transferqueue.train.svc:50051"
+    )
+    assert not [m for m in render() if m["metadata"]["name"].endswith("-shard")]
+
+
+def test_pod_monitor_selects_every_pod_that_serves_metrics() -> None:
+    manifests = render(*EVERYTHING)
+    spec = one(manifests, "PodMonitor", "demo-slipstream")["spec"]
+    (rule,) = spec["selector"]["matchExpressions"]
+    for component, pod in pods(manifests).items():
+        labels = pod["metadata"]["labels"]
+        assert _matches(spec["selector"], labels)
+        is_chosen = labels["app.kubernetes.io/component"] not in rule["values"]
+        assert is_chosen is (component != "test")
+
+
 def test_only_rdma_adds_a_capability() -> None:
     def added(profiles: tuple[str, ...]) -> set[str]:
         return {
@@ -120,8 +143,8 @@ def test_only_rdma_adds_a_capability() -> None:
 
 
 def test_services_that_stay_have_all_three_probes() -> None:
-    made = pods(render())
-    for component in ("controller", "transferqueue"):
+    made = pods(render("--set", "transferqueue.shards=3"))
+    for component in ("controller", "transferqueue", "transferqueue-shard"):
         container = made[component]["spec"]["containers"][0]
         assert {"startupProbe", "livenessProbe", "readinessProbe"} <= set(container)
 
@@ -182,20 +205,36 @@ _CONNECTIONS = {
     ("trainer", "trainer", "grpc"),
     ("test", "controller", "grpc"),
     ("test", "transferqueue", "grpc"),
+    ("transferqueue-shard", "transferqueue", "grpc"),
+    ("rollout", "transferqueue-shard", "data"),
+    ("trainer", "transferqueue-shard", "data"),
+}
+_SERVED = {
+    "controller": {"grpc"},
+    "transferqueue": {"grpc", "data"},
+    "transferqueue-shard": {"data"},
+    "trainer": {"grpc"},
+    "rollout": {"grpc"},
 }
 
 
 def test_network_policies_allow_the_connection_matrix_and_no_more() -> None:
-    manifests = render()
+    manifests = render("--set", "transferqueue.shards=3")
     labels = {component: pod["metadata"]["labels"] for component, pod in pods(manifests).items()}
     policies = [m["spec"] for m in manifests if m["kind"] == "NetworkPolicy"]
-    components = ("controller", "transferqueue", "trainer", "rollout", "test")
+    components = (
+        "controller",
+        "transferqueue",
+        "transferqueue-shard",
+        "trainer",
+        "rollout",
+        "test",
+    )
     allowed = {
         (source, target, port)
         for source, target in itertools.product(components, components[:-1])
         for port in ("grpc", "data")
-        if (port == "grpc" or target == "transferqueue")
-        and _allows(policies, labels[source], labels[target], port)
+        if port in _SERVED[target] and _allows(policies, labels[source], labels[target], port)
     }
     assert allowed == _CONNECTIONS
 
