@@ -6,15 +6,21 @@ half precision torch's variable-length kernel takes the sequence boundaries; els
 similar length run as one causal batch, whose padding rows come last and so cannot be attended to.
 """
 
+import inspect
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 PACKED = "slipstream_packed"
+# Before torch 2.12 the kernel took fewer key-value heads without being told.
+_takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
+_varlen_kernel: Any = partial(varlen_attn, enable_gqa=True) if _takes_gqa else varlen_attn
 _MAX_PADDING = 1.25
 """A causal batch may hold this many times the tokens of its sequences."""
 
@@ -80,6 +86,7 @@ def _similar(lengths: list[int]) -> list[list[int]]:
     return groups
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -131,9 +138,7 @@ def _batched(
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, layout: AttentionLayout
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    output = varlen_attn(
+    output: Tensor = _varlen_kernel(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
@@ -143,9 +148,7 @@ def _varlen(
         layout.max_length,
         scale=scaling,
         window_size=(-1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
     )
-    assert isinstance(output, Tensor)
     return output
 
 

@@ -65,9 +65,9 @@ class Tally:
         means: list[float] = []
         maxima: list[float] = []
         if names:
-            pairs = torch.stack([torch.stack(self._sums[name]) for name in names])
+            pairs = torch.stack([torch.stack(self._sums[name]).cpu() for name in names])
             totals, counts = ranks.sum(pairs).unbind(1)
             means = (totals / counts.clamp(min=1)).tolist()
         if tops:
-            maxima = ranks.max(torch.stack([self._maxima[name] for name in tops])).tolist()
+            maxima = ranks.max(torch.stack([self._maxima[name].cpu() for name in tops])).tolist()
         return dict(zip([*names, *tops], [*means, *maxima], strict=True))
