@@ -25,6 +25,7 @@ from services.common.spec.rollout import RolloutSpec
 from services.controller.ledger import Group, Ledger
 from services.controller.replay import choose_batch
 from services.controller.staleness import StalenessGate
+from services.rollout.calls.pool import CallPool
 from services.rollout.client import GroupAssignment
 from services.rollout.engines.fake import FakeEngine, LongTail
 from services.rollout.engines.virtual_time import VirtualTimeLoop
@@ -220,7 +221,11 @@ class Simulation:
                 await engine.adopt_weights(0, {})
                 decoding.append(tasks.create_task(engine.run()))
                 tools = Tools(
-                    engine=engine, tokenizer=tokenizer, workflow=SingleTurn(), reward=_Reward()
+                    engine=engine,
+                    tokenizer=tokenizer,
+                    workflow=SingleTurn(),
+                    reward=_Reward(),
+                    calls=CallPool(1),
                 )
                 sampler = GroupSampler(
                     prompts,

@@ -98,6 +98,7 @@ async def _load(
         device=device,
     )
     pool = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
+    calls = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
     scorer = await stack.enter_async_context(Scorer.open(spec.rollout, pool))
     address, put_timeout_s = session.transferqueue_address, spec.transferqueue.put_timeout_s
     data = await stack.enter_async_context(DataClient.connect(address, put_timeout_s=put_timeout_s))
@@ -109,6 +110,7 @@ async def _load(
             tokenizer=tokenizer,
             workflow=load_workflow(spec.rollout),
             reward=scorer,
+            calls=calls,
         ),
         spec.rollout,
         publisher=GroupPublisher(data),

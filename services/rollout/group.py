@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from services.common.models.tokenizer import Tokenizer
 from services.common.spec.rollout import RolloutSpec
 from services.rollout import metrics
+from services.rollout.calls.pool import CallPool
 from services.rollout.client import GroupAssignment
 from services.rollout.engines.base import Engine, GenerationResult
 from services.rollout.failures import CallError, GroupError
@@ -33,6 +34,8 @@ class Tools:
     """Shapes episodes."""
     reward: Reward
     """Scores them."""
+    calls: CallPool
+    """Calls the workflow's tools."""
 
 
 class RunningGroup:
@@ -144,6 +147,7 @@ class RunningGroup:
             ),
             engine=self._tools.engine,
             tokenizer=self._tools.tokenizer,
+            calls=self._tools.calls,
             request_id=f"{assignment.group_id}.{member}/{assignment.attempt}.{num_failed}",
             recorded=recorded,
         )

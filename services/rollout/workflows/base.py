@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.models.tokenizer import Tokenizer
+from services.rollout.calls.pool import CallPool
 from services.rollout.engines.base import (
     Engine,
     FinishReason,
@@ -72,6 +73,8 @@ class Episode:
         request_id: Names the episode's requests in the engine, one at a time.
         is_generating: Whether the engine works on it.
         is_interrupted: Whether it was told to stop at the next chance.
+        call: Calls a function of the user's in a process of its own; see
+            :meth:`services.rollout.calls.pool.CallPool.call`.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Episode:
         *,
         engine: Engine,
         tokenizer: Tokenizer,
+        calls: CallPool,
         request_id: str,
         recorded: Sequence[Turn] = (),
     ) -> None:
@@ -92,6 +96,8 @@ class Episode:
         self._limits = limits
         self._engine = engine
         self._tokenizer = tokenizer
+        self._is_full = False
+        self.call = calls.call
         self._recorded = list(recorded)
         self._started = _EMPTY
 
@@ -108,7 +114,9 @@ class Episode:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """How the last sampled turn ended."""
+        """How the last sampled turn ended; ``length`` if something did not fit into the response."""
+        if self._is_full:
+            return "length"
         sampled = [turn.finish_reason for turn in self.turns if turn.finish_reason is not None]
         return sampled[-1] if sampled else "length"
 
@@ -178,6 +186,7 @@ class Episode:
         if turn is None:
             token_ids = tuple(self._tokenizer.encode(await call()))
             if len(token_ids) > self.remaining_tokens:
+                self._is_full = True
                 return None
             turn = Turn(
                 token_ids=token_ids,

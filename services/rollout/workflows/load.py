@@ -4,7 +4,10 @@ from services.common.callables import load_callable
 from services.common.spec.rollout import RolloutSpec
 from services.rollout.workflows.base import Workflow
 
-_BUILT_IN = {"single_turn": "services.rollout.workflows.single_turn:SingleTurn"}
+_BUILT_IN = {
+    "single_turn": "services.rollout.workflows.single_turn:SingleTurn",
+    "multi_turn": "services.rollout.workflows.multi_turn:MultiTurn",
+}
 
 
 def load_workflow(spec: RolloutSpec) -> Workflow:

@@ -13,6 +13,7 @@ from services.common.models.tokenizer import Tokenizer, load_tokenizer
 from services.common.spec.data import DataSpec
 from services.common.spec.model import ModelSpec
 from services.common.spec.rollout import RolloutSpec
+from services.rollout.calls.pool import CallPool
 from services.rollout.client import GroupAssignment
 from services.rollout.engines.torch import TorchEngine
 from services.rollout.failures import CallError, GroupError
@@ -116,6 +117,7 @@ async def sampling(
             tokenizer=tokenizer(),
             workflow=workflow or SingleTurn(),
             reward=reward,
+            calls=CallPool(2),
         ),
         spec,
         publisher=outcome,

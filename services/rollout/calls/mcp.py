@@ -1,0 +1,83 @@
+"""Tools of Model Context Protocol servers, called from a worker process over standard input and output.
+
+A server is started at its first call and lives as long as the worker process. Protocol: JSON-RPC 2.0, one
+message per line (modelcontextprotocol.io, revision 2025-06-18).
+"""
+
+import functools
+import itertools
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_PROTOCOL_VERSION = "2025-06-18"
+
+
+class _Server:
+    """A running server."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._numbers = itertools.count(1)
+        self._process = subprocess.Popen(  # noqa: S603 -- the run's specification names the command
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.ask(
+            "initialize",
+            {
+                "protocolVersion": _PROTOCOL_VERSION,
+                "capabilities": {},
+                "clientInfo": {"name": "slipstream", "version": "1"},
+            },
+        )
+        self._send({"method": "notifications/initialized"})
+
+    def ask(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a request and return its result."""
+        number = next(self._numbers)
+        self._send({"id": number, "method": method, "params": params})
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            message = json.loads(line)
+            if message.get("id") != number or "method" in message:
+                continue  # a notification, or a request that we do not serve
+            if "error" in message:
+                raise RuntimeError(f"{method}: {message['error'].get('message')}")
+            result: dict[str, Any] = message["result"]
+            return result
+        raise RuntimeError(f"the server ended (exit status {self._process.wait()})")
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"jsonrpc": "2.0", **message}) + "\n")
+        self._process.stdin.flush()
+
+
+def list_tools(command: Sequence[str]) -> list[str]:
+    """Names of the tools that a server offers."""
+    names: list[str] = []
+    params: dict[str, Any] = {}
+    while True:
+        result = _server(tuple(command)).ask("tools/list", params)
+        names += [tool["name"] for tool in result["tools"]]
+        if not result.get("nextCursor"):
+            return names
+        params = {"cursor": result["nextCursor"]}
+
+
+def call_tool(command: Sequence[str], name: str, arguments: Mapping[str, Any]) -> str:
+    """Call a tool; returns the text of its result.
+
+    Raises:
+        RuntimeError: If the tool reports an error.
+    """
+    result = _server(tuple(command)).ask("tools/call", {"name": name, "arguments": arguments})
+    text = "\n".join(part["text"] for part in result["content"] if part.get("type") == "text")
+    if result.get("isError"):
+        raise RuntimeError(text or f"tool {name!r} failed")
+    return text
+
+
+@functools.cache
+def _server(command: tuple[str, ...]) -> _Server:
+    return _Server(command)

@@ -1,0 +1,107 @@
+"""The policy calls tools, reads their results, and goes on until it answers."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from services.rollout.failures import CallError
+from services.rollout.workflows.base import Episode
+
+_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_MCP = "services.rollout.calls.mcp"
+
+
+class MultiTurn:
+    """Turns of sampling, each followed by the results of the tools that it called.
+
+    The policy calls a tool by writing ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``. A turn
+    without a call is the answer, and what the reward judges. Results are tokens that are not trained. A tool
+    that fails tells the policy so; it does not fail the sample. Tools run in processes of their own.
+
+    Args:
+        tools: Python functions, ``module:function`` or ``file.py:function``, called by keyword.
+        mcp_servers: Commands of Model Context Protocol servers; all their tools are offered.
+        max_turns: Most sampled turns.
+        max_turn_tokens: Most tokens of one turn; None leaves it to the response's limit.
+        tool_timeout_s: Deadline of one call.
+        result_template: Text that is added for each result; ``{result}`` stands for it. It has to end the
+            policy's turn and open the next one as the model's chat format does.
+    """
+
+    def __init__(
+        self,
+        *,
+        tools: Sequence[str] = (),
+        mcp_servers: Sequence[Sequence[str]] = (),
+        max_turns: int = 8,
+        max_turn_tokens: int | None = None,
+        tool_timeout_s: float = 30.0,
+        result_template: str = "\n<tool_response>\n{result}\n</tool_response>\n",
+    ) -> None:
+        if "{result}" not in result_template:
+            raise ValueError(
+                "rollout.workflow_arguments.result_template must contain '{result}', but is "
+                f"{result_template!r}"
+            )
+        self._functions = {reference.rpartition(":")[2]: reference for reference in tools}
+        self._mcp_servers = [list(command) for command in mcp_servers]
+        self._mcp_tools: dict[str, list[str]] | None = None
+        self._max_turns = max_turns
+        self._max_turn_tokens = max_turn_tokens
+        self._tool_timeout_s = tool_timeout_s
+        self._result_template = result_template
+
+    async def run(self, episode: Episode) -> None:
+        """Sample and call until there is an answer or a limit is reached."""
+        for _ in range(self._max_turns):
+            if episode.remaining_tokens < 1:
+                return
+            turn = await episode.generate(max_tokens=self._max_turn_tokens)
+            calls = _TOOL_CALL.findall(episode.text(turn))
+            if not calls:
+                return
+            if await episode.observe(lambda: self._results(episode, calls)) is None:  # noqa: B023
+                return
+
+    async def _results(self, episode: Episode, calls: Sequence[str]) -> str:
+        results = [await self._result(episode, call) for call in calls]
+        return "".join(self._result_template.replace("{result}", result) for result in results)
+
+    async def _result(self, episode: Episode, text: str) -> str:
+        try:
+            call = json.loads(text)
+            name, arguments = call["name"], call.get("arguments", {})
+        except (ValueError, KeyError, TypeError) as error:
+            return f"error: a call must be JSON with name and arguments ({error})"
+        if not isinstance(name, str) or not isinstance(arguments, Mapping):
+            return "error: name must be text and arguments an object"
+        try:
+            value = await self._call(episode, name, arguments)
+        except CallError as error:
+            return f"error: {error.message}"
+        return value if isinstance(value, str) else json.dumps(value)
+
+    async def _call(self, episode: Episode, name: str, arguments: Mapping[str, Any]) -> Any:
+        timeout_s = self._tool_timeout_s
+        if name in self._functions:
+            return await episode.call(self._functions[name], (), arguments, timeout_s=timeout_s)
+        servers = await self._servers(episode)
+        if name in servers:
+            return await episode.call(
+                f"{_MCP}:call_tool", (servers[name], name, arguments), timeout_s=timeout_s
+            )
+        known = ", ".join(sorted([*self._functions, *servers])) or "none"
+        return f"error: there is no tool {name!r}; tools: {known}"
+
+    async def _servers(self, episode: Episode) -> Mapping[str, list[str]]:
+        """Server of each tool; asked once."""
+        if self._mcp_tools is None:
+            found: dict[str, list[str]] = {}
+            for command in self._mcp_servers:
+                names = await episode.call(
+                    f"{_MCP}:list_tools", (command,), timeout_s=self._tool_timeout_s
+                )
+                found |= dict.fromkeys(names, command)
+            self._mcp_tools = found
+        return self._mcp_tools

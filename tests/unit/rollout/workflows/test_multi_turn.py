@@ -1,0 +1,187 @@
+"""Turns with tools."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.models.tokenizer import load_tokenizer
+from services.common.spec.model import ModelSpec
+from services.common.spec.rollout import RolloutSpec
+from services.rollout.calls.pool import CallPool
+from services.rollout.engines.base import GenerationRequest, GenerationResult
+from services.rollout.prompts import Prompt
+from services.rollout.workflows.base import Episode, EpisodeLimits, Interrupted, Turn
+from services.rollout.workflows.load import load_workflow
+from services.rollout.workflows.multi_turn import MultiTurn
+
+TOKENIZER = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes"))
+PROMPT = Prompt(token_ids=(5, 6), text="p", answer=None, row={}, data_source="test")
+TOOLS = """
+def add(a, b):
+    with open(__file__ + ".calls", "a") as file:
+        file.write("x")
+    return a + b
+def slow(): import time; time.sleep(100)
+def broken(): raise KeyError("no luck")
+"""
+SERVER = """
+import json, sys
+for line in sys.stdin:
+    message = json.loads(line)
+    if "id" not in message:
+        continue
+    print(json.dumps({"jsonrpc": "2.0", "method": "notifications/progress"}), flush=True)
+    answers = {
+        "initialize": {"protocolVersion": "2025-06-18", "capabilities": {}, "serverInfo": {}},
+        "tools/list": {"tools": [{"name": "shout"}]},
+    }
+    if message["method"] == "tools/call":
+        text = message["params"]["arguments"]["text"].upper()
+        result = {"content": [{"type": "text", "text": text}], "isError": text == "FAIL"}
+    else:
+        result = answers[message["method"]]
+    print(json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": result}), flush=True)
+"""
+
+
+class Scripted:
+    """An engine that says given lines; ``cut`` aborts its n-th request after three tokens."""
+
+    def __init__(self, lines: Sequence[str], *, cut: int | None = None) -> None:
+        self.lines = [(*TOKENIZER.encode(line), TOKENIZER.eos_id) for line in lines]
+        self.requests: list[GenerationRequest] = []
+        self.cut = cut
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        self.requests.append(request)
+        is_cut = self.cut == len(self.requests)
+        tokens = self.lines[0][:3] if is_cut else self.lines.pop(0)[: request.max_tokens]
+        return GenerationResult(
+            token_ids=tokens,
+            logprobs=(-1.0,) * len(tokens),
+            version_runs=((7, len(tokens)),),
+            finish_reason="aborted" if is_cut else "stop",
+        )
+
+
+def episode(
+    engine: Any, calls: CallPool, *, recorded: Sequence[Turn] = (), room: int = 1000
+) -> Episode:
+    limits = EpisodeLimits(seed=1, temperature=1.0, max_response_tokens=room, stop_texts=())
+    return Episode(
+        PROMPT,
+        limits,
+        engine=engine,
+        tokenizer=TOKENIZER,
+        calls=calls,
+        request_id="r",
+        recorded=recorded,
+    )
+
+
+def call(name: str, **arguments: object) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> str:
+    (tmp_path / "tools.py").write_text(TOOLS)
+    return str(tmp_path / "tools.py")
+
+
+async def test_results_follow_their_calls_and_are_not_sampled_tokens(tools: str) -> None:
+    engine = Scripted([f"let me see {call('add', a=2, b=3)}", "it is 5"])
+    async with CallPool(1) as calls:
+        done = episode(engine, calls)
+        await MultiTurn(tools=[f"{tools}:add"], result_template="[{result}]").run(done)
+    assert [turn.is_sampled for turn in done.turns] == [True, False, True]
+    assert done.text(done.turns[1]) == "[5]"
+    assert done.turns[1].version_runs == ((-1, 3),)
+    assert done.response_text == "it is 5"
+    assert done.finish_reason == "stop"
+    first, second = engine.requests
+    assert (
+        second.context_ids == first.context_ids + done.turns[0].token_ids + done.turns[1].token_ids
+    )
+    assert second.draw_offset == len(done.turns[0].token_ids)
+
+
+@pytest.mark.parametrize(
+    ("text", "result"),
+    [
+        (call("broken"), "KeyError: 'no luck'"),
+        (call("slow"), "longer than 0.5 s"),
+        (call("nobody"), "there is no tool 'nobody'; tools: broken, slow"),
+        ("<tool_call>{bad}</tool_call>", "a call must be JSON"),
+        ('<tool_call>{"name": 3}</tool_call>', "name must be text"),
+    ],
+)
+async def test_a_failing_tool_tells_the_policy_and_spares_the_sample(
+    tools: str, text: str, result: str
+) -> None:
+    workflow = MultiTurn(tools=[f"{tools}:slow", f"{tools}:broken"], tool_timeout_s=0.5)
+    async with CallPool(1) as calls:
+        done = episode(Scripted([text, "well"]), calls)
+        await workflow.run(done)
+    assert "error: " in done.text(done.turns[1])
+    assert result in done.text(done.turns[1])
+    assert done.response_text == "well"
+
+
+async def test_turn_and_token_limits_end_the_episode(tools: str) -> None:
+    line = call("add", a=1, b=1)
+    workflow = MultiTurn(tools=[f"{tools}:add"], max_turns=2)
+    async with CallPool(1) as calls:
+        many = episode(Scripted([line] * 5), calls)
+        await workflow.run(many)
+        assert [turn.is_sampled for turn in many.turns] == [True, False] * 2
+        full = episode(Scripted([line] * 5), calls, room=len(line) + 10)
+        await workflow.run(full)
+        assert [turn.is_sampled for turn in full.turns] == [True]
+        assert full.finish_reason == "length"
+
+
+async def test_a_resumed_episode_repeats_no_call_and_goes_on_inside_the_cut_turn(
+    tools: str,
+) -> None:
+    lines = [call("add", a=2, b=3), "it is five"]
+    workflow = MultiTurn(tools=[f"{tools}:add"])
+    async with CallPool(1) as calls:
+        cut = episode(Scripted(lines, cut=2), calls)
+        with pytest.raises(Interrupted):
+            await workflow.run(cut)
+        rest = Scripted([lines[1][3:]])
+        resumed = episode(rest, calls, recorded=cut.recorded())
+        await workflow.run(resumed)
+        whole = episode(Scripted(lines), calls)
+        await workflow.run(whole)
+    assert resumed.response_ids == whole.response_ids
+    assert len(rest.requests) == 1
+    assert len(Path(f"{tools}.calls").read_text()) == 2  # noqa: ASYNC240 -- a few bytes
+
+
+async def test_mcp_servers_offer_their_tools(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(SERVER)
+    workflow = MultiTurn(mcp_servers=[[sys.executable, str(tmp_path / "server.py")]])
+    lines = [call("shout", text="hey"), call("shout", text="fail"), "done"]
+    async with CallPool(1) as calls, asyncio.timeout(30):
+        done = episode(Scripted(lines), calls)
+        await workflow.run(done)
+    assert "HEY" in done.text(done.turns[1])
+    assert "error: " in done.text(done.turns[3])
+
+
+def test_workflows_are_loaded_by_name_with_their_arguments() -> None:
+    def spec(**changes: Any) -> RolloutSpec:
+        return RolloutSpec(rewards=[{"name": "exact_match"}], **changes)  # type: ignore[arg-type]
+
+    assert isinstance(load_workflow(spec(workflow="multi_turn")), MultiTurn)
+    with pytest.raises(ValueError, match=r"rollout\.workflow_arguments"):
+        load_workflow(spec(workflow="multi_turn", workflow_arguments={"x": 1}))
+    with pytest.raises(ValueError, match="result_template"):
+        load_workflow(spec(workflow="multi_turn", workflow_arguments={"result_template": "x"}))
