@@ -160,6 +160,10 @@ class Index:
                 self._losses[name].append(Loss(keys=keys, shard_id=shard_id))
                 self._waiters.wake(name)
 
+    def losses(self, partition_id: str) -> list[Loss]:
+        """Losses of a partition from its beginning."""
+        return self._losses[partition_id]
+
     async def watch_losses(self, partition_id: str) -> AsyncIterator[Loss]:
         """Losses of a partition from its beginning, as they come."""
         num_seen = 0

@@ -1,0 +1,160 @@
+"""What goes wrong with the peer (design: failure table) and does not go wrong here.
+
+Released keys, conflicting types, full queues, dead shards and strangers on an encrypted socket are
+covered by the other tests of this folder; group mix-ups by the tests of the samplers.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+import zmq
+
+from services.common.batch import KVBatchMeta
+from services.common.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    UnavailableError,
+)
+from services.transferqueue import client as client_module
+from services.transferqueue import codec, metrics
+from services.transferqueue.__main__ import transferqueue
+from services.transferqueue.client import TransferQueueClient
+from services.transferqueue.dataclient import DataClient
+from services.transferqueue.facts import AcquireRequest
+from services.transferqueue.index import Index
+from services.transferqueue.settings import TransferQueueSettings
+
+TRAIN = "run_1/train"
+
+
+@pytest.fixture
+async def address() -> AsyncIterator[str]:
+    async with transferqueue(TransferQueueSettings(capacity_bytes=1 << 22)) as bound:
+        async with TransferQueueClient.connect(bound) as metadata:
+            await metadata.create_partition(TRAIN, required_fields=["tokens"])
+        yield bound
+
+
+def request(num_keys: int, **changes: float) -> AcquireRequest:
+    return AcquireRequest(
+        partition_id=TRAIN, consumer="c", fields=("tokens",), num_keys=num_keys, **changes
+    )
+
+
+async def put(data: DataClient, *keys: str) -> KVBatchMeta:
+    return await data.put(TRAIN, keys, {"tokens": torch.zeros(len(keys), 4)})
+
+
+async def test_a_dead_service_is_an_error_and_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_TIMEOUT_S", 0.5)
+    async with transferqueue(TransferQueueSettings(capacity_bytes=1 << 20)) as address:
+        pass
+    async with TransferQueueClient.connect(address) as metadata:
+        started = time.monotonic()
+        with pytest.raises((UnavailableError, DeadlineExceededError)):
+            await metadata.stats()
+        assert time.monotonic() - started < 5
+
+
+async def test_a_consumer_that_waits_holds_up_nobody(address: str) -> None:
+    async with (
+        TransferQueueClient.connect(address) as patient,
+        TransferQueueClient.connect(address) as other,
+        DataClient.connect(address) as data,
+        asyncio.TaskGroup() as tasks,
+    ):
+        waiting = tasks.create_task(patient.acquire(request(2, wait_s=20.0)))
+        await put(data, "a")
+        started = time.monotonic()
+        await other.stats()
+        assert time.monotonic() - started < 1
+        assert not waiting.done()
+        await put(data, "b")
+        batch, _ = await waiting
+        assert batch.keys == ("a", "b")
+
+
+async def test_what_a_dead_consumer_held_is_handed_out_again(address: str) -> None:
+    async with DataClient.connect(address) as data:
+        await put(data, "a", "b")
+        async with TransferQueueClient.connect(address) as dead:
+            lost, _ = await dead.acquire(request(2, lease_s=0.1))
+        async with TransferQueueClient.connect(address) as next_one:
+            again, _ = await next_one.acquire(request(2, wait_s=10.0))
+            assert again.keys == lost.keys
+            with pytest.raises(FailedPreconditionError, match="expired"):
+                await next_one.ack(lost)
+            await next_one.ack(again)
+
+
+async def test_samples_that_are_too_old_are_reported_and_not_handed_out(address: str) -> None:
+    async with (
+        DataClient.connect(address) as data,
+        TransferQueueClient.connect(address) as metadata,
+    ):
+        await data.put(
+            TRAIN,
+            ["old", "new"],
+            {"tokens": torch.zeros(2, 4)},
+            tags={"v_min": [3, 5], "group_id": ["g", "h"]},
+        )
+        batch, stale = await metadata.acquire(request(1, oldest_weight_version=4))
+        assert (batch.keys, stale) == (("new",), ("old",))
+
+
+async def test_a_put_that_cannot_become_visible_is_an_error_and_leaves_nothing(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(self: Index, meta: KVBatchMeta, *, put_id: str) -> int:
+        raise FailedPreconditionError("the index is broken")
+
+    async with (
+        DataClient.connect(address) as data,
+        TransferQueueClient.connect(address) as metadata,
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(Index, "commit", fail)
+            with pytest.raises(FailedPreconditionError, match="broken"):
+                await put(data, "a")
+        stats = await metadata.stats()
+        assert (stats.partitions[0].num_keys, stats.shards[0].stored_bytes) == (0, 0)
+        await put(data, "a")
+
+
+async def test_malformed_messages_are_refused_and_counted_and_harm_nobody(address: str) -> None:
+    async with DataClient.connect(address) as data:
+        meta = await put(data, "a")
+        before = metrics.REJECTED.labels("data", "malformed")._value.get()
+        context = zmq.Context()
+        stranger = context.socket(zmq.DEALER)
+        stranger.connect(data.shards[0].endpoint)
+        write = codec.encode(codec.Write(1, 0), 1)
+        unpin = codec.encode(codec.Unpin(1), 1)
+        reads = codec.encode(codec.Read((1, 0, 1 << 40), in_arena=False), 1)
+        messages = [[b""], [b"\x01\xff"], [b"x" * 5000], [write], [unpin, b"extra"], [write, b"?"]]
+        for message in messages:
+            stranger.send_multipart(message)
+        stranger.send(reads)
+        fetched = await data.get(meta, ["tokens"])
+        assert fetched["tokens"].values.shape == (4,)
+        await put(data, "b")
+        async with asyncio.timeout(5):
+            while metrics.REJECTED.labels("data", "malformed")._value.get() < before + 6:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        stranger.close(linger=0)
+        context.term()
+
+
+async def test_a_frame_above_the_limit_ends_the_connection_and_nothing_else(address: str) -> None:
+    async with DataClient.connect(address) as data:
+        meta = await put(data, "a")
+        context = zmq.Context()
+        stranger = context.socket(zmq.DEALER)
+        stranger.connect(data.shards[0].endpoint)
+        stranger.send(bytes(codec.MAX_HEADER_BYTES + 1))
+        await data.get(meta, ["tokens"])
+        stranger.close(linger=0)
+        context.term()

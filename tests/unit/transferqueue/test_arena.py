@@ -1,0 +1,53 @@
+"""The allocator of a shard's memory."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.transferqueue.arena import Arena, aligned
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(1 << 16)
+    yield arena
+    arena.close()
+
+
+@given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 9000)), max_size=60))
+def test_ranges_never_overlap_and_all_room_comes_back(steps: list[tuple[bool, int]]) -> None:
+    arena = Arena(1 << 16)
+    taken: dict[int, int] = {}
+    for is_allocation, number in steps:
+        if is_allocation:
+            start = arena.allocate(number)
+            if start is None:
+                continue
+            assert start % 64 == 0
+            end = start + aligned(number)
+            assert all(end <= s or start >= s + aligned(n) for s, n in taken.items())
+            taken[start] = number
+        elif taken:
+            start = sorted(taken)[number % len(taken)]
+            arena.free(start, taken.pop(start))
+        assert arena.used_bytes == sum(map(aligned, taken.values()))
+    for start, size in taken.items():
+        arena.free(start, size)
+    assert arena.allocate(1 << 16) == 0
+    arena.close()
+
+
+def test_a_full_arena_says_so(arena: Arena) -> None:
+    assert arena.allocate(1 << 16) == 0
+    assert arena.allocate(1) is None
+
+
+def test_an_arena_on_disk_leaves_no_file(tmp_path: Path) -> None:
+    arena = Arena(1 << 16, tmp_path / "spill")
+    arena.memory[:3] = b"abc"
+    assert list(tmp_path.iterdir()) == []
+    assert not arena.is_memory
+    arena.close()

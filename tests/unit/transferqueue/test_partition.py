@@ -1,0 +1,131 @@
+"""Samples of a partition: rules of puts, the log that watchers follow, descriptions."""
+
+import pytest
+
+from services.common.batch import KVBatchMeta
+from services.common.columns import MISSING, BlobRef, FieldColumn
+from services.common.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+from services.transferqueue.partition import Partition
+
+ALL = 1 << 30
+
+
+def meta_of(
+    *keys: str, field: str = "tokens", dtype: str = "int32", blob_id: int = 1, **tags: object
+) -> KVBatchMeta:
+    count = len(keys)
+    column = FieldColumn(
+        name=field,
+        dtype=dtype,
+        row_rank=1,
+        tail_shape=(),
+        lengths=(2,) * count,
+        blob_indexes=(0,) * count,
+        offsets=tuple(8 * n for n in range(count)),
+    )
+    blob = BlobRef(shard_id="s", blob_id=blob_id, size_bytes=8 * count, checksum=0)
+    return KVBatchMeta(
+        partition_id="run/train",
+        keys=keys,
+        fields=(column,),
+        blobs=(blob,),
+        tags={name: tuple(values) for name, values in tags.items()},  # type: ignore[arg-type]
+    )
+
+
+def partition() -> Partition:
+    return Partition("run/train", ["tokens"], {})
+
+
+def test_a_description_says_where_everything_is() -> None:
+    target = partition()
+    target.add(meta_of("a", "b", group_id=["g", "h"]))
+    target.add(meta_of("b", field="extra", blob_id=2))
+    meta = target.describe(target.get(["b", "a"]))
+    assert meta.keys == ("b", "a")
+    assert meta.tag("group_id") == ("h", "g")
+    assert meta.column("tokens").offsets == (8, 0)
+    assert meta.column("extra").blob_indexes == (1, MISSING)
+    assert [blob.blob_id for blob in meta.blobs] == [1, 2]
+
+
+def test_the_log_shows_new_and_changed_samples_once_they_are_complete() -> None:
+    target = partition()
+    target.add(meta_of("a", field="extra"))
+    assert target.changes_since(0, limit=ALL) == (None, 0)
+    target.add(meta_of("b", blob_id=2))
+    target.add(meta_of("a", blob_id=3))
+    meta, revision = target.changes_since(0, limit=ALL)
+    assert meta is not None
+    assert (meta.keys, revision) == (("b", "a"), 2)
+    target.add(meta_of("b", field="extra", blob_id=4))
+    meta, revision = target.changes_since(revision, limit=ALL)
+    assert meta is not None
+    assert (meta.keys, revision) == (("b",), 3)
+    assert target.changes_since(revision, limit=ALL) == (None, 3)
+
+
+def test_the_log_can_be_read_in_parts_and_shows_a_changed_sample_once() -> None:
+    target = partition()
+    target.add(meta_of("a", "b", "c"))
+    target.add(meta_of("a", field="extra", blob_id=2))
+    first, revision = target.changes_since(0, limit=2)
+    second, _ = target.changes_since(revision, limit=2)
+    assert first is not None
+    assert second is not None
+    assert first.keys + second.keys == ("b", "c", "a")
+
+
+def test_the_log_stays_small_when_samples_come_and_go() -> None:
+    target = partition()
+    for number in range(5000):
+        (added,) = target.add(meta_of(f"k{number}", blob_id=number))
+        target.remove([added[0]])
+    assert len(target._log_rows) < 2000
+    target.add(meta_of("last", blob_id=9000))
+    meta, revision = target.changes_since(0, limit=ALL)
+    assert meta is not None
+    assert (meta.keys, revision) == (("last",), 5001)
+
+
+def test_blobs_go_with_the_last_sample_that_needs_them() -> None:
+    target = partition()
+    target.add(meta_of("a", "b"))
+    assert target.remove(target.get(["a"])) == []
+    assert [blob.blob_id for blob in target.remove(target.get(["b"]))] == [1]
+    assert target.stored_bytes == 0
+
+
+def test_missing_keys_are_named() -> None:
+    target = partition()
+    target.add(meta_of("a"))
+    with pytest.raises(NotFoundError, match="2 of 3 keys") as caught:
+        target.get(["a", "x", "y"])
+    assert caught.value.metadata["keys"] == "x,y"
+
+
+def test_a_refused_put_changes_nothing() -> None:
+    target = partition()
+    target.add(meta_of("a", group_id=["g"]))
+    wrong = [
+        (meta_of("a", blob_id=2, group_id=["g"]), AlreadyExistsError, "tokens"),
+        (meta_of("b", dtype="int64", group_id=["g"]), InvalidArgumentError, "int64"),
+        (meta_of("b", field="x", dtype="complex64", group_id=["g"]), InvalidArgumentError, "dtype"),
+        (meta_of("b", "b", group_id=["g", "g"]), InvalidArgumentError, "each key once"),
+        (meta_of("b"), InvalidArgumentError, "same tags"),
+        (meta_of("b", group_id=[1]), InvalidArgumentError, "group_id"),
+        (meta_of("b", group_id=["g"], more=[1]), InvalidArgumentError, "same tags"),
+    ]
+    for meta, error, message in wrong:
+        with pytest.raises(error, match=message):
+            target.add(meta)
+    assert list(target.rows) == ["a"]
+    assert (target.stored_bytes, target.revision) == (8, 1)
+
+
+def test_a_field_that_leaves_its_blob_is_refused() -> None:
+    meta = meta_of("a")
+    small = BlobRef(shard_id="s", blob_id=1, size_bytes=7, checksum=0)
+    outside = KVBatchMeta(partition_id="run/train", keys=("a",), fields=meta.fields, blobs=(small,))
+    with pytest.raises(InvalidArgumentError, match="ends at byte 8 of a blob of 7"):
+        partition().add(outside)

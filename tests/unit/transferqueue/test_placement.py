@@ -1,0 +1,31 @@
+"""Which shard holds a group."""
+
+import pytest
+
+from services.transferqueue.facts import Shard
+from services.transferqueue.placement import group_of, place
+
+
+def shards(*names: str, draining: str = "") -> list[Shard]:
+    return [Shard(shard_id=name, endpoint="", is_draining=name == draining) for name in names]
+
+
+def test_a_new_shard_takes_only_its_own_share() -> None:
+    groups = [f"group-{n}" for n in range(3000)]
+    before = [place(group, shards("a", "b")) for group in groups]
+    after = [place(group, shards("a", "b", "c")) for group in groups]
+    moved = [new for old, new in zip(before, after, strict=True) if old != new]
+    assert set(moved) == {"c"}
+    assert 900 < len(moved) < 1100
+    assert 1350 < before.count("a") < 1650
+
+
+def test_a_draining_shard_gets_nothing() -> None:
+    assert {place(f"g{n}", shards("a", "b", draining="a")) for n in range(50)} == {"b"}
+    with pytest.raises(ValueError, match="no shard"):
+        place("g", shards("a", draining="a"))
+
+
+def test_the_group_is_the_key_without_its_member() -> None:
+    assert group_of("run.5.2") == "run.5"
+    assert group_of("alone") == "alone"

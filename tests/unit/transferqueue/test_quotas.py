@@ -1,0 +1,44 @@
+"""Byte accounts of runs."""
+
+import asyncio
+
+import pytest
+
+from services.common.clock import SystemClock
+from services.common.errors import InvalidArgumentError, ResourceExhaustedError
+from services.transferqueue.quotas import Quotas, run_of
+
+
+def quotas(limit: int) -> Quotas:
+    accounts = Quotas(SystemClock())
+    accounts.raise_to("run", limit)
+    return accounts
+
+
+async def test_a_full_run_waits_until_bytes_come_back() -> None:
+    accounts = quotas(10)
+    await accounts.take("run", 8, wait_s=0)
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(accounts.take("run", 8, wait_s=10))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        accounts.give_back("run", 8)
+
+
+async def test_the_error_says_what_is_full() -> None:
+    accounts = quotas(10)
+    await accounts.take("run", 8, wait_s=0)
+    with pytest.raises(ResourceExhaustedError, match="quota of run: 8 of 10 bytes"):
+        await accounts.take("run", 3, wait_s=0)
+    with pytest.raises(InvalidArgumentError, match="whole quota"):
+        await accounts.take("run", 11, wait_s=10)
+
+
+async def test_runs_do_not_share_a_quota_and_partitions_of_a_run_do() -> None:
+    accounts = quotas(10)
+    await accounts.take(run_of("run/train"), 10, wait_s=0)
+    await accounts.take(run_of("other/train"), 10, wait_s=0)
+    with pytest.raises(ResourceExhaustedError):
+        await accounts.take(run_of("run/validation"), 1, wait_s=0)
+    accounts.raise_to("run", 20)
+    await accounts.take("run", 10, wait_s=0)
