@@ -1,6 +1,7 @@
 """Run a transferqueue: ``python -m services.transferqueue``."""
 
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -130,6 +131,8 @@ async def _main(settings: TransferQueueSettings) -> None:
 def main() -> None:
     """Run until SIGTERM."""
     keep_freed_memory()
+    # Samples make many objects and no cycles; the default would look for cycles every 700 of them.
+    gc.set_threshold(50_000, 20, 20)
     settings = TransferQueueSettings()
     configure(level=settings.log_level, log_format=settings.log_format, service="transferqueue")
     with serve_metrics(settings.metrics_port):

@@ -12,7 +12,7 @@ msgpack array ``[op, request_id, *fields]``. Nothing else is ever decoded, and n
     Unpin   -> nothing       the reader has copied what Located told it
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, get_args
 
@@ -208,7 +208,7 @@ def checksum(data: bytes | bytearray | memoryview) -> int:
     return digest
 
 
-def checksum_of(frames: Sequence[bytes | memoryview]) -> int:
+def checksum_of(frames: Iterable[bytes | memoryview]) -> int:
     """64-bit XXH3 of frames laid end to end."""
     state = xxhash.xxh3_64()
     for frame in frames:

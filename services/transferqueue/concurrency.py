@@ -1,7 +1,8 @@
 """Running several pieces of work at once."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -14,10 +15,19 @@ async def run_all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(work) for work in works]
-    except ExceptionGroup as group:
-        raise _first(group) from group
+    except BaseExceptionGroup as group:
+        raise _first(group) from None
     return [task.result() for task in running]
 
 
-def _first(error: Exception) -> Exception:
-    return _first(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error
+@contextmanager
+def unwrapped() -> Iterator[None]:
+    """Raise the first error of a task group as it is, so that callers can catch it by its class."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        raise _first(group) from None
+
+
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

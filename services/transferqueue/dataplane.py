@@ -16,6 +16,7 @@ import zmq
 
 from services.common.errors import InternalError, InvalidArgumentError, ServiceError
 from services.transferqueue import admission, codec, metrics
+from services.transferqueue.concurrency import unwrapped
 from services.transferqueue.puts import Puts
 from services.transferqueue.sockets import MessageSocket, set_limits
 from services.transferqueue.storage import Storage
@@ -61,24 +62,28 @@ class DataPlane:
         """
         context = zmq.Context()
         try:
-            async with asyncio.TaskGroup() as self._tasks:
-                gate = context.socket(zmq.ROUTER)
-                gate.bind(admission.ENDPOINT)
-                gate_socket = MessageSocket(gate, partial(self._on_admission, gate))
-                socket = context.socket(zmq.ROUTER)
-                socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-                set_limits(socket, receive_queue=_RECEIVE_QUEUE)
-                if secret_key is not None:
-                    admission.encrypt(socket, secret_key)
-                socket.bind(f"tcp://{bind}")
-                self._socket = MessageSocket(socket, self._on_message)
-                yield int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-                self._socket.close()
-                gate_socket.close()
-                for task in self._running:
-                    task.cancel()
+            with unwrapped():
+                async with asyncio.TaskGroup() as self._tasks:
+                    gate = self._open_gate(context)
+                    socket = context.socket(zmq.ROUTER)
+                    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                    set_limits(socket, receive_queue=_RECEIVE_QUEUE)
+                    if secret_key is not None:
+                        admission.encrypt(socket, secret_key)
+                    socket.bind(f"tcp://{bind}")
+                    self._socket = MessageSocket(socket, self._on_message)
+                    yield int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+                    self._socket.close()
+                    gate.close()
+                    for task in self._running:
+                        task.cancel()
         finally:
             context.destroy(linger=0)
+
+    def _open_gate(self, context: zmq.Context[zmq.Socket[bytes]]) -> MessageSocket:
+        gate = context.socket(zmq.ROUTER)
+        gate.bind(admission.ENDPOINT)
+        return MessageSocket(gate, partial(self._on_admission, gate))
 
     def _on_admission(self, gate: zmq.Socket[bytes], frames: list[zmq.Frame]) -> None:
         request = [frame.bytes for frame in frames]

@@ -14,6 +14,7 @@ from services.transferqueue.arena_socket import map_arena
 from services.transferqueue.arena_transport import ArenaTransport
 from services.transferqueue.buffers import BufferPool
 from services.transferqueue.client import TransferQueueClient
+from services.transferqueue.concurrency import unwrapped
 from services.transferqueue.connection import ShardConnection
 from services.transferqueue.facts import Shard
 from services.transferqueue.transport import SocketTransport, Transport
@@ -72,24 +73,29 @@ class Links:
         self._context = zmq.Context()
         connected = asyncio.Event()
         try:
-            async with asyncio.TaskGroup() as tasks:
-                following = tasks.create_task(self._follow(metadata, connected))
-                async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                    await connected.wait()
-                yield
-                following.cancel()
+            with unwrapped():
+                async with asyncio.TaskGroup() as tasks:
+                    following = tasks.create_task(self._follow(metadata, connected))
+                    async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                        await connected.wait()
+                    yield
+                    following.cancel()
         finally:
             await self._update(())
             self._context.destroy(linger=0)
 
     async def _follow(self, metadata: TransferQueueClient, connected: asyncio.Event) -> None:
+        is_known_to_be_away = False
         while True:
             try:
                 async for shards in metadata.connect_client(self._key_pair[0].decode()):
                     await self._update(shards)
                     connected.set()
+                    is_known_to_be_away = False
             except UnavailableError as error:
-                logger.warning("index out of reach", extra={"error": str(error)})
+                if not is_known_to_be_away:
+                    logger.warning("index out of reach", extra={"error": str(error)})
+                is_known_to_be_away = True
             await asyncio.sleep(_RETRY_S)
 
     async def _update(self, shards: Sequence[Shard]) -> None:

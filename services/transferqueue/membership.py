@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from services.common.batch import KVBatchMeta
 from services.common.errors import ServiceError
+from services.transferqueue.concurrency import unwrapped
 from services.transferqueue.facts import Shard
 from services.transferqueue.registry_client import ShardRegistryClient
 from services.transferqueue.storage import Storage
@@ -58,10 +59,11 @@ class RemoteIndex:
                 must end and start anew.
         """
         await self._client.register(shard, capacity_bytes=storage.capacity_bytes)
-        async with asyncio.TaskGroup() as self._tasks:
-            beating = self._tasks.create_task(self._beat(shard, storage, free))
-            yield
-            beating.cancel()
+        with unwrapped():
+            async with asyncio.TaskGroup() as self._tasks:
+                beating = self._tasks.create_task(self._beat(shard, storage, free))
+                yield
+                beating.cancel()
 
     async def _beat(
         self, shard: Shard, storage: Storage, free: Callable[[Sequence[int]], None]

@@ -1,6 +1,6 @@
 """Tensors to columns of bytes and back."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -34,6 +34,22 @@ class PackedColumn:
     pieces: tuple[Tensor, ...]
     """The bytes in order: tensors of one dimension and one dtype on the CPU."""
     size_bytes: int
+
+    def packed(self, target: Tensor, step_bytes: int) -> Iterator[Tensor]:
+        """Lay the bytes into ``target`` bit by bit; yields each part of about ``step_bytes``."""
+        values = target.view(self.pieces[0].dtype)
+        step = max(step_bytes // values.element_size(), 1)
+        batch: list[Tensor] = []
+        begin = end = 0
+        with torch.no_grad():
+            for piece in self.pieces:
+                batch.append(piece)
+                end += len(piece)
+                if end - begin >= step:
+                    yield torch.cat(batch, out=values[begin:end])
+                    batch, begin = [], end
+            if end > begin:
+                yield torch.cat(batch, out=values[begin:end])
 
     def to_bytes(self) -> memoryview:
         """A copy of the bytes."""

@@ -1,7 +1,7 @@
 """How the bytes of puts and gets move: the interface, and its form over the data socket."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -50,15 +50,10 @@ class SocketTransport:
 
     async def write(self, grant: codec.Granted, columns: Sequence[PackedColumn]) -> list[int]:
         """Fill granted blobs; returns the checksum of each."""
-        checksums = []
-        for blob_id, column in zip(grant.blob_ids, columns, strict=True):
-            frames = list(self._frames(column))
-            offset = 0
-            for frame in frames:
-                self._connection.tell(codec.Write(blob_id, offset), [frame])
-                offset += len(frame)
-            checksums.append(codec.checksum_of(frames))
-        return checksums
+        return [
+            codec.checksum_of(self._sent(blob_id, column))
+            for blob_id, column in zip(grant.blob_ids, columns, strict=True)
+        ]
 
     async def read(self, extents: Sequence[Extent], target: Tensor) -> None:
         """Fetch bytes of blobs into ``target``, a uint8 tensor."""
@@ -74,12 +69,18 @@ class SocketTransport:
 
         await run_all([fetch(batch) for batch in _batches(extents)])
 
+    def _sent(self, blob_id: int, column: PackedColumn) -> Iterator[memoryview]:
+        """Send a column; yields its frames once they are on their way."""
+        offset = 0
+        for frame in self._frames(column):
+            self._connection.tell(codec.Write(blob_id, offset), [frame])
+            yield frame
+            offset += len(frame)
+
     def _frames(self, column: PackedColumn) -> Iterator[memoryview]:
-        pieces: Sequence[Tensor] = column.pieces
-        if column.size_bytes < _LARGE_PIECE_BYTES * len(pieces) and len(pieces) > 1:
-            packed = self._pool.take(column.size_bytes)
-            column.copy_into(packed)
-            pieces = (packed,)
+        pieces: Iterable[Tensor] = column.pieces
+        if column.size_bytes < _LARGE_PIECE_BYTES * len(column.pieces):
+            pieces = column.packed(self._pool.take(column.size_bytes), codec.FRAME_BYTES)
         for piece in pieces:
             view = piece.detach().contiguous().view(torch.uint8).numpy().data
             for begin in range(0, len(view), codec.FRAME_BYTES):
