@@ -43,6 +43,23 @@ build() { # NAME: build, and export under the tag of the sources
   buildah push -q "$image" "docker-archive:$archive:$image"
 }
 
+make_pause() { # the process that holds a pod's namespaces
+  local archive="$folder/images/pause.tar" container
+  [ -e "$archive" ] && return
+  gcc -static -Os -x c -o "$folder/download/pause" - <<'C'
+#include <signal.h>
+#include <unistd.h>
+static void end(int number) { _exit(0); }
+int main(void) { signal(SIGTERM, end); signal(SIGINT, end); for (;;) pause(); }
+C
+  container=$(buildah from scratch)
+  buildah add -q "$container" "$folder/download/pause" /pause > /dev/null
+  buildah config --entrypoint '["/pause"]' "$container"
+  buildah commit -q --rm "$container" localhost/pause:1 > /dev/null
+  buildah push -q localhost/pause:1 "docker-archive:$archive:localhost/pause:1"
+}
+
+make_pause
 make_base
 fetch_wheels
 for name in controller transferqueue trainer rollout; do

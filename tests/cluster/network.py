@@ -1,0 +1,56 @@
+"""A network of its own for the cluster, which this process enters, so that nothing of the host's changes."""
+
+import ctypes
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+NODE_IP = "10.99.0.1"
+SERVICE_RANGE = "10.96.0.0/16"
+POD_RANGE = "10.244.0.0/24"
+
+_NAME = "slipstream-test"
+_CLONE_NEWNET = 0x40000000
+_PATH = Path("/run/netns") / _NAME
+
+
+@contextmanager
+def own_network() -> Iterator[None]:
+    """Enter a fresh network namespace; sockets and child processes made in the block live in it.
+
+    No route leaves it.
+    """
+    if _PATH.exists():
+        _ip("netns", "delete", _NAME)
+    _ip("netns", "add", _NAME)
+    try:
+        with Path("/proc/thread-self/ns/net").open("rb") as before, _PATH.open("rb") as inside:
+            _enter(inside.fileno())
+            try:
+                _set_up()
+                yield
+            finally:
+                _enter(before.fileno())
+    finally:
+        _ip("netns", "delete", _NAME)
+
+
+def _set_up() -> None:
+    _ip("link", "set", "lo", "up")
+    _ip("link", "add", "node0", "type", "bridge")
+    _ip("address", "add", f"{NODE_IP}/24", "dev", "node0")
+    _ip("link", "set", "node0", "up")
+    # kube-proxy rewrites service addresses, but only for packets that have a route.
+    _ip("route", "add", SERVICE_RANGE, "dev", "node0")
+    subprocess.run(["sysctl", "-qw", "net.ipv4.ip_forward=1"], check=True)
+
+
+def _enter(fd: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(fd, _CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "cannot enter the network namespace; root is needed")
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)

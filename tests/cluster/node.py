@@ -1,0 +1,304 @@
+"""A real Kubernetes cluster on this machine: control plane, and a node that runs containers.
+
+etcd <- kube-apiserver <- controller-manager, scheduler
+                       <- kubelet -> containerd -> runc     kube-proxy -> iptables     dns
+"""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from kubernetes import config
+from kubernetes.client import ApiException, CoreV1Api
+
+from tests.cluster.dns import serve_dns
+from tests.cluster.machine import unchanged_machine
+from tests.cluster.network import NODE_IP, POD_RANGE, SERVICE_RANGE, own_network
+from tests.cluster.pki import Authority, make_authority
+from tests.cluster.processes import Processes
+from tests.cluster.tools import CACHE, require
+
+NODE = "node-1"
+_DNS_IP = "10.96.0.10"
+_SERVER = f"https://{NODE_IP}:6443"
+_START_S = 120.0
+_PAUSE = "localhost/pause:1"
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A running cluster."""
+
+    folder: Path
+    core: CoreV1Api
+    processes: Processes
+    kubeconfig: Path
+
+    def command(self, *command: str | Path, timeout_s: float = 120.0) -> str:
+        """Run a program against the cluster and return its output; failure is an error with all it said."""
+        done = subprocess.run(
+            [str(part) for part in command],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env={
+                "PATH": self.processes.path,
+                "KUBECONFIG": str(self.kubeconfig),
+                "HOME": str(self.folder),
+            },
+            check=False,
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"{command} failed:\n{done.stdout}\n{done.stderr}")
+        return done.stdout
+
+
+@contextmanager
+def control_plane(folder: Path) -> Iterator[Cluster]:
+    """API server, scheduler and controllers, without a node."""
+    etcd, api_server, controllers, scheduler, kubectl = require(
+        "etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl"
+    )
+    with ExitStack() as stack:
+        stack.enter_context(own_network())
+        authority = _certificates(folder / "pki")
+        root = CACHE / "root" / "usr"
+        path = f"{kubectl.parent}:{root}/bin:{root}/sbin:{os.defpath}:/usr/sbin:/sbin"
+        processes = Processes(folder, path)
+        stack.callback(processes.stop)
+        _start_etcd(processes, etcd, folder)
+        processes.start("api-server", api_server, *_api_server_flags(authority.folder))
+        admin = authority.kubeconfig("admin", _SERVER)
+        ready = [kubectl, f"--kubeconfig={admin}", "get", "--raw=/readyz"]
+        processes.wait_for(
+            "a ready API server",
+            lambda: subprocess.run(ready, capture_output=True, check=False).returncode == 0,
+            _START_S,
+        )
+        core = CoreV1Api(config.new_client_from_config(str(admin)))
+        for name, program in (("controllers", controllers), ("scheduler", scheduler)):
+            kubeconfig = authority.kubeconfig(name, _SERVER)
+            flags = [
+                f"--{kind}kubeconfig={kubeconfig}"
+                for kind in ("", "authentication-", "authorization-")
+            ]
+            processes.start(
+                name, program, *flags, "--bind-address=127.0.0.1", "--leader-elect=false",
+                *(_controller_flags(authority.folder) if name == "controllers" else ()),
+            )  # fmt: skip
+        processes.wait_for("service accounts", lambda: _has_account(core), _START_S)
+        yield Cluster(folder, core, processes, admin)
+
+
+@contextmanager
+def node(cluster: Cluster) -> Iterator[Cluster]:
+    """A node that runs containers, and cluster DNS."""
+    kubelet, proxy = require("kubelet", "kube-proxy")
+    folder, processes = cluster.folder, cluster.processes
+    containers = CACHE / "containerd"
+    (containers / "root").mkdir(parents=True, exist_ok=True)
+    socket = folder / "containerd.sock"
+    with unchanged_machine(folder), serve_dns(cluster.core, NODE_IP):
+        processes.start(
+            "containerd", "containerd", "-c", _containerd_config(folder, containers, socket)
+        )
+        processes.wait_for("containerd", socket.exists, _START_S)
+        _import_images(cluster, socket)
+        authority = folder / "pki"
+        processes.start(
+            "kubelet", kubelet, f"--kubeconfig={authority}/node.kubeconfig",
+            f"--config={_kubelet_config(folder)}",
+            f"--root-dir={folder}/kubelet", f"--cert-dir={folder}/kubelet-pki", f"--hostname-override={NODE}",
+            f"--node-ip={NODE_IP}", "--container-runtime=remote", f"--container-runtime-endpoint=unix://{socket}",
+        )  # fmt: skip
+        processes.start(
+            "proxy", proxy, f"--kubeconfig={authority}/proxy.kubeconfig", f"--hostname-override={NODE}",
+            f"--cluster-cidr={POD_RANGE}", "--masquerade-all", "--conntrack-max-per-core=0",
+            "--conntrack-tcp-timeout-established=0", "--conntrack-tcp-timeout-close-wait=0",
+            "--healthz-bind-address=127.0.0.1:10256", "--metrics-bind-address=127.0.0.1:10249",
+        )  # fmt: skip
+        _create_dns_service(cluster.core)
+        processes.wait_for("a ready node", lambda: _is_ready(cluster.core), _START_S)
+        yield cluster
+        _remove_pods(cluster)
+
+
+def _certificates(folder: Path) -> Authority:
+    authority = make_authority(folder)
+    authority.issue(
+        "server",
+        user="kube-apiserver",
+        hosts=("10.96.0.1", NODE_IP, "127.0.0.1", "kubernetes.default.svc"),
+    )
+    authority.issue("admin", user="admin", group="system:masters")
+    authority.issue("controllers", user="system:kube-controller-manager")
+    authority.issue("scheduler", user="system:kube-scheduler")
+    authority.issue("node", user=f"system:node:{NODE}", group="system:nodes")
+    authority.issue("proxy", user="system:kube-proxy")
+    for name in ("node", "proxy"):
+        authority.kubeconfig(name, _SERVER)
+    return authority
+
+
+def _start_etcd(processes: Processes, etcd: Path, folder: Path) -> None:
+    client, peer = "http://127.0.0.1:2379", "http://127.0.0.1:2380"
+    processes.start(
+        "etcd", etcd, "--data-dir", folder / "etcd", "--unsafe-no-fsync", "--listen-client-urls", client,
+        "--advertise-client-urls", client, "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
+        "--initial-cluster", f"default={peer}",
+    )  # fmt: skip
+
+
+def _api_server_flags(pki: Path) -> list[str]:
+    return [
+        "--etcd-servers=http://127.0.0.1:2379",
+        "--bind-address=0.0.0.0",
+        f"--advertise-address={NODE_IP}",
+        "--secure-port=6443",
+        f"--tls-cert-file={pki}/server.crt",
+        f"--tls-private-key-file={pki}/server.key",
+        f"--client-ca-file={pki}/ca.crt",
+        f"--service-account-key-file={pki}/service-accounts.key",
+        f"--service-account-signing-key-file={pki}/service-accounts.key",
+        "--service-account-issuer=https://kubernetes.default.svc",
+        "--authorization-mode=Node,RBAC",
+        f"--service-cluster-ip-range={SERVICE_RANGE}",
+        "--kubelet-preferred-address-types=InternalIP",
+        f"--kubelet-client-certificate={pki}/admin.crt",
+        f"--kubelet-client-key={pki}/admin.key",
+    ]
+
+
+def _controller_flags(pki: Path) -> list[str]:
+    return [
+        f"--service-account-private-key-file={pki}/service-accounts.key",
+        f"--root-ca-file={pki}/ca.crt",
+        "--use-service-account-credentials=true",
+    ]
+
+
+def _containerd_config(folder: Path, containers: Path, socket: Path) -> Path:
+    networks = folder / "cni"
+    networks.mkdir()
+    plugins = CACHE / "root" / "usr" / "lib" / "cni"
+    bridge = {
+        "type": "bridge",
+        "bridge": "cni0",
+        "isGateway": True,
+        "hairpinMode": True,
+        "ipam": {
+            "type": "host-local",
+            "ranges": [[{"subnet": POD_RANGE}]],
+            "dataDir": str(folder / "ipam"),
+            "routes": [{"dst": "0.0.0.0/0"}],
+        },
+    }
+    ports = {"type": "portmap", "capabilities": {"portMappings": True}}
+    network = {"cniVersion": "0.3.1", "name": "pods", "plugins": [bridge, ports]}
+    (networks / "10-bridge.conflist").write_text(json.dumps(network), encoding="utf-8")
+    path = folder / "containerd.toml"
+    path.write_text(
+        f"""version = 2
+root = "{containers}/root"
+state = "{folder}/containerd"
+[grpc]
+  address = "{socket}"
+[plugins."io.containerd.grpc.v1.cri"]
+  sandbox_image = "{_PAUSE}"
+  restrict_oom_score_adj = true
+  disable_apparmor = true
+  [plugins."io.containerd.grpc.v1.cri".containerd]
+    snapshotter = "overlayfs"
+  [plugins."io.containerd.grpc.v1.cri".cni]
+    bin_dir = "{plugins}"
+    conf_dir = "{networks}"
+""",
+        encoding="utf-8",
+    )
+    return path
+
+
+def _kubelet_config(folder: Path) -> Path:
+    resolv = folder / "resolv.conf"
+    resolv.write_text("", encoding="utf-8")
+    path = folder / "kubelet.yaml"
+    settings = {
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "kind": "KubeletConfiguration",
+        "address": NODE_IP,
+        "authentication": {
+            "anonymous": {"enabled": False},
+            "webhook": {"enabled": True},
+            "x509": {"clientCAFile": str(folder / "pki" / "ca.crt")},
+        },
+        "authorization": {"mode": "Webhook"},
+        "cgroupDriver": "cgroupfs",
+        "failSwapOn": False,
+        "clusterDomain": "cluster.local",
+        "clusterDNS": [_DNS_IP],
+        "resolvConf": str(resolv),
+        "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%"},
+        "imageGCHighThresholdPercent": 100,
+    }
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return path
+
+
+def _import_images(cluster: Cluster, socket: Path) -> None:
+    """Bring in the images that are newer than what an earlier session brought in."""
+    for archive in sorted((CACHE / "images").glob("*.tar")):
+        stamp = CACHE / "containerd" / f"{archive.name}.{archive.stat().st_mtime_ns}"
+        if not stamp.exists():
+            cluster.command(
+                "ctr", "-a", socket, "-n", "k8s.io", "image", "import", archive, timeout_s=600
+            )
+            stamp.touch()
+
+
+def _create_dns_service(core: CoreV1Api) -> None:
+    """The usual name and address of cluster DNS, answered from this process."""
+    ports = [
+        {"name": "dns", "port": 53, "protocol": "UDP"},
+        {"name": "dns-tcp", "port": 53, "protocol": "TCP"},
+    ]
+    metadata = {"name": "kube-dns"}
+    core.create_namespaced_service(
+        "kube-system", {"metadata": metadata, "spec": {"clusterIP": _DNS_IP, "ports": ports}}
+    )
+    subsets = [{"addresses": [{"ip": NODE_IP}], "ports": ports}]
+    core.create_namespaced_endpoints("kube-system", {"metadata": metadata, "subsets": subsets})
+
+
+def _remove_pods(cluster: Cluster) -> None:
+    """Let the kubelet end all containers, so that nothing is left of them on the machine."""
+    for namespace in cluster.core.list_namespace().items:
+        cluster.command(
+            "kubectl", "-n", namespace.metadata.name, "delete", "deployment,statefulset,pod", "--all",
+            "--grace-period=1", "--wait=true",
+        )  # fmt: skip
+
+
+def _has_account(core: CoreV1Api) -> bool:
+    return bool(core.list_namespaced_service_account("default").items)
+
+
+def _is_ready(core: CoreV1Api) -> bool:
+    try:
+        conditions = core.read_node(NODE).status.conditions or []
+    except ApiException:
+        return False
+    return any(item.type == "Ready" and item.status == "True" for item in conditions)
+
+
+def fresh_folder(name: str) -> Path:
+    """An empty folder with a short path, because unix sockets live in it."""
+    folder = CACHE / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder

@@ -1,0 +1,63 @@
+"""Child processes of the test cluster, with their logs."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass
+class Processes:
+    """Started programs; all end with ``stop``, last started first."""
+
+    logs: Path
+    path: str
+    """Search path of the programs and of what they call."""
+    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, name: str, *command: str | Path) -> None:
+        """Start a program; its output goes to ``logs/name.log``."""
+        with (self.logs / f"{name}.log").open("wb") as log:
+            self.running[name] = subprocess.Popen(
+                [str(part) for part in command],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={"PATH": self.path, "HOME": str(self.logs)},
+            )
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        """Ask all to end, then kill those that do not, with all they started."""
+        deadline = time.monotonic() + grace_s
+        for process in reversed(self.running.values()):
+            process.terminate()
+        for process in reversed(self.running.values()):
+            try:
+                process.wait(max(deadline - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        self.running.clear()
+
+    def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until a condition holds; a program that ends, or the deadline, is an error with its log."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            for name, process in self.running.items():
+                if process.poll() is not None:
+                    raise RuntimeError(
+                        f"{name} ended with {process.returncode}:\n{self.tail(name)}"
+                    )
+            if time.monotonic() > deadline:
+                tails = "\n".join(f"--- {name}\n{self.tail(name, 8)}" for name in self.running)
+                raise TimeoutError(f"{what} did not happen within {timeout_s:.0f} s\n{tails}")
+            time.sleep(0.2)
+
+    def tail(self, name: str, lines: int = 25) -> str:
+        """The end of a program's log."""
+        text = (self.logs / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+        return "\n".join(text.splitlines()[-lines:])

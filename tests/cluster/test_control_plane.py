@@ -1,0 +1,248 @@
+"""The chart and the launcher against a real API server, scheduler and controllers; nodes are fakes."""
+
+import asyncio
+import base64
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from kubernetes.client import ApiClient, AppsV1Api, Configuration, CoreV1Api, NodeV1Api
+
+from services.common.spec.loader import parse_spec
+from services.common.spec.run import RunSpec
+from services.controller.kubernetes_launcher import KubernetesLauncher
+from services.controller.launcher import WorkerExit
+from services.controller.pod_api import PodApi, deployment_reference
+from services.controller.pod_watch import follow_pods
+from services.controller.worker_pods import RUN_LABEL
+from tests.cluster.fake_nodes import fake_nodes
+from tests.cluster.node import Cluster
+from tests.cluster.tools import require
+from tests.unit.deploy.chart import CHART, PROFILES
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+NAMESPACE = "train"
+DEPLOYMENT = "demo-slipstream-controller"
+_KINDS = "all,configmap,serviceaccount,role,rolebinding,networkpolicy,pdb,pvc"
+
+
+def helm(cluster: Cluster, *arguments: str) -> str:
+    (program,) = require("helm4")
+    return cluster.command(program, *arguments, "--namespace", NAMESPACE)
+
+
+def install(cluster: Cluster, *arguments: str) -> str:
+    return helm(
+        cluster, "upgrade", "--install", "demo", str(CHART), "--create-namespace",
+        "-f", str(PROFILES / "multi-node.yaml"), "--set", "controller.persistence.enabled=false",
+        "--set", "workers.checkpoints.existingClaim=,workers.modelCache.existingClaim=", *arguments,
+    )  # fmt: skip
+
+
+def objects(cluster: Cluster) -> set[str]:
+    """Names of the release's objects."""
+    selector = "app.kubernetes.io/instance=demo"
+    listed = cluster.command(
+        "kubectl", "-n", NAMESPACE, "get", _KINDS, "-l", selector, "-o", "name"
+    )
+    return set(listed.split())
+
+
+@pytest.fixture(scope="module")
+def nodes(cluster: Cluster) -> Iterator[list[str]]:
+    NodeV1Api(cluster.core.api_client).create_runtime_class(
+        {"metadata": {"name": "nvidia"}, "handler": "nvidia"}
+    )
+    with fake_nodes(cluster.core, count=2, gpus=8) as names:
+        yield names
+
+
+@pytest.fixture(scope="module")
+def release(cluster: Cluster, nodes: list[str]) -> Iterator[None]:
+    install(cluster)
+    yield
+    if objects(cluster):
+        helm(cluster, "uninstall", "demo", "--wait")
+
+
+def test_install_upgrade_rollback_uninstall_leave_nothing(
+    cluster: Cluster, nodes: list[str]
+) -> None:
+    install(cluster)
+    before = objects(cluster)
+    assert f"deployment.apps/{DEPLOYMENT}" in before
+    install(cluster, "--set", "controller.logLevel=DEBUG")
+    helm(cluster, "rollback", "demo", "1")
+    history = json.loads(helm(cluster, "history", "demo", "-o", "json"))
+    assert [item["revision"] for item in history] == [1, 2, 3]
+    helm(cluster, "uninstall", "demo", "--wait")
+    assert objects(cluster) == set()
+
+
+@pytest.mark.parametrize(
+    ("account", "verb", "resource", "is_allowed"),
+    [
+        ("controller", "create", "pods", True),
+        ("controller", "delete", "pods", True),
+        ("controller", "watch", "pods", True),
+        ("controller", "get", f"deployments/{DEPLOYMENT}", True),
+        ("controller", "get", "deployments/other", False),
+        ("controller", "patch", "pods", False),
+        ("controller", "create", "pods --subresource=exec", False),
+        ("controller", "get", "secrets", False),
+        ("controller", "list", "configmaps", False),
+        ("controller", "create", "deployments", False),
+        ("worker", "list", "pods", False),
+        ("transferqueue", "list", "pods", False),
+    ],
+)
+def test_accounts_may_do_what_they_need_and_no_more(
+    cluster: Cluster, release: None, account: str, verb: str, resource: str, is_allowed: bool
+) -> None:
+    (kubectl,) = require("kubectl")
+    user = f"system:serviceaccount:{NAMESPACE}:demo-slipstream-{account}"
+    asked = subprocess.run(
+        [
+            kubectl, "--kubeconfig", cluster.kubeconfig, "auth", "can-i", verb, *resource.split(),
+            "--as", user, "-n", NAMESPACE,
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert asked.stdout.strip() == ("yes" if is_allowed else "no"), asked.stderr
+
+
+def controller_account(cluster: Cluster) -> CoreV1Api:
+    """A client with the controller's own rights."""
+    for secret in cluster.core.list_namespaced_secret(NAMESPACE).items:
+        annotations = secret.metadata.annotations or {}
+        if annotations.get("kubernetes.io/service-account.name") == DEPLOYMENT:
+            settings = Configuration(host="https://127.0.0.1:6443")
+            settings.ssl_ca_cert = str(cluster.folder / "pki" / "ca.crt")
+            token = base64.b64decode(secret.data["token"]).decode()
+            settings.api_key["authorization"] = f"Bearer {token}"
+            return CoreV1Api(ApiClient(settings))
+    raise LookupError("the controller's account has no token")
+
+
+def write_templates(cluster: Cluster, folder: Path) -> Path:
+    config = cluster.core.read_namespaced_config_map("demo-slipstream-workers", NAMESPACE)
+    for name, text in config.data.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+def make_spec(replicas: int) -> RunSpec:
+    return parse_spec(
+        {
+            "name": "demo",
+            "model": {"path": "tiny:qwen2-0.4m"},
+            "data": {"train": {"source": "python", "path": "sort4.py:train"}},
+            "rollout": {"replicas": replicas, "rewards": [{"name": "exact_match"}]},
+            "trainer": {"steps": 1, "prompts_per_step": 1, "world_size": 8},
+        }
+    )
+
+
+class Events:
+    """What a launcher tells its run."""
+
+    def __init__(self) -> None:
+        self.exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
+        self.pending: asyncio.Queue[tuple[str, str, str]] = asyncio.Queue()
+
+
+async def open_launcher(
+    stack: AsyncExitStack, cluster: Cluster, folder: Path, *, pending_timeout_s: float = 60.0
+) -> tuple[KubernetesLauncher, Events]:
+    core, events = controller_account(cluster), Events()
+    launcher = KubernetesLauncher(
+        PodApi(core, NAMESPACE),
+        write_templates(cluster, folder),
+        owner=await deployment_reference(core, NAMESPACE, DEPLOYMENT),
+        controller_address="controller:50051",
+        on_exit=events.exits.put_nowait,
+        on_pending=lambda *told: events.pending.put_nowait(told),
+        pending_timeout_s=pending_timeout_s,
+    )
+    seen = await stack.enter_async_context(follow_pods(core, NAMESPACE, RUN_LABEL))
+    tasks = await stack.enter_async_context(asyncio.TaskGroup())
+    watching = tasks.create_task(launcher.watch(seen))
+    stack.callback(watching.cancel)
+    return launcher, events
+
+
+def run_pods(cluster: Cluster, run_id: str) -> dict[str, tuple[str, str]]:
+    """Phase and node of a run's pods."""
+    listed = cluster.core.list_namespaced_pod(NAMESPACE, label_selector=f"{RUN_LABEL}={run_id}")
+    return {pod.metadata.name: (pod.status.phase, pod.spec.node_name) for pod in listed.items}
+
+
+async def until(condition: object, timeout_s: float = 30.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110  the API server is asked, nobody here could tell
+            await asyncio.sleep(0.1)
+
+
+async def test_workers_with_gpus_are_placed_and_removed_with_the_controllers_rights(
+    cluster: Cluster, release: None, nodes: list[str], tmp_path: Path
+) -> None:
+    async with AsyncExitStack() as stack:
+        launcher, events = await open_launcher(stack, cluster, tmp_path)
+        await launcher.start("run_a1", make_spec(replicas=4))
+
+        def all_run() -> bool:
+            pods = run_pods(cluster, "run_a1").values()
+            return len(pods) == 5 and all(phase == "Running" for phase, _ in pods)
+
+        await until(all_run)
+        pods = run_pods(cluster, "run_a1")
+        trainer_node = pods["run-a1-trainer-0"][1]
+        rollout_nodes = {node for name, (_, node) in pods.items() if "rollout" in name}
+        assert rollout_nodes == set(nodes) - {trainer_node}, "the trainer fills its node's 8 GPUs"
+        await launcher.stop("run_a1")
+        assert run_pods(cluster, "run_a1") == {}
+        assert events.exits.empty()
+
+
+async def test_a_deleted_pod_is_told_within_seconds(
+    cluster: Cluster, release: None, nodes: list[str], tmp_path: Path
+) -> None:
+    async with AsyncExitStack() as stack:
+        launcher, events = await open_launcher(stack, cluster, tmp_path)
+        await launcher.start("run_a2", make_spec(replicas=1))
+        await until(
+            lambda: run_pods(cluster, "run_a2").get("run-a2-rollout-0", ("",))[0] == "Running"
+        )
+        cluster.core.delete_namespaced_pod("run-a2-rollout-0", NAMESPACE)
+        async with asyncio.timeout(5):
+            assert (await events.exits.get()).worker_id == "rollout-0"
+        await launcher.stop("run_a2")
+
+
+async def test_a_run_that_cannot_fit_says_so_and_is_given_up(
+    cluster: Cluster, release: None, nodes: list[str], tmp_path: Path
+) -> None:
+    async with AsyncExitStack() as stack:
+        launcher, events = await open_launcher(stack, cluster, tmp_path, pending_timeout_s=3)
+        await launcher.start("run_a3", make_spec(replicas=20))
+        async with asyncio.timeout(20):
+            _, reason, message = await events.pending.get()
+            exit_ = await events.exits.get()
+        assert reason == "Unschedulable"
+        assert "nvidia.com/gpu" in message
+        assert "could not start: Unschedulable" in exit_.last_lines
+        await launcher.stop("run_a3")
+
+
+async def test_worker_pods_go_with_the_release(
+    cluster: Cluster, release: None, nodes: list[str], tmp_path: Path
+) -> None:
+    async with AsyncExitStack() as stack:
+        launcher, _ = await open_launcher(stack, cluster, tmp_path)
+        await launcher.start("run_a4", make_spec(replicas=1))
+        AppsV1Api(cluster.core.api_client).delete_namespaced_deployment(DEPLOYMENT, NAMESPACE)
+        await until(lambda: run_pods(cluster, "run_a4") == {}, timeout_s=60)
