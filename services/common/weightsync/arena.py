@@ -1,64 +1,106 @@
-"""The flat buffer that a version travels in, its tensor views, and its checksums."""
+"""The flat buffers that a version travels in, their tensor views, and their checksums."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from services.common.weightsync.plan import ALIGNMENT, WeightPlan
+from services.common.weightsync.plan import BUCKET_ALIGNMENT, WeightPlan
 
-_WORD_BYTES = 8
+_WORDS_PER_ROW = BUCKET_ALIGNMENT // 8
 
 
 class WeightArena:
-    """One version of all weights in one buffer.
+    """One version of the weights of some sources.
 
     Attributes:
         plan: The layout.
-        buffer: ``[arena_bytes]`` uint8.
-        tensors: Views into the buffer by name, with their own shapes and dtypes.
+        buffers: ``[arena_bytes]`` uint8 for each source that this member holds, by source.
     """
 
-    def __init__(self, plan: WeightPlan, device: torch.device) -> None:
+    def __init__(
+        self, plan: WeightPlan, device: torch.device, *, source: int | None = None
+    ) -> None:
+        """Allocate the buffers.
+
+        Args:
+            plan: The layout.
+            device: Where the buffers lie.
+            source: The only source that is held, for a sender; None holds all, for a receiver.
+        """
         self.plan = plan
-        self.buffer = torch.zeros(plan.arena_bytes, dtype=torch.uint8, device=device)
-        self.tensors: Mapping[str, Tensor] = {
-            spec.name: self.buffer[offset : offset + spec.num_bytes]
-            .view(getattr(torch, spec.dtype))
-            .view(spec.shape)
-            for spec, offset in zip(plan.tensors, plan.offsets, strict=True)
+        self.device = device
+        held = range(len(plan.sources)) if source is None else (source,)
+        self.buffers = {
+            number: torch.zeros(plan.sources[number].arena_bytes, dtype=torch.uint8, device=device)
+            for number in held
         }
-        largest = max(bucket.stop - bucket.start for bucket in plan.buckets)
+        longest = max(
+            bucket.stop - bucket.start for number in held for bucket in plan.sources[number].buckets
+        )
+        num_rows = longest // BUCKET_ALIGNMENT
         # Odd factors that differ by position: a changed word and two swapped words both show.
-        self._factors = torch.arange(largest // _WORD_BYTES, device=device).mul_(2).add_(1)
+        self._row_factors = torch.arange(num_rows, device=device).mul_(2).add_(1)
+        self._column_factors = torch.arange(_WORDS_PER_ROW, device=device).mul_(2).add_(1)
 
-    def bucket(self, index: int) -> Tensor:
+    def pieces(self, source: int) -> Iterator[tuple[str, int, Tensor]]:
+        """Shards of a source: ``(name, first row, view of the rows)``."""
+        layout = self.plan.sources[source]
+        for shard, offset in zip(layout.shards, layout.offsets, strict=True):
+            spec = self.plan.tensors[shard.tensor]
+            num_rows = shard.stop - shard.start
+            view = self.buffers[source][offset : offset + num_rows * spec.row_bytes]
+            shape = (num_rows, *spec.shape[1:]) if spec.shape else ()
+            yield spec.name, shard.start, view.view(getattr(torch, spec.dtype)).view(shape)
+
+    def bucket(self, source: int, index: int) -> Tensor:
         """Bytes of one bucket, as a view."""
-        bucket = self.plan.buckets[index]
-        return self.buffer[bucket.start : bucket.stop]
+        bucket = self.plan.sources[source].buckets[index]
+        return self.buffers[source][bucket.start : bucket.stop]
 
-    def checksum(self, index: int) -> Tensor:
-        """Position-dependent sum of one bucket's 64-bit words, modulo 2**64: ``[]`` int64."""
-        words = self.bucket(index).view(torch.int64)
-        return (words * self._factors[: words.numel()]).sum()
+    def checksum(self, source: int, index: int) -> Tensor:
+        """Position-dependent checksum of one bucket: ``[]`` int64, modulo 2**64.
 
-    def checksums(self) -> Tensor:
-        """Checksums of all buckets: ``[num_buckets]`` int64."""
-        return torch.stack([self.checksum(index) for index in range(len(self.plan.buckets))])
+        The bucket's 64-bit words form a matrix; its row sums and column sums are weighted by position. A
+        changed word changes both, and so do two words that changed places. Reads the bytes, writes nothing.
+        """
+        words = self.bucket(source, index).view(torch.int64).view(-1, _WORDS_PER_ROW)
+        rows = (words.sum(1) * self._row_factors[: words.shape[0]]).sum()
+        columns = (words.sum(0) * self._column_factors).sum()
+        return rows * 3 + columns
+
+    def checksums(self, source: int) -> Tensor:
+        """Checksums of all buckets of a source: ``[num_buckets]`` int64."""
+        count = len(self.plan.sources[source].buckets)
+        return torch.stack([self.checksum(source, index) for index in range(count)])
 
 
-def version_digest(plan_hash: str, version: int, checksums: Tensor) -> str:
-    """One hex digest for a version: equal only if plan, version and all bytes are equal.
+def whole_tensors(arena: WeightArena) -> Mapping[str, Tensor]:
+    """All tensors by name: views where one source holds a tensor whole, else put together."""
+    if len(arena.buffers) == 1:
+        return {name: view for name, _, view in arena.pieces(0)}
+    parts: dict[str, list[tuple[int, Tensor]]] = {}
+    for source in arena.buffers:
+        for name, start, view in arena.pieces(source):
+            parts.setdefault(name, []).append((start, view))
+    return {
+        name: torch.cat([view for _, view in sorted(found, key=lambda part: part[0])])
+        if len(found) > 1
+        else found[0][1]
+        for name, found in parts.items()
+    }
+
+
+def source_digest(plan_hash: str, version: int, source: int, checksums: Tensor) -> str:
+    """Hex digest of what one source sent: equal only if plan, version and all its bytes are equal.
 
     Args:
         plan_hash: Of the plan.
         version: Weight version.
+        source: Number of the source.
         checksums: ``[num_buckets]`` int64.
     """
-    digest = hashlib.sha256(f"{plan_hash}:{version}:".encode())
+    digest = hashlib.sha256(f"{plan_hash}:{version}:{source}:".encode())
     digest.update(checksums.cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-assert ALIGNMENT % _WORD_BYTES == 0

@@ -19,8 +19,8 @@ _MARGIN_S = 5.0
 class TransferResult:
     """What a member reported of a transfer."""
 
-    digest: str
-    """Of plan, version and all bytes."""
+    digests: tuple[str, ...]
+    """Of each source that took part, in order."""
     num_bytes: int
     """Bytes sent or received."""
     seconds: float
@@ -45,8 +45,15 @@ class WeightSyncClient:
             TensorSpec(spec.name, tuple(spec.shape), spec.dtype) for spec in response.tensors
         )
 
-    async def agree_plan(self, tensors: Sequence[TensorSpec], bucket_bytes: int) -> str:
-        """Propose a plan; returns the hash of what the member made of it."""
+    async def agree_plan(
+        self,
+        tensors: Sequence[TensorSpec],
+        bucket_bytes: int,
+        *,
+        num_sources: int,
+        source: int | None,
+    ) -> str:
+        """Propose a plan to a source, or to a receiver; returns the hash of what the member made of it."""
         response = await call(
             self._stub.AgreePlan,
             pb.AgreePlanRequest(
@@ -55,6 +62,8 @@ class WeightSyncClient:
                     for spec in tensors
                 ],
                 bucket_bytes=bucket_bytes,
+                source_count=num_sources,
+                source=-1 if source is None else source,
             ),
             timeout_s=_CONTROL_TIMEOUT_S,
             idempotent=True,
@@ -62,15 +71,22 @@ class WeightSyncClient:
         return response.plan_hash
 
     async def form(
-        self, epoch: int, *, rank: int, world_size: int, backend: str, scope: str, timeout_s: float
+        self,
+        epoch: int,
+        *,
+        receiver: int | None,
+        num_receivers: int,
+        backend: str,
+        scope: str,
+        timeout_s: float,
     ) -> None:
-        """Have the member join a group."""
+        """Have a source, or the receiver of that number, join a group."""
         await call(
             self._stub.FormGroup,
             pb.FormGroupRequest(
                 epoch=epoch,
-                rank=rank,
-                world_size=world_size,
+                receiver=-1 if receiver is None else receiver,
+                receiver_count=num_receivers,
                 backend=backend,
                 scope=scope,
                 timeout_s=timeout_s,
@@ -94,7 +110,9 @@ class WeightSyncClient:
             timeout_s=timeout_s + _MARGIN_S,
         )
         return TransferResult(
-            digest=response.digest, num_bytes=response.size_bytes, seconds=response.duration_s
+            digests=tuple(response.digests),
+            num_bytes=response.size_bytes,
+            seconds=response.duration_s,
         )
 
     async def adopt(self, epoch: int, version: int, digest: str) -> float:
@@ -107,10 +125,10 @@ class WeightSyncClient:
         )
         return response.stall_s
 
-    async def abort(self, epoch: int, reason: str) -> None:
+    async def abort(self, epoch: int, reason: str, *, timeout_s: float) -> None:
         """Have the member give up an epoch."""
         await call(
             self._stub.AbortGroup,
             pb.AbortGroupRequest(epoch=epoch, reason=reason),
-            timeout_s=_CONTROL_TIMEOUT_S,
+            timeout_s=timeout_s,
         )

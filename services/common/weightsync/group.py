@@ -1,15 +1,23 @@
 """The collective group that weights travel in: outside torch's default group, one per epoch.
 
-Members find each other through a key-value store that the controller serves over gRPC, so no rendezvous
-port is open to strangers. Gloo on CPUs and NCCL on GPUs take the same store.
+A group has a channel for each source: the source and all receivers. Channels are separate communicators, so
+that several trainer ranks send at once, each over its own links. Members find each other through a key-value
+store that the controller serves over gRPC, so no rendezvous port is open to strangers. Gloo on CPUs and NCCL
+on GPUs take the same store.
 """
 
+import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_POLL_S = 0.0002
+# Deadlines are ours: we wait and abort ourselves. This one only keeps torch's own watchdog out of the way.
+_NCCL_TIMEOUT = timedelta(hours=1)
 
 
 class KeyValueStore(Protocol):
@@ -29,7 +37,7 @@ class Work(Protocol):
     """A started collective."""
 
     def wait(self) -> bool:
-        """Block until it is done; raises RuntimeError if it failed."""
+        """Wait for it: on a CPU until it is done, on a GPU only in the current stream."""
 
 
 class RendezvousStore(dist.Store):  # type: ignore[name-defined,misc]
@@ -59,61 +67,130 @@ class RendezvousStore(dist.Store):  # type: ignore[name-defined,misc]
             self._values.get(key, timeout_s)
 
 
-class WeightGroup:
-    """A formed group; rank 0 sends."""
+class Channel:
+    """One source and all receivers; the source is rank 0."""
 
-    def __init__(self, backend: Any, *, rank: int, timeout_s: float) -> None:
+    def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self._timeout = timedelta(seconds=timeout_s)
-        self.rank = rank
 
     def broadcast(self, tensor: Tensor) -> Work:
-        """Start sending (rank 0) or receiving (others) a tensor in place; ``wait()`` on the result."""
+        """Start sending (rank 0) or receiving (others) a tensor in place."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        options.timeout = self._timeout
         work: Work = self._backend.broadcast([tensor], options)
         return work
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Bound the collectives that start from now on; only Gloo keeps to it by itself."""
+        self._backend._set_default_timeout(timedelta(seconds=timeout_s))  # noqa: SLF001  no public name
+
     def abort(self) -> None:
-        """End the group; pending and later collectives fail."""
+        """End the channel; pending and later collectives fail."""
         self._backend.abort()
 
 
+class WeightGroup:
+    """A formed group.
+
+    Attributes:
+        channels: The channels that this member is in, by source.
+        device: Where its tensors lie.
+    """
+
+    def __init__(self, channels: dict[int, Channel], device: torch.device) -> None:
+        self.channels = channels
+        self.device = device
+
+    def bound(self, timeout_s: float) -> None:
+        """Give the coming transfer a deadline."""
+        if self.device.type == "cpu":
+            for channel in self.channels.values():
+                channel.set_timeout(timeout_s)
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until everything that was started is done.
+
+        Raises:
+            TimeoutError: If it takes longer; the group must be aborted then.
+        """
+        if self.device.type == "cpu":
+            return
+        done = torch.cuda.Event()
+        done.record()
+        deadline = time.monotonic() + timeout_s
+        while not done.query():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the transfer did not end within {timeout_s} s")
+            time.sleep(_POLL_S)
+
+    def abort(self) -> None:
+        """End the group; pending and later collectives fail."""
+        for channel in self.channels.values():
+            channel.abort()
+
+
 def form_group(
-    backend: str, values: KeyValueStore, *, rank: int, world_size: int, host: str, timeout_s: float
+    backend: str,
+    values: KeyValueStore,
+    *,
+    sources: Sequence[int],
+    rank: int,
+    num_receivers: int,
+    host: str,
+    device: torch.device,
+    timeout_s: float,
 ) -> WeightGroup:
     """Build a group. All members call this at once; it blocks until all are there.
 
     Args:
         backend: ``gloo`` or ``nccl``.
         values: Where the members meet; fresh for each epoch.
-        rank: Of this member; 0 sends.
-        world_size: Number of members.
+        sources: Channels to join: its own for a source, all of them, in order, for a receiver.
+        rank: In each of these channels: 0 for a source, from 1 for receivers.
+        num_receivers: Receivers in the group.
         host: Address of this host, as the other members reach it.
-        timeout_s: Deadline of this call and of each collective.
+        device: Where the tensors lie.
+        timeout_s: Deadline of this call.
 
     Raises:
         ValueError: If the backend is unknown.
         RuntimeError: If not all members came in time.
+        TimeoutError: Likewise, on a GPU.
     """
     store = RendezvousStore(values, timeout_s)
-    timeout = timedelta(seconds=timeout_s)
-    if backend == "gloo":
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  no public name
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
-        options._timeout = timeout  # noqa: SLF001
-        group: Any = dist.ProcessGroupGloo(store, rank, world_size, options)
-        probe = torch.zeros(1)
-    elif backend == "nccl":
-        nccl_options = dist.ProcessGroupNCCL.Options()
-        nccl_options._timeout = timeout  # noqa: SLF001
-        group = dist.ProcessGroupNCCL(store, rank, world_size, nccl_options)
-        probe = torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()))
-    else:
-        raise ValueError(f"weight_sync.backend must be 'gloo' or 'nccl', but is {backend!r}")
-    formed = WeightGroup(group, rank=rank, timeout_s=timeout_s)
+    channels = {
+        source: Channel(
+            _backend(
+                backend,
+                dist.PrefixStore(f"source{source}", store),  # type: ignore[attr-defined]
+                rank,
+                num_receivers + 1,
+                host=host,
+                timeout_s=timeout_s,
+            )
+        )
+        for source in sources
+    }
+    group = WeightGroup(channels, device)
     # The first collective connects the members, so that a broken path fails here and not in a transfer.
-    formed.broadcast(probe).wait()
-    return formed
+    probe = torch.zeros(1, device=device)
+    for channel in channels.values():
+        channel.broadcast(probe).wait()
+        group.settle(timeout_s)
+    return group
+
+
+def _backend(
+    name: str, store: Any, rank: int, world_size: int, *, host: str, timeout_s: float
+) -> Any:
+    if name == "gloo":
+        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
+        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
+        gloo._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
+        return dist.ProcessGroupGloo(store, rank, world_size, gloo)
+    if name == "nccl":
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = _NCCL_TIMEOUT  # noqa: SLF001
+        return dist.ProcessGroupNCCL(store, rank, world_size, nccl)
+    raise ValueError(f"weight_sync.backend must be 'gloo' or 'nccl', but is {name!r}")

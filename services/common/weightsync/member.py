@@ -22,9 +22,15 @@ from services.common.errors import (
     FailedPreconditionError,
     UnavailableError,
 )
-from services.common.weightsync.arena import WeightArena
+from services.common.weightsync.arena import WeightArena, whole_tensors
 from services.common.weightsync.group import KeyValueStore, WeightGroup, form_group
-from services.common.weightsync.plan import TensorSpec, WeightPlan, make_plan
+from services.common.weightsync.plan import (
+    TensorSpec,
+    WeightPlan,
+    fsdp_shards,
+    make_plan,
+    version_digest,
+)
 from services.common.weightsync.transfer import (
     TransferError,
     Transferred,
@@ -34,15 +40,18 @@ from services.common.weightsync.transfer import (
 
 logger = logging.getLogger(__name__)
 
+# The transfer keeps its deadline by itself; this much later it is given up from outside.
+_MARGIN_S = 1.0
+
 
 class WeightSource(Protocol):
-    """The trainer's weights."""
+    """The weights of one trainer rank."""
 
     def weight_specs(self) -> Sequence[TensorSpec]:
-        """What will be sent, in sending order."""
+        """All tensors of the model, in sending order."""
 
     def weight_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """The current weights, by name and in the dtypes of the specs."""
+        """The current rows that this source holds, by name; cast to the wire's dtype if they differ."""
 
 
 class WeightSink(Protocol):
@@ -60,8 +69,8 @@ class WeightSink(Protocol):
 class TransferReport:
     """One member's view of a transfer."""
 
-    digest: str
-    """Of plan, version and all bytes."""
+    digests: tuple[str, ...]
+    """Of each source that took part, in order: one for a sender, all for a receiver."""
     num_bytes: int
     """Bytes sent or received."""
     seconds: float
@@ -90,6 +99,8 @@ class WeightMember:
         self._rendezvous = rendezvous
         self._on_adopted = on_adopted
         self._arena: WeightArena | None = None
+        self._number: int | None = None
+        self._stream: torch.cuda.Stream | None = None
         self._group: WeightGroup | None = None
         self._epoch = 0
         self._staged: tuple[int, str] | None = None
@@ -106,23 +117,65 @@ class WeightMember:
             raise FailedPreconditionError("only the trainer describes weights; ask the trainer")
         return self._source.weight_specs()
 
-    def agree_plan(self, tensors: Sequence[TensorSpec], bucket_bytes: int) -> str:
-        """Make the plan and its arena; returns the plan's hash."""
-        plan = make_plan(tensors, bucket_bytes)
-        if self._arena is None or self._arena.plan.plan_hash != plan.plan_hash:
-            self._arena = WeightArena(plan, self._device)
+    def agree_plan(
+        self,
+        tensors: Sequence[TensorSpec],
+        bucket_bytes: int,
+        *,
+        num_sources: int = 1,
+        source: int | None = None,
+    ) -> str:
+        """Make the plan and its arena; returns the plan's hash.
+
+        Args:
+            tensors: In sending order.
+            bucket_bytes: Most bytes of one collective.
+            num_sources: Trainer ranks that send; each holds the rows that FSDP2 gives it.
+            source: Number of this member among them; None for a receiver.
+
+        Raises:
+            ValueError: If there is no such plan.
+        """
+        if (source is None) != (self._source is None):
+            raise ValueError(
+                "a member with a source sends, and only that; the controller mixed them up"
+            )
+        plan = make_plan(tensors, bucket_bytes, fsdp_shards(tensors, num_sources))
+        if self._arena is None or (self._number, self._arena.plan) != (source, plan):
+            self._arena = WeightArena(plan, self._device, source=source)
+            self._number = source
             self._staged = None
         return plan.plan_hash
 
     async def form(
-        self, epoch: int, *, rank: int, world_size: int, backend: str, scope: str, timeout_s: float
+        self,
+        epoch: int,
+        *,
+        receiver: int,
+        num_receivers: int,
+        backend: str,
+        scope: str,
+        timeout_s: float,
     ) -> None:
         """Join the group of an epoch, leaving an older one.
 
+        Args:
+            epoch: Number of the group; higher than any before.
+            receiver: Number of this member among the receivers, from 0; ignored for a source.
+            num_receivers: Receivers of the group.
+            backend: ``gloo`` or ``nccl``.
+            scope: Where the members meet.
+            timeout_s: Deadline.
+
         Raises:
-            FailedPreconditionError: If a group of this or a newer epoch was formed before.
+            FailedPreconditionError: If a group of this or a newer epoch was formed before, or no plan is
+                agreed on.
             UnavailableError: If not all members came in time.
         """
+        if self._arena is None:
+            raise FailedPreconditionError(
+                "no plan is agreed on; agree on one before forming a group"
+            )
         if epoch <= self._epoch:
             raise FailedPreconditionError(
                 f"epoch must grow: {epoch} was asked, but this member is at {self._epoch}",
@@ -136,12 +189,14 @@ class WeightMember:
                 form_group,
                 backend,
                 self._rendezvous(scope),
-                rank=rank,
-                world_size=world_size,
+                sources=tuple(self._arena.buffers),
+                rank=0 if self._source is not None else receiver + 1,
+                num_receivers=num_receivers,
                 host=self._host,
+                device=self._device,
                 timeout_s=timeout_s,
             )
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             raise UnavailableError(
                 f"weight group of epoch {epoch} was not formed within {timeout_s} s: {error}",
                 epoch=epoch,
@@ -150,9 +205,7 @@ class WeightMember:
             group.abort()
             raise FailedPreconditionError(f"epoch {epoch} was aborted while it formed", epoch=epoch)
         self._group = group
-        logger.info(
-            "weight group formed", extra={"epoch": epoch, "rank": rank, "members": world_size}
-        )
+        logger.info("weight group formed", extra={"epoch": epoch, "receivers": num_receivers})
 
     async def prepare(self, epoch: int, version: int, plan_hash: str) -> None:
         """Get ready for a transfer; the trainer copies its weights into the arena here.
@@ -166,7 +219,8 @@ class WeightMember:
                 f"plan {plan_hash[:12]} was asked, but this member agreed to "
                 f"{plan.plan_hash[:12]}; agree again"
             )
-        if self._adopted is not None and version <= self._adopted[0]:
+        # The version in service may come again: for the sake of a member that joined since.
+        if self._adopted is not None and version < self._adopted[0]:
             raise FailedPreconditionError(
                 f"weight versions only grow: {version} was announced, but {self._adopted[0]} is in service",
                 version=version,
@@ -188,9 +242,9 @@ class WeightMember:
         start = time.perf_counter()
         operation = send_version if self._source is not None else receive_version
         try:
-            async with asyncio.timeout(timeout_s):
-                done: Transferred = await asyncio.to_thread(
-                    operation, group, self._arena, epoch=epoch, version=version
+            async with asyncio.timeout(timeout_s + _MARGIN_S):
+                done = await asyncio.to_thread(
+                    self._on_own_stream, operation, group, epoch, version, timeout_s
                 )
         except TransferError as error:
             raise DataLossError(str(error), version=version) from error
@@ -205,9 +259,10 @@ class WeightMember:
             raise UnavailableError(
                 f"transfer of version {version} lost a member: {error}", version=version
             ) from error
-        self._staged = (version, done.digest)
+        if self._sink is not None:
+            self._staged = (version, version_digest(done.digests))
         return TransferReport(
-            digest=done.digest, num_bytes=done.num_bytes, seconds=time.perf_counter() - start
+            digests=done.digests, num_bytes=done.num_bytes, seconds=time.perf_counter() - start
         )
 
     async def adopt(self, version: int, digest: str) -> float:
@@ -230,7 +285,7 @@ class WeightMember:
                 version=version,
             )
         assert self._sink is not None and self._arena is not None
-        self._stall_s = await self._sink.adopt_weights(version, self._arena.tensors)
+        self._stall_s = await self._sink.adopt_weights(version, whole_tensors(self._arena))
         self._adopted = (version, digest)
         self._staged = None
         self._on_adopted(version)
@@ -243,6 +298,20 @@ class WeightMember:
         self._epoch = epoch
         self._leave()
         logger.warning("weight group aborted", extra={"epoch": epoch, "reason": reason})
+
+    def _on_own_stream(
+        self,
+        operation: Callable[..., Transferred],
+        group: WeightGroup,
+        epoch: int,
+        version: int,
+        timeout_s: float,
+    ) -> Transferred:
+        """Transfer beside whatever else the device does."""
+        if self._stream is None and self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(self._stream):
+            return operation(group, self._arena, epoch=epoch, version=version, timeout_s=timeout_s)
 
     def _leave(self) -> None:
         group, self._group = self._group, None
@@ -263,5 +332,15 @@ class WeightMember:
 
 @torch.no_grad()
 def _pack(source: WeightSource, arena: WeightArena) -> None:
-    for name, tensor in source.weight_tensors():
-        arena.tensors[name].copy_(tensor)
+    """Copy a source's rows into its arena, all in one call; returns when the weights may change again."""
+    (number,) = arena.buffers
+    current = dict(source.weight_tensors())
+    views = {name: view for name, _, view in arena.pieces(number)}
+    if views.keys() != current.keys():
+        raise ValueError(
+            f"the trainer must hold {sorted(views.keys() - current.keys())[:3]} and not "
+            f"{sorted(current.keys() - views.keys())[:3]}, according to the plan"
+        )
+    torch._foreach_copy_(list(views.values()), [current[name] for name in views])
+    if arena.device.type == "cuda":
+        torch.cuda.current_stream().synchronize()

@@ -1,10 +1,12 @@
 """Where each tensor lies on the wire: pure functions, no torch.
 
-All tensors of one version form one flat arena. Sender and receiver lay it out by the same rules from the
-same list, so that a transfer is the arena, cut into buckets, and a received tensor is a view into it.
+A trainer of several ranks holds each tensor in shards of whole rows. Every rank sends its own shards, so
+each rank is a source with a flat arena of its own. All members lay the arenas out by the same rules from the
+same list: a transfer is the arenas, cut into buckets, and what was received needs no unpacking.
 
-    arena   | q_proj | k_proj | pad | v_proj | ...           | norm |
-    buckets |<- bucket_bytes ->|<- bucket_bytes ->| ... |<- rest ->|
+    source 0   | q_proj rows 0-1023    | pad | k_proj rows 0-127   | ...
+    source 1   | q_proj rows 1024-2047 | pad | k_proj rows 128-255 | ...
+    buckets    |<---- bucket_bytes --->|<---- bucket_bytes ---->|<- rest ->|
 """
 
 import hashlib
@@ -15,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 256
+# Buckets end at multiples of this, so that a checksum can look at them as rows of words.
+BUCKET_ALIGNMENT = 8192
 ELEMENT_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -38,14 +42,31 @@ class TensorSpec:
     """Element type on the wire, for example ``bfloat16``."""
 
     @property
-    def num_bytes(self) -> int:
-        """Size without padding."""
-        return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
+    def num_rows(self) -> int:
+        """Size of the first dimension; a scalar has one row."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of one row."""
+        return math.prod(self.shape[1:]) * ELEMENT_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rows of one tensor."""
+
+    tensor: int
+    """Index into the plan's tensors."""
+    start: int
+    """First row."""
+    stop: int
+    """Row behind the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A range of the arena that one collective moves."""
+    """A range of an arena that one collective moves."""
 
     start: int
     """First byte."""
@@ -54,31 +75,105 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightPlan:
-    """The layout that all members of a weight group share."""
+class Source:
+    """What one trainer rank sends."""
 
-    tensors: tuple[TensorSpec, ...]
-    """Tensors in sending order."""
+    shards: tuple[Shard, ...]
+    """In sending order."""
     offsets: tuple[int, ...]
-    """First byte of each tensor in the arena."""
+    """First byte of each shard in the arena."""
     arena_bytes: int
     """Size of the arena, padding included."""
     buckets: tuple[Bucket, ...]
     """The arena, cut for sending."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """The layout that all members of a weight group share."""
+
+    tensors: tuple[TensorSpec, ...]
+    """All tensors, in sending order."""
+    sources: tuple[Source, ...]
+    """One per sending rank."""
     plan_hash: str
     """SHA-256 of everything above, in hex: members with equal hashes agree on every byte."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one version on the wire."""
+        return sum(source.arena_bytes for source in self.sources)
 
-def make_plan(tensors: Sequence[TensorSpec], bucket_bytes: int) -> WeightPlan:
-    """Lay out tensors and cut the arena into buckets.
+
+def fsdp_shards(tensors: Sequence[TensorSpec], num_ranks: int) -> tuple[tuple[Shard, ...], ...]:
+    """The shards of each rank under FSDP2, which gives every rank ``ceil(rows / ranks)`` rows.
+
+    The last ranks have fewer or none where the rows do not divide.
+    """
+    ranks: list[list[Shard]] = [[] for _ in range(num_ranks)]
+    for index, tensor in enumerate(tensors):
+        rows = -(-tensor.num_rows // num_ranks)
+        for rank, shards in enumerate(ranks):
+            start, stop = (min(rows * r, tensor.num_rows) for r in (rank, rank + 1))
+            if start < stop:
+                shards.append(Shard(index, start, stop))
+    return tuple(tuple(shards) for shards in ranks)
+
+
+def make_plan(
+    tensors: Sequence[TensorSpec],
+    bucket_bytes: int,
+    shards: Sequence[Sequence[Shard]] | None = None,
+) -> WeightPlan:
+    """Lay out tensors and cut the arenas into buckets.
 
     Args:
         tensors: In sending order.
-        bucket_bytes: Most bytes of a bucket; rounded down to a multiple of the alignment.
+        bucket_bytes: Most bytes of a bucket; rounded down to a multiple of 8 KiB.
+        shards: What each source holds; default: one source that holds everything.
 
     Raises:
-        ValueError: If there is no tensor, a name comes twice, or an element type is unknown.
+        ValueError: If there is no tensor, a name comes twice, an element type is unknown, a source has
+            nothing, or the shards do not cover every row exactly once.
     """
+    _check_tensors(tensors, bucket_bytes)
+    if shards is None:
+        shards = fsdp_shards(tensors, 1)
+    _check_shards(tensors, shards)
+    step = bucket_bytes // BUCKET_ALIGNMENT * BUCKET_ALIGNMENT
+    described = json.dumps(
+        [
+            [[tensor.name, tensor.shape, tensor.dtype] for tensor in tensors],
+            [[[s.tensor, s.start, s.stop] for s in source] for source in shards],
+            step,
+        ]
+    )
+    return WeightPlan(
+        tensors=tuple(tensors),
+        sources=tuple(_lay_out(tensors, source, step) for source in shards),
+        plan_hash=hashlib.sha256(described.encode()).hexdigest(),
+    )
+
+
+def version_digest(source_digests: Sequence[str]) -> str:
+    """Hex digest of a version from the digests of its sources, in order."""
+    return hashlib.sha256(":".join(source_digests).encode()).hexdigest()
+
+
+def _lay_out(tensors: Sequence[TensorSpec], shards: Sequence[Shard], step: int) -> Source:
+    sizes = [_aligned((s.stop - s.start) * tensors[s.tensor].row_bytes, ALIGNMENT) for s in shards]
+    arena_bytes = _aligned(sum(sizes), BUCKET_ALIGNMENT)
+    return Source(
+        shards=tuple(shards),
+        offsets=tuple(itertools.accumulate(sizes[:-1], initial=0)),
+        arena_bytes=arena_bytes,
+        buckets=tuple(
+            Bucket(start, min(start + step, arena_bytes)) for start in range(0, arena_bytes, step)
+        ),
+    )
+
+
+def _check_tensors(tensors: Sequence[TensorSpec], bucket_bytes: int) -> None:
     if not tensors:
         raise ValueError("a weight plan needs at least one tensor, but the list is empty")
     names = [tensor.name for tensor in tensors]
@@ -88,26 +183,28 @@ def make_plan(tensors: Sequence[TensorSpec], bucket_bytes: int) -> WeightPlan:
     unknown = sorted({tensor.dtype for tensor in tensors} - set(ELEMENT_BYTES))
     if unknown:
         raise ValueError(f"element types must be among {sorted(ELEMENT_BYTES)}, but got {unknown}")
-    if bucket_bytes < ALIGNMENT:
-        raise ValueError(f"bucket_bytes must be at least {ALIGNMENT}, but is {bucket_bytes}")
-    sizes = [_aligned(tensor.num_bytes) for tensor in tensors]
-    offsets = tuple(itertools.accumulate(sizes[:-1], initial=0))
-    arena_bytes = offsets[-1] + sizes[-1]
-    step = bucket_bytes // ALIGNMENT * ALIGNMENT
-    buckets = tuple(
-        Bucket(start, min(start + step, arena_bytes)) for start in range(0, arena_bytes, step)
-    )
-    described = json.dumps(
-        [[tensor.name, tensor.shape, tensor.dtype] for tensor in tensors] + [[step]]
-    )
-    return WeightPlan(
-        tensors=tuple(tensors),
-        offsets=offsets,
-        arena_bytes=arena_bytes,
-        buckets=buckets,
-        plan_hash=hashlib.sha256(described.encode()).hexdigest(),
-    )
+    if bucket_bytes < BUCKET_ALIGNMENT:
+        raise ValueError(f"bucket_bytes must be at least {BUCKET_ALIGNMENT}, but is {bucket_bytes}")
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-max(num_bytes, 1) // ALIGNMENT) * ALIGNMENT
+def _check_shards(tensors: Sequence[TensorSpec], shards: Sequence[Sequence[Shard]]) -> None:
+    if not all(shards):
+        raise ValueError(
+            "every source must hold at least one shard; leave out ranks that hold none"
+        )
+    held = sorted((s.tensor, s.start, s.stop) for source in shards for s in source)
+    for index, tensor in enumerate(tensors):
+        position = 0
+        for _, start, stop in (entry for entry in held if entry[0] == index):
+            if start != position:
+                break
+            position = stop
+        if position != tensor.num_rows:
+            raise ValueError(
+                f"the shards of {tensor.name} must cover its {tensor.num_rows} rows exactly once, but row "
+                f"{position} is missing or held twice"
+            )
+
+
+def _aligned(num_bytes: int, alignment: int) -> int:
+    return -(-max(num_bytes, 1) // alignment) * alignment

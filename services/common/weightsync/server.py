@@ -38,7 +38,12 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
             TensorSpec(tensor.name, tuple(tensor.shape), tensor.dtype) for tensor in request.tensors
         ]
         try:
-            plan_hash = self._member.agree_plan(tensors, request.bucket_bytes)
+            plan_hash = self._member.agree_plan(
+                tensors,
+                request.bucket_bytes,
+                num_sources=request.source_count,
+                source=None if request.source < 0 else request.source,
+            )
         except ValueError as error:
             raise InvalidArgumentError(str(error)) from error
         return pb.AgreePlanResponse(plan_hash=plan_hash)
@@ -49,8 +54,8 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
         """Join a group."""
         await self._member.form(
             request.epoch,
-            rank=request.rank,
-            world_size=request.world_size,
+            receiver=request.receiver,
+            num_receivers=request.receiver_count,
             backend=request.backend,
             scope=request.scope,
             timeout_s=request.timeout_s,
@@ -70,7 +75,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
         """Send or receive a version."""
         report = await self._member.transfer(request.epoch, request.version, request.timeout_s)
         return pb.TransferWeightsResponse(
-            digest=report.digest, size_bytes=report.num_bytes, duration_s=report.seconds
+            digests=report.digests, size_bytes=report.num_bytes, duration_s=report.seconds
         )
 
     async def AdoptWeights(  # noqa: N802

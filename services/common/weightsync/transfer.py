@@ -1,10 +1,14 @@
 """One version over a formed group: header, buckets, checksums.
 
-rank 0                                  others
-pack weights into the arena             -
-header: magic, epoch, version, plan     compare, or fail before any weight moves
-bucket 0 .. n-1                         received into a shadow arena; live weights untouched
-checksums of all buckets                recomputed from the received bytes and compared
+    source                                  receivers
+    (weights are packed in its arena)       -
+    header: magic, epoch, version, plan     compared at the end, before anything is adopted
+    bucket 0 .. n-1                         received into a shadow arena; live weights untouched
+    checksums of all buckets                recomputed from the received bytes, bucket by bucket
+                                            while the next one is on the wire, and compared
+
+Everything is started before anything is waited for, so that the wire is never idle; on a GPU no call waits
+for the device until the end.
 """
 
 import struct
@@ -13,11 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.common.weightsync.arena import WeightArena, version_digest
-from services.common.weightsync.group import WeightGroup
+from services.common.weightsync.arena import WeightArena, source_digest
+from services.common.weightsync.group import Channel, WeightGroup
 from services.common.weightsync.plan import WeightPlan
 
-_HEADER = struct.Struct("<8sqq32s")
+_HEADER = struct.Struct("<8sqqq32s")
 _MAGIC = b"SLIPSYNC"
 
 
@@ -29,66 +33,124 @@ class TransferError(RuntimeError):
 class Transferred:
     """A finished transfer."""
 
-    digest: str
-    """Of plan, version and all bytes."""
+    digests: tuple[str, ...]
+    """Of each source that took part, in order."""
     num_bytes: int
-    """Size of the arena."""
+    """Bytes sent or received."""
 
 
 def send_version(
-    group: WeightGroup, arena: WeightArena, *, epoch: int, version: int
+    group: WeightGroup, arena: WeightArena, *, epoch: int, version: int, timeout_s: float
 ) -> Transferred:
-    """Send the arena's content. Blocks until all members received it.
+    """Send what the arena of a source holds. Blocks until all receivers have it.
 
     Raises:
-        RuntimeError: If a member was lost or a deadline passed.
+        RuntimeError: If a member was lost or the deadline passed (Gloo).
+        TimeoutError: If the deadline passed (NCCL).
     """
-    group.broadcast(_header(arena.plan, epoch, version, arena.buffer.device)).wait()
-    works = [group.broadcast(arena.bucket(index)) for index in range(len(arena.plan.buckets))]
-    checksums = arena.checksums()
+    ((source, channel),) = group.channels.items()
+    group.bound(timeout_s)
+    header = _header(arena.plan, epoch, version, source).to(group.device)
+    works = [channel.broadcast(header)]
+    works += [
+        channel.broadcast(arena.bucket(source, index))
+        for index in range(len(arena.plan.sources[source].buckets))
+    ]
+    checksums = arena.checksums(source)
+    works.append(channel.broadcast(checksums))
     for work in works:
         work.wait()
-    group.broadcast(checksums).wait()
+    group.settle(timeout_s)
     return Transferred(
-        digest=version_digest(arena.plan.plan_hash, version, checksums),
-        num_bytes=arena.plan.arena_bytes,
+        digests=(source_digest(arena.plan.plan_hash, version, source, checksums),),
+        num_bytes=arena.plan.sources[source].arena_bytes,
     )
 
 
 def receive_version(
-    group: WeightGroup, shadow: WeightArena, *, epoch: int, version: int
+    group: WeightGroup, shadow: WeightArena, *, epoch: int, version: int, timeout_s: float
 ) -> Transferred:
-    """Receive into ``shadow`` and verify every bucket.
+    """Receive from all sources into ``shadow`` and verify every bucket.
 
     Raises:
-        TransferError: If header or bytes are not the expected ones.
-        RuntimeError: If the sender was lost or a deadline passed.
+        TransferError: If a header or bytes are not the expected ones.
+        RuntimeError: If a source was lost or the deadline passed (Gloo).
+        TimeoutError: If the deadline passed (NCCL).
     """
-    expected = _header(shadow.plan, epoch, version, shadow.buffer.device)
-    header = torch.zeros_like(expected)
-    group.broadcast(header).wait()
-    header_differs = not torch.equal(header, expected)
-    works = [group.broadcast(shadow.bucket(index)) for index in range(len(shadow.plan.buckets))]
-    checksums = torch.empty(len(works), dtype=torch.int64, device=shadow.buffer.device)
-    for work in works:
-        work.wait()
-    group.broadcast(checksums).wait()
-    if header_differs:
-        raise TransferError(
-            f"expected epoch {epoch}, version {version} and plan {shadow.plan.plan_hash[:12]}, but the "
-            "sender announced something else; the version is refused"
-        )
-    damaged = (shadow.checksums() != checksums).nonzero().flatten().tolist()
-    if damaged:
-        raise TransferError(
-            f"version {version}: buckets {damaged[:8]} differ from what was sent; it is refused"
-        )
+    group.bound(timeout_s)
+    arriving = [
+        _Arriving(source, channel, shadow) for source, channel in sorted(group.channels.items())
+    ]
+    longest = max(len(source.buckets) for source in shadow.plan.sources)
+    for index in range(longest):
+        for one in arriving:
+            one.start(index)
+    for index in range(longest):
+        for one in arriving:
+            one.check(index)
+    for one in arriving:
+        one.finish()
+    group.settle(timeout_s)
     return Transferred(
-        digest=version_digest(shadow.plan.plan_hash, version, checksums),
-        num_bytes=shadow.plan.arena_bytes,
+        digests=tuple(one.verified(epoch, version) for one in arriving),
+        num_bytes=shadow.plan.num_bytes,
     )
 
 
-def _header(plan: WeightPlan, epoch: int, version: int, device: torch.device) -> Tensor:
-    packed = _HEADER.pack(_MAGIC, epoch, version, bytes.fromhex(plan.plan_hash))
-    return torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(device)
+class _Arriving:
+    """What comes from one source."""
+
+    def __init__(self, source: int, channel: Channel, shadow: WeightArena) -> None:
+        self._source = source
+        self._channel = channel
+        self._shadow = shadow
+        self._num_buckets = len(shadow.plan.sources[source].buckets)
+        self._header = torch.zeros(_HEADER.size, dtype=torch.uint8, device=shadow.device)
+        self._stated = torch.zeros(self._num_buckets, dtype=torch.int64, device=shadow.device)
+        self._computed: list[Tensor] = []
+        self._works = [channel.broadcast(self._header)]
+
+    def start(self, index: int) -> None:
+        """Start to receive a bucket and, behind the last one, the checksums."""
+        if index < self._num_buckets:
+            bucket = self._shadow.bucket(self._source, index)
+            self._works.append(self._channel.broadcast(bucket))
+        if index == self._num_buckets - 1:
+            self._works.append(self._channel.broadcast(self._stated))
+
+    def check(self, index: int) -> None:
+        """Compute the checksum of a bucket once it is here."""
+        if index < self._num_buckets:
+            self._works[1 + index].wait()
+            self._computed.append(self._shadow.checksum(self._source, index))
+
+    def finish(self) -> None:
+        """Wait for the header and the checksums that the source states."""
+        self._works[0].wait()
+        self._works[-1].wait()
+
+    def verified(self, epoch: int, version: int) -> str:
+        """Compare; returns the digest of what arrived.
+
+        Raises:
+            TransferError: If anything differs.
+        """
+        plan = self._shadow.plan
+        if not torch.equal(self._header.cpu(), _header(plan, epoch, version, self._source)):
+            raise TransferError(
+                f"expected epoch {epoch}, version {version}, source {self._source} and plan "
+                f"{plan.plan_hash[:12]}, but the source announced something else; it is refused"
+            )
+        computed = torch.stack(self._computed)
+        damaged = (computed != self._stated).nonzero().flatten().tolist()
+        if damaged:
+            raise TransferError(
+                f"version {version}: buckets {damaged[:8]} of source {self._source} differ from what was "
+                "sent; it is refused"
+            )
+        return source_digest(plan.plan_hash, version, self._source, computed)
+
+
+def _header(plan: WeightPlan, epoch: int, version: int, source: int) -> Tensor:
+    packed = _HEADER.pack(_MAGIC, epoch, version, source, bytes.fromhex(plan.plan_hash))
+    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)

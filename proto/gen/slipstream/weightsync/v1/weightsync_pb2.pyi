@@ -99,8 +99,14 @@ class AgreePlanRequest(_message.Message):
 
     TENSORS_FIELD_NUMBER: _builtins.int
     BUCKET_BYTES_FIELD_NUMBER: _builtins.int
+    SOURCE_COUNT_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     bucket_bytes: _builtins.int
     """Bounds the bytes of one collective."""
+    source_count: _builtins.int
+    """Counts the trainer ranks that send; each holds the rows that FSDP2 gives it."""
+    source: _builtins.int
+    """Gives this member's number among them, from 0; -1 for a receiver."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
         """Lists the tensors in sending order."""
@@ -110,10 +116,12 @@ class AgreePlanRequest(_message.Message):
         *,
         tensors: _abc.Iterable[Global___TensorSpec] | None = ...,
         bucket_bytes: _builtins.int = ...,
+        source_count: _builtins.int = ...,
+        source: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_bytes", b"bucket_bytes", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_bytes", b"bucket_bytes", "source", b"source", "source_count", b"source_count", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -148,17 +156,17 @@ class FormGroupRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
-    RANK_FIELD_NUMBER: _builtins.int
-    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    RECEIVER_FIELD_NUMBER: _builtins.int
+    RECEIVER_COUNT_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
     SCOPE_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Numbers the groups of a run; grows with every change of membership."""
-    rank: _builtins.int
-    """Gives this member's rank; rank 0 sends."""
-    world_size: _builtins.int
-    """Counts the members."""
+    receiver: _builtins.int
+    """Gives this member's number among the receivers, from 0; -1 for a source."""
+    receiver_count: _builtins.int
+    """Counts the receivers."""
     backend: _builtins.str
     """Names the backend: "gloo" or "nccl"."""
     scope: _builtins.str
@@ -169,15 +177,15 @@ class FormGroupRequest(_message.Message):
         self,
         *,
         epoch: _builtins.int = ...,
-        rank: _builtins.int = ...,
-        world_size: _builtins.int = ...,
+        receiver: _builtins.int = ...,
+        receiver_count: _builtins.int = ...,
         backend: _builtins.str = ...,
         scope: _builtins.str = ...,
         timeout_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "epoch", b"epoch", "rank", b"rank", "scope", b"scope", "timeout_s", b"timeout_s", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "epoch", b"epoch", "receiver", b"receiver", "receiver_count", b"receiver_count", "scope", b"scope", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -283,25 +291,27 @@ class TransferWeightsResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    DIGEST_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     DURATION_S_FIELD_NUMBER: _builtins.int
-    digest: _builtins.str
-    """Holds the digest of all bytes sent, or received and verified."""
     size_bytes: _builtins.int
     """Counts the bytes."""
     duration_s: _builtins.float
     """Gives the member's own seconds."""
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Holds the digest of what each source sent: one for a source, all, in order, for a receiver."""
+
     def __init__(
         self,
         *,
-        digest: _builtins.str = ...,
+        digests: _abc.Iterable[_builtins.str] | None = ...,
         size_bytes: _builtins.int = ...,
         duration_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "duration_s", b"duration_s", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "duration_s", b"duration_s", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -321,7 +331,7 @@ class AdoptWeightsRequest(_message.Message):
     version: _builtins.int
     """Names the version."""
     digest: _builtins.str
-    """Holds the digest that the sender reported."""
+    """Holds the version's digest, made of those that the sources reported."""
     def __init__(
         self,
         *,
