@@ -85,11 +85,33 @@ async def open_fake(**_: object) -> AsyncIterator[Engine]:
         yield engine
 
 
+@asynccontextmanager
+async def open_vllm(*, tied: bool = True) -> AsyncIterator[Engine]:
+    """vLLM on the CPU; blocks of 32 tokens, so that the test prompt fills some of the prefix cache."""
+    from services.rollout.engines.vllm import VllmEngine
+
+    engine = VllmEngine(
+        model_config(tied=tied),
+        dtype=torch.float32,
+        max_running=8,
+        engine_arguments={
+            "max_model_len": MAX_MODEL_TOKENS,
+            "enforce_eager": True,
+            "enable_prefix_caching": True,
+            "distributed_executor_backend": "uni",
+            "block_size": 32,
+            "kv_cache_memory_bytes": 64 << 20,
+        },
+    )
+    async with running(engine):
+        yield engine
+
+
 def _param(name: str, open_engine: OpenEngine, *, needs: str | None = None) -> Any:
     missing = needs is not None and importlib.util.find_spec(needs) is None
     mark = pytest.mark.skipif(missing, reason=f"{needs} is not installed here")
     return pytest.param(open_engine, id=name, marks=mark)
 
 
-REAL_ENGINES = [_param("torch", open_torch)]
+REAL_ENGINES = [_param("torch", open_torch), _param("vllm", open_vllm, needs="vllm")]
 ALL_ENGINES = [*REAL_ENGINES, _param("fake", open_fake)]

@@ -1,0 +1,97 @@
+"""Places for running requests, for engines whose own queue cannot be reordered."""
+
+import asyncio
+import heapq
+import math
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from services.rollout.engines.base import GenerationRequest
+
+
+@dataclass(slots=True, order=True)
+class _Waiting:
+    priority: float
+    arrival: int
+    request_id: str = field(compare=False)
+    admitted: asyncio.Future[bool] = field(compare=False)
+
+
+class Places:
+    """A bounded number of running requests; who was begun under an old version goes first."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._is_open = True
+        self._num_arrived = 0
+        self._waiting: list[_Waiting] = []
+        self._running: set[str] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @property
+    def running(self) -> Collection[str]:
+        """Requests that have a place."""
+        return frozenset(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for one."""
+        return len(self._waiting)
+
+    @asynccontextmanager
+    async def take(self, request: GenerationRequest) -> AsyncIterator[bool]:
+        """Hold a place for a request; False if it was turned away while it waited."""
+        request_id = request.request_id
+        if request_id in self._running or any(w.request_id == request_id for w in self._waiting):
+            raise ValueError(f"request {request_id!r} is already being decoded")
+        oldest = request.oldest_version
+        self._num_arrived += 1
+        waiting = _Waiting(
+            math.inf if oldest is None else oldest,
+            self._num_arrived,
+            request_id,
+            asyncio.get_running_loop().create_future(),
+        )
+        heapq.heappush(self._waiting, waiting)
+        self._admit()
+        try:
+            yield await waiting.admitted
+        finally:
+            self._running.discard(request_id)
+            self.turn_away({request_id})
+            if not self._running:
+                self._empty.set()
+            self._admit()
+
+    def turn_away(self, request_ids: Collection[str] | None) -> None:
+        """End the wait of requests (None: all) without a place."""
+        left: list[_Waiting] = []
+        for waiting in self._waiting:
+            if request_ids is not None and waiting.request_id not in request_ids:
+                left.append(waiting)
+            elif not waiting.admitted.done():
+                waiting.admitted.set_result(False)
+        self._waiting = left
+        heapq.heapify(left)
+
+    def close(self) -> None:
+        """Admit nobody any more."""
+        self._is_open = False
+
+    def open(self) -> None:
+        """Admit again."""
+        self._is_open = True
+        self._admit()
+
+    async def emptied(self) -> None:
+        """Return when no request runs."""
+        await self._empty.wait()
+
+    def _admit(self) -> None:
+        while self._is_open and self._waiting and len(self._running) < self._size:
+            waiting = heapq.heappop(self._waiting)
+            self._running.add(waiting.request_id)
+            self._empty.clear()
+            waiting.admitted.set_result(True)
