@@ -86,7 +86,15 @@ class ArenaTransport:
 
 
 async def _run(work: Callable[[], T], size_bytes: int) -> T:
-    return work() if size_bytes < _INLINE_BYTES else await asyncio.to_thread(work)
+    if size_bytes < _INLINE_BYTES:
+        return work()
+    copying = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        return await asyncio.shield(copying)
+    except asyncio.CancelledError:
+        # The thread still uses the memory, which must not go to anyone else before it is done.
+        await asyncio.wait([copying])
+        raise
 
 
 def _check_time(deadline: float) -> None:

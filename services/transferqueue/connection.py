@@ -47,21 +47,26 @@ class ShardConnection:
             socket.setsockopt(zmq.CURVE_SECRETKEY, key_pair[1])
         socket.connect(shard.endpoint)
         self._socket = MessageSocket(socket, self._on_message)
+        self._is_open = True
 
     def close(self) -> None:
         """Fail what is under way and disconnect."""
+        self._is_open = False
         self._socket.close()
         for waiter in self._pending.values():
             if not waiter.done():
-                waiter.set_exception(
-                    UnavailableError(
-                        f"shard {self.shard.shard_id} is gone; what it held is lost",
-                        shard_id=self.shard.shard_id,
-                    )
-                )
+                waiter.set_exception(self._gone())
 
     def tell(self, message: codec.Request, payload: Sequence[bytes | memoryview] = ()) -> None:
-        """Send a message that has no answer; the payload must not change until a later answer."""
+        """Send a message whose answer nobody waits for, if it has one.
+
+        The payload must not change until a later request is answered.
+
+        Raises:
+            UnavailableError: If the shard is gone.
+        """
+        if not self._is_open:
+            raise self._gone()
         self._socket.send([codec.encode(message, 0), *payload], copy=not payload)
 
     async def ask(
@@ -76,7 +81,10 @@ class ShardConnection:
         Raises:
             ServiceError: What the shard reports.
             DeadlineExceededError: If it does not answer in time.
+            UnavailableError: If the shard is gone.
         """
+        if not self._is_open:
+            raise self._gone()
         request_id = next(self._request_ids)
         waiter: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._pending[request_id] = waiter
@@ -95,6 +103,17 @@ class ShardConnection:
         if isinstance(answer, codec.Failed):
             raise _error(answer)
         return answer, received
+
+    def abort(self, put_id: str) -> None:
+        """Give up a put, if the shard is still there."""
+        if self._is_open:
+            self.tell(codec.Abort(put_id))
+
+    def _gone(self) -> UnavailableError:
+        return UnavailableError(
+            f"shard {self.shard.shard_id} is gone; what it held is lost and must be made again",
+            shard_id=self.shard.shard_id,
+        )
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         message, request_id = codec.decode(frames[0].bytes)

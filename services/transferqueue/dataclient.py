@@ -190,10 +190,14 @@ class DataClient:
             return replace(meta, blobs=blobs, revision=stored.revision)
         reserve = codec.Reserve(put_id, meta.partition_id, sizes, self._put_timeout_s)
         grant = _expect(codec.Granted, await link.connection.ask(reserve, timeout_s=timeout_s))
-        checksums = await link.transport.write(grant, columns)
-        meta = replace(meta, blobs=_blobs(shard_id, grant.blob_ids, sizes, checksums))
-        commit = codec.Commit(put_id, meta.to_bytes())
-        answer = await link.connection.ask(commit, timeout_s=_COMMIT_TIMEOUT_S)
+        try:
+            checksums = await link.transport.write(grant, columns)
+            meta = replace(meta, blobs=_blobs(shard_id, grant.blob_ids, sizes, checksums))
+            commit = codec.Commit(put_id, meta.to_bytes())
+            answer = await link.connection.ask(commit, timeout_s=_COMMIT_TIMEOUT_S)
+        except BaseException:
+            link.connection.abort(put_id)
+            raise
         return replace(meta, revision=_expect(codec.Committed, answer).revision)
 
     async def _fetch(self, meta: KVBatchMeta, fields: Sequence[str]) -> tuple[ReadPlan, Tensor]:

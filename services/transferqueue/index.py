@@ -14,6 +14,7 @@ from services.common.columns import BlobRef
 from services.common.errors import (
     FailedPreconditionError,
 )
+from services.transferqueue import metrics
 from services.transferqueue.facts import Loss, PartitionImage, PartitionStats
 from services.transferqueue.leasing import Leasing
 from services.transferqueue.partition import Partition, find
@@ -81,6 +82,9 @@ class Index:
         self._remove(partition, list(partition.rows.values()))
         self.leasing.close(partition_id)
         del self._partitions[partition_id], self._losses[partition_id]
+        run = run_of(partition_id)
+        if run not in map(run_of, self._partitions):
+            self._quotas.forget(run)
         self._waiters.wake(partition_id)
         return num_keys
 
@@ -117,6 +121,7 @@ class Index:
             self._committed.popitem(last=False)
         self.leasing.offer(meta.partition_id, added)
         self._waiters.wake(meta.partition_id)
+        self._count_samples()
         return partition.revision
 
     def get(self, partition_id: str, keys: Sequence[str]) -> KVBatchMeta:
@@ -211,6 +216,10 @@ class Index:
         self.leasing.forget(partition.partition_id, rows)
         if unused:
             self._discard(partition, unused)
+        self._count_samples()
+
+    def _count_samples(self) -> None:
+        metrics.SAMPLES.set(sum(len(partition.rows) for partition in self._partitions.values()))
 
     def _discard(self, partition: Partition, blobs: Sequence[BlobRef]) -> None:
         size = sum(blob.size_bytes for blob in blobs)

@@ -25,6 +25,10 @@ class Quotas:
         self._limits[run] = max(self._limits[run], quota_bytes)
         self._waiters.wake(run)
 
+    def forget(self, run: str) -> None:
+        """Drop the quota of a run that has ended."""
+        del self._limits[run]
+
     def limit(self, run: str) -> int:
         """Bytes that a run may take; 0 without a quota."""
         return self._limits[run]

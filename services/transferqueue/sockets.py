@@ -53,11 +53,9 @@ class MessageSocket:
         if self._socket.closed:
             return
         for _ in range(_BURST):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return
-            self._on_message(frames)
+            self._on_message(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
         self._loop.call_soon(self._receive)
 
 

@@ -158,3 +158,25 @@ async def test_a_frame_above_the_limit_ends_the_connection_and_nothing_else(addr
         await data.get(meta, ["tokens"])
         stranger.close(linger=0)
         context.term()
+
+
+async def test_errors_leave_the_client_as_they_are(address: str) -> None:
+    with pytest.raises(DeadlineExceededError, match="mine"):
+        async with DataClient.connect(address):
+            raise DeadlineExceededError("mine")
+
+
+async def test_a_put_that_is_cancelled_gives_its_room_back(address: str) -> None:
+    async with (
+        DataClient.connect(address, use_shared_memory=False) as data,
+        TransferQueueClient.connect(address) as metadata,
+    ):
+        big = {"tokens": torch.zeros(1, 1 << 19)}
+        putting = asyncio.ensure_future(data.put(TRAIN, ["a"], big))
+        while not (await metadata.stats()).shards[0].stored_bytes and not putting.done():
+            await asyncio.sleep(0)
+        putting.cancel()
+        await asyncio.wait([putting])
+        async with asyncio.timeout(5):
+            while (await metadata.stats()).shards[0].stored_bytes:
+                await metadata.release(TRAIN, ["a"])
