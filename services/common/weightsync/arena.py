@@ -60,18 +60,19 @@ class WeightArena:
         return self.buffers[source][bucket.start : bucket.stop]
 
     def checksum(self, source: int, index: int) -> Tensor:
-        """Position-dependent checksum of one bucket: ``[]`` int64, modulo 2**64.
+        """Position-dependent checksums of one bucket: ``[2]`` int64, modulo 2**64.
 
-        The bucket's 64-bit words form a matrix; its row sums and column sums are weighted by position. A
-        changed word changes both, and so do two words that changed places. Reads the bytes, writes nothing.
+        The bucket's 64-bit words form a matrix; its row sums and its column sums are each weighted by odd
+        factors and added up. A changed word changes both, two words that changed places at least one. Reads
+        the bytes once per sum and writes nothing of their size.
         """
         words = self.bucket(source, index).view(torch.int64).view(-1, _WORDS_PER_ROW)
         rows = (words.sum(1) * self._row_factors[: words.shape[0]]).sum()
         columns = (words.sum(0) * self._column_factors).sum()
-        return rows * 3 + columns
+        return torch.stack((rows, columns))
 
     def checksums(self, source: int) -> Tensor:
-        """Checksums of all buckets of a source: ``[num_buckets]`` int64."""
+        """Checksums of all buckets of a source: ``[num_buckets, 2]`` int64."""
         count = len(self.plan.sources[source].buckets)
         return torch.stack([self.checksum(source, index) for index in range(count)])
 
@@ -99,7 +100,7 @@ def source_digest(plan_hash: str, version: int, source: int, checksums: Tensor) 
         plan_hash: Of the plan.
         version: Weight version.
         source: Number of the source.
-        checksums: ``[num_buckets]`` int64.
+        checksums: ``[num_buckets, 2]`` int64.
     """
     digest = hashlib.sha256(f"{plan_hash}:{version}:{source}:".encode())
     digest.update(checksums.cpu().contiguous().numpy().tobytes())

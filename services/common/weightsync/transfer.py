@@ -106,7 +106,7 @@ class _Arriving:
         self._shadow = shadow
         self._num_buckets = len(shadow.plan.sources[source].buckets)
         self._header = torch.zeros(_HEADER.size, dtype=torch.uint8, device=shadow.device)
-        self._stated = torch.zeros(self._num_buckets, dtype=torch.int64, device=shadow.device)
+        self._stated = torch.zeros(self._num_buckets, 2, dtype=torch.int64, device=shadow.device)
         self._computed: list[Tensor] = []
         self._works = [channel.broadcast(self._header)]
 
@@ -142,7 +142,7 @@ class _Arriving:
                 f"{plan.plan_hash[:12]}, but the source announced something else; it is refused"
             )
         computed = torch.stack(self._computed)
-        damaged = (computed != self._stated).nonzero().flatten().tolist()
+        damaged = (computed != self._stated).any(1).nonzero().flatten().tolist()
         if damaged:
             raise TransferError(
                 f"version {version}: buckets {damaged[:8]} of source {self._source} differ from what was "
