@@ -192,18 +192,22 @@ def _check_shards(tensors: Sequence[TensorSpec], shards: Sequence[Sequence[Shard
         raise ValueError(
             "every source must hold at least one shard; leave out ranks that hold none"
         )
-    held = sorted((s.tensor, s.start, s.stop) for source in shards for s in source)
+    held: dict[int, list[Shard]] = {index: [] for index in range(len(tensors))}
+    for shard in itertools.chain.from_iterable(shards):
+        held[shard.tensor].append(shard)
     for index, tensor in enumerate(tensors):
         position = 0
-        for _, start, stop in (entry for entry in held if entry[0] == index):
-            if start != position:
+        for shard in sorted(held[index], key=lambda shard: shard.start):
+            if shard.start != position:
                 break
-            position = stop
-        if position != tensor.num_rows:
-            raise ValueError(
-                f"the shards of {tensor.name} must cover its {tensor.num_rows} rows exactly once, but row "
-                f"{position} is missing or held twice"
-            )
+            position = shard.stop
+        else:
+            if position == tensor.num_rows:
+                continue
+        raise ValueError(
+            f"the shards of {tensor.name} must cover its {tensor.num_rows} rows exactly once, but a row "
+            f"near {position} is missing or held twice"
+        )
 
 
 def _aligned(num_bytes: int, alignment: int) -> int:
