@@ -68,13 +68,14 @@ async def run(settings: RolloutSettings) -> None:
         )
         session.report(state="loading", activity="loading model and data")
         engine, sampler = await _load(stack, session, settings.run_id, device)
-        servicer.attach(sampler, engine)
-        receiver.attach(engine, sampler, is_partial=session.spec.rollout.partial_rollout)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         background = [
             tasks.create_task(engine.run()),
             tasks.create_task(_report_gauges(session, engine, sampler.num_prompts)),
         ]
+        await engine.wait_ready()
+        servicer.attach(sampler, engine)
+        receiver.attach(engine, sampler, is_partial=session.spec.rollout.partial_rollout)
         announce(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
         session.report(state="loaded", activity="")
         await _serve_until_stopped(session, sampler)

@@ -1,5 +1,6 @@
 """Where a rollout process lives."""
 
+import os
 from typing import Literal
 
 from pydantic_settings import SettingsConfigDict
@@ -14,3 +15,23 @@ class RolloutSettings(WorkerSettings):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the engine runs; ``auto`` takes the GPU if there is one."""
+
+
+def prepare_vllm_environment(*, is_cpu: bool) -> None:
+    """Set what vLLM reads from the environment when it is imported; what is set already stays.
+
+    Args:
+        is_cpu: Whether its CPU build runs.
+    """
+    values = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    if is_cpu:
+        values |= {
+            # One child process instead of two.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            # Otherwise the first request for logprobs compiles a C++ kernel, for a minute.
+            "TORCH_COMPILE_DISABLE": "1",
+            # Its threads and torch's would fight over the cores.
+            "OMP_NUM_THREADS": "1",
+        }
+    for name, value in values.items():
+        os.environ.setdefault(name, value)  # noqa: TID251 -- this is the settings module

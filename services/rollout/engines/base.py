@@ -95,6 +95,10 @@ class Engine(Protocol):
         """Serve until cancelled. Requests made earlier wait. Raises if the engine dies."""
         ...
 
+    async def wait_ready(self) -> None:
+        """Return when the engine, whose :meth:`run` was started, can serve."""
+        ...
+
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Decode one request.
 

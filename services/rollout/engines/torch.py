@@ -105,6 +105,9 @@ class TorchEngine:
                 self._resolve(finished)
             await self._notify()
 
+    async def wait_ready(self) -> None:
+        """Nothing to wait for: the model is loaded."""
+
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Decode one request; see :class:`~services.rollout.engines.base.Engine`."""
         check_request(request, vocab_size=self._vocab_size, max_model_tokens=self._max_model_tokens)

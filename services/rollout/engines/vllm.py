@@ -104,6 +104,10 @@ class VllmEngine:
         finally:
             llm.shutdown()
 
+    async def wait_ready(self) -> None:
+        """Return when vLLM is up."""
+        await self._started.wait()
+
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Decode one request."""
         check_request(
