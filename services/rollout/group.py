@@ -43,19 +43,21 @@ class RunningGroup:
 
     Attributes:
         assignment: What is generated.
-        is_cut: Whether the group was interrupted before its end.
+        is_interrupted: Whether it was told to stop.
+        is_cut: Whether it ended before all members were complete: told to stop, or at the end of a segment.
     """
 
     def __init__(self, assignment: GroupAssignment, tools: Tools, spec: RolloutSpec) -> None:
         self.assignment = assignment
+        self.is_interrupted = False
         self.is_cut = False
         self._tools = tools
         self._spec = spec
         self._earlier: GroupProgress = {}
         self._episodes: dict[int, Episode] = {}
         self._num_failed_scores: dict[int, int] = {}
+        self._rewards: dict[int, float] = {}
         self._members: dict[int, asyncio.Task[Sample | None]] = {}
-        self._is_interrupted = False
 
     async def sample(self, prompt: Prompt, progress: GroupProgress) -> list[Sample]:
         """Sample and score all members; an interrupted group is cut and its samples are of no use.
@@ -88,7 +90,7 @@ class RunningGroup:
         What is being generated ends with the abort and keeps its tokens. Scoring and tool calls are given
         up; they run again when the group is resumed.
         """
-        self._is_interrupted = True
+        self.is_interrupted = True
         for member, episode in self._episodes.items():
             episode.is_interrupted = True
             if not episode.is_generating:
@@ -106,7 +108,9 @@ class RunningGroup:
             turns = episode.recorded(running.get(episode.request_id))
             failed = self._num_failed_scores[member]
             if turns:
-                progress[member] = MemberProgress(num_failed_scores=failed, turns=turns)
+                progress[member] = MemberProgress(
+                    num_failed_scores=failed, turns=turns, reward=self._rewards.get(member)
+                )
         return {**self._earlier, **progress}
 
     async def _sample_member(self, prompt: Prompt, member: int) -> Sample | None:
@@ -122,12 +126,15 @@ class RunningGroup:
                 return None
             self._check_segments(episode)
             try:
-                reward = await self._score(episode)
+                if earlier.reward is None:
+                    self._rewards[member] = await self._score(episode)
+                else:
+                    self._rewards[member] = earlier.reward
             except CallError as error:
                 metrics.REWARD_FAILURES.labels(kind=error.kind).inc()
                 failure = error
                 continue
-            return self._sample(member, episode, reward=reward, failed=False)
+            return self._sample(member, episode, reward=self._rewards[member], failed=False)
         if self._spec.on_reward_failure == "mask":
             return self._sample(member, episode, reward=0.0, failed=True)
         raise GroupError(f"reward_{failure.kind}", failure.message, retryable=True)
@@ -144,6 +151,7 @@ class RunningGroup:
                 temperature=assignment.temperatures[member],
                 max_response_tokens=self._spec.max_response_tokens,
                 stop_texts=self._spec.sampling.stop,
+                segment_tokens=self._spec.segment_tokens,
             ),
             engine=self._tools.engine,
             tokenizer=self._tools.tokenizer,
@@ -154,7 +162,7 @@ class RunningGroup:
 
     async def _run_workflow(self, episode: Episode) -> bool:
         """Run an episode; returns whether it was finished and not interrupted."""
-        episode.is_interrupted = self._is_interrupted
+        episode.is_interrupted = self.is_interrupted
         try:
             await self._tools.workflow.run(episode)
         except Interrupted:
@@ -166,7 +174,7 @@ class RunningGroup:
             raise GroupError(
                 "workflow_error", f"{type(error).__name__}: {error}", retryable=True
             ) from error
-        return not self._is_interrupted
+        return not self.is_interrupted
 
     def _check_segments(self, episode: Episode) -> None:
         """Refuse a response that was stretched over too many weight versions."""

@@ -22,16 +22,19 @@ class MemberProgress:
     """Tries whose reward failed; the next seed follows from it."""
     turns: tuple[Turn, ...]
     """Turns of the current try; the last one may be cut."""
+    reward: float | None = None
+    """Score, if the member is complete and was scored."""
 
 
 GroupProgress = Mapping[int, MemberProgress]
 """Progress by member."""
 
-PARTIAL_FIELDS: Final = ("response_ids", "rollout_logprobs", "version_runs", "turns")
+PARTIAL_FIELDS: Final = ("response_ids", "rollout_logprobs", "version_runs", "turns", "scores")
 """Fields of the ``partial`` partition, one row per group.
 
-``response_ids``, ``rollout_logprobs`` and ``version_runs`` as for samples, those of all members one after the
-other; ``turns`` int32 ``[T, 5]``: member, failed scores, tokens, version runs and finish code of each turn.
+``response_ids``, ``rollout_logprobs`` and ``version_runs`` are as for samples, those of all members one after
+the other. ``turns`` int32 ``[T, 5]`` has member, failed scores, tokens, version runs and finish code of each
+turn; ``scores`` float64 ``[S, 2]`` has member and reward of those that were scored.
 """
 
 
@@ -41,6 +44,7 @@ def encode_progress(progress: GroupProgress) -> dict[str, Tensor]:
     logprobs: list[float] = []
     runs: list[tuple[int, int]] = []
     table: list[tuple[int, int, int, int, int]] = []
+    scores = [(member, part.reward) for member, part in progress.items() if part.reward is not None]
     for member, part in progress.items():
         for turn in part.turns:
             tokens += turn.token_ids
@@ -54,6 +58,7 @@ def encode_progress(progress: GroupProgress) -> dict[str, Tensor]:
         "rollout_logprobs": torch.tensor(logprobs, dtype=torch.float32),
         "version_runs": torch.tensor(runs, dtype=torch.int32).reshape(-1, 2),
         "turns": torch.tensor(table, dtype=torch.int32).reshape(-1, 5),
+        "scores": torch.tensor(scores, dtype=torch.float64).reshape(-1, 2),
     }
 
 
@@ -68,6 +73,7 @@ def decode_progress(fields: Mapping[str, Tensor]) -> dict[int, MemberProgress]:
     runs = [(version, count) for version, count in fields["version_runs"].tolist()]
     if sum(row[2] for row in table) != len(tokens) or sum(row[3] for row in table) != len(runs):
         raise ValueError("the turns of a cached group do not cover its tokens; generate it again")
+    scores = {int(member): reward for member, reward in fields["scores"].tolist()}
     progress: dict[int, MemberProgress] = {}
     token, run = 0, 0
     for member, num_failed_scores, num_tokens, num_runs, code in table:
@@ -79,7 +85,9 @@ def decode_progress(fields: Mapping[str, Tensor]) -> dict[int, MemberProgress]:
         )
         earlier = progress[member].turns if member in progress else ()
         progress[member] = MemberProgress(
-            num_failed_scores=num_failed_scores, turns=(*earlier, turn)
+            num_failed_scores=num_failed_scores,
+            turns=(*earlier, turn),
+            reward=scores.get(member),
         )
         token, run = token + num_tokens, run + num_runs
     return progress

@@ -150,11 +150,7 @@ class GroupSampler:
             return
         await self._tools.engine.abort(requests)
         await asyncio.wait(tasks.values())
-        cut = [group for group in groups if group.is_cut]
-        await self._save([(group.assignment, group.progress({})) for group in cut])
-        error = GroupError("interrupted", "the group was interrupted; resume it", retryable=True)
-        metrics.GROUPS.labels(outcome="interrupted").inc(len(cut))
-        await self._report_failures([(group.assignment, error) for group in cut])
+        await self._park([group for group in groups if group.is_cut])
 
     async def checkpoint(self) -> None:
         """Cache what the running groups have, while they run on."""
@@ -166,6 +162,13 @@ class GroupSampler:
     def checkpoint_soon(self) -> None:
         """Checkpoint beside whatever the caller does next."""
         self._tasks.create_task(self.checkpoint())
+
+    async def _park(self, groups: Sequence[RunningGroup]) -> None:
+        """Cache what groups have and give them back to the controller."""
+        await self._save([(group.assignment, group.progress({})) for group in groups])
+        error = GroupError("interrupted", "the group was interrupted; resume it", retryable=True)
+        metrics.GROUPS.labels(outcome="interrupted").inc(len(groups))
+        await self._report_failures([(group.assignment, error) for group in groups])
 
     async def _save(self, groups: Sequence[tuple[GroupAssignment, GroupProgress]]) -> None:
         """Cache progress; if that fails, the groups are merely generated anew after a crash."""
@@ -190,6 +193,8 @@ class GroupSampler:
             if not group.is_cut:
                 await self._publisher.publish(assignment, prompt, samples)
                 metrics.GROUPS.labels(outcome="published").inc()
+            elif not group.is_interrupted:
+                await self._park([group])
         except GroupError as error:
             metrics.GROUPS.labels(outcome=error.reason).inc()
             logger.warning("group failed", extra={"group_id": group_id, "reason": error.reason})

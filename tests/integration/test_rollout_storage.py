@@ -99,7 +99,7 @@ async def test_cached_progress_is_found_by_another_replica_until_it_is_forgotten
     early: GroupProgress = {1: MemberProgress(num_failed_scores=0, turns=(CUT,))}
     late: GroupProgress = {
         0: MemberProgress(num_failed_scores=2, turns=(SAMPLED, OBSERVED, CUT)),
-        1: MemberProgress(num_failed_scores=0, turns=(SAMPLED,)),
+        1: MemberProgress(num_failed_scores=0, turns=(SAMPLED,), reward=0.1),
     }
     assert await one.load("g") == {}
     for _ in range(3):

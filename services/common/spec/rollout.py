@@ -1,8 +1,8 @@
 """How responses are generated and scored."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from services.common.spec.base import SpecPart
 
@@ -57,6 +57,9 @@ class RolloutSpec(SpecPart):
     """Whether a weight update recomputes the KV cache of running responses or keeps the old one."""
     partial_rollout: bool = False
     """Whether a weight update interrupts responses and continues them under the new weights."""
+    segment_tokens: int | None = Field(None, ge=1)
+    """With partial rollout, tokens after which a response is put aside, so that others get its place; any
+    replica continues it, under the weights of then. None interrupts only when it has to."""
     max_segments: int = Field(16, ge=1)
     """Most weight versions in one response before it is finished or dropped."""
     workflow: str = "single_turn"
@@ -71,3 +74,12 @@ class RolloutSpec(SpecPart):
     """What happens to a sample whose reward failed: generated again, or kept out of the loss."""
     max_attempts: int = Field(3, ge=1)
     """Times a group is tried before its prompt is quarantined."""
+
+    @model_validator(mode="after")
+    def _segments_need_partial_rollout(self) -> Self:
+        if self.segment_tokens is not None and not self.partial_rollout:
+            raise ValueError(
+                f"rollout.segment_tokens is {self.segment_tokens} but rollout.partial_rollout is false; set "
+                "it to true, or remove rollout.segment_tokens"
+            )
+        return self

@@ -7,7 +7,7 @@ was cut.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from services.common.models.tokenizer import Tokenizer
@@ -62,6 +62,8 @@ class EpisodeLimits:
     """Most tokens of the response, observed ones included."""
     stop_texts: tuple[str, ...]
     """Texts that end a turn."""
+    segment_tokens: int | None = None
+    """Tokens after which the episode is interrupted, wherever it is; None never is."""
 
 
 class Episode:
@@ -197,6 +199,14 @@ class Episode:
         self.turns.append(turn)
         return turn
 
+    def _within_segment(self, num_tokens: int) -> int:
+        """Cut a number of new tokens to what is left of this segment."""
+        if self._limits.segment_tokens is None:
+            return num_tokens
+        sampled = sum(len(turn.token_ids) for turn in self.turns if turn.is_sampled)
+        total = sampled + len(self._started.token_ids)
+        return min(num_tokens, self._limits.segment_tokens - total % self._limits.segment_tokens)
+
     def _next_recorded(self, *, sampled: bool) -> Turn | None:
         """Take the next recorded turn; a workflow that changed its mind is a fault of its own."""
         if not self._recorded:
@@ -218,7 +228,7 @@ class Episode:
         request = GenerationRequest(
             request_id=self.request_id,
             context_ids=(*self.prompt.token_ids, *self.response_ids, *started.token_ids),
-            max_tokens=room - len(started.token_ids),
+            max_tokens=self._within_segment(room - len(started.token_ids)),
             seed=self._limits.seed,
             draw_offset=sum(len(turn.token_ids) for turn in sampled),
             oldest_version=min(versions, default=None),
@@ -233,6 +243,8 @@ class Episode:
             raise GroupError("request_refused", str(error), retryable=False) from error
         finally:
             self.is_generating = False
+        if result.finish_reason == "length" and request.max_tokens < room - len(started.token_ids):
+            result = replace(result, finish_reason="aborted")
         return _continued(started, result)
 
 

@@ -280,6 +280,27 @@ async def test_interrupted_groups_resume_on_another_replica_with_the_same_tokens
             assert got.reward == expected.reward
 
 
+async def test_segments_put_groups_aside_and_give_the_same_tokens_in_the_end() -> None:
+    score = ScoreBy(lambda given: float(len(given.response)))
+    async with sampling(score, **LONG) as (sampler, whole, _):
+        sampler.start([assignment("a")])
+        await whole.wait_for(1)
+    longest = max(len(sample.response_ids) for sample in whole.published["a"])
+    score.calls, cache = 0, MemoryCache()
+    async with sampling(score, cache=cache, segment_tokens=2, **LONG) as (sampler, parts, engine):
+        for attempt in range(1, 100):
+            sampler.start([assignment("a", attempt=attempt)])
+            await until(lambda: sampler.num_groups == 0)
+            if parts.published:
+                break
+        total = sum(len(sample.response_ids) for sample in whole.published["a"])
+        assert engine.stats().tokens_total == total
+    assert longest / 2 <= attempt <= longest / 2 + 1
+    assert score.calls == 3
+    got = [sample.response_ids for sample in parts.published["a"]]
+    assert got == [sample.response_ids for sample in whole.published["a"]]
+
+
 async def test_a_checkpoint_is_enough_to_resume_after_a_crash() -> None:
     cache = MemoryCache()
     score = ScoreBy(lambda _: 1.0)
