@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import json
 import os
+import time
 from collections.abc import Sequence
 from statistics import median
 
@@ -101,22 +102,25 @@ async def curve_cost(rounds: int) -> list[Row]:
     return rows
 
 
-async def several_clients(count: int, rounds: int) -> dict[str, float]:
-    """Total speed of several clients at once, each with a partition's worth of its own keys."""
+async def several_clients(count: int, rounds: int) -> Row:
+    """Total GB/s of several clients at once, each with a connection and samples of its own."""
     workload = build("rl256")
+    moved = 2 * workload.size_bytes * rounds * count
+    row: Row = {"clients": count}
     with service() as address:
-        results = {}
-        for path in (True, False):
+        for path in ("shared memory", "network"):
 
-            async def work(use_shared_memory: bool = path) -> float:
+            async def work(number: int, use_shared_memory: bool = path == "shared memory") -> None:
                 async with Ours.connect(address, use_shared_memory=use_shared_memory) as ours:
-                    return sum([sum(await ours.measure(workload)) for _ in range(rounds)])
+                    for _ in range(rounds):
+                        await ours.measure(workload, owner=str(number))
 
-            seconds = await asyncio.gather(*[work() for _ in range(1)])
-            results["shared memory" if path else "network"] = (
-                2 * rounds * workload.size_bytes * count / sum(seconds) / 1e9 / count
-            )
-    return results
+            started = time.perf_counter()
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(count):
+                    tasks.create_task(work(number))
+            row[f"{path} gbps"] = round(moved / (time.perf_counter() - started) / 1e9, 3)
+    return row
 
 
 def physical_limits(rounds: int) -> dict[str, float]:
@@ -153,6 +157,7 @@ def main() -> None:
         "limits_gbps": physical_limits(rounds),
         "rows": [row for units in (2, 1) for row in asyncio.run(compare(units, rounds))],
         "curve": asyncio.run(curve_cost(rounds)),
+        "several_clients": asyncio.run(several_clients(4, rounds)),
         "metadata": {
             "num_keys": num_keys,
             "service": through_service,

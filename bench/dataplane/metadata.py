@@ -5,6 +5,8 @@ import time
 import tracemalloc
 from statistics import median
 
+import torch
+
 from services.common.batch import KVBatchMeta
 from services.common.clock import SystemClock
 from services.common.columns import BlobRef, FieldColumn
@@ -20,7 +22,7 @@ _PARTITION = "bench/metadata"
 def put_meta(first: int, count: int) -> KVBatchMeta:
     """A put of ``count`` samples with two fields and four tags."""
     lengths = tuple(range(512, 512 + count))
-    offsets = tuple(4 * sum(lengths[:1]) * n for n in range(count))
+    offsets = tuple(4 * 4096 * n for n in range(count))
     blobs = tuple(
         BlobRef(shard_id="s", blob_id=2 * first + n, size_bytes=1 << 40, checksum=0)
         for n in range(2)
@@ -101,8 +103,6 @@ async def bytes_per_key(num_keys: int) -> float:
 
 async def service_figures(address: str, num_keys: int) -> dict[str, float]:
     """Figures through the public clients: ingest, acquire, wake-up of a watcher."""
-    import torch
-
     values = {"ids": torch.zeros(_PUT_KEYS, 8), "logprobs": torch.zeros(_PUT_KEYS, 8)}
     async with (
         TransferQueueClient.connect(address) as metadata,
@@ -112,8 +112,7 @@ async def service_figures(address: str, num_keys: int) -> dict[str, float]:
         started = time.perf_counter()
         for first in range(0, num_keys, _PUT_KEYS):
             meta = put_meta(first, _PUT_KEYS)
-            tags = {**meta.tags, "group_id": meta.tags["group_id"]}
-            await data.put(_PARTITION, meta.keys, values, tags=tags)
+            await data.put(_PARTITION, meta.keys, values, tags=meta.tags)
         ingest = num_keys / (time.perf_counter() - started)
         request = AcquireRequest(
             partition_id=_PARTITION, consumer="train", fields=("ids",), num_keys=256, group_size=8

@@ -59,14 +59,16 @@ class Ours:
         ):
             yield cls(metadata, data)
 
-    async def measure(self, workload: Workload, *, check: bool = False) -> tuple[float, float]:
-        """Seconds of a put and of a get."""
+    async def measure(
+        self, workload: Workload, *, check: bool = False, owner: str = "k"
+    ) -> tuple[float, float]:
+        """Seconds of a put and of a get; ``owner`` keeps the keys of several clients apart."""
         partition = f"bench/{workload.name}"
         names = list(workload.fields)
         await self._metadata.create_partition(partition, required_fields=names)
         put_s = get_s = 0.0
         for _ in range(workload.repeats):
-            keys = [f"k.{n}" for n in range(workload.num_rows)]
+            keys = [f"{owner}.{n}" for n in range(workload.num_rows)]
             started = time.perf_counter()
             meta = await self._data.put(
                 partition, keys, workload.fields, tags={"group_id": ["g"] * len(keys)}

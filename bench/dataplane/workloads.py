@@ -24,9 +24,7 @@ class Workload:
     @property
     def size_bytes(self) -> int:
         """Bytes of all values."""
-        return sum(
-            sum(row.nbytes for row in rows) for values in self.fields.values() for rows in [values]
-        )
+        return sum(row.nbytes for rows in self.fields.values() for row in rows)
 
 
 def build(name: str) -> Workload:

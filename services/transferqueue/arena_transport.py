@@ -4,6 +4,7 @@ import asyncio
 import mmap
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from services.common.errors import DeadlineExceededError, InternalError
 from services.transferqueue import codec
+from services.transferqueue.concurrency import run_all
 from services.transferqueue.connection import ShardConnection
 from services.transferqueue.packing import PackedColumn
 from services.transferqueue.readplan import Extent
@@ -40,16 +42,19 @@ class ArenaTransport:
         """Fill granted blobs; returns the checksum of each."""
         deadline = time.monotonic() + codec.GRANT_S / 2
 
-        def fill() -> list[int]:
-            checksums = []
-            for position, column in zip(grant.positions, columns, strict=True):
-                _check_time(deadline)
-                target = self._arena[position : position + column.size_bytes]
-                column.copy_into(target)
-                checksums.append(codec.checksum(target.numpy().data))
-            return checksums
+        def fill(position: int, column: PackedColumn) -> int:
+            _check_time(deadline)
+            target = self._arena[position : position + column.size_bytes]
+            column.copy_into(target)
+            return codec.checksum(target.numpy().data)
 
-        return await _run(fill, sum(column.size_bytes for column in columns))
+        # Columns are copied by several threads: one alone does not use up the memory's bandwidth.
+        return await run_all(
+            [
+                _run(partial(fill, position, column), column.size_bytes)
+                for position, column in zip(grant.positions, columns, strict=True)
+            ]
+        )
 
     async def read(self, extents: Sequence[Extent], target: Tensor) -> None:
         """Fetch bytes of blobs into ``target``, a uint8 tensor."""

@@ -101,6 +101,8 @@ class Read:
 
     ranges: tuple[int, ...]
     in_arena: bool
+    with_checksum: bool = True
+    """Whether Data gets a checksum. A reader of whole blobs knows those of the blobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,10 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Answers Read: the ranges one after the other in the payload frames."""
+    """Answers Read: the ranges one after the other in the payload frames.
+
+    The checksum is 0 if none was asked for.
+    """
 
     checksum: int
 
@@ -281,7 +286,7 @@ _FIELDS: Final = {
         ("put_id", _is_text), ("partition_id", _is_text), ("sizes", _is_sizes), ("wait_s", _is_wait),
         ("meta", _is_bytes),
     ),
-    Read: (("ranges", _is_ranges), ("in_arena", _is_flag)),
+    Read: (("ranges", _is_ranges), ("in_arena", _is_flag), ("with_checksum", _is_flag)),
     Unpin: (("pin_id", _is_count),),
     Granted: (("blob_ids", _is_counts), ("positions", _is_counts)),
     Committed: (("revision", _is_count),),

@@ -211,9 +211,8 @@ class DataClient:
         await run_all([link.transport.read(extents, data) for link, extents in reads])
         view = data.numpy().data
         for extent in plan.extents:
-            is_whole = extent.size == extent.blob.size_bytes
             part = view[extent.position : extent.position + extent.size]
-            if is_whole and codec.checksum(part) != extent.blob.checksum:
+            if extent.is_whole and codec.checksum(part) != extent.blob.checksum:
                 raise DataLossError(
                     f"blob {extent.blob.blob_id} on {extent.blob.shard_id} is damaged",
                     blob_id=extent.blob.blob_id,

@@ -182,7 +182,7 @@ class DataPlane:
                 f"a read of {size} bytes is above the limit of {codec.MAX_READ_BYTES}; split it"
             )
         payload += _frames([self._storage.view(*extent) for extent in ranges])
-        return codec.Data(codec.checksum_of(payload))
+        return codec.Data(codec.checksum_of(payload) if message.with_checksum else 0)
 
     def _refuse(self, peer: bytes, request_id: int, error: InvalidArgumentError) -> None:
         metrics.REJECTED.labels("data", "malformed").inc()

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
+from typing import cast
 
 import msgpack
 import torch
@@ -93,10 +94,9 @@ def pack(name: str, values: Values) -> PackedColumn:
         rank = 0 if values.is_scalar else values.values.dim()
         lengths = values.lengths.tolist()
         return _column(name, [values.values], lengths, rank, tuple(values.values.shape[1:]))
-    rows = [row for row in values if isinstance(row, Tensor)]
-    if len(rows) == len(values) and rows:
-        return _pack_rows(name, rows)
-    if rows:
+    if values and all(map(_is_tensor, values)):
+        return _pack_rows(name, cast("Sequence[Tensor]", values))
+    if any(map(_is_tensor, values)):
         raise InvalidArgumentError(f"field {name!r} mixes tensors and other values")
     return _pack_objects(name, values)
 
@@ -163,6 +163,10 @@ def _pack_rows(name: str, rows: Sequence[Tensor]) -> PackedColumn:
     return _column(name, rows, lengths, rank, tuple(tail))
 
 
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
 def _text_of(rows: Sequence[Tensor]) -> str:
     kinds = dict.fromkeys(f"{row.dtype} {['*', *row.shape[1:]]}" for row in rows)
     return ", ".join(list(kinds)[:5])
@@ -201,7 +205,7 @@ def _column(
         )
     row_bytes = ITEM_BYTES[dtype] * prod(tail)
     is_float8 = dtype.startswith("float8")
-    pieces = tuple([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors])
+    pieces = tuple(tensors if rank == 1 else [tensor.reshape(-1) for tensor in tensors])
     if is_float8 or not all(piece.is_cpu for piece in pieces):
         # Bytes can do what the float8 types cannot: be concatenated.
         pieces = tuple([_bytes_of(piece) if is_float8 else piece.cpu() for piece in pieces])

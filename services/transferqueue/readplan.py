@@ -20,6 +20,11 @@ class Extent:
     size: int
     position: int
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all bytes of the blob."""
+        return self.size == self.blob.size_bytes
+
 
 @dataclass(slots=True)
 class ReadPlan:
