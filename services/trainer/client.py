@@ -29,8 +29,16 @@ class TrainerClient:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = trainer_pb2_grpc.TrainerServiceStub(channel)
 
-    async def train_step(self, step: int, batch: KVBatchMeta, *, timeout_s: float) -> TrainedStep:
+    async def train_step(
+        self, step: int, batch: KVBatchMeta, *, weight_version: int, timeout_s: float
+    ) -> TrainedStep:
         """Train one batch. Safe to repeat for the newest step.
+
+        Args:
+            step: Its number, from 1.
+            batch: Whole groups, oldest first.
+            weight_version: Number of the weights that the step starts from.
+            timeout_s: Deadline.
 
         Raises:
             InvalidArgumentError: If the batch lacks what the algorithm needs.
@@ -39,7 +47,7 @@ class TrainerClient:
         """
         response = await call(
             self._stub.TrainStep,
-            pb.TrainStepRequest(step=step, batch=batch.to_proto()),
+            pb.TrainStepRequest(step=step, batch=batch.to_proto(), weight_version=weight_version),
             timeout_s=timeout_s,
             idempotent=True,
         )

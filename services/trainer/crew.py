@@ -10,7 +10,7 @@ from enum import IntEnum
 import torch
 from torch import distributed
 
-_HEADER = struct.Struct("<qqq")
+_HEADER = struct.Struct("<qqqq")
 
 
 class Kind(IntEnum):
@@ -36,6 +36,8 @@ class Order:
     """What to do."""
     step: int = 0
     """Step that it is about."""
+    weight_version: int = 0
+    """Version of the weights that a step starts from (TRAIN)."""
     payload: bytes = b""
     """A serialized ``KVBatchMeta`` (TRAIN), or JSON (START)."""
 
@@ -54,7 +56,7 @@ class Crew:
         """Send an order from rank 0 to the others."""
         if self._size == 1:
             return
-        header = _HEADER.pack(order.kind, order.step, len(order.payload))
+        header = _HEADER.pack(order.kind, order.step, order.weight_version, len(order.payload))
         _broadcast(bytearray(header))
         if order.payload:
             _broadcast(bytearray(order.payload))
@@ -62,9 +64,9 @@ class Crew:
     def hear(self) -> Order:
         """Wait for rank 0's next order."""
         header = _broadcast(bytearray(_HEADER.size))
-        kind, step, size = _HEADER.unpack(header)
+        kind, step, weight_version, size = _HEADER.unpack(header)
         payload = bytes(_broadcast(bytearray(size))) if size else b""
-        return Order(Kind(kind), step, payload)
+        return Order(Kind(kind), step, weight_version, payload)
 
 
 def _broadcast(data: bytearray) -> bytearray:

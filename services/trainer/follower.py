@@ -30,7 +30,8 @@ def follow(crew: Crew, rank: Rank, weights: WeightExport) -> None:
 def _take_part(order: Order, rank: Rank, weights: WeightExport) -> None:
     try:
         if order.kind is Kind.TRAIN:
-            rank.train(order.step, KVBatchMeta.from_bytes(order.payload))
+            meta = KVBatchMeta.from_bytes(order.payload)
+            rank.train(order.step, meta, weight_version=order.weight_version)
         elif order.kind is Kind.GATHER:
             for _ in weights.weight_tensors():
                 pass

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from torch import Tensor
@@ -25,6 +26,8 @@ class Leader:
         self._weights: WeightExport | None = None
         self._crew = Crew(1)
         self._newest: tuple[int, StepResult | None] = (0, None)
+        self._begun: tuple[int, Future[StepResult]] | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train")
         # Training changes the weights that a transfer copies; both run in threads.
         self._turn = threading.Lock()
         self._steps = asyncio.Lock()
@@ -44,33 +47,48 @@ class Leader:
         self._rank = rank
         self._weights = weights
 
-    async def train_step(self, step: int, meta: KVBatchMeta) -> StepResult:
+    async def train_step(
+        self, step: int, meta: KVBatchMeta, *, weight_version: int | None = None
+    ) -> StepResult:
         """Train a step, or repeat the answer of the newest one.
+
+        A step that was begun is finished and counted even if the caller is gone: a controller that was
+        started again asks for the same step and gets its answer.
 
         Raises:
             FailedPreconditionError: If ``step`` does not follow the newest one.
             UnavailableError: If the model is not loaded yet.
         """
         async with self._steps:
-            newest, result = self._newest
-            if step == newest and result is not None:
-                return result
-            if step != newest + 1:
-                raise FailedPreconditionError(
-                    f"step {step} does not follow the newest one, which is {newest}; train step "
-                    f"{newest + 1} next",
-                    step=step,
-                    newest=newest,
-                )
-            result = await asyncio.to_thread(self._train, step, meta)
-            self._newest = (step, result)
-            return result
+            if self._begun is None or self._begun[0] != step or self._begun[1].done():
+                self._begun = (step, self._begin(step, meta, weight_version))
+            return await asyncio.shield(asyncio.wrap_future(self._begun[1]))
 
-    def _train(self, step: int, meta: KVBatchMeta) -> StepResult:
+    def _begin(
+        self, step: int, meta: KVBatchMeta, weight_version: int | None
+    ) -> Future[StepResult]:
+        newest, result = self._newest
+        if step == newest and result is not None:
+            answered: Future[StepResult] = Future()
+            answered.set_result(result)
+            return answered
+        if step != newest + 1:
+            raise FailedPreconditionError(
+                f"step {step} does not follow the newest one, which is {newest}; train step "
+                f"{newest + 1} next",
+                step=step,
+                newest=newest,
+            )
+        return self._thread.submit(self._train, step, meta, weight_version)
+
+    def _train(self, step: int, meta: KVBatchMeta, weight_version: int | None) -> StepResult:
         rank, _ = self._attached()
         with self._turn:
-            self._crew.tell(Order(Kind.TRAIN, step, meta.to_bytes()))
-            return rank.train(step, meta)
+            version = step - 1 if weight_version is None else weight_version
+            self._crew.tell(Order(Kind.TRAIN, step, version, meta.to_bytes()))
+            result = rank.train(step, meta, weight_version=version)
+            self._newest = (step, result)
+            return result
 
     async def save(self, step: int) -> Path:
         """Save the state of the newest step. Training waits for the copy, not for the disk.

@@ -1,18 +1,20 @@
 """Logprobs and entropy of chosen tokens, without ever holding all logits.
 
 Logits exist only for one chunk of tokens at a time: they are computed in the forward pass, reduced
-to two numbers per token, dropped, and computed again in the backward pass. So memory does not grow
-with tokens x vocabulary.
+to three numbers per token, dropped, and computed again in the backward pass. So memory does not grow
+with tokens x vocabulary. On a GPU the two reductions are compiled into one kernel each, because they
+would otherwise read and write the chunk a dozen times.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-_CHUNK_ELEMENTS = 1 << 27
-"""Most logits at once: 512 MiB in float32."""
+_CHUNK_ELEMENTS = 1 << 28
+"""Most logits at once: 512 MiB in bfloat16."""
 
 
 def token_logprobs(
@@ -35,14 +37,44 @@ def token_logprobs(
     return result
 
 
-def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    size = max(1, _CHUNK_ELEMENTS // weight.shape[0])
-    return [slice(start, start + size) for start in range(0, hidden.shape[0], size)]
+def _reduce(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprob of the target, log-normalizer and entropy, each ``[C]``, of ``[C, V]`` logits."""
+    scaled = logits.float() / temperature
+    normalizer = torch.logsumexp(scaled, -1)
+    logprobs = scaled.gather(1, targets[:, None]).squeeze(1) - normalizer
+    expected = (torch.exp(scaled - normalizer[:, None]) * scaled).sum(-1)
+    return logprobs, normalizer, normalizer - expected
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    logits = functional.linear(hidden, weight).float()
-    return functional.log_softmax(logits / temperature, dim=-1)
+def _gradient(
+    logits: Tensor,
+    targets: Tensor,
+    saved: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor],
+    temperature: float,
+) -> Tensor:
+    """Gradient of ``[C, V]`` logits, in their dtype.
+
+    ``d logprob = onehot - p`` and ``d entropy = -p (log p + entropy)``.
+    """
+    normalizer, entropy = saved
+    grad_logprobs, grad_entropy = grads
+    log_p = logits.float() / temperature - normalizer[:, None]
+    p = torch.exp(log_p)
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    hit = (tokens == targets[:, None]).to(p.dtype)
+    grad = (hit - p) * grad_logprobs[:, None]
+    grad = grad - p * (log_p + entropy[:, None]) * grad_entropy[:, None]
+    return (grad / temperature).to(logits.dtype)
+
+
+@cache
+def _compiled(function: Any) -> Any:
+    return torch.compile(function, dynamic=True)
+
+
+def _fused(function: Any, tensor: Tensor) -> Any:
+    return _compiled(function) if tensor.is_cuda else function
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -52,13 +84,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
+        reduce = _fused(_reduce, hidden)
         logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
-        entropy = torch.empty_like(logprobs)
+        normalizer, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for part in _chunks(hidden, weight):
-            log_p = _log_softmax(hidden[part], weight, temperature)
-            logprobs[part] = log_p.gather(1, targets[part, None]).squeeze(1)
-            entropy[part] = -(log_p.exp() * log_p).sum(-1)
-        ctx.save_for_backward(hidden, weight, targets, entropy)
+            logits = functional.linear(hidden[part], weight)
+            numbers = reduce(logits, targets[part], temperature)
+            logprobs[part], normalizer[part], entropy[part] = numbers
+        ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
         ctx.temperature = temperature
         return logprobs, entropy
 
@@ -66,18 +99,25 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
     ) -> tuple[Tensor, Tensor, None, None]:
-        hidden, weight, targets, entropy = ctx.saved_tensors
+        hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
+        gradient = _fused(_gradient, hidden)
         grad_hidden = torch.empty_like(hidden)
         # Summed over chunks, so it is kept in float32 whatever the model's dtype is.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for part in _chunks(hidden, weight):
-            log_p = _log_softmax(hidden[part], weight, ctx.temperature)
-            p = log_p.exp()
-            # d logprob = onehot - p;  d entropy = -p (log p + entropy)
-            grad = -p * grad_logprobs[part, None]
-            grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
-            grad -= p * (log_p + entropy[part, None]) * grad_entropy[part, None]
-            grad = (grad / ctx.temperature).to(weight.dtype)
+            logits = functional.linear(hidden[part], weight)
+            grad = gradient(
+                logits,
+                targets[part],
+                (normalizer[part], entropy[part]),
+                (grad_logprobs[part], grad_entropy[part]),
+                ctx.temperature,
+            )
             grad_hidden[part] = grad @ weight
             grad_weight += grad.T @ hidden[part]
         return grad_hidden, grad_weight.to(weight.dtype), None, None
+
+
+def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    size = max(1, _CHUNK_ELEMENTS // weight.shape[0])
+    return [slice(start, start + size) for start in range(0, hidden.shape[0], size)]

@@ -122,6 +122,8 @@ def distribute(module: nn.Module, spec: TrainerSpec, topology: Topology) -> None
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=getattr(torch, spec.dtype), reduce_dtype=torch.float32
         ),
+        # Alone, a rank frees nothing by dropping its gathered parameters between the two passes.
+        "reshard_after_forward": None if topology.data.size > 1 else False,
         "offload_policy": CPUOffloadPolicy() if spec.cpu_offload else OffloadPolicy(),
     }
     for layer in layers:

@@ -53,18 +53,22 @@ class Rank:
         self._cost = cost
         self._guard = NonFiniteGuard(spec.algorithm.max_nonfinite_steps)
 
-    def train(self, step: int, meta: KVBatchMeta) -> StepResult:
+    def train(
+        self, step: int, meta: KVBatchMeta, *, weight_version: int | None = None
+    ) -> StepResult:
         """Train a batch. Blocks; runs in a thread.
 
         Args:
             step: Number of the step, from 1.
             meta: The whole batch.
+            weight_version: Number of the weights that the step starts from; None counts them like steps.
 
         Raises:
             IncompleteBatchError: If the batch lacks what the algorithm needs.
             NotFiniteError: If too many steps in a row had to be skipped, even after going back.
             NotFoundError: If too many were skipped and there is no checkpoint to go back to.
         """
+        version = step - 1 if weight_version is None else weight_version
         timer = PhaseTimer()
         fields = wanted_fields(meta, self._spec.algorithm)
         cohort = Cohort.from_meta(meta)
@@ -77,11 +81,11 @@ class Rank:
             cost=self._cost,
         )
         with timer("fetch"):
-            samples = self._fetch_share(step, meta, fields, cohort, plan)
+            samples = self._fetch_share(version, meta, fields, cohort, plan)
         if self._any_rank_has(nonfinite_inputs(samples, cohort)):
             result = StepResult(metrics={"nonfinite_inputs": 1.0}, skipped=True)
         else:
-            result = self.runner.run(step, samples, cohort, plan)
+            result = self.runner.run(version, samples, cohort, plan)
         if result.skipped:
             logger.error("step skipped", extra={"step": step, "keys": " ".join(meta.keys[:64])})
         result.metrics["seconds_fetch"] = timer.seconds["fetch"]
@@ -105,7 +109,7 @@ class Rank:
 
     def _fetch_share(
         self,
-        step: int,
+        weight_version: int,
         meta: KVBatchMeta,
         fields: Sequence[str],
         cohort: Cohort,
@@ -122,7 +126,7 @@ class Rank:
                     plan.rows,
                     cohort,
                     spec=self._spec.algorithm,
-                    weight_version=step - 1,
+                    weight_version=weight_version,
                 )
         except ServiceError as error:
             failure = error
@@ -131,7 +135,7 @@ class Rank:
         if failure is not None:
             raise failure
         if failures.item():
-            raise DataLossError(f"another rank could not fetch its share of step {step}", step=step)
+            raise DataLossError("another rank could not fetch its share of the batch")
         return samples
 
     def _any_rank_has(self, names: tuple[str, ...]) -> bool:

@@ -40,7 +40,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 f"step {request.step} has an empty batch; send at least one group",
                 step=request.step,
             )
-        result = await self._leader.train_step(request.step, meta)
+        result = await self._leader.train_step(
+            request.step, meta, weight_version=request.weight_version
+        )
         self._on_step(request.step, result)
         return pb.TrainStepResponse(
             step=request.step, metrics=result.metrics, skipped=result.skipped

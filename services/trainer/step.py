@@ -92,11 +92,13 @@ class StepRunner:
         self.kl_coefficient = kl.coefficient
         self.num_updates = 0
 
-    def run(self, step: int, samples: Samples, cohort: Cohort, plan: StepPlan) -> StepResult:
+    def run(
+        self, weight_version: int, samples: Samples, cohort: Cohort, plan: StepPlan
+    ) -> StepResult:
         """Train one batch.
 
         Args:
-            step: Number of the step, from 1.
+            weight_version: Number of the weights that the step starts from.
             samples: This rank's samples, in the order of ``plan.rows``.
             cohort: The whole batch.
             plan: What this rank does.
@@ -106,7 +108,7 @@ class StepRunner:
             samples = self._with_frozen_logprobs(samples, plan)
         with timer("advantage"):
             samples = self._with_advantages(samples, cohort, tally)
-        self._describe(step, samples, tally)
+        self._describe(weight_version, samples, tally)
         updates = [self._update(samples, work, tally, timer) for work in plan.updates]
         with timer("metrics"):
             metrics = self._summary(samples, updates, tally)
@@ -175,7 +177,7 @@ class StepRunner:
             tally.mean("score_mean", credit.shaped_scores, member)
         return samples.with_tokens(advantages=credit.advantages)
 
-    def _describe(self, step: int, samples: Samples, tally: Tally) -> None:
+    def _describe(self, weight_version: int, samples: Samples, tally: Tally) -> None:
         """Count what the batch is like, before it is trained."""
         everything = torch.ones_like(samples.rewards, dtype=torch.bool)
         tally.mean("reward_mean", samples.rewards, everything)
@@ -185,7 +187,7 @@ class StepRunner:
         tally.mean("trained_token_fraction", samples.tokens["loss_mask"].float(), mask)
         if "token_versions" in samples.tokens:
             per_token, per_sequence = diagnostics.staleness_terms(
-                samples.tokens["token_versions"], mask, segments, weight_version=step - 1
+                samples.tokens["token_versions"], mask, segments, weight_version=weight_version
             )
             has_tokens = segments.count(mask) > 0
             for name, values in per_token.items():
@@ -227,7 +229,7 @@ class StepRunner:
                 tally=tally,
             )
             # Gradients are averaged over ranks, but the loss is a sum over them.
-            (loss * self._ranks.size).backward()  # type: ignore[no-untyped-call]
+            (loss * self._ranks.size).backward()
             total += loss.detach()
         return total
 
