@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -19,12 +19,12 @@ from services.common.spec.run import RunSpec
 from services.common.weightsync.member import WeightMember
 from services.common.weightsync.server import WeightSyncServicer
 from services.controller.client import GroupFailure, WorkerSession
-from services.rollout import metrics
 from services.rollout.calls.pool import CallPool
 from services.rollout.data import open_sources
 from services.rollout.engines.base import Engine
 from services.rollout.engines.build import build_engine
 from services.rollout.group import Tools
+from services.rollout.monitor import monitor
 from services.rollout.progress_cache import TransferQueueCache
 from services.rollout.prompts import PromptBook
 from services.rollout.publish import GroupPublisher
@@ -40,7 +40,6 @@ from slipstream.rollout.v1 import rollout_pb2_grpc
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
 
 logger = logging.getLogger(__name__)
-_GAUGES_EVERY_S = 1.0
 
 
 async def run(settings: RolloutSettings) -> None:
@@ -67,11 +66,19 @@ async def run(settings: RolloutSettings) -> None:
             WorkerSession(settings, role="rollout", port=port)
         )
         session.report(state="loading", activity="loading model and data")
-        engine, sampler = await _load(stack, session, settings.run_id, device)
+        engine, sampler, publisher = await _load(stack, session, settings.run_id, device)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         background = [
             tasks.create_task(engine.run()),
-            tasks.create_task(_report_gauges(session, engine, sampler.num_prompts)),
+            tasks.create_task(
+                monitor(
+                    session,
+                    engine,
+                    sampler,
+                    publish_wait_s=lambda: publisher.longest_wait_s,
+                    stall_s=session.spec.limits.stall_timeout_s / 2,
+                )
+            ),
         ]
         await engine.wait_ready()
         servicer.attach(sampler, engine)
@@ -85,7 +92,7 @@ async def run(settings: RolloutSettings) -> None:
 
 async def _load(
     stack: AsyncExitStack, session: WorkerSession, run_id: str, device: torch.device
-) -> tuple[Engine, GroupSampler]:
+) -> tuple[Engine, GroupSampler, GroupPublisher]:
     """Load model, data and rewards as the run's specification says."""
     spec: RunSpec = session.spec
     tokenizer = await asyncio.to_thread(load_tokenizer, spec.model)
@@ -104,6 +111,7 @@ async def _load(
     address, put_timeout_s = session.transferqueue_address, spec.transferqueue.put_timeout_s
     data = await stack.enter_async_context(DataClient.connect(address, put_timeout_s=put_timeout_s))
     metadata = await stack.enter_async_context(TransferQueueClient.connect(address))
+    publisher = GroupPublisher(data)
     sampler = GroupSampler(
         PromptBook(spec.data, sources, tokenizer),
         Tools(
@@ -114,11 +122,11 @@ async def _load(
             calls=calls,
         ),
         spec.rollout,
-        publisher=GroupPublisher(data),
+        publisher=publisher,
         cache=TransferQueueCache(partition_id(run_id, "partial"), data=data, metadata=metadata),
         report_failures=partial(_report_failures, session),
     )
-    return engine, await stack.enter_async_context(sampler)
+    return engine, await stack.enter_async_context(sampler), publisher
 
 
 async def _report_failures(session: WorkerSession, failures: Sequence[Failure]) -> None:
@@ -135,29 +143,6 @@ async def _report_failures(session: WorkerSession, failures: Sequence[Failure]) 
             for assignment, error in failures
         ]
     )
-
-
-async def _report_gauges(
-    session: WorkerSession, engine: Engine, num_prompts: Callable[[str], int]
-) -> None:
-    """Keep heartbeats and metrics fresh."""
-    rows = {f"prompts_{split}": num_prompts(split) for split in ("train", "heldout")}
-    while True:
-        stats = engine.stats()
-        metrics.RUNNING.set(stats.num_running)
-        metrics.WAITING.set(stats.num_waiting)
-        metrics.KV_USED.set(stats.kv_used_fraction)
-        metrics.TOKENS_TOTAL.set(stats.tokens_total)
-        session.report(
-            gauges={
-                **rows,
-                "running_samples": stats.num_running,
-                "waiting_samples": stats.num_waiting,
-                "tokens_total": stats.tokens_total,
-                "idle_seconds": stats.idle_seconds,
-            }
-        )
-        await asyncio.sleep(_GAUGES_EVERY_S)
 
 
 async def _serve_until_stopped(session: WorkerSession, sampler: GroupSampler) -> None:

@@ -46,3 +46,6 @@ WAITING = Gauge("slipstream_rollout_waiting_samples", "Samples that wait for the
 KV_USED = Gauge("slipstream_rollout_kv_used_ratio", "Part of the KV cache in use")
 TOKENS_TOTAL = Gauge("slipstream_rollout_tokens", "Tokens sampled since the start")
 WEIGHT_VERSION = Gauge("slipstream_rollout_weight_version", "Version of the live weights")
+ADMISSION_LIMIT = Gauge(
+    "slipstream_rollout_admission_limit", "Most groups in work; falls under pressure"
+)

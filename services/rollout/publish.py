@@ -1,5 +1,7 @@
 """Finished groups into the transferqueue."""
 
+import time
+
 from services.common.errors import AlreadyExistsError, ServiceError
 from services.rollout import metrics
 from services.rollout.client import GroupAssignment
@@ -14,6 +16,12 @@ class GroupPublisher:
 
     def __init__(self, data: DataClient) -> None:
         self._data = data
+        self._waiting: dict[str, float] = {}
+
+    @property
+    def longest_wait_s(self) -> float:
+        """How long the oldest unfinished publication has been waiting; 0 if there is none."""
+        return time.monotonic() - min(self._waiting.values()) if self._waiting else 0.0
 
     async def publish(
         self, assignment: GroupAssignment, prompt: Prompt, samples: list[Sample]
@@ -24,6 +32,7 @@ class GroupPublisher:
             GroupError: If the transferqueue does not take it; another try could succeed.
         """
         group_id = assignment.group_id
+        self._waiting[group_id] = time.monotonic()
         try:
             with metrics.PUBLISH_SECONDS.time():
                 await self._data.put(
@@ -40,3 +49,5 @@ class GroupPublisher:
             metrics.LATE_GROUPS.inc()
         except ServiceError as error:
             raise GroupError("publish_failed", error.message, retryable=True) from error
+        finally:
+            del self._waiting[group_id]

@@ -16,6 +16,7 @@ from typing import Protocol, Self
 
 from services.common.spec.rollout import RolloutSpec
 from services.rollout import metrics
+from services.rollout.admission import Admission
 from services.rollout.client import GroupAssignment
 from services.rollout.failures import GroupError
 from services.rollout.group import RunningGroup, Tools
@@ -77,12 +78,24 @@ class GroupSampler:
         cache: ProgressCache,
         report_failures: ReportFailures,
     ) -> None:
+        """Sample with the given parts.
+
+        Args:
+            prompts: The run's data.
+            tools: What groups are made with.
+            spec: Limits and policies.
+            publisher: Takes finished groups.
+            cache: Takes unfinished ones.
+            report_failures: Tells the controller of groups without samples.
+        """
         self._prompts = prompts
         self._tools = tools
         self._spec = spec
         self._publisher = publisher
         self._cache = cache
         self._report_failures = report_failures
+        # Validation brings groups of one or two samples; more than twice the places only wait.
+        self.admission = Admission(2 * spec.max_running_samples)
         self._tasks = asyncio.TaskGroup()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._groups: dict[str, RunningGroup] = {}
@@ -188,12 +201,13 @@ class GroupSampler:
         is_resumed = assignment.attempt > 1 and self._spec.partial_rollout
         try:
             prompt = self._prompts.prompt(assignment.split, assignment.row)
-            progress = await self._cache.load(group_id) if is_resumed else {}
-            samples = await group.sample(prompt, progress)
-            if not group.is_cut:
-                await self._publisher.publish(assignment, prompt, samples)
-                metrics.GROUPS.labels(outcome="published").inc()
-            elif not group.is_interrupted:
+            async with self.admission.admitted():
+                progress = await self._cache.load(group_id) if is_resumed else {}
+                samples = await group.sample(prompt, progress)
+                if not group.is_cut:
+                    await self._publisher.publish(assignment, prompt, samples)
+                    metrics.GROUPS.labels(outcome="published").inc()
+            if group.is_cut and not group.is_interrupted:
                 await self._park([group])
         except GroupError as error:
             metrics.GROUPS.labels(outcome=error.reason).inc()

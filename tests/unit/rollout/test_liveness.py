@@ -1,0 +1,34 @@
+"""A dead engine is found; a busy or idle one is left alone."""
+
+import pytest
+
+from services.rollout.engines.base import EngineStats
+from services.rollout.liveness import EngineStalledError, ProgressWatch
+
+
+def stats(num_running: int, tokens_total: int, weight_version: int = 0) -> EngineStats:
+    return EngineStats(
+        num_running=num_running,
+        num_waiting=0,
+        tokens_total=tokens_total,
+        kv_used_fraction=0.0,
+        idle_seconds=0.0,
+        weight_version=weight_version,
+    )
+
+
+def test_requests_without_tokens_past_the_deadline_are_a_stall() -> None:
+    watch = ProgressWatch(deadline_s=10)
+    watch.check(stats(3, 100), now=0)
+    watch.check(stats(3, 100), now=10)
+    with pytest.raises(EngineStalledError, match="holds 3 requests but made no token for 11 s"):
+        watch.check(stats(3, 100), now=11)
+
+
+def test_tokens_updates_and_idleness_are_no_stall() -> None:
+    watch = ProgressWatch(deadline_s=10)
+    for now, seen in enumerate(
+        [stats(3, 1), stats(3, 2), stats(0, 2), stats(3, 2), stats(3, 2, weight_version=1)]
+    ):
+        watch.check(seen, now=9.0 * now)
+    watch.check(stats(3, 2, weight_version=1), now=9.0 * 5)
