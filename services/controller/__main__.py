@@ -10,40 +10,48 @@ from services.common.grpc_client import open_channel
 from services.common.grpc_server import serve
 from services.common.lifetime import announce, until_told_to_stop
 from services.common.metrics import serve_metrics
+from services.controller.database import Database
 from services.controller.launchers import open_launcher
+from services.controller.lease import Leadership
 from services.controller.membership import Membership
+from services.controller.quotas import QuotaDefaults
 from services.controller.rendezvous import RendezvousStore
 from services.controller.rest import build_app
 from services.controller.rest_server import serve_rest
 from services.controller.runs import RunManager
 from services.controller.server import MembershipServicer, RendezvousServicer, RunServicer
 from services.controller.settings import ControllerSettings
-from services.controller.store import RunStore
 from services.transferqueue.client import TransferQueueClient
 from slipstream.controller.v1 import membership_pb2_grpc, run_pb2_grpc
 
 
 async def run_controller(settings: ControllerSettings) -> None:
-    """Serve until told to stop; active runs are cancelled then."""
+    """Lead, and serve until told to stop."""
     settings.state_directory.mkdir(parents=True, exist_ok=True)
     clock = SystemClock()
     async with AsyncExitStack() as stack:
         stack.enter_context(serve_metrics(settings.metrics_port))
-        store = RunStore(settings.state_directory / "slipstream.db")
-        stack.callback(store.close)
+        default = f"sqlite:///{settings.state_directory / 'slipstream.db'}"
+        database = Database(settings.database_url or default)
+        stack.callback(database.close)
+        leadership = Leadership(database, holder=settings.holder, ttl_s=settings.lease_ttl_s)
+        await leadership.acquire()
         channel = await stack.enter_async_context(open_channel(settings.transferqueue_address))
         membership = Membership(clock, settings.heartbeat_timeout_s)
         rendezvous = RendezvousStore()
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         manager = RunManager(
-            store=store,
+            database=database,
             membership=membership,
             queue=TransferQueueClient(channel),
             clock=clock,
             tasks=tasks,
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
+            defaults=QuotaDefaults(
+                max_active_runs=settings.max_active_runs, max_queued_runs=settings.max_queued_runs
+            ),
         )
-        manager.fail_interrupted()
+        await manager.recover()
 
         def register(server: Any) -> None:
             run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(manager), server)
@@ -59,7 +67,8 @@ async def run_controller(settings: ControllerSettings) -> None:
         manager.launcher = await stack.enter_async_context(
             open_launcher(settings, address, manager=manager, tasks=tasks)
         )
-        stack.push_async_callback(manager.close)
+        stack.push_async_callback(manager.close, leave=settings.leave_runs)
+        await manager.start()
         rest_port = await stack.enter_async_context(
             serve_rest(settings.rest_bind, build_app(manager))
         )
@@ -67,7 +76,9 @@ async def run_controller(settings: ControllerSettings) -> None:
             settings.ready_file,
             {"grpc": address, "rest": f"http://{settings.advertise_host}:{rest_port}"},
         )
+        keeping = tasks.create_task(leadership.keep())
         await until_told_to_stop(stop_on_stdin_eof=settings.stop_on_stdin_eof)
+        keeping.cancel()
 
 
 def main() -> None:

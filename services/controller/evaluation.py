@@ -3,15 +3,15 @@
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from services.common.batch import KVBatchMeta
 from services.common.fields import partition_id
 from services.common.spec.run import RunSpec
+from services.controller.assembly import Assembly
 from services.controller.client import GroupFailure
 from services.controller.prompts import sample_seed
-from services.controller.replicas import Replicas
 from services.controller.validation import (
     Reason,
     ValidationMachine,
@@ -56,10 +56,8 @@ class Evaluator:
     Args:
         spec: The run's specification.
         run_id: Names its partitions.
-        num_rows: Rows of the held-out data; 0 evaluates nothing.
-        replicas: Where the prompts go.
+        parts: Where the prompts go, and the lock that keeps the weights as they are meanwhile.
         queue: Where the samples arrive.
-        pin: Held while samples are generated, so that no replica changes its weights meanwhile.
         on_result: Hears of every evaluation.
     """
 
@@ -67,20 +65,20 @@ class Evaluator:
         self,
         spec: RunSpec,
         run_id: str,
+        parts: Assembly,
         *,
-        num_rows: int,
-        replicas: Replicas,
         queue: TransferQueueClient,
-        pin: asyncio.Lock,
-        on_result: Callable[[Evaluation], None],
+        on_result: Callable[[Evaluation], Awaitable[None]],
     ) -> None:
         self._spec = spec
         self._partition = partition_id(run_id, "validation")
-        self._num_rows = num_rows
-        self._replicas = replicas
+        self._num_rows = num_rows = parts.num_heldout_rows
+        self._attempt = parts.attempt
+        self._replicas = parts.replicas
         self._queue = queue
-        self._pin = pin
+        self._pin = parts.weights.pin
         self._on_result = on_result
+        self._evaluated: Collection[int] = ()
         self._temperatures = (0.0,) + (
             spec.validation.temperature,
         ) * spec.validation.samples_per_prompt
@@ -89,18 +87,25 @@ class Evaluator:
         self._samples: dict[str, KVBatchMeta] = {}
         self._failed: set[str] = set()
 
-    async def published(self, version: int, *, is_last: bool = False) -> None:
-        """All rollouts serve ``version``; evaluate it if it is its turn."""
+    async def restore(self, evaluated: Collection[int]) -> None:
+        """Go on behind an earlier loop, which evaluated the versions in ``evaluated``."""
+        self._evaluated = evaluated
+        left = await self._queue.get_batch(self._partition)
+        if left.num_keys:
+            await self._queue.release(self._partition, list(left.keys))
+
+    async def published(self, version: int, *, step: int, is_last: bool = False) -> None:
+        """All rollouts serve ``version``, the weights of ``step``; evaluate it if it is its turn."""
         validation = self._spec.validation
         self._machine.published(version)
         reason: Reason | None = None
         if is_last and validation.at_end:
             reason = "final"
-        elif version == 0 and (validation.before_train or validation.only):
+        elif step == 0 and (validation.before_train or validation.only):
             reason = "initial"
-        elif is_periodic(version, validation.every):
+        elif is_periodic(step, validation.every):
             reason = "periodic"
-        if reason is not None:
+        if reason is not None and version not in self._evaluated:
             self._machine.trigger(version, reason)
             await self._notify()
             if validation.mode == "barrier":
@@ -153,7 +158,7 @@ class Evaluator:
         await self._queue.release(self._partition, list(self._samples))
         self._samples.clear()
         self._failed.clear()
-        self._on_result(
+        await self._on_result(
             _evaluation(result.version, result.reason, result.status, scores, clock() - start)
         )
 
@@ -161,7 +166,7 @@ class Evaluator:
         return [
             GroupAssignment(
                 group_id=f"v{version:06d}-{row:06d}",
-                attempt=1,
+                attempt=self._attempt,
                 split="heldout",
                 row=row,
                 partition_id=self._partition,

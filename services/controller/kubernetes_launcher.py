@@ -80,7 +80,7 @@ class KubernetesLauncher:
         self._changed = asyncio.Condition()
 
     async def start(self, run_id: str, spec: RunSpec) -> None:
-        """Create all pods of a run.
+        """Create those pods of a run that do not exist.
 
         Raises:
             FailedPreconditionError: If Kubernetes refuses one, with its explanation.
@@ -93,15 +93,27 @@ class KubernetesLauncher:
             controller_address=self._controller_address,
             owner=self._owner,
         )
-        run = self._runs[run_id] = _RunPods(
-            grace_s=max(pod["spec"]["terminationGracePeriodSeconds"] for pod in pods)
-        )
+        run = self._runs.setdefault(run_id, _RunPods())
+        run.grace_s = max(pod["spec"]["terminationGracePeriodSeconds"] for pod in pods)
         loop = asyncio.get_running_loop()
         for pod in pods:
             name = pod["metadata"]["name"]
+            if name in run.pods:
+                continue
+            run.reported.difference_update(pod_state.workers(pod))
             run.pods[name] = pod_state.workers(pod)
             run.timers[name] = loop.call_later(self._pending_timeout_s, self._give_up, run_id, name)
             await self._api.create(pod)
+
+    async def end(self, run_id: str, worker_id: str) -> None:
+        """Delete a worker's pod at once; returns when it is gone."""
+        run = self._runs.get(run_id, _RunPods())
+        ended = [name for name, workers in run.pods.items() if worker_id in workers]
+        for name in ended:
+            run.reported.update(run.pods[name])
+            await self._delete(name, grace_s=0)
+        async with asyncio.timeout(_STOP_MARGIN_S), self._changed:
+            await self._changed.wait_for(lambda: not run.pods.keys() & set(ended))
 
     async def stop(self, run_id: str) -> None:
         """Delete all pods of a run and wait until they are gone; kill those that outlast their grace."""

@@ -14,8 +14,8 @@ class WorkerExit:
 
     run_id: str
     worker_id: str
-    code: int
-    """Exit status; negative for a signal."""
+    code: int | None
+    """Exit status; negative for a signal; None if it is not known."""
     last_lines: str
     """End of its log."""
 
@@ -24,7 +24,10 @@ class Launcher(Protocol):
     """Starts and stops workers."""
 
     async def start(self, run_id: str, spec: RunSpec) -> None:
-        """Start all workers of a run."""
+        """Start those workers of a run that do not run."""
+
+    async def end(self, run_id: str, worker_id: str) -> None:
+        """End one worker at once, because it does not answer; returns when it is gone."""
 
     async def stop(self, run_id: str) -> None:
         """Stop all workers of a run; returns when they are gone."""
@@ -46,6 +49,9 @@ class ExternalLauncher:
 
     async def start(self, run_id: str, spec: RunSpec) -> None:
         """Do nothing; the workers register by themselves."""
+
+    async def end(self, run_id: str, worker_id: str) -> None:
+        """Do nothing; whoever started the worker replaces it."""
 
     async def stop(self, run_id: str) -> None:
         """Do nothing; the workers are told to stop when their run closes."""

@@ -3,15 +3,18 @@
     issued -> PENDING -> LEASED -> GENERATING -> READY -> TRAINING -> CONSUMED
                  ^                     |           |
                  +--- failed, lost ----+           +--> DROPPED (reason)
+                 +--> PARTIAL (interrupted; the next try goes on where it stopped)
                  +--> QUARANTINED after too many tries
 
-A group is one issued prompt. Its attempt number fences late results: only the newest attempt counts.
+A group is one issued prompt. Its attempt number fences late results: only the newest attempt counts. What
+changed is collected, so that one transaction can make a batch of transitions durable.
 """
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Self
 
 
 class GroupState(StrEnum):
@@ -28,8 +31,12 @@ class GroupState(StrEnum):
     QUARANTINED = "quarantined"
 
 
-_RUNNING = frozenset({GroupState.LEASED, GroupState.GENERATING})
-_TERMINAL = frozenset({GroupState.CONSUMED, GroupState.DROPPED, GroupState.QUARANTINED})
+RUNNING = frozenset({GroupState.LEASED, GroupState.GENERATING})
+WAITING = frozenset({GroupState.PENDING, GroupState.PARTIAL})
+TERMINAL = frozenset({GroupState.CONSUMED, GroupState.DROPPED, GroupState.QUARANTINED})
+
+# A prompt that was with this many workers when they died is taken to have killed them.
+_MAX_LOSSES = 8
 
 
 class LedgerError(RuntimeError):
@@ -40,7 +47,6 @@ class LedgerError(RuntimeError):
 class Group:
     """One issued prompt and its samples."""
 
-    group_id: str
     sequence: int
     """Order of admission, from 0."""
     row: int
@@ -48,14 +54,54 @@ class Group:
     state: GroupState = GroupState.PENDING
     attempt: int = 1
     """Try, from 1."""
+    failures: int = 0
+    """Tries that failed because of the prompt, not of the machinery around it."""
+    losses: int = 0
+    """Tries that ended because the worker died."""
     worker_id: str = ""
     """Who generates it."""
     oldest_version: int = -1
-    """Oldest weight version that its samples have, or may get."""
+    """Oldest weight version that its samples have, or may get; -1 while it has none."""
     started: float = 0.0
     """When it was handed out, in monotonic seconds."""
     reason: str = ""
     """Why it was dropped or quarantined."""
+
+    @property
+    def group_id(self) -> str:
+        """Its name on every plane."""
+        return f"g{self.sequence:08d}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerState:
+    """Everything that a ledger needs to go on."""
+
+    groups: tuple[Group, ...] = ()
+    """Groups in flight."""
+    num_issued: int = 0
+    position: int = 0
+    """Rows of the prompt order that were taken."""
+    ended: Mapping[GroupState, int] = field(default_factory=dict)
+    """Number of ended groups by state."""
+    reasons: Mapping[str, int] = field(default_factory=dict)
+    """Dropped and quarantined groups by reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerChange:
+    """What changed since the change before: as much as was touched, however long the run is."""
+
+    groups: tuple[Group, ...]
+    """Groups in flight that are new or changed."""
+    ended: tuple[Group, ...]
+    """Groups that ended."""
+    num_issued: int
+    position: int
+    counts: Mapping[GroupState, int]
+    """Number of ended groups by state."""
+    reasons: Mapping[str, int]
+    """Dropped and quarantined groups by reason."""
 
 
 class Ledger:
@@ -64,26 +110,57 @@ class Ledger:
     Terminal groups are only counted, so memory stays with the groups in flight.
 
     Args:
-        max_attempts: Tries of a group before its prompt is quarantined.
+        max_attempts: Failures of a group before its prompt is quarantined.
     """
 
     def __init__(self, max_attempts: int) -> None:
         self._max_attempts = max_attempts
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[int, Group] = {}
         self._ended: Counter[GroupState] = Counter()
         self._reasons: Counter[str] = Counter()
+        self._changed: set[int] = set()
+        self._gone: list[Group] = []
         self.num_issued = 0
+        self.position = 0
 
-    def issue(self, row: int) -> Group:
-        """Admit the prompt of a row."""
-        group = Group(group_id=f"g{self.num_issued:08d}", sequence=self.num_issued, row=row)
-        self._groups[group.group_id] = group
+    @classmethod
+    def restore(cls, state: LedgerState, *, max_attempts: int, now: float) -> Self:
+        """A ledger that goes on from ``state``; stalls count from ``now``."""
+        ledger = cls(max_attempts)
+        ledger._groups = {group.sequence: replace(group, started=now) for group in state.groups}
+        ledger._ended.update(state.ended)
+        ledger._reasons.update(state.reasons)
+        ledger.num_issued = state.num_issued
+        ledger.position = state.position
+        return ledger
+
+    def take_changes(self) -> LedgerChange:
+        """What changed since this was called before."""
+        changed = [self._groups[sequence] for sequence in self._changed if sequence in self._groups]
+        change = LedgerChange(
+            groups=tuple(replace(group) for group in changed),
+            ended=tuple(self._gone),
+            num_issued=self.num_issued,
+            position=self.position,
+            counts=dict(self._ended),
+            reasons=dict(self._reasons),
+        )
+        self._changed.clear()
+        self._gone.clear()
+        return change
+
+    def issue(self, row: int, *, position: int) -> Group:
+        """Admit the prompt of a row; ``position`` rows of the prompt order are taken now."""
+        group = Group(sequence=self.num_issued, row=row)
+        self._groups[group.sequence] = group
+        self._changed.add(group.sequence)
         self.num_issued += 1
+        self.position = position
         return group
 
     def get(self, group_id: str, attempt: int | None = None) -> Group | None:
         """A group in flight; None if it ended, or if ``attempt`` is not its newest."""
-        group = self._groups.get(group_id)
+        group = self._groups.get(int(group_id[1:]))
         if group is None or (attempt is not None and attempt != group.attempt):
             return None
         return group
@@ -95,13 +172,18 @@ class Ledger:
 
     def running(self) -> list[Group]:
         """Groups that are with a rollout."""
-        return self.in_state(*_RUNNING)
+        return self.in_state(*RUNNING)
+
+    def waiting(self) -> list[Group]:
+        """Groups that wait for a rollout."""
+        return self.in_state(*WAITING)
 
     def lease(self, group: Group, worker_id: str, *, version: int, now: float) -> None:
-        """Hand a pending group to a rollout that serves ``version``."""
-        self._move(group, GroupState.LEASED, {GroupState.PENDING})
+        """Hand a waiting group to a rollout that serves ``version``."""
+        has_tokens = group.state is GroupState.PARTIAL and group.oldest_version >= 0
+        self._move(group, GroupState.LEASED, WAITING)
         group.worker_id = worker_id
-        group.oldest_version = version
+        group.oldest_version = min(group.oldest_version, version) if has_tokens else version
         group.started = now
 
     def confirm(self, group: Group) -> None:
@@ -111,23 +193,51 @@ class Ledger:
 
     def complete(self, group: Group, *, oldest_version: int) -> None:
         """The samples of the group are stored."""
-        self._move(group, GroupState.READY, _RUNNING)
+        self._move(group, GroupState.READY, RUNNING)
         group.oldest_version = oldest_version
 
-    def retry(self, group: Group, reason: str) -> bool:
-        """Generate the group again; False if its prompt is quarantined instead."""
-        if group.attempt >= self._max_attempts:
-            self.quarantine(group, reason)
-            return False
-        self._move(group, GroupState.PENDING, {*_RUNNING, GroupState.READY})
+    def interrupt(self, group: Group) -> None:
+        """The rollout stopped the group and stored what it has; another try goes on from there."""
+        self._move(group, GroupState.PARTIAL, RUNNING)
         group.attempt += 1
         group.worker_id = ""
+
+    def retry(self, group: Group, reason: str) -> bool:
+        """Generate the group again after a failure; False if its prompt is quarantined instead."""
+        group.failures += 1
+        if group.failures >= self._max_attempts:
+            self.quarantine(group, reason)
+            return False
+        self.requeue(group)
         return True
+
+    def lose(self, group: Group) -> bool:
+        """Generate the group again because its worker died; False if it is quarantined instead."""
+        group.losses += 1
+        if group.losses >= _MAX_LOSSES:
+            self.quarantine(group, "worker_lost")
+            return False
+        self.requeue(group)
+        return True
+
+    def requeue(self, group: Group) -> None:
+        """Generate the group again; nothing is held against its prompt."""
+        self._move(
+            group, GroupState.PENDING, {*RUNNING, *WAITING, GroupState.READY, GroupState.TRAINING}
+        )
+        group.attempt += 1
+        group.worker_id = ""
+        group.oldest_version = -1
 
     def train(self, groups: Iterable[Group]) -> None:
         """The groups form the batch that is being trained."""
         for group in groups:
             self._move(group, GroupState.TRAINING, {GroupState.READY})
+
+    def put_back(self, groups: Iterable[Group]) -> None:
+        """The batch was not trained after all."""
+        for group in groups:
+            self._move(group, GroupState.READY, {GroupState.TRAINING})
 
     def consume(self, groups: Iterable[Group]) -> None:
         """The groups were trained and their step is committed."""
@@ -136,15 +246,11 @@ class Ledger:
 
     def drop(self, group: Group, reason: str) -> None:
         """Give up a group; the reason is counted."""
-        group.reason = reason
-        self._reasons[reason] += 1
-        self._move(group, GroupState.DROPPED, {*_RUNNING, GroupState.PENDING, GroupState.READY})
+        self._end(group, GroupState.DROPPED, reason)
 
     def quarantine(self, group: Group, reason: str) -> None:
         """Never issue the prompt of this group again."""
-        group.reason = reason
-        self._reasons[reason] += 1
-        self._move(group, GroupState.QUARANTINED, {*_RUNNING, GroupState.PENDING, GroupState.READY})
+        self._end(group, GroupState.QUARANTINED, reason)
 
     @property
     def num_admitted(self) -> int:
@@ -164,10 +270,17 @@ class Ledger:
         """Dropped and quarantined groups by reason."""
         return dict(self._reasons)
 
+    def _end(self, group: Group, state: GroupState, reason: str) -> None:
+        self._move(group, state, {*RUNNING, *WAITING, GroupState.READY})
+        group.reason = reason
+        self._reasons[reason] += 1
+
     def _move(self, group: Group, state: GroupState, allowed: Iterable[GroupState]) -> None:
         if group.state not in allowed:
             raise LedgerError(f"{group.group_id} cannot go from {group.state} to {state}")
         group.state = state
-        if state in _TERMINAL:
-            del self._groups[group.group_id]
+        self._changed.add(group.sequence)
+        if state in TERMINAL:
+            del self._groups[group.sequence]
             self._ended[state] += 1
+            self._gone.append(group)

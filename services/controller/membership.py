@@ -54,8 +54,20 @@ class Membership:
         self._runs.pop(run_id, None)
         await self._notify()
 
-    async def register(self, worker: Worker) -> None:
+    def find(self, run_id: str, worker_id: str) -> Worker | None:
+        """A registered worker of a run, or None."""
+        return self._runs.get(run_id, {}).get(worker_id)
+
+    async def forget(self, run_id: str, worker_id: str) -> None:
+        """A worker's process is gone."""
+        self._runs.get(run_id, {}).pop(worker_id, None)
+        await self._notify()
+
+    async def register(self, worker: Worker) -> bool:
         """Take in a worker; a newer incarnation replaces the older one.
+
+        Returns:
+            Whether it took the place of an older incarnation.
 
         Raises:
             FailedPreconditionError: If the run is not active.
@@ -65,8 +77,10 @@ class Membership:
                 f"run {worker.run_id} is not active here, so it takes no workers",
                 run_id=worker.run_id,
             )
+        known = self._runs[worker.run_id].get(worker.worker_id)
         self._runs[worker.run_id][worker.worker_id] = worker
         await self._notify()
+        return known is not None and known.incarnation != worker.incarnation
 
     async def hear(
         self,

@@ -3,13 +3,17 @@
 import asyncio
 import logging
 import os
+import signal
 import sys
 from collections import deque
 from pathlib import Path
 
+import psutil
+
 from services.common.spec.run import RunSpec
 from services.controller.client import WorkerRole
 from services.controller.launcher import ExitHandler, WorkerExit, worker_names
+from services.controller.worker_process import ChildProcess, WorkerProcess, adopt, write_record
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +23,8 @@ _LAST_LINES = 15
 
 class ProcessLauncher:
     """Starts each worker as ``python -m services.<role>`` in a session of its own.
+
+    Workers that an earlier controller process started are found by what it wrote down, and kept.
 
     Args:
         controller_address: ``host:port`` of the controller's gRPC server.
@@ -39,36 +45,50 @@ class ProcessLauncher:
         self._state_directory = state_directory
         self._on_exit = on_exit
         self._tasks = tasks
-        self._processes: dict[str, dict[str, asyncio.subprocess.Process]] = {}
+        self._processes: dict[str, dict[str, WorkerProcess]] = {}
 
     async def start(self, run_id: str, spec: RunSpec) -> None:
-        """Start all workers of a run."""
-        logs = self._state_directory / run_id / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        self._processes[run_id] = {}
+        """Start those workers of a run that do not run."""
+        self._logs(run_id).mkdir(parents=True, exist_ok=True)
+        running = self._processes.setdefault(run_id, {})
         names = worker_names(spec)
         for role, worker_id in names:
-            await self._start_worker(run_id, role, worker_id, logs, num_workers=len(names))
+            if worker_id in running:
+                continue
+            process: WorkerProcess | None = adopt(self._record(run_id, worker_id))
+            if process is None:
+                process = await self._spawn(run_id, role, worker_id, num_workers=len(names))
+            running[worker_id] = process
+            self._tasks.create_task(self._watch(run_id, worker_id, process))
+
+    async def end(self, run_id: str, worker_id: str) -> None:
+        """End one worker at once; returns when it is gone."""
+        process = self._processes.get(run_id, {}).pop(worker_id, None)
+        if process is not None:
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
 
     async def stop(self, run_id: str) -> None:
         """Stop all workers of a run: asked first, killed after a grace period."""
         processes = self._processes.pop(run_id, {})
+        for record in self._logs(run_id).glob("*.process"):
+            if record.stem not in processes and (left := adopt(record)) is not None:
+                processes[record.stem] = left
         for process in processes.values():
-            if process.returncode is None:
-                process.terminate()
+            process.send_signal(signal.SIGTERM)
+        waits = [process.wait() for process in processes.values()]
         try:
             async with asyncio.timeout(STOP_GRACE_S):
-                await asyncio.gather(*(process.wait() for process in processes.values()))
+                await asyncio.gather(*waits)
         except TimeoutError:
-            for worker_id, process in processes.items():
-                if process.returncode is None:
-                    logger.warning("worker did not stop and is killed", extra={"worker": worker_id})
-                    process.kill()
+            logger.warning("workers did not stop and are killed", extra={"run": run_id})
+            for process in processes.values():
+                process.send_signal(signal.SIGKILL)
             await asyncio.gather(*(process.wait() for process in processes.values()))
 
-    async def _start_worker(
-        self, run_id: str, role: WorkerRole, worker_id: str, logs: Path, *, num_workers: int
-    ) -> None:
+    async def _spawn(
+        self, run_id: str, role: WorkerRole, worker_id: str, *, num_workers: int
+    ) -> WorkerProcess:
         prefix = f"SLIPSTREAM_{role.upper()}_"
         threads = max(1, (os.cpu_count() or 1) // num_workers)
         environment = {
@@ -79,8 +99,7 @@ class ProcessLauncher:
             f"{prefix}WORKER_ID": worker_id,
             f"{prefix}STATE_DIRECTORY": str(self._state_directory / run_id),
         }
-        log = logs / f"{worker_id}.log"
-        with log.open("ab") as output:
+        with (self._logs(run_id) / f"{worker_id}.log").open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -91,22 +110,33 @@ class ProcessLauncher:
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._processes[run_id][worker_id] = process
-        self._tasks.create_task(self._watch(run_id, worker_id, process, log))
+        try:
+            write_record(self._record(run_id, worker_id), process.pid)
+        except psutil.NoSuchProcess:
+            logger.warning("worker ended at once", extra={"run": run_id, "worker": worker_id})
+        return ChildProcess(process)
 
-    async def _watch(
-        self, run_id: str, worker_id: str, process: asyncio.subprocess.Process, log: Path
-    ) -> None:
+    async def _watch(self, run_id: str, worker_id: str, process: WorkerProcess) -> None:
         code = await process.wait()
-        if self._processes.get(run_id, {}).get(worker_id) is process:
-            self._on_exit(
-                WorkerExit(
-                    run_id=run_id, worker_id=worker_id, code=code, last_lines=last_lines(log)
-                )
-            )
+        running = self._processes.get(run_id, {})
+        if running.get(worker_id) is not process:
+            return
+        del running[worker_id]
+        log = self._logs(run_id) / f"{worker_id}.log"
+        self._on_exit(
+            WorkerExit(run_id=run_id, worker_id=worker_id, code=code, last_lines=last_lines(log))
+        )
+
+    def _logs(self, run_id: str) -> Path:
+        return self._state_directory / run_id / "logs"
+
+    def _record(self, run_id: str, worker_id: str) -> Path:
+        return self._logs(run_id) / f"{worker_id}.process"
 
 
 def last_lines(log: Path, count: int = _LAST_LINES) -> str:
     """The end of a log file."""
+    if not log.exists():
+        return ""
     with log.open(encoding="utf-8", errors="replace") as lines:
         return "".join(deque(lines, maxlen=count)).rstrip()

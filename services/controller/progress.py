@@ -2,10 +2,11 @@
 
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from services.controller.evaluation import Evaluation
+from services.controller.replicas import Replicas
 from services.controller.weight_sync import SyncReport
 
 _KEPT = 10_000
@@ -26,6 +27,23 @@ class Progress:
         self._syncs_ms: deque[float] = deque(maxlen=_KEPT)
         self._version = -1
         self._heldout: dict[str, Any] = {"greedy": None, "sampled": None, "weight_version": None}
+
+    def restore(self, summary: Mapping[str, Any], *, steps: int, syncs_ms: Iterable[float]) -> None:
+        """Go on from an earlier summary.
+
+        Args:
+            summary: What :meth:`summary` returned; may be empty.
+            steps: Steps that are trained now: fewer than in the summary if the run was rewound.
+            syncs_ms: Latencies of the weight syncs so far.
+        """
+        self._syncs_ms.extend(syncs_ms)
+        if not summary:
+            return
+        self._steps = steps
+        self._version = summary["weight_version"]
+        self._max_staleness = summary["staleness"]["max"]
+        self._staleness_sum = summary["staleness"]["mean"] * steps
+        self._heldout = dict(summary["heldout"])
 
     def stepped(self, metrics: Mapping[str, float]) -> None:
         """A step was committed."""
@@ -80,3 +98,36 @@ class Progress:
         if len(self._syncs_ms) == 1:
             return self._syncs_ms[0]
         return statistics.quantiles(self._syncs_ms, n=100, method="inclusive")[percent - 1]
+
+
+class StepMeter:
+    """What the rollouts did during a step."""
+
+    def __init__(self) -> None:
+        self._idle_s = 0.0
+        self._tokens = 0.0
+
+    def measure(self, replicas: Replicas, seconds: float) -> dict[str, float]:
+        """Facts of a step that took ``seconds``."""
+        idle_s, tokens = replicas.idle_seconds(), replicas.tokens_total()
+        facts = {
+            "seconds": seconds,
+            "rollout_idle_s": max(idle_s - self._idle_s, 0.0),
+            "generated_tokens_per_s": max(tokens - self._tokens, 0.0) / seconds,
+        }
+        self._idle_s, self._tokens = idle_s, tokens
+        return facts
+
+
+def sync_facts(report: SyncReport) -> dict[str, float | str]:
+    """Facts of a published version."""
+    return {
+        "version": report.version,
+        "sync_ms": report.total_s * 1000,
+        "prepare_ms": report.prepare_s * 1000,
+        "transfer_ms": report.transfer_s * 1000,
+        "adopt_ms": report.adopt_s * 1000,
+        "stall_ms": report.stall_s * 1000,
+        "size_bytes": report.num_bytes,
+        "digest": report.digest,
+    }

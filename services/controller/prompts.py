@@ -1,6 +1,7 @@
 """The order in which prompts are issued: a pure function of seed, epoch and number of rows."""
 
 import random
+from collections.abc import Iterable
 
 
 class PromptOrder:
@@ -10,9 +11,19 @@ class PromptOrder:
         num_rows: Rows of the training data.
         seed: Of the run.
         shuffle: Whether each epoch has an order of its own.
+        position: Rows that were taken before.
+        quarantined: Rows that are skipped.
     """
 
-    def __init__(self, num_rows: int, *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        *,
+        seed: int,
+        shuffle: bool,
+        position: int = 0,
+        quarantined: Iterable[int] = (),
+    ) -> None:
         if num_rows < 1:
             raise ValueError(
                 "the training data has no rows; name a source with at least one prompt"
@@ -20,9 +31,9 @@ class PromptOrder:
         self._num_rows = num_rows
         self._seed = seed
         self._shuffle = shuffle
-        self._position = 0
+        self._position = position
         self._epoch_order: tuple[int, list[int]] = (-1, [])
-        self._quarantined: set[int] = set()
+        self._quarantined = set(quarantined)
 
     @property
     def position(self) -> int:

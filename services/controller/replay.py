@@ -1,6 +1,6 @@
 """Which finished groups form the next batch: a pure decision from states and versions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from services.controller.ledger import Group
@@ -65,3 +65,24 @@ def choose_batch(
 
     chosen = sorted(ready, key=urgency)[: gate.groups_per_step]
     return Choice(batch=tuple(sorted(chosen, key=lambda group: group.sequence)))
+
+
+def resume_order(
+    groups: Iterable[Group], *, gate: StalenessGate, weight_version: int
+) -> list[Group]:
+    """The order in which waiting groups go on: those at risk of growing stale first, then the oldest.
+
+    Args:
+        groups: Groups that wait for a rollout.
+        gate: The bound.
+        weight_version: What the rollouts serve.
+    """
+
+    def urgency(group: Group) -> tuple[bool, int]:
+        has_tokens = group.oldest_version >= 0
+        return (
+            not (has_tokens and gate.is_at_risk(group.oldest_version, weight_version)),
+            group.sequence,
+        )
+
+    return sorted(groups, key=urgency)

@@ -1,14 +1,17 @@
 """The rollouts of one run: where a group goes, and how it gets there."""
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 
-from services.common.errors import UnavailableError
+from services.common.errors import ServiceError, UnavailableError
 from services.common.grpc_client import open_channel
 from services.controller.membership import Worker
 from services.rollout.client import GroupAssignment, RolloutClient
+
+logger = logging.getLogger(__name__)
 
 
 class Replicas:
@@ -30,6 +33,15 @@ class Replicas:
     async def close(self) -> None:
         """Close the connections."""
         await self._stack.aclose()
+
+    def serves(self, worker_id: str) -> bool:
+        """Whether a rollout is connected and has weights."""
+        worker = self._workers.get(worker_id)
+        return worker is not None and worker.weight_version >= 0
+
+    def newest_version(self) -> int:
+        """The newest weight version that a rollout serves; -1 before the first."""
+        return max((worker.weight_version for worker in self._workers.values()), default=-1)
 
     @property
     def num_replicas(self) -> int:
@@ -71,7 +83,10 @@ class Replicas:
                 tasks.create_task(self._clients[worker_id].start_groups(groups))
 
     async def cancel(self, group_ids: Sequence[str]) -> None:
-        """End groups wherever they run."""
-        async with asyncio.TaskGroup() as tasks:
-            for client in self._clients.values():
-                tasks.create_task(client.cancel_groups(group_ids))
+        """End groups wherever they run. A rollout that does not answer is found dead elsewhere."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for client in self._clients.values():
+                    tasks.create_task(client.cancel_groups(group_ids))
+        except* ServiceError as errors:
+            logger.warning("a rollout did not answer a cancel", extra={"why": str(errors)})

@@ -16,8 +16,8 @@ from starlette.exceptions import HTTPException
 
 from services.common.errors import ServiceError
 from services.common.spec.loader import SpecError, canonical_json, parse_spec
+from services.controller.records import Event, RequestKey, Run, Submission
 from services.controller.runs import RunManager
-from services.controller.store import Event, Run
 
 MAX_BODY_BYTES = 1 << 20
 
@@ -66,6 +66,7 @@ class EventView(BaseModel):
     type: str
     message: str
     data: dict[str, Any]
+    actor: str
 
 
 class EventPage(BaseModel):
@@ -135,18 +136,19 @@ def _add_run_routes(app: FastAPI, manager: RunManager) -> None:
                 "spec": parsed.model_dump(mode="json"),
                 "canonical_json": canonical_json(parsed),
             }
-        run, is_new = await manager.create(parsed, request_id=idempotency_key or None)
+        key = RequestKey.of("POST /v1/runs", idempotency_key, canonical_json(parsed))
+        run, is_new = await manager.create(Submission(spec=parsed, request=key))
         if not is_new:
             response.status_code = HTTPStatus.OK
         response.headers["Location"] = f"/v1/runs/{run.run_id}"
         return _view(run, response)
 
     @app.get("/v1/runs")
-    def list_runs(
+    async def list_runs(
         page_size: Annotated[int, Query(ge=1, le=500)] = 50, page_token: str = ""
     ) -> RunPage:
         """List runs, newest first."""
-        runs = manager.list_runs(limit=page_size + 1, before=page_token or None)
+        runs = await manager.list_runs(limit=page_size + 1, before=page_token or None)
         page = runs[:page_size]
         more = len(runs) > page_size
         return RunPage(
@@ -154,13 +156,14 @@ def _add_run_routes(app: FastAPI, manager: RunManager) -> None:
         )
 
     @app.get("/v1/runs/{run_id}")
-    def get_run(run_id: str, response: Response) -> RunView:
+    async def get_run(run_id: str, response: Response) -> RunView:
         """One run."""
-        return _view(manager.get(run_id), response)
+        return _view(await manager.get(run_id), response)
 
     @app.get("/v1/runs/{run_id}/topology")
-    def get_topology(run_id: str) -> Topology:
+    async def get_topology(run_id: str) -> Topology:
         """Registered workers of a run and what they are doing."""
+        await manager.get(run_id)
         return Topology(
             items=[
                 WorkerView(
@@ -183,14 +186,17 @@ def _add_run_routes(app: FastAPI, manager: RunManager) -> None:
 
 def _add_event_routes(app: FastAPI, manager: RunManager) -> None:
     @app.get("/v1/runs/{run_id}/events")
-    def list_events(
+    async def list_events(
         run_id: str,
         after_seq: Annotated[int, Query(ge=0)] = 0,
         limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
         type: str = "",
     ) -> EventPage:
         """Events of a run, in order."""
-        events = manager.events(run_id, after_seq=after_seq, limit=limit, type_=type or None)
+        await manager.get(run_id)
+        events = await manager.feed.page(
+            run_id, after_seq=after_seq, limit=limit, type_=type or None
+        )
         return EventPage(items=[_event_view(event) for event in events])
 
     @app.get("/v1/runs/{run_id}/events/stream", response_class=EventSourceResponse)
@@ -200,13 +206,15 @@ def _add_event_routes(app: FastAPI, manager: RunManager) -> None:
         last_event_id: Annotated[str, Header()] = "",
     ) -> AsyncIterator[ServerSentEvent]:
         """Events of a run as they come; the stream ends with event ``end`` once the run has ended."""
-        manager.get(run_id)
+        await manager.get(run_id)
         start = int(last_event_id) if last_event_id.isdecimal() else after_seq
-        async for event in manager.watch(run_id, start):
+        async for event in manager.feed.watch(run_id, start):
             yield ServerSentEvent(
                 data=_event_view(event).model_dump(mode="json"), event=event.type, id=str(event.seq)
             )
-        yield ServerSentEvent(data=_view(manager.get(run_id)).model_dump(mode="json"), event="end")
+        yield ServerSentEvent(
+            data=_view(await manager.get(run_id)).model_dump(mode="json"), event="end"
+        )
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -12,10 +12,10 @@ from services.common.errors import InvalidArgumentError
 from services.common.spec.loader import SpecError, canonical_json, parse_spec, spec_digest
 from services.controller.client import GroupFailure, WorkerRole, WorkerState
 from services.controller.membership import HeartbeatOutcome, Membership, Worker
+from services.controller.records import RequestKey, Run, Submission
 from services.controller.rendezvous import RendezvousStore
 from services.controller.runs import RunManager
 from services.controller.settings import ControllerSettings
-from services.controller.store import Run
 from slipstream.controller.v1 import (
     membership_pb2,
     membership_pb2_grpc,
@@ -60,12 +60,13 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
             raise InvalidArgumentError(str(error)) from error
         if request.validate_only:
             return run_pb2.Run(spec_json=canonical_json(spec), spec_digest=spec_digest(spec))
-        run, _ = await self._manager.create(spec, request_id=request.request_id or None)
+        key = RequestKey.of("grpc:CreateRun", request.request_id, canonical_json(spec))
+        run, _ = await self._manager.create(Submission(spec=spec, request=key))
         return _to_proto(run)
 
     async def GetRun(self, request: run_pb2.GetRunRequest, context: _Context) -> run_pb2.Run:  # noqa: N802
         """One run."""
-        return _to_proto(self._manager.get(_run_id(request.name)))
+        return _to_proto(await self._manager.get(_run_id(request.name)))
 
     async def ListRuns(  # noqa: N802
         self, request: run_pb2.ListRunsRequest, context: _Context
@@ -76,7 +77,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
                 f"page_size must not be negative, but is {request.page_size}"
             )
         size = min(request.page_size or _DEFAULT_PAGE, _MAX_PAGE)
-        runs = self._manager.list_runs(limit=size + 1, before=request.page_token or None)
+        runs = await self._manager.list_runs(limit=size + 1, before=request.page_token or None)
         return run_pb2.ListRunsResponse(
             runs=[_to_proto(run) for run in runs[:size]],
             next_page_token=runs[size - 1].run_id if len(runs) > size else "",
@@ -90,13 +91,13 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         self, request: run_pb2.WatchRunRequest, context: _Context
     ) -> AsyncIterator[run_pb2.RunEvent]:
         """Events of a run as they come."""
-        async for event in self._manager.watch(_run_id(request.name), request.after_seq):
+        async for event in self._manager.feed.watch(_run_id(request.name), request.after_seq):
             yield run_pb2.RunEvent(
                 seq=event.seq,
                 time=_timestamp(event.time),
                 type=event.type,
                 message=event.message,
-                data_json=json.dumps(event.data),
+                data_json=json.dumps(dict(event.data)),
             )
 
 
@@ -123,8 +124,8 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
             raise InvalidArgumentError(
                 f"a worker's role must be trainer or rollout, got {request.role}"
             )
-        run = self._manager.get(request.run_id)
-        await self._membership.register(
+        run = await self._manager.get(request.run_id)
+        is_replaced = await self._membership.register(
             Worker(
                 run_id=request.run_id,
                 worker_id=request.worker_id,
@@ -135,6 +136,8 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
                 last_heard=self._clock.monotonic(),
             )
         )
+        if is_replaced:
+            self._manager.worker_replaced(request.run_id, request.worker_id)
         return membership_pb2.RegisterWorkerResponse(
             spec_json=run.spec_json,
             spec_digest=run.spec_digest,

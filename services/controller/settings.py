@@ -1,5 +1,7 @@
 """Settings of the controller process."""
 
+import os
+import socket
 from pathlib import Path
 from typing import Literal
 
@@ -34,3 +36,16 @@ class ControllerSettings(ServiceSettings):
     """Seconds between heartbeats of a worker."""
     heartbeat_timeout_s: float = Field(30.0, gt=0)
     """A worker that is silent for this long counts as lost."""
+
+    database_url: str = ""
+    """SQLAlchemy's URL of a PostgreSQL database; empty for an SQLite file in the state directory."""
+    holder: str = Field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}")
+    """Names this controller among several; the same name takes its own lease back at once."""
+    lease_ttl_s: float = Field(15.0, gt=0)
+    """A leader that did not renew its lease for this long is replaced."""
+    leave_runs: bool = False
+    """Whether runs go on without a controller when this one is told to stop; otherwise they are cancelled."""
+    max_active_runs: int = Field(16, ge=1)
+    """Runs of a project that may train at once, unless it has a quota of its own."""
+    max_queued_runs: int = Field(1000, ge=1)
+    """Runs of a project that may wait, unless it has a quota of its own."""

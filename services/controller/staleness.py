@@ -41,3 +41,7 @@ class StalenessGate:
     def is_due(self, oldest_version: int, *, trainer_version: int) -> bool:
         """Whether a sample must be in the next batch, because it would be stale in the one after it."""
         return trainer_version - oldest_version >= self.max_staleness
+
+    def is_at_risk(self, oldest_version: int, weight_version: int) -> bool:
+        """Whether an unfinished sample would be due after one more version."""
+        return weight_version - oldest_version >= self.max_staleness - 1

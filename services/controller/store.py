@@ -1,153 +1,114 @@
-"""Durable state of runs and their events: SQLAlchemy Core on SQLite.
+"""Durable state of runs and their events.
 
 Every change of a run and the event that tells of it are one transaction.
 """
 
 import json
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy import event as sa_event
 
-from services.common.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError
+from services.common.errors import AbortedError, FailedPreconditionError
+from services.controller.database import Database
+from services.controller.records import Event, NewRun, Note, RequestKey, Run, RunFilter
+from services.controller.run_rows import (
+    append_event,
+    get_run,
+    remember_request,
+    seen_request,
+    to_event,
+    to_run,
+    update_run,
+)
 from services.controller.run_state import TERMINAL, RunEvent, RunState, next_state
+from services.controller.tables import EVENTS, IDEMPOTENCY_KEYS, RUNS
 
-_METADATA = sa.MetaData()
-
-_RUNS = sa.Table(
-    "runs",
-    _METADATA,
-    sa.Column("run_id", sa.String(40), primary_key=True),
-    sa.Column("name", sa.String(63), nullable=False),
-    sa.Column("spec_json", sa.Text, nullable=False),
-    sa.Column("spec_digest", sa.String(64), nullable=False),
-    sa.Column("state", sa.String(16), nullable=False),
-    sa.Column("state_reason", sa.String(64), nullable=False),
-    sa.Column("message", sa.Text, nullable=False),
-    sa.Column("step", sa.BigInteger, nullable=False),
-    sa.Column("weight_version", sa.BigInteger, nullable=False),
-    sa.Column("summary_json", sa.Text, nullable=False),
-    sa.Column("create_time", sa.Float, nullable=False),
-    sa.Column("update_time", sa.Float, nullable=False),
-    sa.Column("revision", sa.BigInteger, nullable=False),
-    sa.Column("request_id", sa.String(64), unique=True, nullable=True),
-)
-
-_EVENTS = sa.Table(
-    "events",
-    _METADATA,
-    sa.Column("run_id", sa.String(40), sa.ForeignKey("runs.run_id"), primary_key=True),
-    sa.Column("seq", sa.BigInteger, primary_key=True),
-    sa.Column("time", sa.Float, nullable=False),
-    sa.Column("type", sa.String(32), nullable=False),
-    sa.Column("message", sa.Text, nullable=False),
-    sa.Column("data_json", sa.Text, nullable=False),
-)
+Work = Callable[[sa.Connection], None]
+"""Further writes of one transaction."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """A run as it is stored."""
+class StaleRevisionError(AbortedError):
+    """The run was changed since the caller read it."""
 
-    run_id: str
-    name: str
-    spec_json: str
-    spec_digest: str
-    state: RunState
-    state_reason: str
-    message: str
-    step: int
-    weight_version: int
-    summary: Mapping[str, Any]
-    """Progress in numbers: prompts by state, staleness, held-out scores, sync latency."""
-    create_time: float
-    update_time: float
-    revision: int
-
-    @property
-    def is_terminal(self) -> bool:
-        """Whether the run has ended."""
-        return self.state in TERMINAL
+    reason = "STALE_REVISION"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """Something that happened to a run."""
+class InvalidTransitionError(FailedPreconditionError):
+    """The run's state does not take the event."""
 
-    run_id: str
-    seq: int
-    """From 1, without gaps."""
-    time: float
-    type: str
-    message: str
-    data: Mapping[str, Any]
+    reason = "INVALID_TRANSITION"
+
+
+class NotTerminalError(FailedPreconditionError):
+    """The run has not ended."""
+
+    reason = "NOT_TERMINAL"
 
 
 class RunStore:
-    """Runs and events in one SQLite file; thread-safe, one writer at a time.
+    """Runs and events. Methods block; see :meth:`Database.run`.
 
     Args:
-        path: The database file; its folder exists.
+        database: Where they are kept.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._engine = sa.create_engine(f"sqlite:///{path}", connect_args={"timeout": 30})
-        sa_event.listen(self._engine, "connect", _set_pragmas)
-        self._writer = threading.Lock()
-        _METADATA.create_all(self._engine)
-
-    def close(self) -> None:
-        """Close the database."""
-        self._engine.dispose()
+    def __init__(self, database: Database) -> None:
+        self._database = database
 
     def create(
-        self, run_id: str, *, name: str, spec_json: str, spec_digest: str, request_id: str | None
+        self, new: NewRun, *, request: RequestKey | None = None, check: Work | None = None
     ) -> tuple[Run, bool]:
         """Store a new run in state QUEUED.
 
+        Args:
+            new: The run.
+            request: Identifies the request.
+            check: Refuses by raising, inside the transaction.
+
         Returns:
-            The run, and whether it is new: a ``request_id`` seen before returns its run.
+            The run, and whether it is new: a request seen before returns its run.
 
         Raises:
-            AlreadyExistsError: If the ``request_id`` came with another specification.
+            IdempotencyKeyReusedError: If the request's key came with another body.
         """
-        now = time.time()
-        with self._write() as connection:
-            if request_id is not None:
-                query = sa.select(_RUNS).where(_RUNS.c.request_id == request_id)
-                if (row := connection.execute(query).first()) is not None:
-                    if row.spec_digest != spec_digest:
-                        raise AlreadyExistsError(
-                            f"request id {request_id!r} was used for another specification; take a new id",
-                            request_id=request_id,
-                        )
-                    return _run(row), False
+        with self._database.write() as connection:
+            if request is not None:
+                known = seen_request(connection, request)
+                if known is not None:
+                    return get_run(connection, known), False
+            if check is not None:
+                check(connection)
+            now = time.time()
             connection.execute(
-                _RUNS.insert().values(
-                    run_id=run_id,
-                    name=name,
-                    spec_json=spec_json,
-                    spec_digest=spec_digest,
+                RUNS.insert().values(
+                    run_id=new.run_id,
+                    project=new.project,
+                    name=new.name,
+                    spec_json=new.spec_json,
+                    spec_digest=new.spec_digest,
                     state=RunState.QUEUED.value,
                     state_reason="Submitted",
                     message="",
+                    priority=new.priority,
+                    labels_json=json.dumps(dict(new.labels)),
+                    created_by=new.created_by,
                     step=0,
                     weight_version=-1,
                     summary_json="{}",
+                    start_path=new.start_path,
+                    num_attempts=0,
                     create_time=now,
                     update_time=now,
                     revision=1,
-                    request_id=request_id,
                 )
             )
-            _append(connection, run_id, "Submitted", "the run was submitted", {"name": name})
-            return self._get(connection, run_id), True
+            if request is not None:
+                remember_request(connection, request, new.run_id)
+            data = {"name": new.name}
+            append_event(connection, new.run_id, Note("Submitted", "the run was submitted", data))
+            return get_run(connection, new.run_id), True
 
     def get(self, run_id: str) -> Run:
         """One run.
@@ -155,156 +116,143 @@ class RunStore:
         Raises:
             NotFoundError: If there is none of that id.
         """
-        with self._engine.connect() as connection:
-            return self._get(connection, run_id)
+        with self._database.read() as connection:
+            return get_run(connection, run_id)
 
-    def list_runs(self, *, limit: int, before: str | None = None) -> list[Run]:
+    def list_runs(
+        self, *, limit: int, before: str | None = None, only: RunFilter | None = None
+    ) -> list[Run]:
         """Runs, newest first, starting behind ``before``."""
-        query = sa.select(_RUNS).order_by(_RUNS.c.run_id.desc()).limit(limit)
+        only = only or RunFilter()
+        query = sa.select(RUNS).order_by(RUNS.c.run_id.desc()).limit(limit)
         if before is not None:
-            query = query.where(_RUNS.c.run_id < before)
-        with self._engine.connect() as connection:
-            return [_run(row) for row in connection.execute(query)]
+            query = query.where(RUNS.c.run_id < before)
+        if only.project is not None:
+            query = query.where(RUNS.c.project == only.project)
+        if only.state is not None:
+            query = query.where(RUNS.c.state == only.state.value)
+        if only.name is not None:
+            query = query.where(RUNS.c.name == only.name)
+        if only.label is not None:
+            key, value = only.label
+            pair = f"{json.dumps(key)}: {json.dumps(value)}"
+            query = query.where(RUNS.c.labels_json.contains(pair, autoescape=True))
+        with self._database.read() as connection:
+            return [to_run(row) for row in connection.execute(query)]
 
-    def apply(self, run_id: str, event: RunEvent, *, reason: str, message: str = "") -> Run:
-        """Move a run to the state that ``event`` leads to.
+    def unfinished(self) -> list[Run]:
+        """Runs that have not ended, oldest first."""
+        ended = [state.value for state in TERMINAL]
+        query = sa.select(RUNS).where(RUNS.c.state.not_in(ended)).order_by(RUNS.c.run_id)
+        with self._database.read() as connection:
+            return [to_run(row) for row in connection.execute(query)]
+
+    def apply(
+        self, run_id: str, event: RunEvent, *, reason: str, message: str = "", actor: str = ""
+    ) -> tuple[Run, Event]:
+        """Move a run to the state that ``event`` leads to; returns it and the event that tells of it.
 
         Raises:
-            FailedPreconditionError: If the run's state does not take the event.
+            InvalidTransitionError: If the run's state does not take the event.
         """
-        with self._write() as connection:
-            run = self._get(connection, run_id)
+        with self._database.write() as connection:
+            run = get_run(connection, run_id, lock=True)
             state = next_state(run.state, event)
             if state is None:
-                raise FailedPreconditionError(
+                raise InvalidTransitionError(
                     f"run {run_id} is {run.state} and cannot {event}",
                     run_id=run_id,
                     state=run.state,
                 )
-            self._update(connection, run, state=state.value, state_reason=reason, message=message)
-            _append(
-                connection,
-                run_id,
-                "StateChanged",
-                message or f"the run is {state.value}",
-                {"from": run.state.value, "to": state.value, "reason": reason},
-            )
-            return self._get(connection, run_id)
+            update_run(connection, run, state=state.value, state_reason=reason, message=message)
+            text = message or f"the run is {state.value}"
+            data = {"from": run.state.value, "to": state.value, "reason": reason}
+            told = append_event(connection, run_id, Note("StateChanged", text, data, actor=actor))
+            return get_run(connection, run_id), told
 
-    def record(
-        self,
-        run_id: str,
-        type_: str,
-        message: str,
-        data: Mapping[str, Any],
-        *,
-        step: int | None = None,
-        weight_version: int | None = None,
-        summary: Mapping[str, Any] | None = None,
-    ) -> Event:
-        """Append an event and, in the same transaction, the progress that it tells of."""
+    def record(self, run_id: str, note: Note, *, also: Work | None = None) -> Event:
+        """Append an event and, in the same transaction, the progress and the writes it tells of."""
         values: dict[str, Any] = {}
-        if step is not None:
-            values["step"] = step
-        if weight_version is not None:
-            values["weight_version"] = weight_version
-        if summary is not None:
-            values["summary_json"] = json.dumps(summary)
-        with self._write() as connection:
+        if note.step is not None:
+            values["step"] = note.step
+        if note.weight_version is not None:
+            values["weight_version"] = note.weight_version
+        if note.summary is not None:
+            values["summary_json"] = json.dumps(note.summary)
+        with self._database.write() as connection:
+            run = get_run(connection, run_id, lock=True)
+            if also is not None:
+                also(connection)
             if values:
-                self._update(connection, self._get(connection, run_id), **values)
-            return _append(connection, run_id, type_, message, data)
+                update_run(connection, run, **values)
+            return append_event(connection, run_id, note)
+
+    def patch(
+        self, run_id: str, *, revision: int, values: Mapping[str, Any], actor: str = ""
+    ) -> Run:
+        """Change labels, priority or specification.
+
+        Raises:
+            StaleRevisionError: If the run's revision is not ``revision``.
+        """
+        with self._database.write() as connection:
+            run = get_run(connection, run_id, lock=True)
+            _check_revision(run, revision)
+            update_run(connection, run, **values)
+            changed = {"changed": sorted(values)}
+            append_event(
+                connection, run_id, Note("Changed", "the run was changed", changed, actor=actor)
+            )
+            return get_run(connection, run_id)
+
+    def delete(self, run_id: str, *, revision: int) -> None:
+        """Forget a run that has ended.
+
+        Raises:
+            StaleRevisionError: If the run's revision is not ``revision``.
+            NotTerminalError: If it has not ended.
+        """
+        with self._database.write() as connection:
+            run = get_run(connection, run_id, lock=True)
+            _check_revision(run, revision)
+            if not run.is_terminal:
+                raise NotTerminalError(
+                    f"run {run_id} is {run.state}; cancel it before it is deleted", run_id=run_id
+                )
+            connection.execute(IDEMPOTENCY_KEYS.delete().where(IDEMPOTENCY_KEYS.c.run_id == run_id))
+            connection.execute(RUNS.delete().where(RUNS.c.run_id == run_id))
+
+    def begin_attempt(self, run_id: str) -> int:
+        """Count that the run's loop is entered; returns the number, from 1."""
+        with self._database.write() as connection:
+            connection.execute(
+                RUNS.update()
+                .where(RUNS.c.run_id == run_id)
+                .values(num_attempts=RUNS.c.num_attempts + 1)
+            )
+            query = sa.select(RUNS.c.num_attempts).where(RUNS.c.run_id == run_id)
+            return int(connection.execute(query).scalar_one())
 
     def events(
         self, run_id: str, *, after_seq: int = 0, limit: int = 1000, type_: str | None = None
     ) -> list[Event]:
         """Events of a run behind ``after_seq``, in order."""
         query = (
-            sa.select(_EVENTS)
-            .where(_EVENTS.c.run_id == run_id, _EVENTS.c.seq > after_seq)
-            .order_by(_EVENTS.c.seq)
+            sa.select(EVENTS)
+            .where(EVENTS.c.run_id == run_id, EVENTS.c.seq > after_seq)
+            .order_by(EVENTS.c.seq)
             .limit(limit)
         )
         if type_ is not None:
-            query = query.where(_EVENTS.c.type == type_)
-        with self._engine.connect() as connection:
-            return [
-                Event(
-                    run_id=row.run_id,
-                    seq=row.seq,
-                    time=row.time,
-                    type=row.type,
-                    message=row.message,
-                    data=json.loads(row.data_json),
-                )
-                for row in connection.execute(query)
-            ]
+            query = query.where(EVENTS.c.type == type_)
+        with self._database.read() as connection:
+            return [to_event(row) for row in connection.execute(query)]
 
-    @contextmanager
-    def _write(self) -> Iterator[sa.Connection]:
-        with self._writer, self._engine.begin() as connection:
-            yield connection
 
-    @staticmethod
-    def _get(connection: sa.Connection, run_id: str) -> Run:
-        row = connection.execute(sa.select(_RUNS).where(_RUNS.c.run_id == run_id)).first()
-        if row is None:
-            raise NotFoundError(
-                f"run {run_id!r} does not exist; list the runs there are", run_id=run_id
-            )
-        return _run(row)
-
-    @staticmethod
-    def _update(connection: sa.Connection, run: Run, **values: Any) -> None:
-        connection.execute(
-            _RUNS.update()
-            .where(_RUNS.c.run_id == run.run_id)
-            .values(update_time=time.time(), revision=run.revision + 1, **values)
+def _check_revision(run: Run, revision: int) -> None:
+    if run.revision != revision:
+        raise StaleRevisionError(
+            f"run {run.run_id} is at revision {run.revision}, not {revision}; read it again",
+            run_id=run.run_id,
+            revision=run.revision,
         )
-
-
-def _run(row: Any) -> Run:
-    return Run(
-        run_id=row.run_id,
-        name=row.name,
-        spec_json=row.spec_json,
-        spec_digest=row.spec_digest,
-        state=RunState(row.state),
-        state_reason=row.state_reason,
-        message=row.message,
-        step=row.step,
-        weight_version=row.weight_version,
-        summary=json.loads(row.summary_json),
-        create_time=row.create_time,
-        update_time=row.update_time,
-        revision=row.revision,
-    )
-
-
-def _append(
-    connection: sa.Connection, run_id: str, type_: str, message: str, data: Mapping[str, Any]
-) -> Event:
-    newest = connection.execute(
-        sa.select(sa.func.coalesce(sa.func.max(_EVENTS.c.seq), 0)).where(_EVENTS.c.run_id == run_id)
-    ).scalar_one()
-    event = Event(
-        run_id=run_id, seq=newest + 1, time=time.time(), type=type_, message=message, data=data
-    )
-    connection.execute(
-        _EVENTS.insert().values(
-            run_id=run_id,
-            seq=event.seq,
-            time=event.time,
-            type=type_,
-            message=message,
-            data_json=json.dumps(data),
-        )
-    )
-    return event
-
-
-def _set_pragmas(connection: Any, record: Any) -> None:
-    cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=30000"):
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()

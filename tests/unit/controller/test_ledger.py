@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.controller.ledger import GroupState, Ledger, LedgerError
+from services.controller.ledger import GroupState, Ledger, LedgerError, LedgerState
 
 
 def test_a_trained_group_goes_through_all_states():
     ledger = Ledger(max_attempts=3)
-    group = ledger.issue(row=7)
+    group = ledger.issue(row=7, position=1)
     ledger.lease(group, "rollout-0", version=2, now=1.0)
     ledger.confirm(group)
     ledger.complete(group, oldest_version=2)
@@ -25,7 +25,7 @@ def test_a_trained_group_goes_through_all_states():
 
 def test_a_group_is_never_trained_twice():
     ledger = Ledger(max_attempts=3)
-    group = ledger.issue(row=0)
+    group = ledger.issue(row=0, position=1)
     ledger.lease(group, "rollout-0", version=0, now=0.0)
     ledger.complete(group, oldest_version=0)
     ledger.train([group])
@@ -35,7 +35,7 @@ def test_a_group_is_never_trained_twice():
 
 def test_results_of_an_older_attempt_are_not_found():
     ledger = Ledger(max_attempts=3)
-    group = ledger.issue(row=0)
+    group = ledger.issue(row=0, position=1)
     ledger.lease(group, "rollout-0", version=0, now=0.0)
     assert ledger.retry(group, "lost")
     assert ledger.get(group.group_id, attempt=1) is None
@@ -44,7 +44,7 @@ def test_results_of_an_older_attempt_are_not_found():
 
 def test_a_prompt_is_quarantined_after_the_last_try():
     ledger = Ledger(max_attempts=2)
-    group = ledger.issue(row=0)
+    group = ledger.issue(row=0, position=1)
     ledger.lease(group, "rollout-0", version=0, now=0.0)
     assert ledger.retry(group, "reward_timeout")
     ledger.lease(group, "rollout-1", version=0, now=0.0)
@@ -54,7 +54,7 @@ def test_a_prompt_is_quarantined_after_the_last_try():
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 30)), max_size=120))
+@given(st.lists(st.tuples(st.integers(0, 11), st.integers(0, 30)), max_size=120))
 def test_the_ledger_closes_after_any_sequence_of_events(events):
     ledger = Ledger(max_attempts=2)
     groups = []
@@ -66,10 +66,14 @@ def test_the_ledger_closes_after_any_sequence_of_events(events):
         lambda g: ledger.train([g]),
         lambda g: ledger.consume([g]),
         lambda g: ledger.drop(g, "stale"),
+        ledger.interrupt,
+        ledger.lose,
+        ledger.requeue,
+        lambda g: ledger.put_back([g]),
     ]
     for kind, index in events:
         if kind == len(actions) or not groups:
-            groups.append(ledger.issue(row=len(groups)))
+            groups.append(ledger.issue(row=len(groups), position=len(groups)))
             continue
         group = groups[index % len(groups)]
         if ledger.get(group.group_id) is None:
@@ -81,3 +85,38 @@ def test_the_ledger_closes_after_any_sequence_of_events(events):
     counts = ledger.counts()
     assert counts["issued"] == len(groups)
     assert ledger.num_admitted == len(groups) - counts["dropped"] - counts["quarantined"]
+
+
+def test_changes_restore_the_same_ledger():
+    ledger = Ledger(max_attempts=3)
+    kept, dropped = (ledger.issue(row=row, position=row + 1) for row in range(2))
+    ledger.lease(kept, "rollout-0", version=4, now=0.0)
+    ledger.drop(dropped, "stale")
+    change = ledger.take_changes()
+    assert [group.sequence for group in change.groups] == [0]
+    assert [group.reason for group in change.ended] == ["stale"]
+    restored = Ledger.restore(
+        LedgerState(
+            groups=change.groups,
+            num_issued=change.num_issued,
+            position=change.position,
+            ended=change.counts,
+            reasons=change.reasons,
+        ),
+        max_attempts=3,
+        now=9.0,
+    )
+    assert restored.counts() == ledger.counts()
+    assert restored.position == 2
+    assert ledger.take_changes().groups == ()
+
+
+def test_a_prompt_that_outlives_too_many_workers_is_quarantined():
+    ledger = Ledger(max_attempts=3)
+    group = ledger.issue(row=0, position=1)
+    for _ in range(7):
+        ledger.lease(group, "rollout-0", version=0, now=0.0)
+        assert ledger.lose(group)
+    ledger.lease(group, "rollout-0", version=0, now=0.0)
+    assert not ledger.lose(group)
+    assert ledger.reasons() == {"worker_lost": 1}

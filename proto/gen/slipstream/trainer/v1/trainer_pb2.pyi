@@ -27,8 +27,13 @@ class TrainStepRequest(_message.Message):
 
     STEP_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Numbers the steps of a run from 1."""
+    weight_version: _builtins.int
+    """Numbers the weights that the step starts from. Above step - 1 in a run that was rewound, because
+    weight versions only grow.
+    """
     @_builtins.property
     def batch(self) -> _batch_pb2.KVBatchMeta:
         """Describes the samples: whole groups, oldest first."""
@@ -38,10 +43,11 @@ class TrainStepRequest(_message.Message):
         *,
         step: _builtins.int = ...,
         batch: _batch_pb2.KVBatchMeta | None = ...,
+        weight_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "step", b"step", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,1 @@
+"""Migrations of the controller's database, run by alembic at start."""

@@ -1,0 +1,45 @@
+"""Schema, migrations and leadership on both databases."""
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+
+from services.common.errors import FailedPreconditionError
+from services.controller.database import Database, LeaseLostError
+from services.controller.lease import Leadership
+from services.controller.tables import METADATA
+
+
+def test_migrations_make_the_tables(database):
+    with database.read() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, METADATA) == []
+
+
+def test_a_database_opens_again(database, database_url):
+    Database(database_url).close()
+
+
+def test_a_newer_schema_is_refused(database, database_url):
+    with database.write() as connection:
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(FailedPreconditionError, match="newer"):
+        Database(database_url)
+
+
+async def test_a_replaced_leader_writes_no_more(database, database_url):
+    old = Leadership(database, holder="one", ttl_s=0.2)
+    assert await old.acquire() == 1
+    successor = Database(database_url)
+    assert await Leadership(successor, holder="two", ttl_s=30).acquire() == 2
+    with pytest.raises(LeaseLostError), database.write():
+        pass
+    successor.close()
+
+
+async def test_a_holder_takes_its_own_lease_back_at_once(database, database_url):
+    assert await Leadership(database, holder="pod-0", ttl_s=3600).acquire() == 1
+    restarted = Database(database_url)
+    assert await Leadership(restarted, holder="pod-0", ttl_s=3600).acquire() == 2
+    restarted.close()
