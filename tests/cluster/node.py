@@ -125,8 +125,13 @@ def node(cluster: Cluster) -> Iterator[Cluster]:
         )  # fmt: skip
         _create_dns_service(cluster.core)
         processes.wait_for("a ready node", lambda: _is_ready(cluster.core), _START_S)
-        yield cluster
-        _remove_pods(cluster)
+        try:
+            yield cluster
+        finally:
+            try:
+                _remove_pods(cluster)
+            finally:
+                processes.stop("kubelet", "proxy", "containerd")
 
 
 def _certificates(folder: Path) -> Authority:

@@ -30,18 +30,18 @@ class Processes:
                 env={"PATH": self.path, "HOME": str(self.logs)},
             )
 
-    def stop(self, grace_s: float = 5.0) -> None:
-        """Ask all to end, then kill those that do not, with all they started."""
+    def stop(self, *names: str, grace_s: float = 5.0) -> None:
+        """Ask some or all to end, then kill those that do not, with all they started."""
         deadline = time.monotonic() + grace_s
-        for process in reversed(self.running.values()):
+        ending = [self.running.pop(name) for name in names or list(self.running)]
+        for process in reversed(ending):
             process.terminate()
-        for process in reversed(self.running.values()):
+        for process in reversed(ending):
             try:
                 process.wait(max(deadline - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        self.running.clear()
 
     def wait_for(self, what: str, condition: Callable[[], bool], timeout_s: float) -> None:
         """Wait until a condition holds; a program that ends, or the deadline, is an error with its log."""

@@ -1,0 +1,1 @@
+"""Dashboards, alerts and the metrics reference, generated from one description."""

@@ -1,0 +1,184 @@
+"""The alerts. ``@name@`` is replaced by a value of the chart's ``monitoring.prometheusRule``."""
+# ruff: noqa: E501  expressions stay on one line, as people paste them
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alert:
+    """One alert."""
+
+    name: str
+    expression: str
+    lasts: str
+    severity: Literal["page", "ticket"]
+    summary: str
+    meaning: str
+    """What is wrong, and for whom."""
+    actions: tuple[str, ...]
+    """What to look at and to do, in order."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A rule of Prometheus."""
+        return {
+            "alert": self.name,
+            "expr": self.expression,
+            "for": self.lasts,
+            "labels": {"severity": self.severity},
+            "annotations": {
+                "summary": self.summary,
+                "runbook_url": f"@runbookBase@/{self.name}.md",
+            },
+        }
+
+
+_IS_RUNNING = 'and on (run) max by (run) (slipstream_run_state{state="RUNNING"}) == 1'
+
+ALL = (
+    Alert(
+        name="SlipstreamRunStalled",
+        expression="(time() - max by (run) (slipstream_run_last_progress_timestamp_seconds) > @stallSeconds@) "
+        + _IS_RUNNING,
+        lasts="1m",
+        severity="page",
+        summary="Run {{ $labels.run }} has finished no step for {{ $value | humanizeDuration }}",
+        meaning="The run is RUNNING, but its trainer has finished no step for longer than `monitoring.prometheusRule.stallSeconds`. The condition does not depend on work in flight, so a run that waits for ever is seen as well.",
+        actions=(
+            "Open the run page: the table of workers says what each is doing, and who waits for whom.",
+            "No finished groups: look at the rollouts (`slipstream_rollout_groups_total` by outcome, reward failures) and at the fill of the transferqueue.",
+            "Finished groups, but no step: read the trainer's log; a step that is longer than the threshold needs a higher threshold.",
+            "Cancel the run if its worker hangs: `slipstream cancel RUN`.",
+        ),
+    ),
+    Alert(
+        name="SlipstreamRunStuckStarting",
+        expression='max by (run) (slipstream_run_state{state="STARTING"}) == 1',
+        lasts="30m",
+        severity="ticket",
+        summary="Run {{ $labels.run }} has been starting for half an hour",
+        meaning="Workers of the run were started, but not all of them are ready.",
+        actions=(
+            "Read the run's events of type `WorkerPending`: they carry the words of Kubernetes, such as `Insufficient nvidia.com/gpu` or `ImagePullBackOff`.",
+            "`kubectl get pods -l slipstream.dev/run=RUN`, then `kubectl describe pod` for those that do not run.",
+            "All pods run: read their logs; loading a large model for the first time downloads it.",
+        ),
+    ),
+    Alert(
+        name="SlipstreamRunFailed",
+        expression='max by (run) (slipstream_run_state{state="FAILED"}) == 1',
+        lasts="0m",
+        severity="ticket",
+        summary="Run {{ $labels.run }} failed",
+        meaning="A run ended in FAILED within the last 15 minutes.",
+        actions=(
+            "Read its `state_reason` and `message`: the message holds the last log lines of the worker that failed.",
+            "`WorkerLost` with OOMKilled: raise the memory limit, or lower `trainer.tokens_per_micro_batch` or `rollout.max_running_samples`.",
+            "Correct the cause and submit the run again.",
+        ),
+    ),
+    Alert(
+        name="SlipstreamStalenessViolated",
+        expression="max by (run) (slipstream_staleness_violations_total) > 0",
+        lasts="0m",
+        severity="page",
+        summary="Run {{ $labels.run }} trained {{ $value }} samples beyond its staleness bound",
+        meaning="A sample older than the bound was trained. The gate makes this impossible, so it is a defect of Slipstream, and the run's result is in doubt.",
+        actions=(
+            "Keep the run's database and logs, and report the defect.",
+            "Note the step of the first violation in the events; results up to it stand.",
+        ),
+    ),
+    Alert(
+        name="SlipstreamWeightSyncSlow",
+        expression="histogram_quantile(0.95, sum by (le, run) "
+        '(rate(slipstream_weight_sync_duration_seconds_bucket{phase="total"}[30m]))) > @weightSyncSeconds@',
+        lasts="15m",
+        severity="ticket",
+        summary="Weight sync of run {{ $labels.run }} takes {{ $value | humanizeDuration }} (p95)",
+        meaning="Bringing new weights into service takes longer than `monitoring.prometheusRule.weightSyncSeconds`. Generation waits meanwhile.",
+        actions=(
+            "See which phase grew on the dashboard Weight sync: prepare, transfer or adopt.",
+            "Transfer: check that NCCL uses the network you mean (`NCCL_DEBUG=INFO` in `workers.env`); sockets instead of RDMA or NVLink is the usual cause.",
+            "Adopt: rollouts finish running responses first unless `rollout.partial_rollout` is on.",
+        ),
+    ),
+    Alert(
+        name="SlipstreamVersionLag",
+        expression="(max by (run) (slipstream_trainer_weight_version) - min by (run) (slipstream_rollout_weight_version)) "
+        "> on (run) (1 + max by (run) (slipstream_staleness_limit_versions))",
+        lasts="10m",
+        severity="ticket",
+        summary="A rollout of run {{ $labels.run }} is {{ $value }} versions behind its trainer",
+        meaning="A rollout serves weights so old that what it samples will be stale when it is finished.",
+        actions=(
+            "Find the pod on the panel Versions of the dashboard Weight sync.",
+            "Read its log; delete the pod if it does not answer.",
+        ),
+    ),
+    Alert(
+        name="SlipstreamNonFiniteStep",
+        expression="sum by (run) (increase(slipstream_trainer_nonfinite_total[10m])) > 0",
+        lasts="0m",
+        severity="page",
+        summary="Run {{ $labels.run }} met numbers that are not finite",
+        meaning="Losses, gradients or logprobs of the run were NaN or infinite. Such steps leave the weights as they were.",
+        actions=(
+            "A single event is harmless. If it goes on, cancel the run.",
+            "Lower the learning rate, or train in float32; look at the gradient norm and at the divergence before the event.",
+        ),
+    ),
+    Alert(
+        name="SlipstreamRewardFailures",
+        expression="sum by (run, kind) (rate(slipstream_rollout_reward_failures_total[15m])) > 0.1",
+        lasts="15m",
+        severity="ticket",
+        summary="Rewards of run {{ $labels.run }} fail: {{ $labels.kind }}",
+        meaning="More than one reward in ten seconds cannot be computed. Such samples are generated again or masked, never scored 0.",
+        actions=(
+            "`timeout`: raise `timeout_s` of the reward or `rollout.reward_concurrency`.",
+            "`exception` and `invalid_value`: the reward's code is wrong for some responses; the log of the rollout names the error.",
+        ),
+    ),
+    Alert(
+        name="SlipstreamQueueNearFull",
+        expression="max by (pod) (slipstream_tq_stored_bytes / slipstream_tq_capacity_bytes) > @queueFillRatio@",
+        lasts="5m",
+        severity="page",
+        summary="Transferqueue shard {{ $labels.pod }} is {{ $value | humanizePercentage }} full",
+        meaning="Finished samples wait longer than they should, or the memory is too small. When it is full, rollouts wait.",
+        actions=(
+            "See on the dashboard Staleness and data flow whether finished groups pile up: then the trainer is the bottleneck, and waiting is right.",
+            "Otherwise raise `transferqueue.capacityMiB` or `transferqueue.shards`.",
+        ),
+    ),
+    Alert(
+        name="SlipstreamMessagesRefused",
+        expression="sum by (channel, reason) (increase(slipstream_rejected_messages_total[10m])) > 0",
+        lasts="0m",
+        severity="page",
+        summary="The data plane refused messages: {{ $labels.reason }}",
+        meaning="A message on the data plane was malformed, or came from somebody who was not admitted.",
+        actions=(
+            "`malformed`: processes of different releases talk to each other; make all images the same.",
+            "`unauthenticated`: something else in the cluster tries the port; the network policies should keep it out.",
+        ),
+    ),
+    Alert(
+        name="SlipstreamControllerDown",
+        expression="absent(slipstream_runs)",
+        lasts="5m",
+        severity="page",
+        summary="No controller is scraped",
+        meaning="Prometheus has no sample from a controller: it is down, or is not scraped. Runs go on without it for a while; nothing new starts.",
+        actions=(
+            "`kubectl get pods -l app.kubernetes.io/component=controller`, then its log.",
+            "If the pod runs: check the PodMonitor's labels and the network policy's `metricsFrom`.",
+        ),
+    ),
+)
+
+
+def rules() -> dict[str, Any]:
+    """All alerts as one rule group."""
+    return {"groups": [{"name": "slipstream", "rules": [alert.to_json() for alert in ALL]}]}

@@ -1,0 +1,76 @@
+"""Every metric that the services register: the single source of docs, dashboards and alerts."""
+
+import importlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import Metric
+
+from services.controller.run_collector import RunCollector
+
+_MODULES = {
+    "all": "services.common.grpc_metrics",
+    "controller": "services.controller.metrics",
+    "transferqueue": "services.transferqueue.metrics",
+    "rollout": "services.rollout.metrics",
+    "trainer": "services.trainer.metrics",
+}
+_PREFIX = "slipstream_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricDoc:
+    """One metric as Prometheus shows it."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    text: str
+    service: str
+
+
+def registered() -> list[MetricDoc]:
+    """All metrics, by service and name."""
+    found = [
+        _doc(metric, tuple(collector._labelnames), service)  # noqa: SLF001  no public listing
+        for service, module in _MODULES.items()
+        for collector in _collectors(vars(importlib.import_module(module)).values())
+        for metric in collector.describe()
+        if metric.name.startswith(_PREFIX)
+    ]
+    runs = RunCollector(list, lambda run_id: [])
+    found += [_doc(metric, tuple(metric._labelnames), "controller") for metric in runs.describe()]  # type: ignore[attr-defined]  # noqa: SLF001
+    return sorted(found, key=lambda doc: (list(_MODULES).index(doc.service), doc.name))
+
+
+def _collectors(values: Iterable[object]) -> Iterator[MetricWrapperBase]:
+    """Metrics among a module's variables, also those kept in dictionaries."""
+    for value in values:
+        if isinstance(value, MetricWrapperBase):
+            yield value
+        elif isinstance(value, dict):
+            yield from _collectors(value.values())
+
+
+def exposed_names(docs: list[MetricDoc]) -> set[str]:
+    """Names of all series: histograms have three."""
+    return {name for doc in docs for name in _series(doc)}
+
+
+def _series(doc: MetricDoc) -> Iterator[str]:
+    if doc.kind == "histogram":
+        yield from (f"{doc.name}_{part}" for part in ("bucket", "sum", "count"))
+    else:
+        yield doc.name
+
+
+def _doc(metric: Metric, labels: tuple[str, ...], service: str) -> MetricDoc:
+    suffix = "_total" if metric.type == "counter" else ""
+    return MetricDoc(
+        name=metric.name + suffix,
+        kind=metric.type,
+        labels=labels,
+        text=metric.documentation.rstrip("."),
+        service=service,
+    )

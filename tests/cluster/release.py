@@ -1,0 +1,121 @@
+"""An installed release on the test cluster, and its REST API."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from kubernetes.client import ApiException
+
+from tests.cluster.node import Cluster
+from tests.cluster.tools import require
+from tests.unit.deploy.chart import CHART, PROFILES, ROOT
+
+NAMESPACE = "slipstream"
+_EXAMPLES = ROOT / "examples"
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """A release in ready state."""
+
+    cluster: Cluster
+    api: httpx.Client
+    install_s: float
+    """Time from ``helm install --wait`` to its return."""
+
+    def helm(self, *arguments: str) -> str:
+        """Run Helm in the release's namespace."""
+        return helm(self.cluster, *arguments)
+
+    def submit(self, **overrides: Any) -> str:
+        """Submit the sort4 example, changed at the top level of its sections; returns the run's id."""
+        spec = sort4_spec()
+        for section, values in overrides.items():
+            spec[section] = {**spec[section], **values}
+        answer = self.api.post("/v1/runs", json=spec)
+        assert answer.status_code == 201, answer.text
+        run_id: str = answer.json()["id"]
+        return run_id
+
+    def run(self, run_id: str) -> dict[str, Any]:
+        """A run as the API shows it."""
+        return dict(self.api.get(f"/v1/runs/{run_id}").raise_for_status().json())
+
+    def events(self, run_id: str, type_: str = "") -> list[dict[str, Any]]:
+        """Events of a run."""
+        answer = self.api.get(f"/v1/runs/{run_id}/events", params={"type": type_})
+        return list(answer.raise_for_status().json()["items"])
+
+    def wait(
+        self, run_id: str, condition: Callable[[dict[str, Any]], bool], timeout_s: float
+    ) -> dict[str, Any]:
+        """Wait until the run fulfils a condition; one that ends otherwise is an error."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            run = self.run(run_id)
+            if condition(run):
+                return run
+            assert run["state"] not in ("FAILED", "CANCELLED"), run["message"]
+            assert time.monotonic() < deadline, f"{run['state']}: {self.events(run_id)[-3:]}"
+            time.sleep(0.5)
+
+    def pods(self, run_id: str = "") -> list[Any]:
+        """Pods of the release, or of one run."""
+        selector = f"slipstream.dev/run={run_id}" if run_id else ""
+        return list(self.cluster.core.list_namespaced_pod(NAMESPACE, label_selector=selector).items)
+
+
+def helm(cluster: Cluster, *arguments: str) -> str:
+    """Run Helm in the release's namespace."""
+    (program,) = require("helm4")
+    return cluster.command(program, *arguments, "--namespace", NAMESPACE, timeout_s=300)
+
+
+def sort4_spec() -> dict[str, Any]:
+    """The sort4 example with its code where the pods have it."""
+    text = (_EXAMPLES / "sort4.yaml").read_text(encoding="utf-8")
+    spec: dict[str, Any] = yaml.safe_load(text.replace("sort4.py:", "sort4:"))
+    return spec
+
+
+def install(cluster: Cluster) -> Installed:
+    """Install the chart with the CPU profile and wait until it is ready."""
+    create_namespace(cluster)
+    code = {"sort4.py": (_EXAMPLES / "sort4.py").read_text(encoding="utf-8")}
+    cluster.core.create_namespaced_config_map(
+        NAMESPACE, {"metadata": {"name": "code"}, "data": code}
+    )
+    begin = time.monotonic()
+    helm(
+        cluster, "install", "demo", str(CHART), "--wait", "--timeout", "120s",
+        "-f", str(PROFILES / "cpu-smoke.yaml"), "--set", "image.registry=localhost,image.tag=test",
+        "--set", "workers.codeConfigMap=code",
+    )  # fmt: skip
+    install_s = time.monotonic() - begin
+    service = cluster.core.read_namespaced_service("demo-slipstream-controller", NAMESPACE)
+    api = httpx.Client(
+        base_url=f"http://{service.spec.cluster_ip}:8080", timeout=30, trust_env=False
+    )
+    return Installed(cluster, api, install_s)
+
+
+def create_namespace(cluster: Cluster) -> None:
+    """Create the release's namespace unless it is there."""
+    try:
+        cluster.core.create_namespace({"metadata": {"name": NAMESPACE}})
+    except ApiException as error:
+        if error.status != 409:
+            raise
+
+
+def logs(cluster: Cluster, folder: Path) -> None:
+    """Write what every pod of the release said."""
+    for pod in cluster.core.list_namespaced_pod(NAMESPACE).items:
+        text = cluster.command(
+            "kubectl", "-n", NAMESPACE, "logs", pod.metadata.name, "--all-containers"
+        )
+        (folder / f"{pod.metadata.name}.log").write_text(text, encoding="utf-8")

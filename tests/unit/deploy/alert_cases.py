@@ -1,0 +1,107 @@
+"""Series that provoke each alert, and what it then says."""
+
+from typing import Any
+
+_BASE = "https://github.com/slipstream-rl/slipstream/blob/main/docs/runbooks"
+
+
+def _case(
+    alert: str,
+    series: dict[str, str],
+    *,
+    severity: str,
+    summary: str,
+    quiet_at: str,
+    fires_at: str,
+    **labels: str,
+) -> dict[str, Any]:
+    return {
+        "alert": alert,
+        "series": series,
+        "labels": {"severity": severity, **labels},
+        "annotations": {"summary": summary, "runbook_url": f"{_BASE}/{alert}.md"},
+        "quiet_at": quiet_at,
+        "fires_at": fires_at,
+    }
+
+
+_SYNC = 'slipstream_weight_sync_duration_seconds_bucket{run="r",phase="total",le="%s"}'
+
+CASES = [
+    _case(
+        "SlipstreamRunStalled",
+        {
+            'slipstream_run_last_progress_timestamp_seconds{run="r"}': "0+60x10 600x60",
+            'slipstream_run_state{run="r",state="RUNNING"}': "1x80",
+        },
+        severity="page", run="r", quiet_at="20m", fires_at="30m",
+        summary="Run r has finished no step for 20m 0s",
+    ),
+    _case(
+        "SlipstreamRunStuckStarting",
+        {'slipstream_run_state{run="r",state="STARTING"}': "1x60"},
+        severity="ticket", run="r", quiet_at="20m", fires_at="40m",
+        summary="Run r has been starting for half an hour",
+    ),
+    _case(
+        "SlipstreamRunFailed",
+        {'slipstream_run_state{run="r",state="FAILED"}': "0x5 1x10"},
+        severity="ticket", run="r", quiet_at="3m", fires_at="8m", summary="Run r failed",
+    ),
+    _case(
+        "SlipstreamStalenessViolated",
+        {'slipstream_staleness_violations_total{run="r"}': "0x5 2x10"},
+        severity="page", run="r", quiet_at="3m", fires_at="8m",
+        summary="Run r trained 2 samples beyond its staleness bound",
+    ),
+    _case(
+        "SlipstreamWeightSyncSlow",
+        {_SYNC % "30": "0x90", _SYNC % "60": "0+1x90", _SYNC % "+Inf": "0+1x90"},
+        severity="ticket", run="r", quiet_at="5m", fires_at="40m",
+        summary="Weight sync of run r takes 58.5s (p95)",
+    ),
+    _case(
+        "SlipstreamVersionLag",
+        {
+            'slipstream_trainer_weight_version{run="r",pod="t"}': "0+1x40",
+            'slipstream_rollout_weight_version{run="r",pod="a"}': "0+1x40",
+            'slipstream_rollout_weight_version{run="r",pod="b"}': "0x40",
+            'slipstream_staleness_limit_versions{run="r"}': "2x40",
+        },
+        severity="ticket", run="r", quiet_at="5m", fires_at="20m",
+        summary="A rollout of run r is 20 versions behind its trainer",
+    ),
+    _case(
+        "SlipstreamNonFiniteStep",
+        {'slipstream_trainer_nonfinite_total{run="r",what="loss"}': "0x10 1x20"},
+        severity="page", run="r", quiet_at="9m", fires_at="12m",
+        summary="Run r met numbers that are not finite",
+    ),
+    _case(
+        "SlipstreamRewardFailures",
+        {'slipstream_rollout_reward_failures_total{run="r",kind="timeout"}': "0x5 0+60x60"},
+        severity="ticket", run="r", kind="timeout", quiet_at="5m", fires_at="50m",
+        summary="Rewards of run r fail: timeout",
+    ),
+    _case(
+        "SlipstreamQueueNearFull",
+        {
+            'slipstream_tq_stored_bytes{pod="q"}': "10x5 95x20",
+            'slipstream_tq_capacity_bytes{pod="q"}': "100x30",
+        },
+        severity="page", pod="q", quiet_at="8m", fires_at="15m",
+        summary="Transferqueue shard q is 95% full",
+    ),
+    _case(
+        "SlipstreamMessagesRefused",
+        {'slipstream_rejected_messages_total{channel="data",reason="malformed"}': "0x10 3x10"},
+        severity="page", channel="data", reason="malformed", quiet_at="9m", fires_at="12m",
+        summary="The data plane refused messages: malformed",
+    ),
+    _case(
+        "SlipstreamControllerDown",
+        {'slipstream_runs{state="RUNNING"}': "1x5 stale"},
+        severity="page", quiet_at="5m", fires_at="15m", summary="No controller is scraped",
+    ),
+]  # fmt: skip
+"""Each alert is silent at ``quiet_at`` and fires at ``fires_at``."""

@@ -1,0 +1,127 @@
+"""Dashboards, alerts and the metrics page agree with the metrics that the services register."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+import yaml
+
+from deploy.observability import alerts, dashboards
+from deploy.observability.__main__ import ROOT, files
+from deploy.observability.registry import exposed_names, registered
+from tests.cluster.tools import require
+from tests.unit.deploy.alert_cases import CASES
+from tests.unit.deploy.chart import EVERYTHING, one, render
+
+_QUERIES = [
+    (panel.title, expression)
+    for dashboard in dashboards.ALL
+    for panel in dashboard.panels
+    for expression, _ in panel.queries
+]
+
+
+def plain(expression: str) -> str:
+    """An expression as Prometheus takes it: without Grafana's variables and the chart's placeholders."""
+    return re.sub(r"@\w+@", "1", expression.replace("$__rate_interval", "1m").replace("$run", ".*"))
+
+
+def metric_names(node: Any) -> set[str]:
+    """Names of all metrics in a parsed expression."""
+    found = {node.name} if isinstance(node, promql_parser.VectorSelector) else set()
+    for name in ("lhs", "rhs", "expr", "vector_selector"):
+        inner = getattr(node, name, None)
+        if inner is not None and not isinstance(inner, str):
+            found |= metric_names(inner)
+    for argument in getattr(node, "args", None) or ():
+        found |= metric_names(argument)
+    return found
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: path.name)
+def test_generated_files_are_up_to_date(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == files()[path], "run make observability"
+
+
+@pytest.mark.parametrize(("title", "expression"), _QUERIES)
+def test_panels_ask_for_metrics_that_exist(title: str, expression: str) -> None:
+    names = metric_names(promql_parser.parse(plain(expression)))
+    assert names
+    assert names <= exposed_names(registered())
+
+
+@pytest.mark.parametrize("alert", alerts.ALL, ids=lambda alert: alert.name)
+def test_alerts_ask_for_metrics_that_exist(alert: alerts.Alert) -> None:
+    names = metric_names(promql_parser.parse(plain(alert.expression)))
+    assert names
+    assert names <= exposed_names(registered())
+    assert (ROOT / "docs" / "runbooks" / f"{alert.name}.md").exists()
+
+
+def test_metrics_have_units_labels_and_help() -> None:
+    for doc in registered():
+        assert doc.text, doc.name
+        assert doc.name == doc.name.lower()
+        assert doc.name.endswith("_total") is (doc.kind == "counter"), doc.name
+        assert not {"key", "group", "group_id", "prompt"} & set(doc.labels), doc.name
+
+
+def test_rendered_rules_are_those_of_the_alerts(tmp_path: Path) -> None:
+    (promtool,) = require("promtool")
+    rules = rendered_rules()
+    assert "@" not in json.dumps(rules)
+    assert len(rules["groups"][0]["rules"]) == len(alerts.ALL)
+    path = tmp_path / "rules.yaml"
+    path.write_text(yaml.safe_dump(rules), encoding="utf-8")
+    done = subprocess.run(
+        [promtool, "check", "rules", "--lint-fatal", path],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_fires_when_provoked_and_not_before(tmp_path: Path) -> None:
+    (promtool,) = require("promtool")
+    assert {case["alert"] for case in CASES} == {alert.name for alert in alerts.ALL}
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rendered_rules()), encoding="utf-8")
+    path = tmp_path / "tests.yaml"
+    suite = {
+        "rule_files": ["rules.yaml"],
+        "evaluation_interval": "1m",
+        "tests": [as_promtool_test(case) for case in CASES],
+    }
+    path.write_text(yaml.safe_dump(suite), encoding="utf-8")
+    done = subprocess.run(
+        [promtool, "test", "rules", path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_dashboards_are_config_maps_that_grafana_finds() -> None:
+    manifests = render(*EVERYTHING)
+    for dashboard in dashboards.ALL:
+        config = one(manifests, "ConfigMap", f"demo-slipstream-dashboard-{dashboard.uid}")
+        assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
+        (text,) = config["data"].values()
+        assert json.loads(text) == dashboard.to_json()
+        assert len(text) < 1 << 20
+
+
+def rendered_rules() -> dict[str, Any]:
+    rules: dict[str, Any] = one(render(*EVERYTHING), "PrometheusRule", "demo-slipstream")["spec"]
+    return rules
+
+
+def as_promtool_test(case: dict[str, Any]) -> dict[str, Any]:
+    """Series that provoke one alert: it is silent at first and fires later."""
+    fires = [{"exp_labels": case["labels"], "exp_annotations": case["annotations"]}]
+    quiet = {"alertname": case["alert"], "eval_time": case["quiet_at"], "exp_alerts": []}
+    firing = {"alertname": case["alert"], "eval_time": case["fires_at"], "exp_alerts": fires}
+    series = [{"series": name, "values": values} for name, values in case["series"].items()]
+    return {"interval": "1m", "input_series": series, "alert_rule_test": [quiet, firing]}
