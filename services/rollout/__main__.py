@@ -9,6 +9,7 @@ from functools import partial
 import grpc
 import torch
 
+from services.common.errors import ServiceError
 from services.common.fields import partition_id
 from services.common.grpc_server import serve
 from services.common.lifetime import announce, until_told_to_stop
@@ -85,7 +86,7 @@ async def run(settings: RolloutSettings) -> None:
         receiver.attach(engine, sampler, is_partial=session.spec.rollout.partial_rollout)
         announce(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
         session.report(state="loaded", activity="")
-        await _serve_until_stopped(session, sampler)
+        await _serve_until_stopped(session, sampler, drain_timeout_s=settings.drain_timeout_s)
         for task in background:
             task.cancel()
 
@@ -145,7 +146,9 @@ async def _report_failures(session: WorkerSession, failures: Sequence[Failure]) 
     )
 
 
-async def _serve_until_stopped(session: WorkerSession, sampler: GroupSampler) -> None:
+async def _serve_until_stopped(
+    session: WorkerSession, sampler: GroupSampler, *, drain_timeout_s: float
+) -> None:
     """Serve until the controller orders the end, or a signal asks for a drain."""
     async with asyncio.TaskGroup() as tasks:
         ordered = tasks.create_task(session.stopped())
@@ -155,7 +158,11 @@ async def _serve_until_stopped(session: WorkerSession, sampler: GroupSampler) ->
             task.cancel()
     if ordered not in done and session.spec.rollout.partial_rollout:
         session.report(state="draining", activity="storing what is unfinished")
-        await sampler.interrupt()
+        try:
+            async with asyncio.timeout(drain_timeout_s):
+                await sampler.interrupt()
+        except (TimeoutError, ServiceError) as error:
+            logger.warning("what is unfinished was not stored", extra={"why": repr(error)})
     sampler.cancel_all()
 
 

@@ -41,13 +41,13 @@ class TransferQueueCache:
         self._serials: dict[str, int] = {}
 
     async def load(self, group_id: str) -> GroupProgress:
-        """Return the newest progress; empty if there is none."""
-        meta = await self._find([_key(group_id, slot) for slot in _SLOTS])
-        if meta is None:
-            return {}
-        serials = [int(serial) for serial in meta.tag("serial")]
-        newest = serials.index(max(serials))
+        """Return the newest progress; empty if there is none that can be used."""
         try:
+            meta = await self._find([_key(group_id, slot) for slot in _SLOTS])
+            if meta is None:
+                return {}
+            serials = [int(serial) for serial in meta.tag("serial")]
+            newest = serials.index(max(serials))
             rows = await self._data.get(meta.select([newest]), PARTIAL_FIELDS)
             progress = decode_progress({name: rows[name].unbind()[0] for name in PARTIAL_FIELDS})
         except (ServiceError, ValueError) as error:
@@ -84,8 +84,12 @@ class TransferQueueCache:
 
     async def forget(self, group_id: str) -> None:
         """Delete the progress of a group, if there is any."""
-        if self._serials.pop(group_id, None) is not None:
+        if self._serials.pop(group_id, None) is None:
+            return
+        try:
             await self._release(_key(group_id, slot) for slot in _SLOTS)
+        except ServiceError as error:
+            logger.warning("cached progress was not deleted", extra={"why": str(error)})
 
     async def _find(self, keys: Sequence[str]) -> KVBatchMeta | None:
         """Describe those of the keys that exist."""

@@ -10,7 +10,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -18,6 +18,7 @@ from services.common.spec.rollout import RolloutSpec
 from services.rollout import metrics
 from services.rollout.admission import Admission
 from services.rollout.client import GroupAssignment
+from services.rollout.engines.base import GenerationResult
 from services.rollout.failures import GroupError
 from services.rollout.group import RunningGroup, Tools
 from services.rollout.partial import GroupProgress
@@ -167,10 +168,9 @@ class GroupSampler:
 
     async def checkpoint(self) -> None:
         """Cache what the running groups have, while they run on."""
-        running = await self._tools.engine.peek()
-        await self._save(
-            [(group.assignment, group.progress(running)) for group in self._groups.values()]
-        )
+        async with self._caching:
+            running = await self._tools.engine.peek()
+            await self._save(list(self._groups.values()), running)
 
     def checkpoint_soon(self) -> None:
         """Checkpoint beside whatever the caller does next."""
@@ -178,22 +178,31 @@ class GroupSampler:
 
     async def _park(self, groups: Sequence[RunningGroup]) -> None:
         """Cache what groups have and give them back to the controller."""
-        await self._save([(group.assignment, group.progress({})) for group in groups])
+        async with self._caching:
+            await self._save(groups, {})
         error = GroupError("interrupted", "the group was interrupted; resume it", retryable=True)
         metrics.GROUPS.labels(outcome="interrupted").inc(len(groups))
         await self._report_failures([(group.assignment, error) for group in groups])
 
-    async def _save(self, groups: Sequence[tuple[GroupAssignment, GroupProgress]]) -> None:
+    async def _save(
+        self, groups: Sequence[RunningGroup], running: Mapping[str, GenerationResult]
+    ) -> None:
         """Cache progress; if that fails, the groups are merely generated anew after a crash."""
-        found = [(assignment, progress) for assignment, progress in groups if progress]
+        progress = [(group.assignment, group.progress(running)) for group in groups]
+        found = [(assignment, part) for assignment, part in progress if part]
         if not found:
             return
         try:
-            async with self._caching:
-                await self._cache.save(found)
+            await self._cache.save(found)
         except GroupError as error:
             metrics.CACHE_FAILURES.inc()
             logger.warning("progress was not cached", extra={"why": error.message})
+
+    def _end(self, group: RunningGroup) -> None:
+        """Forget a group, unless a newer attempt took its place."""
+        group_id = group.assignment.group_id
+        if self._groups.get(group_id) is group:
+            del self._running[group_id], self._groups[group_id]
 
     async def _run_group(self, group: RunningGroup) -> None:
         assignment = group.assignment
@@ -207,13 +216,14 @@ class GroupSampler:
                 if not group.is_cut:
                     await self._publisher.publish(assignment, prompt, samples)
                     metrics.GROUPS.labels(outcome="published").inc()
+            self._end(group)
             if group.is_cut and not group.is_interrupted:
                 await self._park([group])
         except GroupError as error:
             metrics.GROUPS.labels(outcome=error.reason).inc()
             logger.warning("group failed", extra={"group_id": group_id, "reason": error.reason})
             await self._report_failures([(assignment, error)])
-        if self._running.get(group_id) is asyncio.current_task():
-            del self._running[group_id], self._groups[group_id]
+        self._end(group)
         if self._spec.partial_rollout and not group.is_cut:
-            await self._cache.forget(group_id)
+            async with self._caching:
+                await self._cache.forget(group_id)

@@ -3,6 +3,7 @@
 import os
 from typing import Literal
 
+from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from services.common.settings import WorkerSettings
@@ -15,6 +16,8 @@ class RolloutSettings(WorkerSettings):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the engine runs; ``auto`` takes the GPU if there is one."""
+    drain_timeout_s: float = Field(3.0, gt=0)
+    """At SIGTERM, time to store what is unfinished; below the grace period of whoever sends it."""
 
 
 def prepare_vllm_environment(*, is_cpu: bool) -> None:
