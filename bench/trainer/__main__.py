@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="small sizes, for any machine")
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing")
-    parser.add_argument("--compile", action="store_true", help="torch.compile on the layers")
+    parser.add_argument("--eager", action="store_true", help="layers without torch.compile")
     parser.add_argument("--tokens", type=int, help="token budget of a micro-batch")
     arguments = parser.parse_args()
     launch = Launch()
@@ -71,7 +71,7 @@ def main() -> None:
         "world_size": launch.world_size,
         "dtype": "bfloat16" if on_gpu else "float32",
         "activation_checkpointing": arguments.recompute,
-        "compile": arguments.compile,
+        "compile": on_gpu and not arguments.eager,
     }
     if arguments.tokens:
         trainer["tokens_per_micro_batch"] = arguments.tokens

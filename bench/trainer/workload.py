@@ -39,7 +39,7 @@ def full_scale() -> Scale:
         rope_theta=1e6,
         tie_word_embeddings=True,
     )
-    return Scale(config, 64, 256, 8192, 24_576, 2, 3)
+    return Scale(config, 64, 256, 8192, 40_960, 2, 3)
 
 
 def smoke_scale() -> Scale:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-_CHUNK_ELEMENTS = 1 << 28
-"""Most logits at once: 512 MiB in bfloat16."""
+_CHUNK_ELEMENTS = 1 << 29
+"""Most logits at once: 1 GiB in bfloat16."""
 
 
 def token_logprobs(
