@@ -4,33 +4,27 @@ import asyncio
 import gc
 import logging
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
 import grpc
-import zmq
 
 from services.common.clock import SystemClock
 from services.common.grpc_client import open_channel
 from services.common.grpc_server import serve
-from services.common.ids import new_id
 from services.common.lifetime import announce, until_told_to_stop
 from services.common.logging import configure
 from services.common.metrics import serve_metrics
 from services.transferqueue.allocator import keep_freed_memory
-from services.transferqueue.arena import Arena
-from services.transferqueue.arena_socket import serve_arena
-from services.transferqueue.dataplane import Admission, DataPlane
 from services.transferqueue.facts import Shard
 from services.transferqueue.index import Index
 from services.transferqueue.membership import RemoteIndex
-from services.transferqueue.puts import Metadata, Puts
 from services.transferqueue.registry_client import ShardRegistryClient
 from services.transferqueue.registry_server import ShardRegistryServicer
 from services.transferqueue.server import TransferQueueServicer
 from services.transferqueue.settings import TransferQueueSettings
+from services.transferqueue.shard_process import storage_shard
 from services.transferqueue.shards import Shards
 from services.transferqueue.snapshot import Snapshots
-from services.transferqueue.storage import Storage
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
 
 logger = logging.getLogger(__name__)
@@ -50,7 +44,7 @@ async def transferqueue(settings: TransferQueueSettings) -> AsyncIterator[str]:
     index = Index(lambda blobs: shards.free(blobs), SystemClock())
     shards = Shards(index)
     snapshots = Snapshots(settings.snapshot_folder, index, shards)
-    async with _storage_shard(settings, index, shards) as (shard, storage, puts):
+    async with storage_shard(settings, index, shards) as (shard, storage, puts):
         shards.add_local(
             shard,
             capacity_bytes=storage.capacity_bytes,
@@ -77,45 +71,11 @@ async def _shard_of(settings: TransferQueueSettings) -> AsyncIterator[None]:
     async with open_channel(settings.index_address) as channel:
         index = RemoteIndex(ShardRegistryClient(channel), settings.shard_id)
         async with (
-            _storage_shard(settings, index, index) as (shard, storage, puts),
+            storage_shard(settings, index, index) as (shard, storage, puts),
             index.joined(shard, storage, puts.free),
         ):
             _tell_ready(settings, settings.index_address, shard)
             yield
-
-
-@asynccontextmanager
-async def _storage_shard(
-    settings: TransferQueueSettings, index: Metadata, clients: Admission
-) -> AsyncIterator[tuple[Shard, Storage, Puts]]:
-    arena = Arena(settings.capacity_bytes)
-    # Later than any id of a former life of this shard, as long as it put less than 16 M blobs/s.
-    first_blob_id = int(SystemClock().time()) << 24
-    instance_id = new_id("shard")
-    spill = None
-    if settings.spill_bytes:
-        spill = Arena(settings.spill_bytes, settings.spill_folder / f"{instance_id}.spill")
-    storage = Storage(arena, first_blob_id=first_blob_id, spill=spill)
-    puts = Puts(settings.shard_id, storage, index)
-    public_key, secret_key = zmq.curve_keypair() if settings.use_curve else (b"", None)
-    async with AsyncExitStack() as stack:
-        plane = DataPlane(storage, puts, clients)
-        port = await stack.enter_async_context(
-            plane.serve(settings.data_bind, secret_key=secret_key)
-        )
-        arena_socket = ""
-        if settings.arena_folder is not None:
-            path = settings.arena_folder / f"slipstream-{instance_id}.sock"
-            stack.enter_context(serve_arena(path, instance_id=instance_id, fd=arena.fd))
-            arena_socket = str(path)
-        shard = Shard(
-            shard_id=settings.shard_id,
-            endpoint=f"tcp://{settings.advertise_host}:{port}",
-            public_key=public_key.decode(),
-            arena_socket=arena_socket,
-            instance_id=instance_id,
-        )
-        yield shard, storage, puts
 
 
 def _tell_ready(settings: TransferQueueSettings, address: str, shard: Shard) -> None:

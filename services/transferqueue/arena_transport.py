@@ -33,6 +33,8 @@ class ArenaTransport:
         fallback: Reads what is small, and what the shard has moved to disk.
     """
 
+    takes_small_puts = True
+
     def __init__(self, connection: ShardConnection, arena: mmap.mmap, fallback: Transport) -> None:
         self._connection = connection
         self._fallback = fallback
@@ -64,6 +66,9 @@ class ArenaTransport:
             return
         for begin in range(0, len(extents), codec.MAX_RANGES):
             await self._read(extents[begin : begin + codec.MAX_RANGES], target)
+
+    def close(self) -> None:
+        """The mapping goes with the last tensor that views it."""
 
     async def _read(self, extents: Sequence[Extent], target: Tensor) -> None:
         deadline = time.monotonic() + codec.PIN_S / 2

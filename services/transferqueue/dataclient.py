@@ -178,7 +178,7 @@ class DataClient:
         put_id = new_id("put")
         sizes = tuple(column.size_bytes for column in columns)
         timeout_s = self._put_timeout_s + TIMEOUT_S
-        if sum(sizes) <= codec.STORE_BYTES:
+        if link.transport.takes_small_puts and sum(sizes) <= codec.STORE_BYTES:
             parts = [column.to_bytes() for column in columns]
             meta = replace(meta, blobs=_blobs(shard_id, range(len(sizes)), sizes, _hash(parts)))
             store = codec.Store(

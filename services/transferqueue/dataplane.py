@@ -19,7 +19,7 @@ from services.transferqueue import admission, codec, metrics
 from services.transferqueue.concurrency import unwrapped
 from services.transferqueue.puts import Puts
 from services.transferqueue.sockets import MessageSocket, set_limits
-from services.transferqueue.storage import Storage
+from services.transferqueue.storage import BlobStore
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class DataPlane:
         clients: Says who may connect when the socket is encrypted.
     """
 
-    def __init__(self, storage: Storage, puts: Puts, clients: Admission) -> None:
+    def __init__(self, storage: BlobStore, puts: Puts, clients: Admission) -> None:
         self._storage = storage
         self._puts = puts
         self._clients = clients
@@ -162,10 +162,10 @@ class DataPlane:
                 metrics.BYTES.labels("in").inc(len(data))
                 return await self._puts.store(message, data)
             case codec.Read():
-                return self._read(message, payload)
+                return await self._read(message, payload)
         raise AssertionError(message)
 
-    def _read(self, message: codec.Read, payload: list[bytes | memoryview]) -> codec.Response:
+    async def _read(self, message: codec.Read, payload: list[bytes | memoryview]) -> codec.Response:
         numbers = message.ranges
         ranges = list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
         size = sum(numbers[2::3])
@@ -181,7 +181,7 @@ class DataPlane:
             raise InvalidArgumentError(
                 f"a read of {size} bytes is above the limit of {codec.MAX_READ_BYTES}; split it"
             )
-        payload += _frames([self._storage.view(*extent) for extent in ranges])
+        payload += _frames(await self._storage.views(ranges))
         return codec.Data(codec.checksum_of(payload) if message.with_checksum else 0)
 
     def _refuse(self, peer: bytes, request_id: int, error: InvalidArgumentError) -> None:

@@ -44,6 +44,18 @@ class PartitionStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectStoreAddress:
+    """How to reach Mooncake Store."""
+
+    master: str
+    """``host:port`` of its master."""
+    protocol: str = "tcp"
+    """``tcp`` or ``rdma``."""
+    num_replicas: int = 1
+    """Copies of each object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
     """How to reach a storage shard."""
 
@@ -58,6 +70,8 @@ class Shard:
     """This life of the shard's process."""
     is_draining: bool = False
     """Whether it takes no new samples."""
+    object_store: ObjectStoreAddress | None = None
+    """Where its bytes are, when they are in Mooncake Store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

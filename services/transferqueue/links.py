@@ -103,6 +103,7 @@ class Links:
         for shard_id, link in list(self._links.items()):
             if instances.get(shard_id) != link.connection.shard.instance_id:
                 link.connection.close()
+                link.transport.close()
                 del self._links[shard_id]
         for shard in shards:
             if shard.shard_id not in self._links:
@@ -113,6 +114,11 @@ class Links:
 
     async def _choose_transport(self, connection: ShardConnection) -> Transport:
         shard = connection.shard
+        if shard.object_store is not None:
+            # Imported only where it is used: the package is an optional extra.
+            from services.transferqueue.object_transport import open_transport
+
+            return await asyncio.to_thread(open_transport, shard)
         sockets = SocketTransport(connection, self._pool)
         if self._use_shared_memory and shard.arena_socket:
             arena = await asyncio.to_thread(

@@ -10,7 +10,7 @@ from services.common.errors import ServiceError
 from services.transferqueue.concurrency import unwrapped
 from services.transferqueue.facts import Shard
 from services.transferqueue.registry_client import ShardRegistryClient
-from services.transferqueue.storage import Storage
+from services.transferqueue.storage import BlobStore
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class RemoteIndex:
 
     @asynccontextmanager
     async def joined(
-        self, shard: Shard, storage: Storage, free: Callable[[Sequence[int]], None]
+        self, shard: Shard, storage: BlobStore, free: Callable[[Sequence[int]], None]
     ) -> AsyncIterator[None]:
         """Take part until the block ends.
 
@@ -66,7 +66,7 @@ class RemoteIndex:
                 beating.cancel()
 
     async def _beat(
-        self, shard: Shard, storage: Storage, free: Callable[[Sequence[int]], None]
+        self, shard: Shard, storage: BlobStore, free: Callable[[Sequence[int]], None]
     ) -> None:
         num_deleted = 0
         while True:

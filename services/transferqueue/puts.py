@@ -24,7 +24,7 @@ from services.common.errors import (
 )
 from services.transferqueue import codec, metrics
 from services.transferqueue.quotas import run_of
-from services.transferqueue.storage import Grant, Storage
+from services.transferqueue.storage import BlobStore, Grant
 from services.transferqueue.waiters import Waiters
 
 _ROOM = "room"
@@ -60,7 +60,7 @@ class Puts:
         metadata: The index.
     """
 
-    def __init__(self, shard_id: str, storage: Storage, metadata: Metadata) -> None:
+    def __init__(self, shard_id: str, storage: BlobStore, metadata: Metadata) -> None:
         self._shard_id = shard_id
         self._storage = storage
         self._metadata = metadata
@@ -147,7 +147,7 @@ class Puts:
         put.timer.cancel()
         try:
             self._check_owner(meta, put)
-            self._storage.seal(meta.blobs)
+            await self._storage.seal(meta.blobs)
             return await self._metadata.commit(meta, put_id=put_id)
         except (DeadlineExceededError, UnavailableError):
             # The put may be visible, so its bytes stay. The index is out of reach: it will give this

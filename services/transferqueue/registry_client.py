@@ -4,7 +4,7 @@ import grpc
 
 from services.common.batch import KVBatchMeta
 from services.common.grpc_client import call
-from services.transferqueue.facts import Shard
+from services.transferqueue.facts import ObjectStoreAddress, Shard
 from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
 
@@ -87,6 +87,7 @@ def shard_to_proto(shard: Shard) -> pb.Shard:
         arena_socket=shard.arena_socket,
         instance_id=shard.instance_id,
         draining=shard.is_draining,
+        object_store=_store_to_proto(shard.object_store),
     )
 
 
@@ -99,4 +100,21 @@ def shard_from_proto(proto: pb.Shard) -> Shard:
         arena_socket=proto.arena_socket,
         instance_id=proto.instance_id,
         is_draining=proto.draining,
+        object_store=_store_from_proto(proto.object_store),
+    )
+
+
+def _store_to_proto(store: ObjectStoreAddress | None) -> pb.ObjectStoreAddress | None:
+    if store is None:
+        return None
+    return pb.ObjectStoreAddress(
+        master=store.master, protocol=store.protocol, replica_count=store.num_replicas
+    )
+
+
+def _store_from_proto(proto: pb.ObjectStoreAddress) -> ObjectStoreAddress | None:
+    if not proto.master:
+        return None
+    return ObjectStoreAddress(
+        master=proto.master, protocol=proto.protocol, num_replicas=proto.replica_count
     )

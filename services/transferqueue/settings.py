@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -28,6 +29,15 @@ class TransferQueueSettings(ServiceSettings):
     """Name of this process's storage shard; stable over restarts."""
     capacity_bytes: int = Field(1 << 30, ge=1 << 20)
     """Memory for samples. It is taken at start, so that puts never wait for fresh pages."""
+    backend: Literal["memory", "mooncake"] = "memory"
+    """Where the bytes are: in this process, or in Mooncake Store, to which this process lends its
+    capacity."""
+    mooncake_master: str = "127.0.0.1:50051"
+    """``host:port`` of ``mooncake_master``."""
+    mooncake_protocol: Literal["tcp", "rdma"] = "tcp"
+    """Transport of Mooncake Store."""
+    mooncake_replicas: int = Field(1, ge=1)
+    """Copies of each object in Mooncake Store; at most one per shard."""
     spill_bytes: int = Field(0, ge=0)
     """Room on disk for the oldest samples when the memory is full; 0 makes producers wait instead."""
     spill_folder: Path = Path(tempfile.gettempdir())

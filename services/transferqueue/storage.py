@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Protocol
 
 import xxhash
 
@@ -33,6 +34,39 @@ class Grant:
 
     blob_ids: tuple[int, ...]
     positions: tuple[int, ...]
+
+
+class BlobStore(Protocol):
+    """The blobs of a shard, wherever their bytes are."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in use, reservations included."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that fit."""
+
+    def reserve(self, sizes: Sequence[int]) -> Grant | None:
+        """Take room for the blobs of a put; None if there is none now."""
+
+    def write(self, blob_id: int, offset: int, data: memoryview) -> None:
+        """Fill a part of a reserved blob."""
+
+    async def seal(self, sealed: Sequence[BlobRef]) -> None:
+        """End the writing of a put's blobs."""
+
+    def free(self, blob_ids: Iterable[int]) -> None:
+        """Delete blobs."""
+
+    async def views(self, ranges: Sequence[tuple[int, int, int]]) -> list[memoryview]:
+        """Bytes of sealed blobs, ``(blob_id, offset, size)`` each."""
+
+    def pin(self, ranges: Sequence[tuple[int, int, int]]) -> tuple[int, tuple[int, ...]] | None:
+        """Hold ranges in the arena for a reader; None if they are not there."""
+
+    def unpin(self, pin_id: int) -> None:
+        """End a hold."""
 
 
 class Storage:
@@ -113,7 +147,7 @@ class Storage:
         blob.digest.update(data)
         blob.num_hashed += len(data)
 
-    def seal(self, sealed: Sequence[BlobRef]) -> None:
+    async def seal(self, sealed: Sequence[BlobRef]) -> None:
         """End the writing of a put's blobs, which its sender describes.
 
         A blob that came through ``write`` is checked here. One that was written straight into the
@@ -123,7 +157,7 @@ class Storage:
             DataLossError: If what arrived is not what was sent.
         """
         for ref in sealed:
-            _check_arrived(self._blobs[ref.blob_id], ref)
+            _check_frames(self._blobs[ref.blob_id], ref)
         for ref in sealed:
             self._blobs[ref.blob_id].checksum = ref.checksum
 
@@ -136,16 +170,14 @@ class Storage:
             blob.is_doomed = True
             self._collect(blob_id, blob)
 
-    def view(self, blob_id: int, offset: int, size: int) -> memoryview:
-        """Bytes of a sealed blob.
+    async def views(self, ranges: Sequence[tuple[int, int, int]]) -> list[memoryview]:
+        """Bytes of sealed blobs, ``(blob_id, offset, size)`` each.
 
         Raises:
             NotFoundError: If there is no such blob.
             InvalidArgumentError: If the range is not inside it.
         """
-        blob = self._find(blob_id, offset, size)
-        begin = blob.start + offset
-        return blob.arena.memory[begin : begin + size]
+        return [self._view(*extent) for extent in ranges]
 
     def pin(self, ranges: Sequence[tuple[int, int, int]]) -> tuple[int, tuple[int, ...]] | None:
         """Hold ranges ``(blob_id, offset, size)`` in place for a reader.
@@ -172,6 +204,11 @@ class Storage:
             blob = self._blobs[blob_id]
             blob.num_pins -= 1
             self._collect(blob_id, blob)
+
+    def _view(self, blob_id: int, offset: int, size: int) -> memoryview:
+        blob = self._find(blob_id, offset, size)
+        begin = blob.start + offset
+        return blob.arena.memory[begin : begin + size]
 
     def _allocate(self, size: int) -> int | None:
         start = self._arena.allocate(size)
@@ -211,15 +248,30 @@ class Storage:
             del self._blobs[blob_id]
 
 
-def _check_arrived(blob: _Blob, ref: BlobRef) -> None:
-    if ref.size_bytes != blob.size:
+def _check_frames(blob: _Blob, ref: BlobRef) -> None:
+    digest = blob.digest.intdigest() if blob.num_hashed else None
+    check_arrived(ref, blob.size, digest)
+
+
+def check_arrived(ref: BlobRef, size_bytes: int, digest: int | None) -> None:
+    """Compare a blob with what its sender says of it.
+
+    Args:
+        ref: What the sender says.
+        size_bytes: The size that was reserved.
+        digest: Checksum of what came in frames; None if the sender wrote it elsewhere.
+
+    Raises:
+        InvalidArgumentError: If the size differs.
+        DataLossError: If the bytes differ.
+    """
+    if ref.size_bytes != size_bytes:
         raise InvalidArgumentError(
-            f"blob {ref.blob_id} has {blob.size} bytes, not {ref.size_bytes}", blob_id=ref.blob_id
+            f"blob {ref.blob_id} has {size_bytes} bytes, not {ref.size_bytes}", blob_id=ref.blob_id
         )
-    came_by_frames = blob.num_hashed > 0
-    if came_by_frames and blob.digest.intdigest() != ref.checksum:
+    if digest is not None and digest != ref.checksum:
         raise DataLossError(
-            f"{blob.num_hashed} of {blob.size} bytes of blob {ref.blob_id} arrived, with checksum "
-            f"{blob.digest.intdigest():#x}; the sender says {ref.checksum:#x}; put it again",
+            f"blob {ref.blob_id} arrived with checksum {digest:#x}, the sender says "
+            f"{ref.checksum:#x}; put it again",
             blob_id=ref.blob_id,
         )

@@ -25,6 +25,9 @@ _READS_UNDER_WAY = 4
 class Transport(Protocol):
     """Moves bytes between tensors and the blobs of one shard."""
 
+    takes_small_puts: bool
+    """Whether a small put may go to the shard in one message."""
+
     async def write(self, grant: codec.Granted, columns: Sequence[PackedColumn]) -> list[int]:
         """Fill granted blobs; returns the checksum of each.
 
@@ -34,6 +37,9 @@ class Transport(Protocol):
     async def read(self, extents: Sequence[Extent], target: Tensor) -> None:
         """Fetch bytes of blobs into ``target``, a uint8 tensor."""
 
+    def close(self) -> None:
+        """Let go of what the transport holds besides the connection."""
+
 
 class SocketTransport:
     """Frames of about 1 MiB over ZeroMQ.
@@ -42,6 +48,8 @@ class SocketTransport:
         connection: The shard.
         pool: Memory in which small samples are packed.
     """
+
+    takes_small_puts = True
 
     def __init__(self, connection: ShardConnection, pool: BufferPool) -> None:
         self._connection = connection
@@ -70,6 +78,9 @@ class SocketTransport:
                 _scatter(batch, buffers, view)
 
         await run_all([fetch(batch) for batch in _batches(extents)])
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def _sent(self, blob_id: int, column: PackedColumn) -> Iterator[memoryview]:
         """Send a column; yields its frames once they are on their way."""

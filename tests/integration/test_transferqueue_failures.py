@@ -173,7 +173,7 @@ async def test_a_put_that_is_cancelled_gives_its_room_back(address: str) -> None
     ):
         big = {"tokens": torch.zeros(1, 1 << 19)}
         putting = asyncio.ensure_future(data.put(TRAIN, ["a"], big))
-        while not (await metadata.stats()).shards[0].stored_bytes and not putting.done():
+        while not (await metadata.stats()).shards[0].stored_bytes and not putting.done():  # noqa: ASYNC110
             await asyncio.sleep(0)
         putting.cancel()
         await asyncio.wait([putting])

@@ -15,49 +15,54 @@ def storage(capacity: int = 4096, spill: Arena | None = None) -> Storage:
     return Storage(Arena(capacity), first_blob_id=7, spill=spill)
 
 
-def store(target: Storage, data: bytes) -> int:
+async def store(target: Storage, data: bytes) -> int:
     grant = target.reserve([len(data)])
     assert grant is not None
     (blob_id,) = grant.blob_ids
     target.write(blob_id, 0, memoryview(data))
-    target.seal([ref(blob_id, data)])
+    await target.seal([ref(blob_id, data)])
     return blob_id
+
+
+async def read(target: Storage, blob_id: int, offset: int, size: int) -> bytes:
+    (view,) = await target.views([(blob_id, offset, size)])
+    return bytes(view)
 
 
 def ref(blob_id: int, data: bytes) -> BlobRef:
     return BlobRef(shard_id="s", blob_id=blob_id, size_bytes=len(data), checksum=checksum(data))
 
 
-def test_sealed_bytes_can_be_read() -> None:
+async def test_sealed_bytes_can_be_read() -> None:
     target = storage()
-    blob_id = store(target, b"hello")
-    assert bytes(target.view(blob_id, 1, 3)) == b"ell"
+    blob_id = await store(target, b"hello")
+    assert (await read(target, blob_id, 1, 3)) == b"ell"
     with pytest.raises(InvalidArgumentError, match="outside"):
-        target.view(blob_id, 3, 3)
+        await read(target, blob_id, 3, 3)
 
 
-def test_ids_are_never_used_again() -> None:
+async def test_ids_are_never_used_again() -> None:
     target = storage()
-    first = store(target, b"a")
+    first = await store(target, b"a")
     target.free([first])
-    assert store(target, b"b") > first
+    assert await store(target, b"b") > first
     with pytest.raises(NotFoundError, match="released"):
-        target.view(first, 0, 1)
+        await read(target, first, 0, 1)
 
 
-def test_bytes_that_changed_on_the_way_are_refused() -> None:
+async def test_bytes_that_changed_on_the_way_are_refused() -> None:
     target = storage()
     grant = target.reserve([5])
     assert grant is not None
     target.write(grant.blob_ids[0], 0, memoryview(b"hellO"))
     with pytest.raises(DataLossError, match="checksum"):
-        target.seal([ref(grant.blob_ids[0], b"hello")])
+        await target.seal([ref(grant.blob_ids[0], b"hello")])
     with pytest.raises(NotFoundError):
-        target.view(grant.blob_ids[0], 0, 1)
+        await read(target, grant.blob_ids[0], 0, 1)
 
 
 @pytest.mark.parametrize(("offset", "size"), [(1, 2), (0, 9), (4, 1)])
-def test_frames_that_do_not_continue_a_blob_are_refused(offset: int, size: int) -> None:
+async def test_frames_that_do_not_continue_a_blob_are_refused(offset: int, size: int) -> None:
     target = storage()
     grant = target.reserve([8])
     assert grant is not None
@@ -65,13 +70,13 @@ def test_frames_that_do_not_continue_a_blob_are_refused(offset: int, size: int) 
         target.write(grant.blob_ids[0], offset, memoryview(bytes(size)))
 
 
-def test_a_sealed_blob_cannot_be_written() -> None:
+async def test_a_sealed_blob_cannot_be_written() -> None:
     target = storage()
     with pytest.raises(InvalidArgumentError, match="not being written"):
-        target.write(store(target, b"a"), 0, memoryview(b"b"))
+        target.write(await store(target, b"a"), 0, memoryview(b"b"))
 
 
-def test_a_put_that_can_never_fit_is_refused_and_a_full_shard_is_not_an_error() -> None:
+async def test_a_put_that_can_never_fit_is_refused_and_a_full_shard_is_not_an_error() -> None:
     target = storage(4096)
     with pytest.raises(InvalidArgumentError, match="never fits"):
         target.reserve([5000])
@@ -81,26 +86,26 @@ def test_a_put_that_can_never_fit_is_refused_and_a_full_shard_is_not_an_error() 
     assert target.used_bytes == used
 
 
-def test_a_blob_that_is_being_read_goes_when_its_reader_is_done() -> None:
+async def test_a_blob_that_is_being_read_goes_when_its_reader_is_done() -> None:
     target = storage()
-    blob_id = store(target, b"hello")
+    blob_id = await store(target, b"hello")
     pin = target.pin([(blob_id, 0, 5)])
     assert pin is not None
     target.free([blob_id])
     assert target.used_bytes == 64
     with pytest.raises(NotFoundError):
-        target.view(blob_id, 0, 1)
+        await read(target, blob_id, 0, 1)
     target.unpin(pin[0])
     target.unpin(pin[0])
     assert target.used_bytes == 0
 
 
-def test_the_oldest_blobs_move_to_disk_when_the_memory_is_full(tmp_path: Path) -> None:
+async def test_the_oldest_blobs_move_to_disk_when_the_memory_is_full(tmp_path: Path) -> None:
     target = storage(spill=Arena(8192, tmp_path / "spill"))
-    first = store(target, b"1" * 3000)
-    second = store(target, b"2" * 3000)
-    assert bytes(target.view(first, 0, 3000)) == b"1" * 3000
-    assert bytes(target.view(second, 0, 3000)) == b"2" * 3000
+    first = await store(target, b"1" * 3000)
+    second = await store(target, b"2" * 3000)
+    assert (await read(target, first, 0, 3000)) == b"1" * 3000
+    assert (await read(target, second, 0, 3000)) == b"2" * 3000
     assert target.pin([(first, 0, 1)]) is None
     assert target.pin([(second, 0, 1)]) is not None
     target.free([first])

@@ -701,6 +701,7 @@ class Shard(_message.Message):
     ARENA_SOCKET_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    OBJECT_STORE_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.str
     """Names the shard."""
     endpoint: _builtins.str
@@ -713,6 +714,10 @@ class Shard(_message.Message):
     """Names this life of the shard's process."""
     draining: _builtins.bool
     """Says whether it takes no new samples."""
+    @_builtins.property
+    def object_store(self) -> Global___ObjectStoreAddress:
+        """Says where its bytes are when they are in Mooncake Store."""
+
     def __init__(
         self,
         *,
@@ -722,14 +727,45 @@ class Shard(_message.Message):
         arena_socket: _builtins.str = ...,
         instance_id: _builtins.str = ...,
         draining: _builtins.bool = ...,
+        object_store: Global___ObjectStoreAddress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["object_store", b"object_store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_socket", b"arena_socket", "draining", b"draining", "endpoint", b"endpoint", "instance_id", b"instance_id", "public_key", b"public_key", "shard_id", b"shard_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_socket", b"arena_socket", "draining", b"draining", "endpoint", b"endpoint", "instance_id", b"instance_id", "object_store", b"object_store", "public_key", b"public_key", "shard_id", b"shard_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Shard: _TypeAlias = Shard  # noqa: Y015
+
+@_typing.final
+class ObjectStoreAddress(_message.Message):
+    """Says how to reach Mooncake Store."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MASTER_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    REPLICA_COUNT_FIELD_NUMBER: _builtins.int
+    master: _builtins.str
+    """Gives the master as "host:port"; empty where Mooncake Store is not used."""
+    protocol: _builtins.str
+    """Names the transport: "tcp" or "rdma"."""
+    replica_count: _builtins.int
+    """Counts the copies of each object."""
+    def __init__(
+        self,
+        *,
+        master: _builtins.str = ...,
+        protocol: _builtins.str = ...,
+        replica_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["master", b"master", "protocol", b"protocol", "replica_count", b"replica_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ObjectStoreAddress: _TypeAlias = ObjectStoreAddress  # noqa: Y015
 
 @_typing.final
 class SaveSnapshotRequest(_message.Message):

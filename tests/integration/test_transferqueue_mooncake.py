@@ -1,0 +1,130 @@
+"""The same service with its bytes in Mooncake Store."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common.errors import NotFoundError, ResourceExhaustedError
+from services.transferqueue.__main__ import transferqueue
+from services.transferqueue.client import TransferQueueClient
+from services.transferqueue.dataclient import DataClient
+from services.transferqueue.settings import TransferQueueSettings
+
+pytest.importorskip("mooncake.store")
+
+TRAIN = "run_1/train"
+MIB = 1 << 20
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def master() -> Iterator[str]:
+    port = free_port()
+    command = [
+        str(Path(sys.executable).parent / "mooncake_master"),
+        f"--rpc_port={port}",
+        f"--metrics_port={free_port()}",
+        "--eviction_high_watermark_ratio=1.0",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                break
+            time.sleep(0.05)
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+
+
+@pytest.fixture
+async def clients(
+    master: str, tmp_path: Path
+) -> AsyncIterator[tuple[TransferQueueClient, DataClient]]:
+    settings = TransferQueueSettings(
+        backend="mooncake",
+        mooncake_master=master,
+        capacity_bytes=64 * MIB,
+        snapshot_folder=tmp_path,
+    )
+    async with (
+        transferqueue(settings) as address,
+        TransferQueueClient.connect(address) as metadata,
+        DataClient.connect(address, put_timeout_s=0.1) as data,
+    ):
+        await metadata.create_partition(TRAIN, required_fields=["tokens"])
+        yield metadata, data
+
+
+async def test_what_was_put_comes_back_until_it_is_released(
+    clients: tuple[TransferQueueClient, DataClient],
+) -> None:
+    metadata, data = clients
+    tokens = [torch.arange(n, dtype=torch.int32) for n in (3, 0, 200_000)]
+    meta = await data.put(
+        TRAIN,
+        ["g.0", "g.1", "g.2"],
+        {"tokens": tokens, "rewards": torch.tensor([0.5, 1.0, -1.0]), "extra": ["a", None, {}]},
+        shared={"prompt_ids": torch.tensor([7, 8, 9], dtype=torch.int32)},
+    )
+    fetched = await data.get(meta.select(["g.2", "g.0"]), ["tokens", "rewards", "prompt_ids"])
+    assert all(map(torch.equal, fetched["tokens"].unbind(), [tokens[2], tokens[0]]))
+    assert fetched["rewards"].values.tolist() == [-1.0, 0.5]
+    assert [row.tolist() for row in fetched["prompt_ids"].unbind()] == [[7, 8, 9]] * 2
+    assert await data.get_objects(meta, "extra") == ["a", None, {}]
+    assert await metadata.release(TRAIN, meta.keys) == 3
+    assert (await metadata.stats()).shards[0].stored_bytes == 0
+    async with asyncio.timeout(10):
+        with pytest.raises(NotFoundError):
+            while True:
+                await data.get(meta, ["tokens"])
+
+
+async def test_a_batch_larger_than_the_buffer_comes_back(
+    clients: tuple[TransferQueueClient, DataClient],
+) -> None:
+    _, data = clients
+    values = torch.arange(5 * MIB, dtype=torch.int64).reshape(2, -1)
+    meta = await data.put(TRAIN, ["a", "b"], {"tokens": values})
+    fetched = await data.get(meta, ["tokens"])
+    assert torch.equal(fetched["tokens"].values, values.reshape(-1))
+
+
+async def test_a_full_store_pushes_back(
+    clients: tuple[TransferQueueClient, DataClient],
+) -> None:
+    metadata, data = clients
+    big = [torch.zeros(40 * MIB, dtype=torch.uint8)]
+    await data.put(TRAIN, ["a"], {"tokens": big})
+    with pytest.raises(ResourceExhaustedError):
+        await data.put(TRAIN, ["b"], {"tokens": big})
+    await metadata.release(TRAIN, ["a"])
+
+
+async def test_a_run_comes_back_from_its_snapshot(
+    clients: tuple[TransferQueueClient, DataClient],
+) -> None:
+    metadata, data = clients
+    tokens = [torch.arange(n, dtype=torch.int32) for n in (3, 1000)]
+    await data.put(TRAIN, ["g.0", "g.1"], {"tokens": tokens})
+    assert await metadata.save_snapshot("run_1", "s") == 2
+    await metadata.drop_partition(TRAIN)
+    assert await metadata.restore_snapshot("run_1", "s") == 2
+    meta = await metadata.get_batch(TRAIN, ["g.0", "g.1"])
+    fetched = await data.get(meta, ["tokens"])
+    assert all(map(torch.equal, fetched["tokens"].unbind(), tokens))
