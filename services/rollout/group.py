@@ -151,7 +151,8 @@ class RunningGroup:
                 temperature=assignment.temperatures[member],
                 max_response_tokens=self._spec.max_response_tokens,
                 stop_texts=self._spec.sampling.stop,
-                segment_tokens=self._spec.segment_tokens,
+                # Held-out prompts are evaluated under one version, in one piece.
+                segment_tokens=self._spec.segment_tokens if assignment.split == "train" else None,
             ),
             engine=self._tools.engine,
             tokenizer=self._tools.tokenizer,
