@@ -1,0 +1,155 @@
+"""The way of a put through a shard."""
+
+import pytest
+
+from services.common.batch import KVBatchMeta
+from services.common.columns import BlobRef, FieldColumn
+from services.common.errors import (
+    DataLossError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    ServiceError,
+    UnavailableError,
+)
+from services.transferqueue import codec
+from services.transferqueue.arena import Arena
+from services.transferqueue.puts import Puts
+from services.transferqueue.storage import Storage
+
+DATA = b"12345678"
+
+
+class FakeIndex:
+    """Counts charged bytes and remembers commits; fails when told to."""
+
+    def __init__(self) -> None:
+        self.charged = 0
+        self.committed: list[KVBatchMeta] = []
+        self.error: ServiceError | None = None
+
+    async def reserve(self, partition_id: str, size_bytes: int, *, wait_s: float) -> None:
+        self.charged += size_bytes
+
+    def cancel(self, partition_id: str, size_bytes: int) -> None:
+        self.charged -= size_bytes
+
+    async def commit(self, meta: KVBatchMeta, *, put_id: str) -> int:
+        if self.error is not None:
+            raise self.error
+        self.committed.append(meta)
+        return len(self.committed)
+
+
+class Shard:
+    def __init__(self) -> None:
+        self.index = FakeIndex()
+        self.storage = Storage(Arena(4096), first_blob_id=5)
+        self.puts = Puts("s", self.storage, self.index)
+
+    async def reserve(self, put_id: str = "put", size: int = len(DATA)) -> codec.Granted:
+        return await self.puts.reserve(codec.Reserve(put_id, "run/train", (size,), 0.0))
+
+    def is_clean(self) -> bool:
+        return self.index.charged == 0 and self.storage.used_bytes == 0
+
+
+def meta_of(blob_id: int, *, checksum: int = codec.checksum(DATA), shard_id: str = "s") -> bytes:
+    column = FieldColumn(
+        name="x",
+        dtype="uint8",
+        row_rank=1,
+        tail_shape=(),
+        lengths=(8,),
+        blob_indexes=(0,),
+        offsets=(0,),
+    )
+    blob = BlobRef(shard_id=shard_id, blob_id=blob_id, size_bytes=len(DATA), checksum=checksum)
+    meta = KVBatchMeta(partition_id="run/train", keys=("k",), fields=(column,), blobs=(blob,))
+    return meta.to_bytes()
+
+
+async def test_a_put_is_visible_after_its_commit() -> None:
+    shard = Shard()
+    granted = await shard.reserve()
+    (blob_id,) = granted.blob_ids
+    shard.storage.write(blob_id, 0, memoryview(DATA))
+    assert shard.index.committed == []
+    answer = await shard.puts.commit(codec.Commit("put", meta_of(blob_id)))
+    assert answer.revision == 1
+    assert shard.index.charged == len(DATA)
+
+
+async def test_a_small_put_goes_in_one_message() -> None:
+    shard = Shard()
+    store = codec.Store("put", "run/train", (8,), 0.0, meta_of(0))
+    stored = await shard.puts.store(store, memoryview(DATA))
+    (view,) = await shard.storage.views([(stored.blob_ids[0], 0, 8)])
+    assert bytes(view) == DATA
+    assert shard.index.committed[0].blobs[0].blob_id == stored.blob_ids[0]
+
+
+@pytest.mark.parametrize(
+    ("meta", "error"),
+    [
+        (b"\xff", InvalidArgumentError),
+        (meta_of(99), InvalidArgumentError),
+        (meta_of(5, shard_id="other"), InvalidArgumentError),
+        (meta_of(5, checksum=1), DataLossError),
+    ],
+    ids=["junk", "other blob", "other shard", "other bytes"],
+)
+async def test_a_put_that_is_refused_leaves_nothing(meta: bytes, error: type[ServiceError]) -> None:
+    shard = Shard()
+    await shard.reserve()
+    shard.storage.write(5, 0, memoryview(DATA))
+    with pytest.raises(error):
+        await shard.puts.commit(codec.Commit("put", meta))
+    await shard.puts.abort(codec.Abort("put"))
+    assert shard.is_clean()
+    with pytest.raises(NotFoundError):
+        await shard.storage.views([(5, 0, 8)])
+
+
+async def test_a_put_that_the_index_refuses_leaves_nothing() -> None:
+    shard = Shard()
+    shard.index.error = InvalidArgumentError("no")
+    (blob_id,) = (await shard.reserve()).blob_ids
+    shard.storage.write(blob_id, 0, memoryview(DATA))
+    with pytest.raises(InvalidArgumentError):
+        await shard.puts.commit(codec.Commit("put", meta_of(blob_id)))
+    assert shard.is_clean()
+
+
+async def test_bytes_stay_when_the_index_may_have_made_them_visible() -> None:
+    shard = Shard()
+    shard.index.error = UnavailableError("gone")
+    (blob_id,) = (await shard.reserve()).blob_ids
+    shard.storage.write(blob_id, 0, memoryview(DATA))
+    with pytest.raises(UnavailableError):
+        await shard.puts.commit(codec.Commit("put", meta_of(blob_id)))
+    (view,) = await shard.storage.views([(blob_id, 0, 8)])
+    assert bytes(view) == DATA
+
+
+async def test_a_put_that_was_given_up_cannot_be_committed() -> None:
+    shard = Shard()
+    (blob_id,) = (await shard.reserve()).blob_ids
+    await shard.puts.abort(codec.Abort("put"))
+    await shard.puts.abort(codec.Abort("put"))
+    assert shard.is_clean()
+    with pytest.raises(FailedPreconditionError, match="no room"):
+        await shard.puts.commit(codec.Commit("put", meta_of(blob_id)))
+
+
+async def test_a_full_shard_gives_the_charge_back() -> None:
+    shard = Shard()
+    await shard.reserve("first", 4096)
+    with pytest.raises(ResourceExhaustedError, match="shard s: 4096 of 4096"):
+        await shard.reserve("second")
+    await shard.puts.abort(codec.Abort("first"))
+    assert shard.is_clean()
+    with pytest.raises(InvalidArgumentError, match="never fits"):
+        await shard.reserve("third", 5000)
+    assert shard.is_clean()
