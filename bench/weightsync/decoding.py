@@ -1,0 +1,55 @@
+"""A stand-in for decoding: reads all live weights once a step, as batch decoding does."""
+
+import threading
+import time
+
+import torch
+from torch import Tensor
+
+
+class Decoding:
+    """Decode steps in a thread and a stream of its own; knows when each ended."""
+
+    def __init__(self, live: list[Tensor], *, batch: int = 32) -> None:
+        self._matrices = [tensor for tensor in live if tensor.dim() == 2]
+        self._inputs = {
+            m.shape[1]: torch.randn(batch, m.shape[1], dtype=m.dtype, device=m.device)
+            for m in self._matrices
+        }
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.ends: list[float] = []
+
+    def __enter__(self) -> "Decoding":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def step_ms(self, begin: float, end: float) -> float:
+        """Mean duration of the steps between two moments, in milliseconds."""
+        ends = [moment for moment in self.ends if begin <= moment <= end]
+        if len(ends) < 2:
+            return float("nan")
+        return (ends[-1] - ends[0]) / (len(ends) - 1) * 1000
+
+    def _run(self) -> None:
+        device = self._matrices[0].device
+        torch.cuda.set_device(device)
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            graph = torch.cuda.CUDAGraph()
+            self._step()
+            stream.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                self._step()
+            while not self._stop.is_set():
+                graph.replay()
+                stream.synchronize()
+                self.ends.append(time.perf_counter())
+
+    def _step(self) -> None:
+        for matrix in self._matrices:
+            torch.matmul(self._inputs[matrix.shape[1]], matrix.t())

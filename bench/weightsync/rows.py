@@ -1,0 +1,244 @@
+"""One member's side of the measurement: every row, in a process of its own."""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.weightsync.decoding import Decoding
+from bench.weightsync.shapes import SHAPES
+from bench.weightsync.sides import (
+    Rollout,
+    Store,
+    TrainerRank,
+    broadcast_each,
+    broadcast_packed,
+    random_tensor,
+    raw_broadcast,
+    synchronize,
+)
+from services.common.weightsync.group import form_group
+from services.common.weightsync.member import WeightMember
+from services.common.weightsync.plan import fsdp_shards, make_plan, version_digest
+
+
+def measure(number: int, arguments: Any, use_gpu: bool, port: int, queue: Any) -> None:
+    torch.set_num_threads(1)
+    device = torch.device("cuda", number) if use_gpu else torch.device("cpu")
+    if use_gpu:
+        torch.cuda.set_device(device)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    bench = _Bench(number, arguments, device, store)
+    queue.put((number, bench.run()))
+
+
+class _Bench:
+    """One member's side of all rows."""
+
+    def __init__(self, number: int, arguments: Any, device: torch.device, store: Any) -> None:
+        self._number = number
+        self._arguments = arguments
+        self._device = device
+        self._store = store
+        self._barriers = 0
+        self._source = number if number < arguments.sources else None
+        self._specs = SHAPES[arguments.model].tensors(arguments.dtype)
+        self._rows: dict[str, dict[str, float]] = {}
+
+    def run(self) -> dict[str, dict[str, float]]:
+        """All rows: ``{row: {measure: value}}``."""
+        self._usual_transports()
+        asyncio.run(self._ours())
+        return self._rows
+
+    def _usual_transports(self) -> None:
+        """Source 0 sends whole bf16 tensors to all receivers; other sources look on."""
+        if self._source not in (None, 0):
+            for _ in range(3 * (self._arguments.rounds + 2)):
+                self._barrier()
+            return
+        group = form_group(
+            "nccl" if self._device.type == "cuda" else "gloo",
+            Store(self._store, "usual"),
+            sources=(0,),
+            rank=0 if self._source == 0 else self._number - self._arguments.sources + 1,
+            num_receivers=self._arguments.receivers,
+            host="127.0.0.1",
+            device=self._device,
+            timeout_s=120,
+        )
+        channel = group.channels[0]
+        is_source = self._source == 0
+        dtype = getattr(torch, self._arguments.dtype)
+        buffer = torch.empty(
+            sum(spec.num_rows * spec.row_bytes for spec in self._specs),
+            dtype=torch.uint8,
+            device=self._device,
+        )
+        tensors, offset = [], 0
+        for spec in self._specs:
+            size = spec.num_rows * spec.row_bytes
+            tensors.append(buffer[offset : offset + size].view(dtype).view(spec.shape))
+            offset += size
+        if is_source:
+            for index, (spec, tensor) in enumerate(zip(self._specs, tensors, strict=True)):
+                tensor.copy_(random_tensor(spec, 0, index, self._device))
+        bucket_bytes = self._arguments.bucket_mib << 20
+        rows: dict[str, Callable[[], None]] = {
+            "raw": lambda: raw_broadcast(channel, buffer),
+            "per_parameter": lambda: broadcast_each(channel, tensors),
+            "packed": lambda: broadcast_packed(
+                channel, tensors, is_source=is_source, bucket_bytes=bucket_bytes
+            ),
+        }
+        for name, operation in rows.items():
+            self._rows[name] = {"ms": self._timed(operation)}
+        if not is_source:
+            for index, (spec, tensor) in enumerate(zip(self._specs, tensors, strict=True)):
+                expected = random_tensor(spec, 0, index, self._device).to(dtype)
+                assert torch.equal(tensor, expected), f"{spec.name} differs"
+        group.abort()
+
+    async def _ours(self) -> None:
+        arguments = self._arguments
+        shards = fsdp_shards(self._specs, arguments.sources)
+        trainer = rollout = None
+        if self._source is None:
+            rollout = Rollout(self._specs, self._device)
+        else:
+            trainer = TrainerRank(self._specs, shards[self._source], self._device)
+        member = WeightMember(
+            source=trainer,
+            sink=rollout,
+            device=self._device,
+            host="127.0.0.1",
+            rendezvous=lambda scope: Store(self._store, scope),
+        )
+        plan_hash = member.agree_plan(
+            self._specs,
+            arguments.bucket_mib << 20,
+            num_sources=arguments.sources,
+            source=self._source,
+        )
+        plan = make_plan(self._specs, arguments.bucket_mib << 20, shards)
+        begin = time.perf_counter()
+        await member.form(
+            1,
+            receiver=max(self._number - arguments.sources, 0),
+            num_receivers=arguments.receivers,
+            backend="nccl" if self._device.type == "cuda" else "gloo",
+            scope="ours",
+            timeout_s=120,
+        )
+        self._rows["form"] = {"ms": (time.perf_counter() - begin) * 1000}
+        samples: dict[str, list[float]] = {}
+        for version in range(arguments.rounds + 2):
+            measured = await self._sync(member, trainer, rollout, plan_hash, version)
+            if version >= 2:
+                for name, value in measured.items():
+                    samples.setdefault(name, []).append(value)
+        self._rows["ours"] = {
+            name: statistics.median(values) for name, values in samples.items()
+        } | {"gb": plan.num_bytes / 1e9}
+        await self._beside_decoding(member, trainer, rollout, plan_hash, arguments.rounds + 2)
+
+    async def _sync(
+        self,
+        member: WeightMember,
+        trainer: TrainerRank | None,
+        rollout: Rollout | None,
+        plan_hash: str,
+        version: int,
+    ) -> dict[str, float]:
+        if trainer is not None:
+            trainer.change(version)
+        synchronize(self._device)
+        self._barrier()
+        begin = time.perf_counter()
+        await member.prepare(1, version, plan_hash)
+        prepared = time.perf_counter()
+        self._barrier()
+        start = time.perf_counter()
+        report = await member.transfer(1, version, 60)
+        transferred = time.perf_counter()
+        measured = {
+            "prepare_ms": (prepared - begin) * 1000,
+            "transfer_ms": (transferred - start) * 1000,
+            "trainer_blocked_ms": 0.0 if trainer is None else (prepared - begin) * 1000,
+        }
+        digests = self._digests(version, report.digests)
+        if rollout is not None:
+            adopting = time.perf_counter()
+            measured["stall_ms"] = 1000 * await member.adopt(version, version_digest(digests))
+            measured["adopt_ms"] = (time.perf_counter() - adopting) * 1000
+            differing = rollout.differs_from(self._specs, version)
+            assert not differing, f"version {version}: {differing[:3]} differ"
+        return measured
+
+    async def _beside_decoding(
+        self,
+        member: WeightMember,
+        trainer: TrainerRank | None,
+        rollout: Rollout | None,
+        plan_hash: str,
+        version: int,
+    ) -> None:
+        """Decode on the receivers before and during transfers."""
+        if self._device.type != "cuda":
+            return
+        if rollout is None:
+            for offset in range(5):
+                await self._sync(member, trainer, rollout, plan_hash, version + offset)
+            return
+        alone, beside, transfers = [], [], []
+        with Decoding(list(rollout.live.values())) as decoding:
+            for offset in range(5):
+                self._barrier()
+                quiet = time.perf_counter()
+                await member.prepare(1, version + offset, plan_hash)
+                await asyncio.sleep(0.1)
+                alone.append(decoding.step_ms(quiet, time.perf_counter()))
+                self._barrier()
+                begin = time.perf_counter()
+                report = await member.transfer(1, version + offset, 60)
+                end = time.perf_counter()
+                beside.append(decoding.step_ms(begin, end))
+                transfers.append((end - begin) * 1000)
+                self._digests(version + offset, report.digests)
+        self._rows["decoding"] = {
+            "alone_ms": statistics.median(alone),
+            "beside_ms": statistics.median(beside),
+            "transfer_ms": statistics.median(transfers),
+        }
+
+    def _timed(self, operation: Callable[[], None]) -> float:
+        samples = []
+        for _ in range(self._arguments.rounds + 2):
+            synchronize(self._device)
+            self._barrier()
+            begin = time.perf_counter()
+            operation()
+            synchronize(self._device)
+            samples.append((time.perf_counter() - begin) * 1000)
+        return statistics.median(samples[2:])
+
+    def _digests(self, version: int, digests: tuple[str, ...]) -> list[str]:
+        """What the sources state, as the controller would hand it on."""
+        if self._source is not None:
+            self._store.set(f"digest/{version}/{self._source}", digests[0])
+        return [
+            self._store.get(f"digest/{version}/{source}").decode()
+            for source in range(self._arguments.sources)
+        ]
+
+    def _barrier(self) -> None:
+        members = self._arguments.sources + self._arguments.receivers
+        self._barriers += 1
+        key = f"barrier/{self._barriers}"
+        if self._store.add(key, 1) == members:
+            self._store.set(f"{key}/open", "1")
+        self._store.wait([f"{key}/open"])
