@@ -40,7 +40,7 @@ async def serve(bind: str, register: Callable[[grpc.aio.Server], None]) -> Async
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.so_reuseport", 0),
             ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ],
     )
     register(server)
