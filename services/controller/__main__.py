@@ -4,6 +4,8 @@ import asyncio
 from contextlib import AsyncExitStack
 from typing import Any
 
+from prometheus_client import REGISTRY
+
 from services.common import logging
 from services.common.clock import SystemClock
 from services.common.grpc_client import open_channel
@@ -18,11 +20,17 @@ from services.controller.quotas import QuotaDefaults
 from services.controller.rendezvous import RendezvousStore
 from services.controller.rest import build_app
 from services.controller.rest_server import serve_rest
+from services.controller.run_collector import RunCollector
 from services.controller.runs import RunManager
 from services.controller.server import MembershipServicer, RendezvousServicer, RunServicer
 from services.controller.settings import ControllerSettings
+from services.controller.store import RunStore
 from services.transferqueue.client import TransferQueueClient
 from slipstream.controller.v1 import membership_pb2_grpc, run_pb2_grpc
+
+
+# Newest runs that metrics describe.
+_MEASURED = 200
 
 
 async def run_controller(settings: ControllerSettings) -> None:
@@ -38,6 +46,11 @@ async def run_controller(settings: ControllerSettings) -> None:
         await leadership.acquire()
         channel = await stack.enter_async_context(open_channel(settings.transferqueue_address))
         membership = Membership(clock, settings.heartbeat_timeout_s)
+        runs = RunCollector(
+            lambda: RunStore(database).list_runs(limit=_MEASURED), membership.workers
+        )
+        REGISTRY.register(runs)
+        stack.callback(REGISTRY.unregister, runs)
         rendezvous = RendezvousStore()
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         manager = RunManager(

@@ -20,7 +20,7 @@ async def open_cluster_launcher(
     settings: ControllerSettings, address: str, *, manager: RunManager
 ) -> AsyncIterator[KubernetesLauncher]:
     """A launcher that watches its pods until the block ends; the pod's own account authorizes it."""
-    config.load_incluster_config()  # type: ignore[no-untyped-call]
+    config.load_incluster_config()
     core = CoreV1Api()
     launcher = KubernetesLauncher(
         PodApi(core, settings.namespace),

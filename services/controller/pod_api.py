@@ -3,9 +3,9 @@
 import asyncio
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
-from kubernetes.client import ApiException, AppsV1Api, CoreV1Api
+from kubernetes.client import ApiException, AppsV1Api, CoreV1Api, V1Pod
 from urllib3.exceptions import HTTPError
 
 from services.common.errors import FailedPreconditionError, UnavailableError
@@ -14,7 +14,7 @@ _TIMEOUT_S = 10
 
 
 class PodApi:
-    """Creates and deletes pods of one namespace.
+    """Creates, lists and deletes pods of one namespace.
 
     Args:
         core: Client of the core API.
@@ -37,7 +37,7 @@ class PodApi:
             await asyncio.to_thread(
                 self._core.create_namespaced_pod,
                 self._namespace,
-                dict(pod),
+                cast("V1Pod", dict(pod)),
                 _request_timeout=_TIMEOUT_S,
             )
         except ApiException as error:
@@ -46,6 +46,26 @@ class PodApi:
             ) from error
         except HTTPError as error:
             raise UnavailableError(f"the Kubernetes API does not answer: {error}") from error
+
+    async def list(self, selector: str) -> list[dict[str, Any]]:
+        """Pods with certain labels.
+
+        Raises:
+            UnavailableError: If the API server does not answer.
+        """
+        try:
+            listed = await asyncio.to_thread(
+                self._core.list_namespaced_pod,
+                self._namespace,
+                label_selector=selector,
+                _request_timeout=_TIMEOUT_S,
+            )
+        except (ApiException, HTTPError) as error:
+            raise UnavailableError(f"Kubernetes did not list pods: {error}") from error
+        pods: list[dict[str, Any]] = self._core.api_client.sanitize_for_serialization(listed)[
+            "items"
+        ]
+        return pods
 
     async def delete(self, name: str, *, grace_s: int | None = None) -> bool:
         """Delete a pod; returns whether it was there.

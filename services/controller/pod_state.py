@@ -8,6 +8,8 @@ from typing import Any
 HOPELESS = frozenset({"InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError"})
 _BLOCKED = HOPELESS | {"ImagePullBackOff", "ErrImagePull", "CreateContainerError"}
 
+_SIGNAL = 128
+
 Json = Mapping[str, Any]
 
 
@@ -26,7 +28,8 @@ class Ended:
     """A container that ended."""
 
     worker_id: str
-    code: int
+    code: int | None
+    """Exit status; negative for a signal; None if Kubernetes ended the pod itself."""
     message: str
     """Reason and last log lines."""
 
@@ -40,6 +43,13 @@ def is_running(pod: Json) -> bool:
     """Whether all containers have started."""
     statuses = pod["status"].get("containerStatuses", [])
     return bool(statuses) and all("waiting" not in status["state"] for status in statuses)
+
+
+def is_over(pod: Json) -> bool:
+    """Whether all containers have ended."""
+    statuses = pod["status"].get("containerStatuses", [])
+    has_phase = pod["status"].get("phase") in ("Succeeded", "Failed")
+    return has_phase or (bool(statuses) and all("terminated" in s["state"] for s in statuses))
 
 
 def obstacle(pod: Json) -> Obstacle | None:
@@ -68,11 +78,16 @@ def ended(pod: Json) -> Iterator[Ended]:
             parts = (terminated.get("reason", ""), terminated.get("message", "").strip())
             yield Ended(
                 worker_id=container["name"],
-                code=terminated["exitCode"],
+                code=_status(terminated["exitCode"]),
                 message="\n".join(part for part in parts if part),
             )
     if status.get("phase") == "Failed":
         why = f"{status.get('reason', 'Failed')}: {status.get('message', 'the pod failed')}"
         for worker_id in workers(pod):
             if worker_id not in told:
-                yield Ended(worker_id=worker_id, code=1, message=why)
+                yield Ended(worker_id=worker_id, code=None, message=why)
+
+
+def _status(code: int) -> int:
+    """Container runtimes add 128 to the number of a signal."""
+    return _SIGNAL - code if code > _SIGNAL else code

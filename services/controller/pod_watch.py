@@ -86,7 +86,7 @@ class _Follower:
         return str(found["metadata"]["resourceVersion"])
 
     def _stream(self, version: str) -> None:
-        events = watch.Watch().stream(  # type: ignore[no-untyped-call]
+        events = watch.Watch().stream(
             self._core.list_namespaced_pod,
             self._namespace,
             label_selector=self._selector,

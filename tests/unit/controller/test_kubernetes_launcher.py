@@ -44,6 +44,10 @@ class FakeCluster:
             raise FailedPreconditionError(f"Kubernetes refused pod {name}: exceeded quota")
         self.pods[name] = {**pod, "status": {"phase": "Pending"}}
 
+    async def list(self, selector: str) -> list[dict[str, Any]]:
+        key, value = selector.split("=")
+        return [pod for pod in self.pods.values() if pod["metadata"]["labels"].get(key) == value]
+
     async def delete(self, name: str, *, grace_s: int | None = None) -> bool:
         self.deletions.append((name, grace_s))
         if name not in self.pods:
@@ -154,7 +158,7 @@ async def test_a_failed_container_is_told_once_with_its_last_lines(tmp_path: Pat
         await cluster.settle()
         (exit_,) = heard.exits
         assert exit_.worker_id == "trainer-0"
-        assert exit_.code == 137
+        assert exit_.code == -9
         assert exit_.last_lines == "OOMKilled\nstep 7"
         await launcher.stop(RUN)
 
@@ -176,6 +180,7 @@ async def test_an_evicted_pod_says_so(tmp_path: Path) -> None:
         cluster.change(ROLLOUT, phase="Failed", reason="Evicted", message="low on memory")
         await cluster.settle()
         assert heard.exits[0].last_lines == "Evicted: low on memory"
+        assert heard.exits[0].code is None
         await launcher.stop(RUN)
 
 
@@ -240,6 +245,54 @@ async def test_a_pod_that_outlasts_its_grace_is_killed(
         await launcher.stop(RUN)
         assert cluster.pods == {}
         assert (TRAINER, 0) in cluster.deletions
+
+
+async def test_a_lost_worker_is_replaced_and_the_others_are_kept(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+        await launcher.start(RUN, SPEC)
+        kept = cluster.pods[TRAINER]
+        cluster.terminated(ROLLOUT, "rollout-0", exitCode=1)
+        await cluster.settle()
+        await launcher.end(RUN, "rollout-0")
+        assert ROLLOUT not in cluster.pods
+        await launcher.start(RUN, SPEC)
+        assert cluster.pods[ROLLOUT]["status"] == {"phase": "Pending"}
+        assert cluster.pods[TRAINER] is kept
+        cluster.terminated(ROLLOUT, "rollout-0", exitCode=1)
+        await cluster.settle()
+        assert [exit_.worker_id for exit_ in heard.exits] == ["rollout-0", "rollout-0"]
+        await launcher.stop(RUN)
+
+
+async def test_pods_of_an_earlier_controller_are_kept_if_they_run_and_replaced_if_not(
+    tmp_path: Path,
+) -> None:
+    cluster = FakeCluster()
+    templates = write_templates(tmp_path)
+    async with launching(cluster, templates) as (launcher, _):
+        await launcher.start(RUN, SPEC)
+    running = cluster.pods[TRAINER]
+    cluster.pods[ROLLOUT] = {**cluster.pods[ROLLOUT], "status": {"phase": "Failed"}}
+    async with launching(cluster, templates) as (launcher, _):
+        await launcher.start(RUN, SPEC)
+        assert cluster.pods[TRAINER] is running
+        assert cluster.pods[ROLLOUT]["status"] == {"phase": "Pending"}
+        await launcher.stop(RUN)
+        assert cluster.pods == {}
+
+
+async def test_stop_finds_the_pods_of_a_run_that_an_earlier_controller_started(
+    tmp_path: Path,
+) -> None:
+    cluster = FakeCluster()
+    templates = write_templates(tmp_path)
+    async with launching(cluster, templates) as (launcher, _):
+        await launcher.start(RUN, SPEC)
+    async with launching(cluster, templates) as (launcher, heard):
+        await launcher.stop(RUN)
+        assert cluster.pods == {}
+        assert heard.exits == []
 
 
 async def test_ended_pods_of_an_earlier_controller_are_removed(tmp_path: Path) -> None:
