@@ -28,7 +28,6 @@ from services.controller.store import RunStore
 from services.transferqueue.client import TransferQueueClient
 from slipstream.controller.v1 import membership_pb2_grpc, run_pb2_grpc
 
-
 # Newest runs that metrics describe.
 _MEASURED = 200
 
