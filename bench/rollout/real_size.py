@@ -1,0 +1,148 @@
+"""The torch engine with a random model of real size: tokens/s, adoption time, exactness after updates.
+
+Usage: python -m bench.rollout.real_size [--size 0.5b|3b] [--device cuda] [--dtype bfloat16] [--out FILE.json]
+
+Exactness: after several adoptions of different weights in a row, one of them in the middle of generation,
+the engine must give the same tokens and logprobs, bit for bit, as a new engine that was loaded with the last
+weights. Logprobs are also compared with a plain forward pass, as the trainer makes it.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from services.rollout.engines.base import GenerationRequest, GenerationResult
+from services.rollout.engines.torch import TorchEngine
+
+SHAPES = {
+    "tiny": (128, 336, 2, 4, 2, 512),
+    "0.5b": (896, 4864, 24, 14, 2, 151_936),
+    "3b": (2048, 11_008, 36, 16, 2, 151_936),
+}
+
+
+def build(arguments: argparse.Namespace, seed: int) -> PreTrainedModel:
+    """A random model in the shape of Qwen2.5."""
+    hidden, intermediate, layers, heads, kv_heads, vocab = SHAPES[arguments.size]
+    config = Qwen2Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+        dtype=arguments.dtype,
+    )
+    torch.manual_seed(seed)
+    with torch.device(arguments.device):
+        return Qwen2ForCausalLM(config).to(getattr(torch, arguments.dtype)).eval()
+
+
+def requests(count: int, num_tokens: int, vocab: int) -> list[GenerationRequest]:
+    """Requests with prompts of 100 tokens, a group of eight each."""
+    return [
+        GenerationRequest(
+            request_id=f"r{index}",
+            context_ids=tuple((37 * (index // 8) + 11 * place) % vocab for place in range(100)),
+            max_tokens=num_tokens,
+            seed=index,
+        )
+        for index in range(count)
+    ]
+
+
+async def generate(engine: TorchEngine, todo: list[GenerationRequest]) -> list[GenerationResult]:
+    return await asyncio.gather(*[engine.generate(request) for request in todo])
+
+
+async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All numbers of one size."""
+    model = build(arguments, 0)
+    vocab = model.config.vocab_size
+    report: dict[str, Any] = {
+        "size": arguments.size,
+        "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
+        "dtype": arguments.dtype,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "weight_gb": round(sum(p.nbytes for p in model.parameters()) / 1e9, 2),
+    }
+    engine = TorchEngine(model, max_running=256)
+    async with asyncio.TaskGroup() as tasks:
+        decoding = [tasks.create_task(engine.run())]
+        for count in (1, 32, 256):
+            todo = requests(count, 64, vocab)
+            await generate(engine, todo)
+            started_at = time.perf_counter()
+            await generate(engine, todo)
+            seconds = time.perf_counter() - started_at
+            report[f"tokens_per_s_{count}"] = round(count * 64 / seconds)
+        stalls = []
+        sources = [build(arguments, seed) for seed in (1, 2)]
+        for version in range(1, 6):
+            tensors = dict(sources[version % 2].named_parameters())
+            running = asyncio.ensure_future(generate(engine, requests(8, 64, vocab)))
+            await asyncio.sleep(0.05)
+            stalls.append(await engine.adopt_weights(version, tensors))
+            mixed = await running
+        report["adopt_ms_median"] = round(1e3 * statistics.median(stalls), 1)
+        report["versions_in_last_update"] = sorted({v for r in mixed for v, _ in r.version_runs})
+        fresh = TorchEngine(build(arguments, 2), max_running=256)
+        decoding.append(tasks.create_task(fresh.run()))
+        todo = requests(32, 64, vocab)
+        updated, loaded = await generate(engine, todo), await generate(fresh, todo)
+        for task in decoding:
+            task.cancel()
+    report["updated_equals_loaded_bit_for_bit"] = [(a.token_ids, a.logprobs) for a in updated] == [
+        (b.token_ids, b.logprobs) for b in loaded
+    ]
+    report |= compare_with_forward(sources[1], todo, updated)
+    return report
+
+
+@torch.inference_mode()
+def compare_with_forward(
+    model: PreTrainedModel, todo: list[GenerationRequest], results: list[GenerationResult]
+) -> dict[str, Any]:
+    """Distances to a plain forward pass over whole sequences."""
+    distances: list[float] = []
+    for request, result in zip(todo, results, strict=True):
+        ids = torch.tensor([request.context_ids + result.token_ids], device=model.device)
+        logits = model(ids).logits[0, len(request.context_ids) - 1 : -1].float()
+        tokens = torch.tensor(result.token_ids, device=model.device)[:, None]
+        expected = torch.log_softmax(logits, dim=-1).gather(1, tokens).squeeze(1)
+        got = torch.tensor(result.logprobs, device=model.device)
+        distances += (got - expected).abs().tolist()
+    distances.sort()
+    return {
+        "logprob_distance_mean": statistics.fmean(distances),
+        "logprob_distance_p999": distances[int(0.999 * len(distances))],
+        "logprob_distance_max": distances[-1],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=sorted(SHAPES), default="0.5b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    report = asyncio.run(measure(arguments))
+    print(json.dumps(report, indent=2))
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
