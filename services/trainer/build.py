@@ -11,6 +11,7 @@ from torch import distributed
 from services.common.models.tokenizer import Tokenizer, load_tokenizer
 from services.common.spec.run import RunSpec
 from services.trainer.checkpoint import Checkpointer
+from services.trainer.lora import add_adapters
 from services.trainer.model import Policy, freeze
 from services.trainer.parallel import Topology, build_topology, distribute
 from services.trainer.rank import Fetch, Rank
@@ -55,6 +56,8 @@ def build_rank(
         return _load_policy(spec, settings, topology, tokenizer, progress)
 
     policy = load()
+    if spec.trainer.lora is not None:
+        add_adapters(policy.model, spec.trainer.lora)
     cost = sequence_cost(policy)
     distribute(policy, spec.trainer, topology)
     reference = None

@@ -13,35 +13,39 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import load_tokenizer
 from services.common.spec.loader import load_spec
-from services.common.spec.model import ModelSpec
+from services.common.spec.run import RunSpec
 from services.trainer import manifest
 from services.trainer.checkpoint import MODEL_PREFIX
+from services.trainer.lora import add_adapters, merged_parameters
 
 
-def export_checkpoint(
-    checkpoint: Path, model: ModelSpec, folder: Path, *, dtype: torch.dtype
-) -> None:
-    """Write weights, configuration and tokenizer.
+def export_checkpoint(checkpoint: Path, spec: RunSpec, folder: Path) -> None:
+    """Write weights (adapters merged), configuration and tokenizer.
 
     Args:
         checkpoint: A published checkpoint.
-        model: The model that was trained.
+        spec: The run that wrote it.
         folder: Where to; made if it does not exist.
-        dtype: Of the written weights.
 
     Raises:
         DataLossError: If the checkpoint is damaged.
         ValueError: If the model's configuration or tokenizer does not load.
     """
     manifest.verify(checkpoint)
-    tokenizer = load_tokenizer(model)
-    built = build_model(load_config(model, tokenizer), dtype=torch.float32, device="cpu")
+    tokenizer = load_tokenizer(spec.model)
+    config = load_config(spec.model, tokenizer)
+    trained = build_model(config, dtype=torch.float32, device="cpu")
+    if spec.trainer.lora is not None:
+        add_adapters(trained, spec.trainer.lora)
     load_shards(
-        {MODEL_PREFIX + name: value.detach() for name, value in built.named_parameters()},
+        {MODEL_PREFIX + name: value.detach() for name, value in trained.named_parameters()},
         storage_reader=HuggingFaceStorageReader(str(checkpoint)),
         no_dist=True,
     )
-    built.to(dtype).save_pretrained(folder)  # type: ignore[arg-type]
+    dtype = getattr(torch, spec.trainer.dtype)
+    exported = build_model(config, dtype=dtype, device="cpu")
+    exported.load_state_dict(dict(merged_parameters(trained)), strict=False)
+    exported.save_pretrained(folder)
     tokenizer.save(folder)
 
 
@@ -52,9 +56,7 @@ def main() -> None:
     parser.add_argument("spec", type=Path, help="the run's specification")
     parser.add_argument("folder", type=Path, help="folder to write")
     arguments = parser.parse_args()
-    spec = load_spec(arguments.spec)
-    dtype = getattr(torch, spec.trainer.dtype)
-    export_checkpoint(arguments.checkpoint, spec.model, arguments.folder, dtype=dtype)
+    export_checkpoint(arguments.checkpoint, load_spec(arguments.spec), arguments.folder)
 
 
 if __name__ == "__main__":

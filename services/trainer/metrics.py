@@ -56,6 +56,8 @@ def observe_step(run: str, step: int, metrics: Mapping[str, float], *, skipped: 
             _GAUGES[name].labels(run).set(value)
         elif name in _KL_PAIRS:
             KL.labels(run, _KL_PAIRS[name]).set(value)
+    NONFINITE.labels(run, "input").inc(metrics.get("nonfinite_inputs", 0.0))
+    NONFINITE.labels(run, "gradient").inc(metrics.get("nonfinite_updates", 0.0))
     if "tokens" in metrics:
         TOKENS.labels(run, "response").inc(metrics["response_tokens"])
         TOKENS.labels(run, "prompt").inc(metrics["tokens"] - metrics["response_tokens"])

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from services.common.weightsync.plan import TensorSpec
+from services.trainer.lora import merged_parameters, merged_shapes
 
 
 class WeightExport:
@@ -24,16 +24,14 @@ class WeightExport:
 
     def weight_specs(self) -> list[TensorSpec]:
         """What :meth:`weight_tensors` yields, in its order."""
-        name = str(self._dtype).removeprefix("torch.")
-        return [TensorSpec(key, tuple(value.shape), name) for key, value in self._state()]
+        dtype = str(self._dtype).removeprefix("torch.")
+        return [TensorSpec(name, tuple(shape), dtype) for name, shape in merged_shapes(self._model)]
 
     @torch.no_grad()
     def weight_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Gather the weights one by one. Where they are sharded, every rank must iterate."""
-        for key, value in self._state():
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            yield key, whole.detach().to(self._dtype)
+        """Gather the weights one by one, adapters merged; tied weights come once, without buffers.
 
-    def _state(self) -> Iterator[tuple[str, Tensor]]:
-        # Named parameters leave out buffers, and yield tied weights once under their first name.
-        return self._model.named_parameters()
+        Where they are sharded, every rank must iterate.
+        """
+        for name, value in merged_parameters(self._model):
+            yield name, value.to(self._dtype)

@@ -1,8 +1,8 @@
 """How the model is optimized, sharded and saved."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from services.common.spec.base import SpecPart
 
@@ -25,7 +25,7 @@ class OptimizerSpec(SpecPart):
 
 
 class LoraSpec(SpecPart):
-    """Low-rank adapters instead of full fine-tuning."""
+    """Low-rank adapters instead of full fine-tuning. Rollouts receive them merged into the weights."""
 
     rank: int = Field(16, ge=1)
     """Rank of the adapters."""
@@ -33,8 +33,6 @@ class LoraSpec(SpecPart):
     """Scale of the adapters."""
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Modules that get an adapter."""
-    sync: Literal["merged", "adapter"] = "merged"
-    """Whether rollouts receive merged weights or only the adapters."""
 
 
 class CheckpointSpec(SpecPart):
@@ -77,3 +75,12 @@ class TrainerSpec(SpecPart):
     """Low-rank adapters instead of full fine-tuning."""
     checkpoint: CheckpointSpec = CheckpointSpec()
     """When the run is saved."""
+
+    @model_validator(mode="after")
+    def _adapters_are_not_divided(self) -> Self:
+        if self.lora is not None and self.tensor_parallel > 1:
+            raise ValueError(
+                f"trainer.lora cannot be combined with trainer.tensor_parallel {self.tensor_parallel}; "
+                "set trainer.tensor_parallel to 1 and shard over more data-parallel ranks"
+            )
+        return self

@@ -83,7 +83,7 @@ def test_too_many_skipped_steps_go_back_to_the_checkpoint_and_then_end_the_run(
 def test_an_exported_folder_loads_elsewhere(tmp_path: Path) -> None:
     policy, rank, _ = _trained(tmp_path / "checkpoints")
     folder = rank.checkpointer.write(rank.snapshot(1))
-    export_checkpoint(folder, SPEC.model, tmp_path / "hf", dtype=torch.float32)
+    export_checkpoint(folder, SPEC, tmp_path / "hf")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     ids = torch.tensor([AutoTokenizer.from_pretrained(tmp_path / "hf").encode("12+3")])
     policy.model.set_attn_implementation("sdpa")

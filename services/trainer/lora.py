@@ -1,0 +1,76 @@
+"""Low-rank adapters: put into a model through peft, merged when the weights leave the trainer."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from services.common.spec.trainer import LoraSpec
+
+_BASE = ".base_layer."
+_ADAPTER = ".lora_"
+
+
+def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> None:
+    """Give the target modules an adapter each, and freeze everything else, in place.
+
+    Raises:
+        ValueError: If the model has none of the target modules.
+    """
+    config = LoraConfig(
+        r=spec.rank,
+        lora_alpha=spec.alpha,  # type: ignore[arg-type]  # any number scales
+        target_modules=list(spec.target_modules),
+        lora_dropout=0.0,
+        bias="none",
+    )
+    try:
+        inject_adapter_in_model(config, model)
+    except ValueError as error:
+        raise ValueError(
+            f"trainer.lora.target_modules {list(spec.target_modules)} are not in the model: {error}"
+        ) from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(_ADAPTER in name)
+
+
+def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Whole parameters under their Hugging Face names, adapters merged into their weights.
+
+    A model without adapters yields its parameters. Where they are sharded, every rank must iterate.
+    """
+    for name, parameter in model.named_parameters():
+        if _ADAPTER in name:
+            continue
+        value = whole(parameter)
+        owner, base, leaf = name.partition(_BASE)
+        if base and leaf == "weight":
+            layer: Any = model.get_submodule(owner)
+            (adapter,) = layer.active_adapters
+            down, up = whole(layer.lora_A[adapter].weight), whole(layer.lora_B[adapter].weight)
+            value = value + layer.scaling[adapter] * (up @ down).to(value.dtype)
+        yield plain_name(name), value
+
+
+def merged_shapes(model: nn.Module) -> list[tuple[str, torch.Size]]:
+    """Names and shapes of what :func:`merged_parameters` yields, in its order."""
+    return [
+        (plain_name(name), parameter.shape)
+        for name, parameter in model.named_parameters()
+        if _ADAPTER not in name
+    ]
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter in a model without adapters."""
+    return name.replace(_BASE, ".")
+
+
+def whole(value: Tensor) -> Tensor:
+    """A tensor gathered from its shards. Every rank must call it."""
+    gathered = value.full_tensor() if isinstance(value, DTensor) else value
+    return gathered.detach()
