@@ -17,8 +17,8 @@ test-chart: deploy-tools ## Test chart, dashboards and alerts
 
 test-control-plane: ## Test chart and launcher against a real API server (builds it once: ten minutes)
 	tests/cluster/provision.sh $(CLUSTER_TOOLS) cluster
-	CI=true $(BIN)/python -m pytest tests/cluster/test_control_plane.py -q
+	CI=true $(BIN)/python -m pytest tests/cluster/test_control_plane.py -q -m cluster
 
 test-cluster: test-control-plane ## Train on a real one-node cluster with the images of the Dockerfiles
 	tests/cluster/images.sh $(CLUSTER_TOOLS) . $(abspath $(BIN)/python)
-	CI=true $(BIN)/python -m pytest tests/cluster/test_run.py -q
+	CI=true $(BIN)/python -m pytest tests/cluster/test_run.py -q -m cluster

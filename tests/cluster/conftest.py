@@ -1,11 +1,22 @@
 """The cluster of a test session."""
 
+import fcntl
 import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.cluster.node import Cluster, control_plane, fresh_folder
+from tests.cluster.tools import CACHE
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Clusters are started only when asked for: by ``-m cluster``."""
+    if "cluster" not in str(config.option.markexpr):
+        skip = pytest.mark.skip(reason="starts a cluster on this machine; ask for it by -m cluster")
+        for item in items:
+            if item.get_closest_marker("cluster"):
+                item.add_marker(skip)
 
 
 @pytest.fixture(scope="session")
@@ -13,5 +24,8 @@ def cluster() -> Iterator[Cluster]:
     """API server, scheduler and controllers; this process is inside the cluster's network."""
     if os.geteuid() != 0:
         pytest.skip("a cluster on this machine needs root")
-    with control_plane(fresh_folder("session")) as started:
-        yield started
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "session.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # addresses and mounts are there once on a machine
+        with control_plane(fresh_folder("session")) as started:
+            yield started
