@@ -138,7 +138,7 @@ def measure_packed(
     peak = next((v for key, v in _PEAK_FLOPS.items() if key in device_name(device)), None)
     if peak is not None:
         row["mfu"] = useful_flops(scale) / seconds / peak / launch.world_size
-    return row | measure_checkpoint(policy, runner, topology)
+    return row | measure_checkpoint(runner, topology)
 
 
 def measure_padded(scale: Scale, device: torch.device) -> dict[str, Any]:
@@ -196,11 +196,11 @@ def measure_logits_memory(scale: Scale, device: torch.device) -> dict[str, Any]:
     return row
 
 
-def measure_checkpoint(policy: Policy, runner: StepRunner, topology: Topology) -> dict[str, Any]:
+def measure_checkpoint(runner: StepRunner, topology: Topology) -> dict[str, Any]:
     """Time for which a save blocks training, asynchronous and whole."""
     # One path for all ranks.
     root = Path(tempfile.gettempdir()) / "slipstream-bench-checkpoints"
-    checkpointer = Checkpointer(policy, runner.optimizer, root=root, keep=1, topology=topology)
+    checkpointer = Checkpointer(runner.parts(), root=root, keep=1, topology=topology)
     checkpointer.snapshot(1, runner.facts())  # allocates the buffers, once in a run
     start = time.perf_counter()
     snapshot = checkpointer.snapshot(1, runner.facts())

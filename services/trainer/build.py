@@ -11,8 +11,9 @@ from torch import distributed
 from services.common.models.tokenizer import Tokenizer, load_tokenizer
 from services.common.spec.run import RunSpec
 from services.trainer.checkpoint import Checkpointer
+from services.trainer.critic import CriticRunner
 from services.trainer.lora import add_adapters
-from services.trainer.model import Policy, freeze
+from services.trainer.model import Critic, Policy, freeze
 from services.trainer.parallel import Topology, build_topology, distribute
 from services.trainer.rank import Fetch, Rank
 from services.trainer.settings import TrainerSettings
@@ -65,12 +66,21 @@ def build_rank(
         reference = load()
         freeze(reference)
         distribute(reference, spec.trainer, topology)
+    critic = None
+    if spec.algorithm.advantage == "gae":
+        module = Critic(load().model)
+        distribute(module, spec.trainer, topology)
+        critic = CriticRunner(module, spec=spec, ranks=topology.data, device=topology.device)
     runner = StepRunner(
-        policy, reference=reference, spec=spec, ranks=topology.data, device=topology.device
+        policy,
+        reference=reference,
+        critic=critic,
+        spec=spec,
+        ranks=topology.data,
+        device=topology.device,
     )
     checkpointer = Checkpointer(
-        policy,
-        runner.optimizer,
+        runner.parts(),
         root=checkpoint_root(spec, settings),
         keep=spec.trainer.checkpoint.keep,
         topology=topology,

@@ -41,11 +41,10 @@ class Snapshot:
 
 
 class Checkpointer:
-    """Saves and loads a module with its optimizer.
+    """Saves and loads modules with their optimizers.
 
     Args:
-        module: The policy; parameters may be sharded.
-        optimizer: Its AdamW.
+        parts: Modules, whose parameters may be sharded, and their AdamW, by the prefix of their names.
         root: Folder of all checkpoints of the run, seen by every rank.
         keep: Newest checkpoints kept.
         topology: The processes.
@@ -53,15 +52,13 @@ class Checkpointer:
 
     def __init__(
         self,
-        module: nn.Module,
-        optimizer: torch.optim.AdamW,
+        parts: Mapping[str, tuple[nn.Module, torch.optim.AdamW]],
         *,
         root: Path,
         keep: int,
         topology: Topology,
     ) -> None:
-        self._module = module
-        self._optimizer = optimizer
+        self._parts = parts
         self._root = root
         self._keep = keep
         self._rank = topology.rank
@@ -121,28 +118,32 @@ class Checkpointer:
             process_group=self._group,
             no_dist=self._group is None,
         )
-        for state in self._optimizer.state.values():
-            state["step"].fill_(float(facts["num_updates"]))
+        for _, optimizer in self._parts.values():
+            for state in optimizer.state.values():
+                state["step"].fill_(float(facts["num_updates"]))
         return facts
 
     def _state(self) -> dict[str, Tensor]:
         """The live tensors by name: parameters, and both moments of trained ones."""
         state: dict[str, Tensor] = {}
-        for name, parameter in self._module.named_parameters():
-            state[name] = parameter.detach()
-            for moment in _MOMENTS:
+        for prefix, (module, optimizer) in self._parts.items():
+            for name, parameter in module.named_parameters():
+                state[prefix + name] = parameter.detach()
                 if parameter.requires_grad:
-                    state[f"optimizer.{moment}.{name}"] = self._optimizer.state[parameter][moment]
+                    for moment in _MOMENTS:
+                        value = optimizer.state[parameter][moment]
+                        state[f"optimizer.{moment}.{prefix}{name}"] = value
         return state
 
     def _make_moments(self) -> None:
-        """Give the optimizer the state that it otherwise makes in its first update."""
-        for parameter in self._module.parameters():
-            if parameter.requires_grad and not self._optimizer.state[parameter]:
-                self._optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    **{moment: torch.zeros_like(parameter) for moment in _MOMENTS},
-                }
+        """Give the optimizers the state that they otherwise make in their first update."""
+        for module, optimizer in self._parts.values():
+            for parameter in module.parameters():
+                if parameter.requires_grad and not optimizer.state[parameter]:
+                    optimizer.state[parameter] = {
+                        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                        **{moment: torch.zeros_like(parameter) for moment in _MOMENTS},
+                    }
 
     def _copied(self, name: str, value: Tensor) -> Tensor:
         local = value.to_local() if isinstance(value, DTensor) else value

@@ -48,11 +48,15 @@ class Samples:
         """The same samples with more columns."""
         return replace(self, tokens={**self.tokens, **columns})
 
+    def places(self, positions: Sequence[int]) -> Tensor:
+        """Indexes of the response tokens of some samples, in the columns."""
+        everything = torch.arange(len(self.responses.values))
+        return Jagged(everything, self.responses.lengths).select(positions).values
+
     def select(self, positions: Sequence[int]) -> "Samples":
         """Some of the samples, by position, with their columns."""
         chosen = torch.as_tensor(positions, dtype=torch.int64)
-        places = Jagged(torch.arange(len(self.responses.values)), self.responses.lengths)
-        kept = places.select(chosen).values
+        kept = self.places(positions)
         return Samples(
             rows=self.rows[chosen],
             prompts=self.prompts.select(chosen),
@@ -88,7 +92,9 @@ def idle_samples() -> Samples:
     """One untrained token, with which a rank without work joins the others' collectives."""
     one_row = Jagged(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))
     zero, no = torch.zeros(1), torch.zeros(1, dtype=torch.bool)
-    names = ("rollout_logprobs", "proximal_logprobs", "ref_logprobs", "advantages")
+    names = (
+        "rollout_logprobs", "proximal_logprobs", "ref_logprobs", "advantages", "values", "returns",
+    )  # fmt: skip
     tokens: dict[str, Tensor] = dict.fromkeys(names, zero)
     tokens |= {"response_mask": no, "loss_mask": no}
     return Samples(

@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from services.common.spec.run import RunSpec
-from services.trainer import diagnostics, optim
+from services.trainer import optim
 from services.trainer.collectives import Ranks, Tally
 from services.trainer.credit import assign_credit
+from services.trainer.critic import CriticRunner
 from services.trainer.loss import kl_penalty
 from services.trainer.model import Policy, trainable
 from services.trainer.objective import Objective, resolve_correction
@@ -25,6 +26,7 @@ from services.trainer.packing import PackedTokens, pack
 from services.trainer.parallel import free_gathered
 from services.trainer.phases import PhaseTimer
 from services.trainer.plan import StepPlan
+from services.trainer.report import derive
 from services.trainer.samples import Cohort, Samples, idle_samples
 
 _KL_STEP = 0.2
@@ -56,6 +58,7 @@ class StepRunner:
     Args:
         policy: The policy, wrapped for its parallelism.
         reference: Frozen policy for a KL penalty, or None.
+        critic: For GAE, or None.
         spec: The run.
         ranks: Data-parallel ranks.
         device: Of the model.
@@ -66,12 +69,14 @@ class StepRunner:
         policy: Policy,
         *,
         reference: Policy | None,
+        critic: CriticRunner | None = None,
         spec: RunSpec,
         ranks: Ranks,
         device: torch.device,
     ) -> None:
         self._policy = policy
         self._reference = reference
+        self.critic = critic
         self._spec = spec
         self._ranks = ranks
         self._device = device
@@ -116,6 +121,13 @@ class StepRunner:
         metrics |= {f"seconds_{phase}": spent for phase, spent in timer.seconds.items()}
         return StepResult(metrics=metrics, skipped=not any(update.applied for update in updates))
 
+    def parts(self) -> dict[str, tuple[nn.Module, torch.optim.AdamW]]:
+        """Everything that is trained, with its optimizer, by the prefix of its names."""
+        parts: dict[str, tuple[nn.Module, torch.optim.AdamW]] = {"": (self._policy, self.optimizer)}
+        if self.critic is not None:
+            parts["critic."] = (self.critic.critic, self.critic.optimizer)
+        return parts
+
     def facts(self) -> dict[str, float]:
         """Numbers that a checkpoint keeps besides the tensors."""
         return {"num_updates": self.num_updates, "kl_coefficient": self.kl_coefficient}
@@ -136,20 +148,19 @@ class StepRunner:
         if self._reference is not None and "ref_logprobs" not in samples.tokens:
             scored = self._score(self._reference, samples, plan)
             samples = samples.with_tokens(ref_logprobs=scored)
+        if self.critic is not None:
+            samples = samples.with_tokens(values=self.critic.values(samples, plan))
         return samples
 
     @torch.no_grad()
     def _score(self, policy: Policy, samples: Samples, plan: StepPlan) -> Tensor:
         """``[R]`` logprobs on the CPU, without gradients."""
-        places = torch.split(
-            torch.arange(len(samples.responses.values)), samples.responses.lengths.tolist()
-        )
         result = torch.zeros(len(samples.responses.values))
         for micro in (micro for work in plan.updates for micro in work):
             part = samples.select(micro) if micro else idle_samples()
             logprobs, _ = policy(self._packed(part))
             if micro:
-                result[torch.cat([places[position] for position in micro])] = logprobs.cpu()
+                result[samples.places(micro)] = logprobs.cpu()
         free_gathered(policy)
         return result
 
@@ -175,26 +186,9 @@ class StepRunner:
         if credit.shaped_scores is not None:
             member = cohort.is_member[samples.rows]
             tally.mean("score_mean", credit.shaped_scores, member)
+        if credit.returns is not None:
+            samples = samples.with_tokens(returns=credit.returns)
         return samples.with_tokens(advantages=credit.advantages)
-
-    def _describe(self, weight_version: int, samples: Samples, tally: Tally) -> None:
-        """Count what the batch is like, before it is trained."""
-        everything = torch.ones_like(samples.rewards, dtype=torch.bool)
-        tally.mean("reward_mean", samples.rewards, everything)
-        tally.mean("reward_square", samples.rewards.square(), everything)
-        segments, mask = samples.segments, samples.tokens["response_mask"]
-        tally.mean("response_length_mean", segments.lengths.float(), everything)
-        tally.mean("trained_token_fraction", samples.tokens["loss_mask"].float(), mask)
-        if "token_versions" in samples.tokens:
-            per_token, per_sequence = diagnostics.staleness_terms(
-                samples.tokens["token_versions"], mask, segments, weight_version=weight_version
-            )
-            has_tokens = segments.count(mask) > 0
-            for name, values in per_token.items():
-                tally.mean(name, values, mask)
-            for name, values in per_sequence.items():
-                tally.mean(name, values, has_tokens)
-            tally.max("staleness_max", per_sequence["staleness_head"], has_tokens)
 
     def _update(
         self,
@@ -206,7 +200,12 @@ class StepRunner:
         with timer("forward_backward"):
             loss = self._accumulate(samples, work, tally)
         with timer("optimizer"):
-            return self._apply(loss)
+            update = self._apply(loss)
+        if self.critic is not None and update.applied:
+            with timer("critic"):
+                rate = update.learning_rate
+                self.critic.update(samples, work, learning_rate=rate, tally=tally)
+        return update
 
     def _accumulate(
         self, samples: Samples, work: tuple[tuple[int, ...], ...], tally: Tally
@@ -267,11 +266,7 @@ class StepRunner:
         names = ("samples", "tokens", "response_tokens", "trained_tokens")
         metrics = dict(zip(names, map(float, self._ranks.sum(counts)), strict=True))
         metrics |= tally.reduce(self._ranks)
-        variance = metrics.pop("reward_square") - metrics["reward_mean"] ** 2
-        metrics["reward_std"] = math.sqrt(max(variance, 0.0))
-        square = metrics.pop("is_weight_square")
-        metrics["ess"] = metrics["is_weight_mean"] ** 2 / square if square > 0 else 1.0
-        metrics["staleness_mean"] = metrics.get("staleness_head", 0.0)
+        metrics = derive(metrics)
         metrics["loss"] = sum(update.loss for update in updates) / len(updates)
         metrics["grad_norm"] = max(update.grad_norm for update in updates)
         metrics["learning_rate"] = updates[-1].learning_rate

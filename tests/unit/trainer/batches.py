@@ -14,7 +14,8 @@ from services.common.models.tokenizer import load_tokenizer
 from services.common.spec.run import RunSpec
 from services.trainer.checkpoint import Checkpointer
 from services.trainer.collectives import Ranks
-from services.trainer.model import Policy
+from services.trainer.critic import CriticRunner
+from services.trainer.model import Critic, Policy
 from services.trainer.packing import pack
 from services.trainer.parallel import Topology
 from services.trainer.rank import Rank
@@ -143,10 +144,13 @@ def rank_of(
     root: Path | None = None,
 ) -> Rank:
     ranks = ranks or Ranks()
-    runner = StepRunner(policy, reference=None, spec=spec, ranks=ranks, device=CPU)
+    critic = None
+    if spec.algorithm.advantage == "gae":
+        module = Critic(policy_of(spec).model)
+        critic = CriticRunner(module, spec=spec, ranks=ranks, device=CPU)
+    runner = StepRunner(policy, reference=None, critic=critic, spec=spec, ranks=ranks, device=CPU)
     checkpointer = Checkpointer(
-        policy,
-        runner.optimizer,
+        runner.parts(),
         root=root or Path("no-checkpoints"),
         keep=2,
         topology=Topology(device=CPU, data=ranks),

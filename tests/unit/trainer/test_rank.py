@@ -1,5 +1,8 @@
 """A rank trains a batch once, exactly, and refuses what it cannot train right."""
 
+import math
+from typing import Any
+
 import pytest
 import torch
 
@@ -71,3 +74,44 @@ def test_a_failed_sample_is_in_neither_loss_nor_group() -> None:
     assert not result.skipped
     whole = rank_of(spec, policy_of(spec), queue).train(1, queue.meta)
     assert result.metrics["trained_tokens"] < whole.metrics["trained_tokens"]
+
+
+def test_the_critic_learns_the_returns_of_a_repeated_batch() -> None:
+    spec = spec_of(algorithm={"advantage": "gae"}, trainer={"optimizer": {"learning_rate": 1e-3}})
+    policy = policy_of(spec, scale=1.0)
+    queue = random_queue(policy)
+    rank = rank_of(spec, policy, queue)
+    errors = [rank.train(step, queue.meta).metrics["value_loss"] for step in range(1, 9)]
+    assert errors[-1] < 0.5 * errors[0]
+
+
+ALGORITHMS = [
+    {"advantage": "dr_grpo", "aggregation": "seq-mean-token-sum-norm"},
+    {"advantage": "rloo", "aggregation": "token-sum"},
+    {"advantage": "opo", "aggregation": "seq-mean-token-sum"},
+    {"advantage": "pass_at_k"},
+    {"advantage": "reinforce_pp", "gamma": 0.9},
+    {"advantage": "reinforce_pp_baseline"},
+    {"advantage": "gae", "gae_lambda": 0.9},
+    {"loss": "gspo"},
+    {"loss": "cispo"},
+    {"loss": "aipo"},
+    {"loss": "sapo"},
+    {"loss": "reinforce", "entropy_coefficient": 0.01},
+    {"correction": "decoupled", "correction_level": "sequence", "correction_cap_mode": "mask"},
+    {"correction": "none"},
+    {"rejection": [{"level": "token", "lower": 0.5, "upper": 2.0, "negative_only": True}]},
+    {"overlong": {"buffer_tokens": 4, "mask_truncated": True}},
+]
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+def test_every_algorithm_trains(algorithm: dict[str, Any], updates: int) -> None:
+    spec = spec_of(algorithm=algorithm, trainer={"updates_per_step": updates})
+    policy = policy_of(spec, scale=1.0)
+    queue = random_queue(policy)
+    result = rank_of(spec, policy, queue).train(1, queue.meta)
+    assert not result.skipped
+    assert all(math.isfinite(value) for value in result.metrics.values())
+    assert result.metrics["grad_norm"] > 0

@@ -1,0 +1,104 @@
+"""The critic of GAE: predicts returns, and learns from the same batches as the policy."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from services.common.spec.run import RunSpec
+from services.trainer import loss, optim
+from services.trainer.collectives import Ranks, Tally
+from services.trainer.model import Critic, trainable
+from services.trainer.packing import pack
+from services.trainer.parallel import free_gathered
+from services.trainer.plan import StepPlan
+from services.trainer.samples import Samples, idle_samples
+from services.trainer.segments import Segments
+
+
+class CriticRunner:
+    """Scores responses and trains the critic.
+
+    Args:
+        critic: Wrapped for its parallelism.
+        spec: The run.
+        ranks: Data-parallel ranks.
+        device: Of the critic.
+    """
+
+    def __init__(
+        self, critic: Critic, *, spec: RunSpec, ranks: Ranks, device: torch.device
+    ) -> None:
+        self.critic = critic
+        self._spec = spec
+        self._ranks = ranks
+        self._device = device
+        self._parameters = trainable(critic)
+        self.optimizer = optim.build_optimizer(self._parameters, spec.trainer.optimizer)
+
+    @torch.no_grad()
+    def values(self, samples: Samples, plan: StepPlan) -> Tensor:
+        """``[R]`` float32 values on the CPU, from the critic at the start of the step."""
+        result = torch.zeros(len(samples.responses.values))
+        for micro in (micro for work in plan.updates for micro in work):
+            part = samples.select(micro) if micro else idle_samples()
+            values = self._forward(part)
+            if micro:
+                result[samples.places(micro)] = values.cpu()
+        free_gathered(self.critic)
+        return result
+
+    def update(
+        self,
+        samples: Samples,
+        work: Sequence[Sequence[int]],
+        *,
+        learning_rate: float,
+        tally: Tally,
+    ) -> None:
+        """One optimizer update towards ``returns``; skipped if the gradient is not finite.
+
+        Args:
+            samples: This rank's samples, with ``values`` and ``returns``.
+            work: Positions of the samples of each micro-batch.
+            learning_rate: Of this update.
+            tally: Receives the reported terms.
+        """
+        own = [position for micro in work for position in micro]
+        counts = samples.segments.count(samples.tokens["loss_mask"])[own]
+        totals = self._ranks.sum(torch.stack([counts.sum(), (counts > 0).sum()]))
+        tokens, sequences = totals.to(self._device).unbind()
+        denominators = loss.Denominators(tokens=tokens, sequences=sequences, horizon=1)
+        for micro in work:
+            part = samples.select(micro) if micro else idle_samples()
+            columns = part.to(self._device).tokens
+            mask = columns["loss_mask"]
+            error = loss.value_loss(
+                self._forward(part),
+                columns["values"],
+                columns["returns"],
+                clip=self._spec.algorithm.value_clip,
+            )
+            tally.mean("value_loss", error.values, mask)
+            for name, indicator in error.indicators.items():
+                tally.mean(name, indicator, mask)
+            share = loss.aggregate(
+                error.values,
+                mask,
+                Segments.from_lengths(part.responses.lengths.to(self._device)),
+                mode="token-mean",
+                denominators=denominators,
+            )
+            (share * self._ranks.size).backward()
+        norm = optim.gradient_norm(self._parameters)
+        if bool(torch.isfinite(norm)):
+            optim.set_learning_rate(self.optimizer, learning_rate)
+            optim.scale_gradients(
+                self._parameters, norm, self._spec.trainer.optimizer.max_grad_norm
+            )
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _forward(self, samples: Samples) -> Tensor:
+        values: Tensor = self.critic(pack(samples.prompts, samples.responses, device=self._device))
+        return values
