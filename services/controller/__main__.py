@@ -21,6 +21,7 @@ from services.controller.rendezvous import RendezvousStore
 from services.controller.rest import build_app
 from services.controller.rest_server import serve_rest
 from services.controller.run_collector import RunCollector
+from services.controller.run_page import with_run_page
 from services.controller.runs import RunManager
 from services.controller.server import MembershipServicer, RendezvousServicer, RunServicer
 from services.controller.settings import ControllerSettings
@@ -82,7 +83,7 @@ async def run_controller(settings: ControllerSettings) -> None:
         stack.push_async_callback(manager.close, leave=settings.leave_runs)
         await manager.start()
         rest_port = await stack.enter_async_context(
-            serve_rest(settings.rest_bind, build_app(manager))
+            serve_rest(settings.rest_bind, with_run_page(build_app(manager)))
         )
         announce(
             settings.ready_file,

@@ -1,0 +1,27 @@
+// The controller's REST API.
+
+/** The answer to a GET; an error carries what the controller says. */
+export async function getJson(path) {
+  const response = await fetch(path);
+  const body = await response.json();
+  if (!response.ok) throw new Error(body.detail ?? response.statusText);
+  return body;
+}
+
+/** Events of a run from behind `seq`, as they come; the last one is the run itself, once it has ended. */
+export async function* readEvents(id, seq, signal) {
+  const response = await fetch(`/v1/runs/${id}/events/stream?after_seq=${seq}`, { signal });
+  if (!response.ok) throw new Error(response.statusText);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const blocks = (rest + value.replaceAll("\r\n", "\n")).split("\n\n");
+    rest = blocks.pop();
+    for (const block of blocks) {
+      const data = block.split("\n").filter((line) => line.startsWith("data:")).map((line) => line.slice(5));
+      if (data.length) yield JSON.parse(data.join("\n"));
+    }
+  }
+}

@@ -1,0 +1,137 @@
+// The run page: a list of runs, and one run with its charts, workers and events, live.
+import { drawCharts } from "./charts.js";
+import { getJson, readEvents } from "./api.js";
+
+const REFRESH_MS = 2000;
+const KEPT_EVENTS = 300;
+const QUIET = new Set(["StepCommitted", "WeightsPublished"]);
+const $ = (id) => document.getElementById(id);
+
+let shown = { id: "", steps: [], syncs: [], scores: [], stop: new AbortController() };
+
+async function refresh() {
+  try {
+    const { items } = await getJson("/v1/runs");
+    listRuns(items);
+    const wanted = location.hash.slice(1) || items[0]?.id || "";
+    if (wanted !== shown.id) open(wanted);
+    if (shown.id) {
+      const [run, workers] = await Promise.all([
+        getJson(`/v1/runs/${shown.id}`), getJson(`/v1/runs/${shown.id}/topology`),
+      ]);
+      showRun(run);
+      showWorkers(workers.items);
+    }
+    $("trouble").hidden = true;
+  } catch (error) {
+    $("trouble").textContent = `The controller does not answer: ${error.message}`;
+    $("trouble").hidden = false;
+  }
+}
+
+function listRuns(runs) {
+  $("empty").hidden = runs.length > 0;
+  $("run").hidden = runs.length === 0;
+  $("runs").replaceChildren(...runs.map((run) => {
+    const link = element("a", run.name, { href: `#${run.id}` });
+    if (run.id === shown.id) link.setAttribute("aria-current", "true");
+    link.append(element("small", `${run.state}, step ${run.step}`));
+    const item = element("li");
+    item.append(link);
+    return item;
+  }));
+}
+
+function open(id) {
+  shown.stop.abort();
+  shown = { id, steps: [], syncs: [], scores: [], stop: new AbortController() };
+  $("events").replaceChildren();
+  drawCharts($("charts"), shown);
+  if (id) follow(shown);
+}
+
+async function follow(run) {
+  let seq = 0;
+  let isDrawn = true;
+  while (!run.stop.signal.aborted) {
+    try {
+      for await (const event of readEvents(run.id, seq, run.stop.signal)) {
+        if (event.state) return; // the run has ended
+        seq = event.seq;
+        takeIn(run, event);
+        if (isDrawn) {
+          isDrawn = false; // many events arrive at once when a run is opened
+          requestAnimationFrame(() => { isDrawn = true; if (run === shown) drawCharts($("charts"), run); });
+        }
+      }
+    } catch (error) {
+      if (run.stop.signal.aborted) return;
+    }
+    await new Promise((resolve) => setTimeout(resolve, REFRESH_MS));
+  }
+}
+
+function takeIn(run, event) {
+  if (event.type === "StepCommitted") run.steps.push(event.data);
+  else if (event.type === "WeightsPublished") run.syncs.push({ ...event.data, step: event.data.version });
+  else if (event.type === "Validated") run.scores.push({ ...event.data, step: event.data.version });
+  if (QUIET.has(event.type)) return;
+  const item = element("li");
+  item.append(
+    element("span", new Date(event.time).toLocaleTimeString(), { class: "quiet" }),
+    element("b", event.type), element("span", event.message || describe(event.data)),
+  );
+  $("events").prepend(item);
+  if ($("events").children.length > KEPT_EVENTS) $("events").lastChild.remove();
+}
+
+function describe(data) {
+  return Object.entries(data).filter(([, value]) => typeof value !== "object")
+    .map(([key, value]) => `${key} ${value}`).join(", ");
+}
+
+function showRun(run) {
+  $("name").textContent = run.name;
+  $("state").textContent = run.state;
+  $("state").className = `state ${run.state}`;
+  $("progress").textContent = `step ${run.step} of ${run.spec.trainer.steps}, weight version ${run.weight_version}`;
+  $("message").textContent = run.message;
+  $("message").hidden = !run.message;
+  $("verdict").textContent = verdict(shown.steps.slice(-10));
+}
+
+/** Who waits for whom, from the newest steps. */
+function verdict(steps) {
+  const total = sum(steps, "seconds");
+  if (!total) return "";
+  const share = Math.round((100 * sum(steps, "trainer_wait_s")) / total);
+  const of = `in the last ${steps.length} steps the trainer waited ${share} % of the time`;
+  if (share > 50) return `Rollouts are the bottleneck: ${of} for samples.`;
+  if (share < 10) return `The trainer is the bottleneck: ${of} for samples.`;
+  return `Trainer and rollouts are in balance: ${of} for samples.`;
+}
+
+function sum(items, key) {
+  return items.reduce((total, item) => total + (item[key] ?? 0), 0);
+}
+
+function showWorkers(workers) {
+  $("workers").replaceChildren(...workers.map((worker) => {
+    const row = element("tr");
+    const cells = [worker.worker_id, worker.state, worker.activity, worker.weight_version,
+      worker.gauges.running_samples ?? ""];
+    row.append(...cells.map((cell) => element("td", cell)));
+    return row;
+  }));
+}
+
+function element(name, text = "", attributes = {}) {
+  const made = document.createElement(name);
+  made.textContent = text;
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  return made;
+}
+
+window.addEventListener("hashchange", refresh);
+await refresh();
+setInterval(refresh, REFRESH_MS);

@@ -1,0 +1,145 @@
+"""The run page in a real browser, over an API that tells of one run as a controller would."""
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+
+from services.controller.rest_server import serve_rest
+from services.controller.run_page import with_run_page
+
+RUN_ID = "run_01"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def step_event(step: int) -> dict[str, Any]:
+    data = {
+        "step": step,
+        "reward_mean": step / 20,
+        "reward_std": 0.3,
+        "staleness_mean": 0.9,
+        "staleness_max": 1,
+        "seconds": 2.0,
+        "trainer_wait_s": 1.5,
+        "loss": 0.01,
+    }
+    return {
+        "seq": step,
+        "time": "2026-01-01T00:00:00Z",
+        "type": "StepCommitted",
+        "message": "",
+        "data": data,
+    }
+
+
+class FakeController:
+    """Ten steps are over; more come when the test says so."""
+
+    def __init__(self) -> None:
+        self.state = "RUNNING"
+        self.message = ""
+        self.steps = 10
+        self.more = asyncio.Event()
+
+    def run(self) -> dict[str, Any]:
+        return {
+            "id": RUN_ID,
+            "name": "sort4",
+            "state": self.state,
+            "message": self.message,
+            "step": self.steps,
+            "weight_version": self.steps,
+            "spec": {"trainer": {"steps": 20}},
+        }
+
+    async def events(self, after_seq: int) -> AsyncIterator[dict[str, Any]]:
+        lost = {"type": "WorkerLost", "message": "<b>rollout-1</b> ended", "data": {}}
+        yield {"seq": 0, "time": "2026-01-01T00:00:00Z", **lost}
+        for step in range(after_seq + 1, self.steps + 1):
+            yield step_event(step)
+        await self.more.wait()
+        yield step_event(self.steps)
+
+    def app(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.get("/v1/runs")
+        def list_runs() -> dict[str, Any]:
+            return {"items": [self.run()], "next_page_token": ""}
+
+        @app.get("/v1/runs/{run_id}")
+        def get_run(run_id: str) -> dict[str, Any]:
+            return self.run()
+
+        @app.get("/v1/runs/{run_id}/topology")
+        def topology(run_id: str) -> dict[str, Any]:
+            worker = {"worker_id": "rollout-0", "role": "rollout", "state": "ready"}
+            return {"items": [{**worker, "activity": "", "weight_version": 9, "gauges": {}}]}
+
+        @app.get("/v1/runs/{run_id}/events/stream", response_class=EventSourceResponse)
+        async def stream(run_id: str, after_seq: int = 0) -> AsyncIterator[ServerSentEvent]:
+            async for event in self.events(after_seq):
+                yield ServerSentEvent(data=event, event=event["type"], id=str(event["seq"]))
+
+        return with_run_page(app)
+
+
+@pytest.fixture
+def chromium() -> str:
+    """The browser; Debian's package, and any other build on the path, will do."""
+    if CHROMIUM is None:
+        if os.getenv("CI"):
+            pytest.fail("chromium is not installed")
+        pytest.skip("chromium is not installed")
+    return CHROMIUM
+
+
+@contextmanager
+def _no_requests_elsewhere(page: Any, base: str) -> Iterator[None]:
+    urls: list[str] = []
+    page.on("request", lambda request: urls.append(request.url))
+    yield
+    assert urls
+    assert all(url.startswith(base) for url in urls)
+
+
+@pytest.mark.timeout(120)
+async def test_page_shows_a_run_live_and_asks_nobody_else(chromium: str) -> None:
+    playwright = pytest.importorskip("playwright.async_api")
+    controller = FakeController()
+    async with (
+        serve_rest("127.0.0.1:0", controller.app()) as port,
+        playwright.async_playwright() as p,
+    ):
+        base = f"http://127.0.0.1:{port}/"
+        browser = await p.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = await browser.new_page()
+        errors: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)
+        with _no_requests_elsewhere(page, base):
+            await page.goto(base)
+            expect = playwright.expect
+            await expect(page.locator("#name")).to_have_text("sort4")
+            await expect(page.locator("#state")).to_have_text("RUNNING")
+            await expect(page.locator("#progress")).to_contain_text("step 10 of 20")
+            reward = page.locator("figure", has_text="Reward")
+            await expect(reward.locator("polyline")).to_have_count(2)
+            await expect(reward.locator(".legend")).to_contain_text("mean 0.5")
+            await expect(page.locator("#verdict")).to_contain_text("Rollouts are the bottleneck")
+            await expect(page.locator("#workers")).to_contain_text("rollout-0")
+            await expect(page.locator("#events")).to_contain_text("<b>rollout-1</b> ended")
+
+            controller.steps = 11
+            controller.more.set()
+            await expect(reward.locator(".legend")).to_contain_text("mean 0.55")
+            controller.state, controller.message = "FAILED", "trainer-0 ended"
+            await expect(page.locator("#message")).to_have_text("trainer-0 ended")
+        assert errors == []
+        await browser.close()
