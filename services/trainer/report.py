@@ -10,11 +10,11 @@ from services.trainer.collectives import Tally
 from services.trainer.samples import Samples
 
 
-def _describe(self, weight_version: int, samples: Samples, tally: Tally) -> None:
+def describe_batch(weight_version: int, samples: Samples, tally: Tally) -> None:
     """Count what a rank's samples are like, before they are trained.
 
     Args:
-        step: Number of the step; the trainer's weight version is one less.
+        weight_version: Number of the weights that the step starts from.
         samples: This rank's samples.
         tally: Receives the terms.
     """

@@ -26,7 +26,7 @@ from services.trainer.packing import PackedTokens, pack
 from services.trainer.parallel import free_gathered
 from services.trainer.phases import PhaseTimer
 from services.trainer.plan import StepPlan
-from services.trainer.report import derive
+from services.trainer.report import derive, describe_batch
 from services.trainer.samples import Cohort, Samples, idle_samples
 
 _KL_STEP = 0.2
@@ -113,7 +113,7 @@ class StepRunner:
             samples = self._with_frozen_logprobs(samples, plan)
         with timer("advantage"):
             samples = self._with_advantages(samples, cohort, tally)
-        self._describe(weight_version, samples, tally)
+        describe_batch(weight_version, samples, tally)
         updates = [self._update(samples, work, tally, timer) for work in plan.updates]
         with timer("metrics"):
             metrics = self._summary(samples, updates, tally)
