@@ -99,20 +99,19 @@ class Leader:
         """
         rank, _ = self._attached()
         async with self._saving:
-            async with self._steps:
-                newest, _ = self._newest
-                if step != newest:
-                    raise FailedPreconditionError(
-                        f"step {step} cannot be saved, because the newest one is {newest}; save "
-                        "that one",
-                        step=step,
-                        newest=newest,
-                    )
-                snapshot = await asyncio.to_thread(self._snapshot, rank, step)
+            snapshot = await asyncio.to_thread(self._snapshot, rank, step)
             return await asyncio.to_thread(rank.checkpointer.write, snapshot)
 
     def _snapshot(self, rank: Rank, step: int) -> Snapshot:
         with self._turn:
+            # A step may have ended while this waited for its turn, so the check belongs here.
+            newest, _ = self._newest
+            if step != newest:
+                raise FailedPreconditionError(
+                    f"step {step} cannot be saved, because the newest one is {newest}; save that one",
+                    step=step,
+                    newest=newest,
+                )
             self._crew.tell(Order(Kind.SAVE, step))
             return rank.snapshot(step)
 

@@ -1,6 +1,7 @@
 """Rank 0 trains steps in order, each once."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,3 +40,19 @@ def test_weights_come_once_by_their_names_in_the_order_of_the_specs() -> None:
     for spec in specs:
         assert tuple(tensors[spec.name].shape) == spec.shape
         assert spec.dtype == "bfloat16"
+
+
+async def test_only_the_newest_step_is_saved(tmp_path: Path) -> None:
+    spec = spec_of()
+    policy = policy_of(spec)
+    queue = random_queue(policy)
+    leader = Leader()
+    leader.attach(
+        rank_of(spec, policy, queue, root=tmp_path),
+        WeightExport(policy.model, dtype=torch.float32),
+        Crew(1),
+    )
+    await leader.train_step(1, queue.meta)
+    assert await leader.save(1) == tmp_path / "step-00000001"
+    with pytest.raises(FailedPreconditionError, match="newest one is 1"):
+        await leader.save(0)
