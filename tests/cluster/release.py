@@ -63,6 +63,23 @@ class Installed:
             assert time.monotonic() < deadline, f"{run['state']}: {self.events(run_id)[-3:]}"
             time.sleep(0.5)
 
+    def upgrade(self, *values: str) -> None:
+        """Upgrade the release with changed values."""
+        changes = [part for value in values for part in ("--set", value)]
+        self.helm("upgrade", "demo", str(CHART), "--reuse-values", "--wait", *changes)
+
+    def ready(self, timeout_s: float = 120.0) -> None:
+        """Wait until the API answers, as it does not while the controller is replaced."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self.api.get("/v1/runs", timeout=2).raise_for_status()
+            except httpx.HTTPError:
+                assert time.monotonic() < deadline, "the API does not answer"
+                time.sleep(0.5)
+            else:
+                return
+
     def pods(self, run_id: str = "") -> list[Any]:
         """Pods of the release, or of one run."""
         selector = f"slipstream.dev/run={run_id}" if run_id else ""
@@ -89,11 +106,16 @@ def install(cluster: Cluster) -> Installed:
     cluster.core.create_namespaced_config_map(
         NAMESPACE, {"metadata": {"name": "code"}, "data": code}
     )
+    claims = ("checkpoints", "models", "state")
+    for name in claims:
+        make_volume(cluster, name)
     begin = time.monotonic()
     helm(
         cluster, "install", "demo", str(CHART), "--wait", "--timeout", "120s",
         "-f", str(PROFILES / "cpu-smoke.yaml"), "--set", "image.registry=localhost,image.tag=test",
-        "--set", "workers.codeConfigMap=code",
+        "--set", "workers.codeConfigMap=code,workers.checkpoints.existingClaim=checkpoints",
+        "--set", "workers.modelCache.existingClaim=models,controller.persistence.existingClaim=state",
+        "--set", "controller.persistence.enabled=true",
     )  # fmt: skip
     install_s = time.monotonic() - begin
     service = cluster.core.read_namespaced_service("demo-slipstream-controller", NAMESPACE)
@@ -101,6 +123,38 @@ def install(cluster: Cluster) -> Installed:
         base_url=f"http://{service.spec.cluster_ip}:8080", timeout=30, trust_env=False
     )
     return Installed(cluster, api, install_s)
+
+
+def make_volume(cluster: Cluster, name: str) -> None:
+    """A claim with a folder of this machine behind it."""
+    folder = cluster.folder / "volumes" / name
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)  # kubelets do not give folders of the host to a pod's group
+    size = {"storage": "1Gi"}
+    cluster.core.create_persistent_volume(
+        {
+            "metadata": {"name": name},
+            "spec": {
+                "capacity": size,
+                "accessModes": ["ReadWriteMany"],
+                "hostPath": {"path": str(folder)},
+                "storageClassName": "test",
+                "claimRef": {"name": name, "namespace": NAMESPACE},
+            },
+        }
+    )
+    cluster.core.create_namespaced_persistent_volume_claim(
+        NAMESPACE,
+        {
+            "metadata": {"name": name},
+            "spec": {
+                "accessModes": ["ReadWriteMany"],
+                "resources": {"requests": size},
+                "storageClassName": "test",
+                "volumeName": name,
+            },
+        },
+    )
 
 
 def create_namespace(cluster: Cluster) -> None:
