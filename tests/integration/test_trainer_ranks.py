@@ -9,6 +9,7 @@ from torch import distributed, multiprocessing, nn
 from torch.distributed.tensor import DTensor
 
 from services.common.spec.run import RunSpec
+from services.trainer.checkpoint import Checkpointer
 from services.trainer.parallel import build_topology, distribute
 from services.trainer.weights import WeightExport
 from tests.unit.trainer.batches import CPU, policy_of, random_queue, rank_of, spec_of
@@ -58,6 +59,25 @@ def _child(rank: int, world_size: int, folder: str, spec_json: str) -> None:
     outcome = train_once(RunSpec.model_validate_json(spec_json), rank=rank, world_size=world_size)
     if rank == 0:
         torch.save(outcome, f"{folder}/outcome.pt")
+    distributed.destroy_process_group()
+
+
+def _save(rank: int, world_size: int, folder: str, spec_json: str) -> None:
+    """Train one step on several ranks and save it."""
+    spec = RunSpec.model_validate_json(spec_json)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+    )
+    policy = policy_of(spec)
+    queue = random_queue(policy_of(spec))
+    topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=world_size)
+    distribute(policy, spec.trainer, topology)
+    trained = rank_of(spec, policy, queue, ranks=topology.data)
+    trained.train(1, queue.meta)
+    trained.checkpointer = Checkpointer(
+        trained.runner.parts(), root=Path(folder) / "checkpoints", keep=1, topology=topology
+    )
+    trained.checkpointer.write(trained.snapshot(1))
     distributed.destroy_process_group()
 
 
@@ -125,3 +145,24 @@ def test_any_number_of_ranks_gives_the_same_gradient(
     tolerance = 3e-6 if "tensor_parallel" in options else 1e-6
     actual = on_ranks(_spec(model=model, **options), tmp_path)
     assert_same(actual, expected, tolerance=tolerance)
+
+
+@pytest.mark.timeout(300)
+def test_a_checkpoint_of_two_ranks_goes_on_alone(tmp_path: Path) -> None:
+    spec = _spec(world_size=2)
+    arguments = (2, str(tmp_path), spec.model_dump_json())
+    multiprocessing.start_processes(_save, args=arguments, nprocs=2)  # type: ignore[no-untyped-call]
+
+    alone = policy_of(spec)
+    queue = random_queue(policy_of(spec))
+    rank = rank_of(spec, alone, queue)
+    rank.train(1, queue.meta)
+    rank.train(2, queue.meta)
+
+    resumed = policy_of(spec, seed=1)
+    other = rank_of(spec, resumed, queue, root=tmp_path / "checkpoints")
+    assert other.restore() == 1
+    other.train(2, queue.meta)
+    for name, value in alone.named_parameters():
+        found = dict(resumed.named_parameters())[name]
+        torch.testing.assert_close(found, value, rtol=0, atol=1e-5)
