@@ -31,8 +31,11 @@ def one_input(rng: random.Random) -> bytes:
         for _ in range(rng.randrange(1, 4)):
             data[rng.randrange(len(data))] = rng.randrange(256)
         return bytes(data[: rng.randrange(1, len(data) + 1)] if rng.random() < 0.3 else data)
-    fields = [rng.choice((None, -1, 1 << 63, 0.5, "x", b"y", [1], [[]], True)) for _ in range(5)]
-    return bytes([codec.VERSION]) + msgpack.packb([rng.randrange(16), 1, *fields])
+    fields: list[object] = [
+        rng.choice((None, -1, 1 << 63, 0.5, "x", b"y", [1], [[]], True)) for _ in range(5)
+    ]
+    packed: bytes = msgpack.packb([rng.randrange(16), 1, *fields])
+    return bytes([codec.VERSION]) + packed
 
 
 def main() -> None:

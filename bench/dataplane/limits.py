@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import grpc
 import numpy as np
@@ -49,23 +50,27 @@ def tcp_s(size_bytes: int, rounds: int) -> float:
 def zmq_s(size_bytes: int, rounds: int) -> float:
     """Seconds to send through ZeroMQ in frames of 1 MiB, one way."""
     data = memoryview(bytearray(size_bytes))
-    with zmq.Context() as first, zmq.Context() as second:
-        with first.socket(zmq.PAIR) as sender, second.socket(zmq.PAIR) as receiver:
-            port = sender.bind_to_random_port("tcp://127.0.0.1")
-            receiver.connect(f"tcp://127.0.0.1:{port}")
+    with (
+        zmq.Context() as first,
+        zmq.Context() as second,
+        first.socket(zmq.PAIR) as sender,
+        second.socket(zmq.PAIR) as receiver,
+    ):
+        port = sender.bind_to_random_port("tcp://127.0.0.1")
+        receiver.connect(f"tcp://127.0.0.1:{port}")
 
-            def send() -> None:
-                for begin in range(0, size_bytes, _FRAME_BYTES):
-                    sender.send(data[begin : begin + _FRAME_BYTES], copy=False)
+        def send() -> None:
+            for begin in range(0, size_bytes, _FRAME_BYTES):
+                sender.send(data[begin : begin + _FRAME_BYTES], copy=False)
 
-            def move() -> None:
-                thread = threading.Thread(target=send)
-                thread.start()
-                for _ in range(0, size_bytes, _FRAME_BYTES):
-                    receiver.recv(copy=False)
-                thread.join()
+        def move() -> None:
+            thread = threading.Thread(target=send)
+            thread.start()
+            for _ in range(0, size_bytes, _FRAME_BYTES):
+                receiver.recv(copy=False)
+            thread.join()
 
-            return _median(rounds, move)
+        return _median(rounds, move)
 
 
 async def grpc_s(size_bytes: int, rounds: int) -> float:
@@ -85,7 +90,7 @@ async def grpc_s(size_bytes: int, rounds: int) -> float:
     data = bytes(size_bytes)
     times = []
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=unlimited) as channel:
-        method = channel.unary_unary("/bench/Put")
+        method: Any = channel.unary_unary("/bench/Put")
         for _ in range(rounds):
             started = time.perf_counter()
             await method(data)

@@ -3,6 +3,7 @@
 import asyncio
 import time
 import tracemalloc
+from collections.abc import AsyncIterator
 from statistics import median
 
 import torch
@@ -70,7 +71,7 @@ async def index_figures(num_keys: int) -> dict[str, float]:
     async with asyncio.TaskGroup() as tasks:
         watch = index.watch(_PARTITION, num_keys)
         for n in range(20):
-            waiting = tasks.create_task(anext(watch))
+            waiting = tasks.create_task(_next(watch))
             await asyncio.sleep(0)
             started = time.perf_counter()
             await index.commit(put_meta(num_keys + 8 * n, 8), put_id=f"late-{n}")
@@ -80,6 +81,10 @@ async def index_figures(num_keys: int) -> dict[str, float]:
         "acquire_256_ms": 1e3 * median(acquire_s),
         "watch_wake_ms": 1e3 * median(wake_s),
     }
+
+
+async def _next(watch: AsyncIterator[KVBatchMeta]) -> KVBatchMeta:
+    return await anext(watch)
 
 
 async def _filled(num_keys: int) -> Index:
@@ -127,7 +132,7 @@ async def service_figures(address: str, num_keys: int) -> dict[str, float]:
         watch = metadata.watch(_PARTITION, num_keys)
         async with asyncio.TaskGroup() as tasks:
             for n in range(20):
-                waiting = tasks.create_task(anext(watch))
+                waiting = tasks.create_task(_next(watch))
                 await asyncio.sleep(0.01)
                 meta = put_meta(num_keys + 8 * n, 8)
                 rows = {name: column[:8] for name, column in values.items()}

@@ -26,7 +26,7 @@ def service(**settings: object) -> Iterator[str]:
     """Our service in a process of its own; yields its address."""
     with TemporaryDirectory() as folder:
         ready = Path(folder) / "ready"
-        environment = dict(os.environ)
+        environment = dict(os.environ)  # noqa: TID251  a child process inherits it
         for name, value in {"ready_file": ready, "capacity_bytes": 1 << 30, **settings}.items():
             environment[f"SLIPSTREAM_TRANSFERQUEUE_{name.upper()}"] = str(value)
         environment["SLIPSTREAM_TRANSFERQUEUE_LOG_LEVEL"] = "WARNING"

@@ -98,6 +98,10 @@ class ShardConnection:
                 f"{type(message).__name__} within {timeout_s} s; it is down or overloaded",
                 shard_id=self.shard.shard_id,
             ) from error
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                self._let_go(waiter.result()[0])
+            raise
         finally:
             del self._pending[request_id]
         if isinstance(answer, codec.Failed):
@@ -120,6 +124,13 @@ class ShardConnection:
         waiter = self._pending.get(request_id)
         if waiter is not None and not waiter.done() and isinstance(message, codec.Response):
             waiter.set_result((message, frames[1:]))
+        else:
+            self._let_go(message)
+
+    def _let_go(self, message: codec.Message) -> None:
+        """End the hold of an answer whose asker was cancelled; nobody else knows of it."""
+        if self._is_open and isinstance(message, codec.Located) and message.positions:
+            self.tell(codec.Unpin(message.pin_id))
 
 
 def _error(failed: codec.Failed) -> ServiceError:

@@ -189,8 +189,9 @@ class DataClient:
             blobs = _blobs(shard_id, stored.blob_ids, sizes, _hash(parts))
             return replace(meta, blobs=blobs, revision=stored.revision)
         reserve = codec.Reserve(put_id, meta.partition_id, sizes, self._put_timeout_s)
-        grant = _expect(codec.Granted, await link.connection.ask(reserve, timeout_s=timeout_s))
         try:
+            answer = await link.connection.ask(reserve, timeout_s=timeout_s)
+            grant = _expect(codec.Granted, answer)
             checksums = await link.transport.write(grant, columns)
             meta = replace(meta, blobs=_blobs(shard_id, grant.blob_ids, sizes, checksums))
             commit = codec.Commit(put_id, meta.to_bytes())

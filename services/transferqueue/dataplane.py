@@ -24,6 +24,7 @@ from services.transferqueue.storage import BlobStore
 logger = logging.getLogger(__name__)
 
 _RECEIVE_QUEUE = 16
+_MAX_DETAIL = 1024
 _PACK_BELOW_BYTES = 64 << 10
 
 
@@ -204,7 +205,7 @@ class DataPlane:
 
 
 def _failed(error: ServiceError) -> codec.Failed:
-    details = tuple(text for pair in error.metadata.items() for text in pair)
+    details = tuple(text[:_MAX_DETAIL] for pair in error.metadata.items() for text in pair)
     return codec.Failed(error.reason, error.message[:4096], details)
 
 

@@ -1,6 +1,6 @@
 """The way of a put through a shard: room, bytes, commit.
 
-    Reserve  quota of the run, then room on the shard; waits for both, first come first served
+    Reserve  quota of the run, then room on the shard; waits for both
     Write    frames fill the blobs (or the client fills them in the arena)
     Commit   checksums are compared, then the index makes the samples visible
 
@@ -15,6 +15,7 @@ from typing import Protocol
 
 from services.common.batch import KVBatchMeta
 from services.common.errors import (
+    AbortedError,
     AlreadyExistsError,
     DeadlineExceededError,
     FailedPreconditionError,
@@ -66,6 +67,8 @@ class Puts:
         self._metadata = metadata
         self._waiters = Waiters()
         self._open: dict[str, _OpenPut] = {}
+        self._reserving: set[str] = set()
+        self._given_up: set[str] = set()
         metrics.CAPACITY_BYTES.set(storage.capacity_bytes)
 
     async def reserve(self, request: codec.Reserve) -> codec.Granted:
@@ -77,12 +80,17 @@ class Puts:
         """
         started = time.monotonic()
         size = sum(request.sizes)
-        await self._metadata.reserve(request.partition_id, size, wait_s=request.wait_s)
+        self._begin(request.put_id)
         try:
-            grant = await self._find_room(request, started + request.wait_s)
-        except BaseException:
-            self._metadata.cancel(request.partition_id, size)
-            raise
+            await self._metadata.reserve(request.partition_id, size, wait_s=request.wait_s)
+            try:
+                grant = await self._find_room(request, started + request.wait_s)
+            except BaseException:
+                self._metadata.cancel(request.partition_id, size)
+                raise
+        finally:
+            self._reserving.discard(request.put_id)
+            self._given_up.discard(request.put_id)
         waited_s = time.monotonic() - started
         metrics.BACKPRESSURE.labels(run_of(request.partition_id)).inc(waited_s)
         timer = asyncio.get_running_loop().call_later(codec.GRANT_S, self._drop, request.put_id)
@@ -126,7 +134,10 @@ class Puts:
         return codec.Stored(granted.blob_ids, revision)
 
     async def abort(self, request: codec.Abort) -> codec.Committed:
-        """Give up a put; one that is not open is left as it is."""
+        """Give up a put that waits for room or has it; any other is left as it is."""
+        if request.put_id in self._reserving:
+            self._given_up.add(request.put_id)
+            self._waiters.wake(_ROOM)
         self._drop(request.put_id)
         return codec.Committed(0)
 
@@ -175,12 +186,15 @@ class Puts:
         self.free(put.grant.blob_ids)
         self._metadata.cancel(put.partition_id, put.size_bytes)
 
+    def _begin(self, put_id: str) -> None:
+        if put_id in self._open or put_id in self._reserving:
+            raise AlreadyExistsError(f"put {put_id} has its room already", put_id=put_id)
+        self._reserving.add(put_id)
+
     async def _find_room(self, request: codec.Reserve, deadline: float) -> Grant:
-        if request.put_id in self._open:
-            raise AlreadyExistsError(
-                f"put {request.put_id} has its room already", put_id=request.put_id
-            )
         while True:
+            if request.put_id in self._given_up:
+                raise AbortedError(f"put {request.put_id} was given up", put_id=request.put_id)
             grant = self._storage.reserve(request.sizes)
             if grant is not None:
                 return grant

@@ -5,6 +5,7 @@ covered by the other tests of this folder; group mix-ups by the tests of the sam
 """
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator
 
@@ -180,3 +181,37 @@ async def test_a_put_that_is_cancelled_gives_its_room_back(address: str) -> None
         async with asyncio.timeout(5):
             while (await metadata.stats()).shards[0].stored_bytes:
                 await metadata.release(TRAIN, ["a"])
+
+
+@pytest.mark.parametrize("use_shared_memory", [True, False])
+async def test_cancelled_puts_and_gets_leave_nothing_behind(
+    address: str, use_shared_memory: bool
+) -> None:
+    rng = random.Random(0)
+    async with (
+        TransferQueueClient.connect(address) as metadata,
+        DataClient.connect(address, use_shared_memory=use_shared_memory) as data,
+    ):
+        for number in range(40):
+            values = torch.full((4, 30_000), number, dtype=torch.int32)
+            keys = [f"g{number}.{member}" for member in range(4)]
+            meta = await data.put(TRAIN, keys, {"tokens": values})
+            works = [
+                data.get(meta, ["tokens"]),
+                data.put(TRAIN, [f"x{number}"], {"tokens": torch.zeros(1, 200_000)[:, :1]}),
+                data.put(TRAIN, [f"y{number}"], {"tokens": values.reshape(1, -1)}),
+            ]
+            for work in works:
+                task = asyncio.ensure_future(work)
+                await asyncio.sleep(rng.random() * 0.004)
+                task.cancel()
+                await asyncio.wait([task])
+            fetched = await data.get(meta, ["tokens"])
+            assert torch.equal(fetched["tokens"].values, values.reshape(-1))
+            del fetched
+            await metadata.release(TRAIN, [*keys, f"x{number}", f"y{number}"])
+        left = await metadata.get_batch(TRAIN)
+        await metadata.release(TRAIN, left.keys)
+        async with asyncio.timeout(5):
+            while (await metadata.stats()).shards[0].stored_bytes:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)

@@ -1,10 +1,13 @@
 """The way of a put through a shard."""
 
+import asyncio
+
 import pytest
 
 from services.common.batch import KVBatchMeta
 from services.common.columns import BlobRef, FieldColumn
 from services.common.errors import (
+    AbortedError,
     DataLossError,
     FailedPreconditionError,
     InvalidArgumentError,
@@ -152,4 +155,18 @@ async def test_a_full_shard_gives_the_charge_back() -> None:
     assert shard.is_clean()
     with pytest.raises(InvalidArgumentError, match="never fits"):
         await shard.reserve("third", 5000)
+    assert shard.is_clean()
+
+
+async def test_a_put_that_is_given_up_while_it_waits_takes_no_room() -> None:
+    shard = Shard()
+    await shard.reserve("first", 4096)
+    waiting = asyncio.ensure_future(
+        shard.puts.reserve(codec.Reserve("second", "run/train", (64,), 60.0))
+    )
+    await asyncio.sleep(0)
+    await shard.puts.abort(codec.Abort("second"))
+    with pytest.raises(AbortedError):
+        await waiting
+    await shard.puts.abort(codec.Abort("first"))
     assert shard.is_clean()
