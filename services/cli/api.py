@@ -1,5 +1,6 @@
 """Client of the REST API."""
 
+import asyncio
 import json
 import uuid
 from collections.abc import AsyncIterator, Mapping
@@ -11,6 +12,8 @@ import httpx
 _TIMEOUT_S = 30.0
 # The server sends a keep-alive comment every 15 s.
 _STREAM_SILENCE_S = 60.0
+_RECONNECT_S = 60.0
+_RECONNECT_EVERY_S = 0.5
 
 
 class ApiError(RuntimeError):
@@ -22,11 +25,15 @@ class Api:
 
     Args:
         url: Such as ``http://127.0.0.1:8080``.
+        token: API token; empty where none is asked for.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, token: str = "") -> None:
         self._url = url
-        self._http = httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, trust_env=False)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._http = httpx.AsyncClient(
+            base_url=url, timeout=_TIMEOUT_S, trust_env=False, headers=headers
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -59,6 +66,24 @@ class Api:
         """End a run."""
         return await self._call("POST", f"/v1/runs/{run_id}/cancel")
 
+    async def pause(self, run_id: str) -> dict[str, Any]:
+        """Finish the current step, save a checkpoint and stop the workers."""
+        return await self._call("POST", f"/v1/runs/{run_id}/pause")
+
+    async def resume(self, run_id: str) -> dict[str, Any]:
+        """Queue a paused run again."""
+        return await self._call("POST", f"/v1/runs/{run_id}/resume")
+
+    async def checkpoint(self, run_id: str) -> dict[str, Any]:
+        """Save a checkpoint at the end of the current step."""
+        return await self._call("POST", f"/v1/runs/{run_id}/checkpoint")
+
+    async def checkpoints(self, run_id: str) -> list[dict[str, Any]]:
+        """Checkpoints of a run, newest first."""
+        page = await self._call("GET", f"/v1/runs/{run_id}/checkpoints")
+        items: list[dict[str, Any]] = page["items"]
+        return items
+
     async def topology(self, run_id: str) -> list[dict[str, Any]]:
         """Workers of a run."""
         page = await self._call("GET", f"/v1/runs/{run_id}/topology")
@@ -66,18 +91,36 @@ class Api:
         return items
 
     async def watch(self, run_id: str) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        """Events of a run as they come: ``(type, event)``; the last one is ``("end", run)``."""
-        path = f"/v1/runs/{run_id}/events/stream"
-        timeout = httpx.Timeout(_TIMEOUT_S, read=_STREAM_SILENCE_S)
-        try:
-            async with self._http.stream("GET", path, timeout=timeout) as response:
-                if response.is_error:
-                    await response.aread()
-                    raise ApiError(_explain(response))
-                async for kind, data in _events(response):
+        """Events of a run as they come: ``(type, event)``; the last one is ``("end", run)``.
+
+        A controller that is started again is found again, and no event is missed or told twice.
+        """
+        clock = asyncio.get_running_loop().time
+        seq, last_heard = 0, clock()
+        while True:
+            try:
+                async for kind, data in self._stream(run_id, seq):
                     yield kind, data
-        except httpx.TransportError as error:
-            raise ApiError(f"the controller at {self._url} broke off: {error!r}") from error
+                    if kind == "end":
+                        return
+                    seq, last_heard = data["seq"], clock()
+            except httpx.TransportError as error:
+                if clock() - last_heard > _RECONNECT_S:
+                    raise ApiError(f"the controller at {self._url} broke off: {error!r}") from error
+            await asyncio.sleep(_RECONNECT_EVERY_S)
+
+    async def _stream(
+        self, run_id: str, after_seq: int
+    ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        timeout = httpx.Timeout(_TIMEOUT_S, read=_STREAM_SILENCE_S)
+        path = f"/v1/runs/{run_id}/events/stream"
+        headers = {"Last-Event-ID": str(after_seq)}
+        async with self._http.stream("GET", path, timeout=timeout, headers=headers) as response:
+            if response.is_error:
+                await response.aread()
+                raise ApiError(_explain(response))
+            async for kind, data in _events(response):
+                yield kind, data
 
     async def _call(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
         try:

@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,43 +29,56 @@ class ServiceExitedError(RuntimeError):
 
 
 @dataclass(slots=True)
+class _Service:
+    """One service and how it is started."""
+
+    name: str
+    log: Path
+    ready_file: Path
+    settings: dict[str, str]
+    num_restarts: int = 0
+    process: asyncio.subprocess.Process | None = None
+
+
+@dataclass(slots=True)
 class LocalServices:
     """Running services."""
 
+    max_restarts: int
     url: str = ""
     """REST address of the controller."""
-    processes: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
-    logs: dict[str, Path] = field(default_factory=dict)
+    services: list[_Service] = field(default_factory=list)
 
-    async def first_exit(self) -> None:
-        """Wait until a service ends, and raise.
+    async def keep(self) -> None:
+        """Start services again that end, as often as that is allowed; then raise.
 
         Raises:
             ServiceExitedError: With the service's last lines.
         """
         async with asyncio.TaskGroup() as tasks:
-            for name, process in self.processes.items():
-                tasks.create_task(self._raise_at_exit(name, process))
+            for service in self.services:
+                tasks.create_task(self._keep(service))
 
-    async def _raise_at_exit(self, name: str, process: asyncio.subprocess.Process) -> None:
-        await process.wait()
-        raise self._exited(name)
-
-    def _exited(self, name: str) -> ServiceExitedError:
-        code = self.processes[name].returncode
-        return ServiceExitedError(
-            f"{name} ended with exit code {code}; its last lines ({self.logs[name]}):\n"
-            f"{_last_lines(self.logs[name])}"
-        )
+    async def _keep(self, service: _Service) -> None:
+        while True:
+            assert service.process is not None
+            await service.process.wait()
+            if service.num_restarts >= self.max_restarts:
+                raise _exited(service)
+            service.num_restarts += 1
+            await _start(service)
 
 
 @asynccontextmanager
-async def local_services(state_directory: Path, *, port: int = 0) -> AsyncIterator[LocalServices]:
+async def local_services(
+    state_directory: Path, *, port: int = 0, max_restarts: int = 0
+) -> AsyncIterator[LocalServices]:
     """Start a transferqueue and a controller on loopback, and end them with all their children.
 
     Args:
         state_directory: Folder of the database, the runs and the logs.
         port: Port of the REST API; 0 takes a free one.
+        max_restarts: Times that each of them is started again when it ends by itself.
 
     Raises:
         ServiceExitedError: If one of them does not start.
@@ -73,47 +86,52 @@ async def local_services(state_directory: Path, *, port: int = 0) -> AsyncIterat
     logs = state_directory / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     _adopt_orphans()
-    services = LocalServices()
+    services = LocalServices(max_restarts=max_restarts)
+
+    async def start(name: str, folder: str, settings: dict[str, str]) -> dict[str, str]:
+        service = _Service(name, logs / f"{name}.log", Path(folder) / name, settings)
+        services.services.append(service)
+        service.log.write_bytes(b"")
+        return await _start(service)
+
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         try:
-            queue = await _start(
-                services, "transferqueue", logs, Path(folder), {"STOP_ON_STDIN_EOF": "true"}
-            )
-            controller = await _start(
-                services,
+            queue = await start("transferqueue", folder, {"SNAPSHOT_FOLDER": f"{folder}/snapshots"})
+            controller = await start(
                 "controller",
-                logs,
-                Path(folder),
+                folder,
                 {
                     "TRANSFERQUEUE_ADDRESS": queue["address"],
                     "STATE_DIRECTORY": str(state_directory),
                     "REST_BIND": f"127.0.0.1:{port}",
-                    "STOP_ON_STDIN_EOF": "true",
+                    "INSECURE_DEV": "true",
                 },
             )
+            # Whoever is started again must be found where it was.
+            services.services[0].settings["BIND"] = queue["address"]
+            services.services[1].settings["BIND"] = controller["grpc"]
             services.url = controller["rest"]
+            services.services[1].settings["REST_BIND"] = services.url.removeprefix("http://")
             yield services
         finally:
             await _stop_everything(services)
 
 
-async def _start(
-    services: LocalServices, name: str, logs: Path, folder: Path, settings: Mapping[str, str]
-) -> dict[str, str]:
-    """Start one service and return the addresses that it announces."""
-    ready_file = folder / name
-    log = services.logs[name] = logs / f"{name}.log"
-    prefix = f"SLIPSTREAM_{name.upper()}_"
+async def _start(service: _Service) -> dict[str, str]:
+    """Start a service and return the addresses that it announces."""
+    prefix = f"SLIPSTREAM_{service.name.upper()}_"
+    service.ready_file.unlink(missing_ok=True)
     environment = {
         **os.environ,
-        **{prefix + key: value for key, value in settings.items()},
-        f"{prefix}READY_FILE": str(ready_file),
+        **{prefix + key: value for key, value in service.settings.items()},
+        f"{prefix}STOP_ON_STDIN_EOF": "true",
+        f"{prefix}READY_FILE": str(service.ready_file),
     }
-    with log.open("wb") as output:
-        process = services.processes[name] = await asyncio.create_subprocess_exec(
+    with service.log.open("ab") as output:
+        process = service.process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            f"services.{name}",
+            f"services.{service.name}",
             env=environment,
             stdin=asyncio.subprocess.PIPE,
             stdout=output,
@@ -122,27 +140,36 @@ async def _start(
         )
     try:
         async with asyncio.timeout(_START_TIMEOUT_S):
-            while not ready_file.exists():
+            while not service.ready_file.exists():
                 if process.returncode is not None:
-                    raise services._exited(name)  # noqa: SLF001  the same module
+                    raise _exited(service)
                 await asyncio.sleep(0.02)
     except TimeoutError as error:
         raise ServiceExitedError(
-            f"{name} did not start within {_START_TIMEOUT_S:.0f} s; see {log}"
+            f"{service.name} did not start within {_START_TIMEOUT_S:.0f} s; see {service.log}"
         ) from error
-    addresses: dict[str, str] = json.loads(ready_file.read_text(encoding="utf-8"))
+    addresses: dict[str, str] = json.loads(service.ready_file.read_text(encoding="utf-8"))
     return addresses
+
+
+def _exited(service: _Service) -> ServiceExitedError:
+    code = None if service.process is None else service.process.returncode
+    return ServiceExitedError(
+        f"{service.name} ended with exit code {code}; its last lines ({service.log}):\n"
+        f"{_last_lines(service.log)}"
+    )
 
 
 async def _stop_everything(services: LocalServices) -> None:
     """Ask the controller first, because it stops its workers; kill whatever is left."""
     try:
         async with asyncio.timeout(_STOP_GRACE_S):
-            for name in reversed(services.processes):
-                process = services.processes[name]
-                if process.returncode is None:
-                    process.terminate()
-                await process.wait()
+            for service in reversed(services.services):
+                if service.process is None:
+                    continue
+                if service.process.returncode is None:
+                    service.process.terminate()
+                await service.process.wait()
     except TimeoutError:
         pass
     leftovers = psutil.Process().children(recursive=True)

@@ -41,6 +41,8 @@ Port = Annotated[int, typer.Option(help="Port of the REST API; 0 takes a free on
 
 _DEFAULT_STATE = Path("runs")
 _UP_FILE = "up.json"
+# A service that ends more often than this under `slipstream up` ends it.
+_UP_RESTARTS = 20
 
 
 @app.command()
@@ -131,6 +133,36 @@ def cancel(run_id: RunId, url: Url = None) -> None:
     console.print(f"{run_id} is {ended['state']}", highlight=False)
 
 
+@app.command()
+def pause(run_id: RunId, url: Url = None) -> None:
+    """Finish the current step, save a checkpoint and stop the run's workers."""
+    paused = _run_until_signal(_with_api(url, lambda api: api.pause(run_id)))
+    console.print(f"{run_id} is {paused['state']}", highlight=False)
+
+
+@app.command()
+def resume(run_id: RunId, url: Url = None) -> None:
+    """Let a paused run go on from its checkpoint."""
+    resumed = _run_until_signal(_with_api(url, lambda api: api.resume(run_id)))
+    console.print(f"{run_id} is {resumed['state']}", highlight=False)
+
+
+@app.command()
+def checkpoint(run_id: RunId, url: Url = None) -> None:
+    """Save a checkpoint at the end of the current step."""
+    _run_until_signal(_with_api(url, lambda api: api.checkpoint(run_id)))
+    console.print(f"{run_id} saves a checkpoint at the end of its step", highlight=False)
+
+
+@app.command()
+def checkpoints(run_id: RunId, url: Url = None) -> None:
+    """List the checkpoints of a run, newest first."""
+    table = Table("step", "version", "state", "path")
+    for item in _run_until_signal(_with_api(url, lambda api: api.checkpoints(run_id))):
+        table.add_row(str(item["step"]), str(item["weight_version"]), item["state"], item["path"])
+    console.print(table)
+
+
 def _load(path: Path, overrides: list[str] | None) -> RunSpec:
     try:
         spec = load_spec(path, overrides or ())
@@ -145,7 +177,12 @@ def _load(path: Path, overrides: list[str] | None) -> RunSpec:
 
 
 async def _run(spec: RunSpec, state_directory: Path, port: int) -> dict[str, Any]:
-    async with local_services(state_directory, port=port) as services, Api(services.url) as api:
+    async with (
+        local_services(
+            state_directory, port=port, max_restarts=spec.limits.max_restarts
+        ) as services,
+        Api(services.url) as api,
+    ):
         created = await api.submit(spec.model_dump(mode="json"))
         return await _follow_beside(services, api, created["id"], state_directory)
 
@@ -155,14 +192,14 @@ async def _follow_beside(
 ) -> dict[str, Any]:
     """Follow a run; a dying service ends that."""
     async with asyncio.TaskGroup() as tasks:
-        exits = tasks.create_task(services.first_exit())
+        exits = tasks.create_task(services.keep())
         ended = await follow(api, run_id, state_directory=state_directory, console=console)
         exits.cancel()
     return ended
 
 
 async def _up(state_directory: Path, port: int) -> None:
-    async with local_services(state_directory, port=port) as services:
+    async with local_services(state_directory, port=port, max_restarts=_UP_RESTARTS) as services:
         up_file = state_directory / _UP_FILE
         up_file.write_text(json.dumps({"url": services.url}) + "\n", encoding="utf-8")
         console.print(
@@ -170,13 +207,13 @@ async def _up(state_directory: Path, port: int) -> None:
             highlight=False,
         )
         try:
-            await services.first_exit()
+            await services.keep()
         finally:
             up_file.unlink(missing_ok=True)
 
 
 async def _with_api(url: str | None, work: Any) -> Any:
-    async with Api(_find_url(url)) as api:
+    async with Api(_find_url(url), token=CliSettings().token) as api:
         return await work(api)
 
 

@@ -8,5 +8,7 @@ class CliSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="SLIPSTREAM_", extra="ignore")
 
+    token: str = ""
+    """API token, where the controller asks for one."""
     url: str = ""
     """REST address of a controller. Default: the one that ``slipstream up`` started here."""

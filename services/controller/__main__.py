@@ -1,21 +1,24 @@
 """The controller process: wires its parts, serves REST, gRPC and metrics, ends at SIGTERM."""
 
 import asyncio
+import logging
 from contextlib import AsyncExitStack
 from typing import Any
 
 from prometheus_client import REGISTRY
 
-from services.common import logging
 from services.common.clock import SystemClock
 from services.common.grpc_client import open_channel
 from services.common.grpc_server import serve
 from services.common.lifetime import announce, until_told_to_stop
+from services.common.logging import configure
 from services.common.metrics import serve_metrics
+from services.controller.audit import RunAudit
 from services.controller.database import Database
 from services.controller.launchers import open_launcher
 from services.controller.lease import Leadership
 from services.controller.membership import Membership
+from services.controller.principals import DEFAULT_PROJECT, TokenStore
 from services.controller.quotas import QuotaDefaults
 from services.controller.rendezvous import RendezvousStore
 from services.controller.rest import build_app
@@ -29,6 +32,8 @@ from services.controller.store import RunStore
 from services.transferqueue.client import TransferQueueClient
 from slipstream.controller.v1 import membership_pb2_grpc, run_pb2_grpc
 
+logger = logging.getLogger(__name__)
+
 # Newest runs that metrics describe.
 _MEASURED = 200
 
@@ -39,12 +44,15 @@ async def run_controller(settings: ControllerSettings) -> None:
     clock = SystemClock()
     async with AsyncExitStack() as stack:
         stack.enter_context(serve_metrics(settings.metrics_port))
+        settings.check_exposure()
         default = f"sqlite:///{settings.state_directory / 'slipstream.db'}"
         database = Database(settings.database_url or default)
         stack.callback(database.close)
         leadership = Leadership(database, holder=settings.holder, ttl_s=settings.lease_ttl_s)
         await leadership.acquire()
         channel = await stack.enter_async_context(open_channel(settings.transferqueue_address))
+        tokens = _open_tokens(settings, database)
+        audit = RunAudit(database, settings.state_directory)
         membership = Membership(clock, settings.heartbeat_timeout_s)
         runs = RunCollector(
             lambda: RunStore(database).list_runs(limit=_MEASURED), membership.workers
@@ -83,7 +91,7 @@ async def run_controller(settings: ControllerSettings) -> None:
         stack.push_async_callback(manager.close, leave=settings.leave_runs)
         await manager.start()
         rest_port = await stack.enter_async_context(
-            serve_rest(settings.rest_bind, with_run_page(build_app(manager)))
+            serve_rest(settings.rest_bind, with_run_page(build_app(manager, audit, tokens)))
         )
         announce(
             settings.ready_file,
@@ -94,12 +102,25 @@ async def run_controller(settings: ControllerSettings) -> None:
         keeping.cancel()
 
 
+def _open_tokens(settings: ControllerSettings, database: Database) -> TokenStore | None:
+    """The API tokens; None if the API is open. The first token comes from a file, so it needs no other."""
+    if settings.admin_token_file is None:
+        if not settings.insecure_dev:
+            logger.warning(
+                "the API is open to whoever reaches it; set admin_token_file",
+                extra={"rest_bind": settings.rest_bind},
+            )
+        return None
+    tokens = TokenStore(database)
+    token = settings.admin_token_file.read_text(encoding="utf-8").strip()
+    tokens.remember(token, name="admin", project=DEFAULT_PROJECT, role="admin")
+    return tokens
+
+
 def main() -> None:
     """Entry point."""
     settings = ControllerSettings()
-    logging.configure(
-        level=settings.log_level, log_format=settings.log_format, service="controller"
-    )
+    configure(level=settings.log_level, log_format=settings.log_format, service="controller")
     asyncio.run(run_controller(settings))
 
 

@@ -86,10 +86,11 @@ async def assemble(
     replicas = Replicas()
     stack.push_async_callback(replicas.close)
     await replicas.open(rollouts)
+    client = TrainerClient(await stack.enter_async_context(open_channel(trainer.address)))
     return Assembly(
         attempt=attempt,
-        trainer=TrainerClient(await stack.enter_async_context(open_channel(trainer.address))),
-        trained=trainer.weight_version,
+        trainer=client,
+        trained=await client.newest_step(timeout_s=spec.limits.step_timeout_s),
         served=min(worker.weight_version for worker in rollouts),
         replicas=replicas,
         weights=weights,

@@ -16,7 +16,8 @@ async def take_batch(
     *,
     weight_version: int,
     clock: Clock,
-) -> list[Group]:
+    unless: asyncio.Event,
+) -> list[Group] | None:
     """Wait for the groups of the next batch; they are TRAINING when this returns.
 
     Args:
@@ -25,7 +26,30 @@ async def take_batch(
         algorithm: Bound and policy for stale groups.
         weight_version: Version of the weights that the batch will be trained from.
         clock: For the longest wait.
+        unless: Ends the wait.
+
+    Returns:
+        The groups, oldest first; None if ``unless`` came before them.
     """
+    async with asyncio.TaskGroup() as tasks:
+        ending = tasks.create_task(unless.wait())
+        taking = tasks.create_task(
+            _take_batch(generation, ledger, algorithm, weight_version=weight_version, clock=clock)
+        )
+        await asyncio.wait((ending, taking), return_when=asyncio.FIRST_COMPLETED)
+        ending.cancel()
+        taking.cancel()
+    return None if taking.cancelled() else taking.result()
+
+
+async def _take_batch(
+    generation: Generation,
+    ledger: Ledger,
+    algorithm: AlgorithmSpec,
+    *,
+    weight_version: int,
+    clock: Clock,
+) -> list[Group]:
     deadline = clock.monotonic() + algorithm.stale_wait_timeout_s
     while True:
         may_wait = algorithm.on_stale == "wait" and clock.monotonic() < deadline

@@ -143,10 +143,15 @@ class RunDriver:
         if self._loop is not None:
             self._loop.pause()
 
-    @property
-    def loop(self) -> RunLoop | None:
-        """The loop, once it was entered."""
-        return self._loop
+    def save_soon(self) -> None:
+        """Save a checkpoint at the end of the current step."""
+        if self._loop is not None:
+            self._loop.save_soon()
+
+    async def evaluate_now(self) -> None:
+        """Evaluate the weights that are served."""
+        if self._loop is not None:
+            await self._loop.evaluate_now()
 
     async def report_failures(self, failures: Sequence[GroupFailure]) -> None:
         """Take in groups that brought no samples."""

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 # Seeds of held-out samples never meet those of training groups.
 _SEED_OFFSET = 1 << 40
+GROUP_PREFIX = "v"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,7 @@ class Evaluator:
         self._pin = parts.weights.pin
         self._on_result = on_result
         self._evaluated: Collection[int] = ()
+        self._version = -1
         self._temperatures = (0.0,) + (
             spec.validation.temperature,
         ) * spec.validation.samples_per_prompt
@@ -97,6 +99,7 @@ class Evaluator:
     async def published(self, version: int, *, step: int, is_last: bool = False) -> None:
         """All rollouts serve ``version``, the weights of ``step``; evaluate it if it is its turn."""
         validation = self._spec.validation
+        self._version = version
         self._machine.published(version)
         reason: Reason | None = None
         if is_last and validation.at_end:
@@ -110,6 +113,11 @@ class Evaluator:
             await self._notify()
             if validation.mode == "barrier":
                 await self.idle()
+
+    async def trigger(self) -> None:
+        """Evaluate the version that is served now, because somebody asks for it."""
+        self._machine.trigger(self._version, "manual")
+        await self._notify()
 
     async def idle(self) -> None:
         """Return when no evaluation is running or waiting."""
@@ -136,7 +144,7 @@ class Evaluator:
 
     async def fail(self, failures: Sequence[GroupFailure]) -> None:
         """Take in held-out groups that brought no samples: they count as not answered."""
-        self._failed.update(failure.group_id for failure in failures)
+        self._failed.update(f.group_id for f in failures if f.group_id.startswith(GROUP_PREFIX))
         await self._notify()
 
     async def _evaluate(self) -> None:
@@ -165,7 +173,7 @@ class Evaluator:
     def _groups(self, version: int) -> list[GroupAssignment]:
         return [
             GroupAssignment(
-                group_id=f"v{version:06d}-{row:06d}",
+                group_id=f"{GROUP_PREFIX}{version:06d}-{row:06d}",
                 attempt=self._attempt,
                 split="heldout",
                 row=row,

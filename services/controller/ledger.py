@@ -35,6 +35,7 @@ RUNNING = frozenset({GroupState.LEASED, GroupState.GENERATING})
 WAITING = frozenset({GroupState.PENDING, GroupState.PARTIAL})
 TERMINAL = frozenset({GroupState.CONSUMED, GroupState.DROPPED, GroupState.QUARANTINED})
 
+GROUP_PREFIX = "g"
 # A prompt that was with this many workers when they died is taken to have killed them.
 _MAX_LOSSES = 8
 
@@ -70,7 +71,7 @@ class Group:
     @property
     def group_id(self) -> str:
         """Its name on every plane."""
-        return f"g{self.sequence:08d}"
+        return f"{GROUP_PREFIX}{self.sequence:08d}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +161,9 @@ class Ledger:
 
     def get(self, group_id: str, attempt: int | None = None) -> Group | None:
         """A group in flight; None if it ended, or if ``attempt`` is not its newest."""
-        group = self._groups.get(int(group_id[1:]))
+        if not group_id.startswith(GROUP_PREFIX):
+            return None
+        group = self._groups.get(int(group_id.removeprefix(GROUP_PREFIX)))
         if group is None or (attempt is not None and attempt != group.attempt):
             return None
         return group

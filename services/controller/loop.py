@@ -64,12 +64,22 @@ class RunLoop:
         self._meter = StepMeter()
         self._state: Restored | None = None
         self._pausing = asyncio.Event()
+        self._is_save_wanted = False
         self.step = 0
         """The last committed step."""
 
     def pause(self) -> None:
         """End the loop at the next step boundary, behind a checkpoint."""
         self._pausing.set()
+
+    def save_soon(self) -> None:
+        """Save a checkpoint at the end of the current step."""
+        self._is_save_wanted = True
+
+    async def evaluate_now(self) -> None:
+        """Evaluate the weights that are served."""
+        if self._state is not None:
+            await self._state.evaluator.trigger()
 
     async def run(
         self, *, on_ready: Callable[[], Awaitable[None]], lost_workers: Collection[str] = ()
@@ -120,9 +130,7 @@ class RunLoop:
                     task.cancel()
             if self._pausing.is_set() and not self._is_done():
                 return False
-            await self._note(
-                state, "Finished", "all steps are trained, published and evaluated", {}
-            )
+            await self._note(state, "Finished", "all steps are trained and evaluated", {})
             return True
 
     async def report_failures(self, failures: Sequence[GroupFailure]) -> None:
@@ -133,9 +141,8 @@ class RunLoop:
         """
         if self._state is None:
             raise UnavailableError("the run is being restored; report again")
-        heldout = [failure for failure in failures if failure.group_id.startswith("v")]
-        await self._state.evaluator.fail(heldout)
-        await self._state.generation.fail([f for f in failures if not f.group_id.startswith("v")])
+        await self._state.evaluator.fail(failures)
+        await self._state.generation.fail(failures)
 
     async def _catch_up(self, state: Restored) -> None:
         """Settle the step that was being trained; see that every rollout serves the newest weights."""
@@ -152,7 +159,14 @@ class RunLoop:
         while not self._is_done():
             step = self.step + 1
             begin = time.perf_counter()
-            batch = await self._next_batch(state, step)
+            batch = await take_batch(
+                state.generation,
+                state.ledger,
+                self._spec.algorithm,
+                weight_version=step - 1 + state.version_offset,
+                clock=self._clock,
+                unless=self._pausing,
+            )
             if batch is None:
                 return
             wait_s = time.perf_counter() - begin
@@ -162,38 +176,19 @@ class RunLoop:
             await self._train_step(state, step, batch, begin=begin, wait_s=wait_s)
             if self._is_published(step):
                 await self._publish(state, step)
-            every = self._spec.trainer.checkpoint.every
-            if every and step % every == 0 and not self._is_done():
+            every = self._spec.trainer.checkpoint.every or self._spec.trainer.steps
+            if (self._is_save_wanted or step % every == 0) and not self._is_done():
                 await self._save(state)
 
     def _is_done(self) -> bool:
         return self._spec.validation.only or self.step >= self._spec.trainer.steps
 
-    async def _next_batch(self, state: Restored, step: int) -> list[Group] | None:
-        """Wait for a batch; None if the run is to pause."""
-        async with asyncio.TaskGroup() as tasks:
-            pausing = tasks.create_task(self._pausing.wait())
-            taking = tasks.create_task(
-                take_batch(
-                    state.generation,
-                    state.ledger,
-                    self._spec.algorithm,
-                    weight_version=step - 1 + state.version_offset,
-                    clock=self._clock,
-                )
-            )
-            await asyncio.wait((pausing, taking), return_when=asyncio.FIRST_COMPLETED)
-            pausing.cancel()
-            taking.cancel()
-        return None if taking.cancelled() else taking.result()
-
     async def _save(self, state: Restored) -> None:
         """Save a checkpoint of the newest step."""
-        if self.step == 0:
-            return
-        await self._checkpoints.save(
-            state.parts.trainer, self.step, version=self.step + state.version_offset
-        )
+        self._is_save_wanted = False
+        version = self.step + state.version_offset
+        if self.step > 0:
+            await self._checkpoints.save(state.parts.trainer, self.step, version=version)
 
     async def _train_step(
         self,
@@ -221,14 +216,13 @@ class RunLoop:
     async def _settle(self, state: Restored, step: int) -> None:
         """Finish the step that was begun, or put its groups back if their samples are gone."""
         batch = state.ledger.in_state(GroupState.TRAINING)
-        stored = [group for group in batch if group in state.generation.stored]
-        if state.parts.trained == step or len(stored) == len(batch):
+        lost = [group for group in batch if group not in state.generation.stored]
+        if state.parts.trained == step or not lost:
             await self._train_step(state, step, batch, begin=time.perf_counter(), wait_s=0.0)
             return
-        state.ledger.put_back(stored)
-        for group in batch:
-            if group not in state.generation.stored:
-                state.ledger.requeue(group)
+        state.ledger.put_back(batch)
+        for group in lost:
+            state.ledger.requeue(group)
         await self._journal.forget_step(step, state.ledger)
 
     async def _commit(
@@ -272,9 +266,8 @@ class RunLoop:
         state.progress.synced(report)
         metrics.observe_sync(self._run_id, report)
         message = f"weight version {version} is served by every rollout"
-        await self._note(
-            state, "WeightsPublished", message, sync_facts(report), weight_version=version
-        )
+        facts = sync_facts(report)
+        await self._note(state, "WeightsPublished", message, facts, weight_version=version)
         await self._open_gate(state, step)
 
     async def _open_gate(self, state: Restored, step: int) -> None:
@@ -287,10 +280,8 @@ class RunLoop:
     async def _evaluated(self, evaluation: Evaluation) -> None:
         assert self._state is not None
         self._state.progress.evaluated(evaluation)
-        message = (
-            f"weight version {evaluation.version}: greedy {evaluation.greedy}, "
-            f"sampled {evaluation.sampled}"
-        )
+        scores = f"greedy {evaluation.greedy}, sampled {evaluation.sampled}"
+        message = f"weight version {evaluation.version}: {scores}"
         await self._note(self._state, "Validated", message, asdict(evaluation))
 
     async def _note(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 
 from services.common.errors import ResourceExhaustedError
+from services.controller.database import Database
 from services.controller.records import Run
 from services.controller.run_rows import to_run
 from services.controller.run_state import RunState
@@ -50,15 +51,12 @@ class QuotaDefaults:
 def read_quota(connection: sa.Connection, project: str, defaults: QuotaDefaults) -> Quota:
     """Limits and use of a project."""
     row = connection.execute(sa.select(QUOTAS).where(QUOTAS.c.project == project)).first()
-    counts: dict[str, int] = dict(
-        connection.execute(
-            sa.select(RUNS.c.state, sa.func.count())
-            .where(RUNS.c.project == project)
-            .group_by(RUNS.c.state)
-        )
-        .tuples()
-        .all()
+    query = (
+        sa.select(RUNS.c.state, sa.func.count())
+        .where(RUNS.c.project == project)
+        .group_by(RUNS.c.state)
     )
+    counts = {state: int(count) for state, count in connection.execute(query)}
     return Quota(
         project=project,
         max_active_runs=row.max_active_runs if row else defaults.max_active_runs,
@@ -84,8 +82,19 @@ def check_room(connection: sa.Connection, project: str, defaults: QuotaDefaults)
         )
 
 
-def startable(connection: sa.Connection, defaults: QuotaDefaults) -> list[Run]:
+def quota_of(database: Database, project: str, defaults: QuotaDefaults) -> Quota:
+    """Limits and use of a project, in a transaction of its own."""
+    with database.read() as connection:
+        return read_quota(connection, project, defaults)
+
+
+def startable(database: Database, defaults: QuotaDefaults) -> list[Run]:
     """Queued runs that may start now: higher priority first, then the older one."""
+    with database.read() as connection:
+        return _startable(connection, defaults)
+
+
+def _startable(connection: sa.Connection, defaults: QuotaDefaults) -> list[Run]:
     rows = connection.execute(
         sa.select(RUNS)
         .where(RUNS.c.state == RunState.QUEUED.value)

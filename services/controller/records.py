@@ -31,8 +31,6 @@ class Run:
     """Newest published version; -1 before the first."""
     summary: Mapping[str, Any]
     """Progress in numbers: prompts by state, staleness, held-out scores, sync latency."""
-    start_path: str
-    """Checkpoint of another run that this one starts from; empty if it starts afresh."""
     create_time: float
     update_time: float
     revision: int
@@ -56,7 +54,6 @@ class NewRun:
     priority: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
     created_by: str = ""
-    start_path: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +123,4 @@ class Submission:
     labels: Mapping[str, str] | None = None
     actor: str = ""
     """Who asks."""
-    start_path: str = ""
-    """Checkpoint that the run starts from; empty if it starts afresh."""
     request: RequestKey | None = None

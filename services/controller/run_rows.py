@@ -139,7 +139,6 @@ def to_run(row: Any) -> Run:
         step=row.step,
         weight_version=row.weight_version,
         summary=json.loads(row.summary_json),
-        start_path=row.start_path,
         create_time=row.create_time,
         update_time=row.update_time,
         revision=row.revision,

@@ -1,6 +1,7 @@
 """Runs and their life: created, queued, driven each by a driver, ended, always with a stated reason."""
 
 import asyncio
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from services.controller.event_feed import EventFeed
 from services.controller.journal import Journal
 from services.controller.launcher import Launcher, WorkerExit
 from services.controller.membership import Membership, Worker
-from services.controller.quotas import QuotaDefaults
+from services.controller.quotas import Quota, QuotaDefaults
 from services.controller.records import NewRun, Note, Run, RunFilter, Submission
 from services.controller.run_state import RunEvent, RunState
 from services.controller.store import InvalidTransitionError, RunStore
@@ -97,7 +98,6 @@ class RunManager:
             priority=submission.priority,
             labels=dict(submission.labels or {}),
             created_by=submission.actor,
-            start_path=submission.start_path,
         )
         run, is_new = await self._database.run(
             self._store.create,
@@ -122,10 +122,25 @@ class RunManager:
             self._store.list_runs, limit=limit, before=before, only=only
         )
 
+    async def quota(self, project: str) -> Quota:
+        """Limits and use of a project."""
+        return await self._database.run(quotas.quota_of, self._database, project, self._defaults)
+
     async def patch(
-        self, run_id: str, *, revision: int, values: Mapping[str, Any], actor: str = ""
+        self,
+        run_id: str,
+        *,
+        revision: int,
+        labels: Mapping[str, str] | None = None,
+        priority: int | None = None,
+        actor: str = "",
     ) -> Run:
-        """Change columns of a run that may change."""
+        """Change labels or priority; what is None stays as it is."""
+        values: dict[str, Any] = {}
+        if labels is not None:
+            values["labels_json"] = json.dumps(dict(labels))
+        if priority is not None:
+            values["priority"] = priority
         run = await self._database.run(
             self._store.patch, run_id, revision=revision, values=values, actor=actor
         )
@@ -230,12 +245,9 @@ class RunManager:
         if self._is_closing:
             return
 
-        def read() -> list[Run]:
-            with self._database.read() as connection:
-                return quotas.startable(connection, self._defaults)
-
         async with self._admission:
-            for run in await self._database.run(read):
+            startable = await self._database.run(quotas.startable, self._database, self._defaults)
+            for run in startable:
                 if run.run_id not in self._drivers:
                     await self._apply(run.run_id, RunEvent.ADMIT, "Admitted")
                     self._drive(await self.get(run.run_id))

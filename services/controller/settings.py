@@ -8,7 +8,10 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from services.common.errors import InvalidArgumentError
 from services.common.settings import ServiceSettings
+
+_LOOPBACK = ("127.", "localhost:", "[::1]:")
 
 
 class ControllerSettings(ServiceSettings):
@@ -49,3 +52,19 @@ class ControllerSettings(ServiceSettings):
     """Runs of a project that may train at once, unless it has a quota of its own."""
     max_queued_runs: int = Field(1000, ge=1)
     """Runs of a project that may wait, unless it has a quota of its own."""
+    insecure_dev: bool = False
+    """Whether the API is meant to be open to whoever uses this host; refused elsewhere than on loopback."""
+    admin_token_file: Path | None = None
+    """File with an API token of an admin of the project ``default``; with it, the API asks for tokens."""
+
+    def check_exposure(self) -> None:
+        """See that an API without authentication is not reachable from elsewhere.
+
+        Raises:
+            InvalidArgumentError: If it would be.
+        """
+        if self.insecure_dev and not self.rest_bind.startswith(_LOOPBACK):
+            raise InvalidArgumentError(
+                f"insecure_dev serves this host only, but rest_bind is {self.rest_bind}; bind to 127.0.0.1, "
+                "or set admin_token_file instead"
+            )

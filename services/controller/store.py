@@ -97,7 +97,6 @@ class RunStore:
                     step=0,
                     weight_version=-1,
                     summary_json="{}",
-                    start_path=new.start_path,
                     num_attempts=0,
                     create_time=now,
                     update_time=now,

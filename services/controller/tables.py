@@ -39,7 +39,6 @@ RUNS = sa.Table(
     sa.Column("step", sa.BigInteger, nullable=False),
     sa.Column("weight_version", sa.BigInteger, nullable=False),
     sa.Column("summary_json", sa.Text, nullable=False),
-    sa.Column("start_path", sa.Text, nullable=False),
     sa.Column("num_attempts", sa.BigInteger, nullable=False),
     sa.Column("create_time", sa.Float(53), nullable=False),
     sa.Column("update_time", sa.Float(53), nullable=False),
@@ -47,8 +46,8 @@ RUNS = sa.Table(
     sa.Index("ix_runs_project", "project", "run_id"),
     sa.Index("ix_runs_state", "state"),
 )
-"""One row a run. ``start_path`` is the checkpoint that a forked run starts from; ``num_attempts`` counts the
-times that its loop was entered, which orders the epochs of its weight groups."""
+"""One row a run. ``num_attempts`` counts the times that its loop was entered, which orders the epochs of its
+weight groups."""
 
 EVENTS = sa.Table(
     "events",

@@ -55,6 +55,16 @@ class TrainerClient:
             step=response.step, metrics=dict(response.metrics), skipped=response.skipped
         )
 
+    async def newest_step(self, *, timeout_s: float) -> int:
+        """The newest trained step, once no step is being trained; 0 before the first."""
+        response = await call(
+            self._stub.GetNewestStep,
+            pb.GetNewestStepRequest(),
+            timeout_s=timeout_s,
+            idempotent=True,
+        )
+        return response.step
+
     async def save_checkpoint(self, step: int, *, timeout_s: float) -> str:
         """Save the training state of the newest step; returns its folder.
 

@@ -64,6 +64,13 @@ class Leader:
                 self._begun = (step, self._begin(step, meta, weight_version))
             return await asyncio.shield(asyncio.wrap_future(self._begun[1]))
 
+    async def newest_step(self) -> int:
+        """The newest trained step, once no step is being trained."""
+        if self._begun is not None:
+            # Its failure is told to whoever asks for the step.
+            await asyncio.wait([asyncio.wrap_future(self._begun[1])])
+        return self._newest[0]
+
     def _begin(
         self, step: int, meta: KVBatchMeta, weight_version: int | None
     ) -> Future[StepResult]:

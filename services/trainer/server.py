@@ -48,6 +48,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             step=request.step, metrics=result.metrics, skipped=result.skipped
         )
 
+    async def GetNewestStep(  # noqa: N802
+        self, request: pb.GetNewestStepRequest, context: _Context
+    ) -> pb.GetNewestStepResponse:
+        """How far training is."""
+        return pb.GetNewestStepResponse(step=await self._leader.newest_step())
+
     async def SaveCheckpoint(  # noqa: N802
         self, request: pb.SaveCheckpointRequest, context: _Context
     ) -> pb.SaveCheckpointResponse:

@@ -14,5 +14,6 @@ class LimitsSpec(SpecPart):
     """Deadline of one trainer step."""
     stall_timeout_s: float = Field(600.0, gt=0)
     """A group without a result for this long is taken from its replica and generated again."""
-    max_restarts: int = Field(0, ge=0)
-    """Failed workers that are started again before the run fails."""
+    max_restarts: int = Field(3, ge=0)
+    """Times in a row, without a finished step between them, that a run goes on after it lost a worker or
+    the transferqueue; one more loss fails it. A lost trainer goes on from the newest checkpoint."""

@@ -61,7 +61,6 @@ def upgrade() -> None:
         sa.Column("step", sa.BigInteger(), nullable=False),
         sa.Column("weight_version", sa.BigInteger(), nullable=False),
         sa.Column("summary_json", sa.Text(), nullable=False),
-        sa.Column("start_path", sa.Text(), nullable=False),
         sa.Column("num_attempts", sa.BigInteger(), nullable=False),
         sa.Column("create_time", sa.Float(precision=53), nullable=False),
         sa.Column("update_time", sa.Float(precision=53), nullable=False),

@@ -40,6 +40,11 @@ class TrainerServiceStub:
                 request_serializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.TrainStepRequest.SerializeToString,
                 response_deserializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.TrainStepResponse.FromString,
                 _registered_method=True)
+        self.GetNewestStep = channel.unary_unary(
+                '/slipstream.trainer.v1.TrainerService/GetNewestStep',
+                request_serializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.GetNewestStepRequest.SerializeToString,
+                response_deserializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.GetNewestStepResponse.FromString,
+                _registered_method=True)
         self.SaveCheckpoint = channel.unary_unary(
                 '/slipstream.trainer.v1.TrainerService/SaveCheckpoint',
                 request_serializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
@@ -59,6 +64,13 @@ class TrainerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetNewestStep(self, request, context):
+        """Returns the newest trained step; waits for the one that is being trained.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SaveCheckpoint(self, request, context):
         """Saves the training state of the newest step.
         """
@@ -73,6 +85,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.TrainStep,
                     request_deserializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.TrainStepRequest.FromString,
                     response_serializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.TrainStepResponse.SerializeToString,
+            ),
+            'GetNewestStep': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetNewestStep,
+                    request_deserializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.GetNewestStepRequest.FromString,
+                    response_serializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.GetNewestStepResponse.SerializeToString,
             ),
             'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.SaveCheckpoint,
@@ -108,6 +125,33 @@ class TrainerService:
             '/slipstream.trainer.v1.TrainerService/TrainStep',
             slipstream_dot_trainer_dot_v1_dot_trainer__pb2.TrainStepRequest.SerializeToString,
             slipstream_dot_trainer_dot_v1_dot_trainer__pb2.TrainStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetNewestStep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.trainer.v1.TrainerService/GetNewestStep',
+            slipstream_dot_trainer_dot_v1_dot_trainer__pb2.GetNewestStepRequest.SerializeToString,
+            slipstream_dot_trainer_dot_v1_dot_trainer__pb2.GetNewestStepResponse.FromString,
             options,
             channel_credentials,
             insecure,

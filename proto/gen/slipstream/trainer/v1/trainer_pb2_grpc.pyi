@@ -37,6 +37,8 @@ class TrainerServiceStub:
     """Trains one batch and returns its metrics. Safe to repeat: a step is trained once, and repeating
     the newest step returns the same answer.
     """
+    GetNewestStep: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.GetNewestStepRequest, _trainer_pb2.GetNewestStepResponse]
+    """Returns the newest trained step; waits for the one that is being trained."""
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
     """Saves the training state of the newest step."""
 
@@ -49,6 +51,8 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Trains one batch and returns its metrics. Safe to repeat: a step is trained once, and repeating
     the newest step returns the same answer.
     """
+    GetNewestStep: _aio.UnaryUnaryMultiCallable[_trainer_pb2.GetNewestStepRequest, _trainer_pb2.GetNewestStepResponse]  # type: ignore[assignment]
+    """Returns the newest trained step; waits for the one that is being trained."""
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
     """Saves the training state of the newest step."""
 
@@ -64,6 +68,14 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Trains one batch and returns its metrics. Safe to repeat: a step is trained once, and repeating
         the newest step returns the same answer.
         """
+
+    @_abc_1.abstractmethod
+    def GetNewestStep(
+        self,
+        request: _trainer_pb2.GetNewestStepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.GetNewestStepResponse, _abc.Awaitable[_trainer_pb2.GetNewestStepResponse]]:
+        """Returns the newest trained step; waits for the one that is being trained."""
 
     @_abc_1.abstractmethod
     def SaveCheckpoint(

@@ -1,0 +1,119 @@
+"""Looks into what a run did: its numbers, its samples, its checkpoints, its logs."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from services.controller import ledger_store
+from services.controller.checkpoints import Checkpoint, CheckpointStore
+from services.controller.database import Database
+from services.controller.ledger import Group
+from services.controller.process_launcher import last_lines
+from services.controller.rest_views import MetricPoint, SampleView, moment
+from services.controller.tables import DEAD_LETTERS
+
+
+class RunAudit:
+    """Reads of one controller's runs.
+
+    Args:
+        database: Holds the runs.
+        state_directory: Holds the logs of workers that run on this host.
+    """
+
+    def __init__(self, database: Database, state_directory: Path) -> None:
+        self._database = database
+        self._state_directory = state_directory
+        self._checkpoints = CheckpointStore(database)
+
+    async def checkpoints(self, run_id: str) -> list[Checkpoint]:
+        """Checkpoints of a run, newest first."""
+        return await self._database.run(self._checkpoints.list_checkpoints, run_id)
+
+    async def checkpoint(self, run_id: str, checkpoint_id: str) -> Checkpoint:
+        """One checkpoint."""
+        return await self._database.run(self._checkpoints.get, run_id, checkpoint_id)
+
+    async def metrics(
+        self, run_id: str, name: str, from_step: int, max_points: int
+    ) -> list[MetricPoint]:
+        """Numbers of committed steps; every n-th one if there are more than ``max_points``."""
+
+        def read() -> list[MetricPoint]:
+            with self._database.read() as connection:
+                steps = ledger_store.read_steps(connection, run_id, after=max(from_step - 1, 0))
+            points = [
+                MetricPoint(step=step.step, time=moment(step.time), name=key, value=value)
+                for step in steps
+                if step.is_committed
+                for key, value in step.metrics.items()
+                if name in ("", key)
+            ]
+            return points[:: -(-len(points) // max_points) or 1]
+
+        return await self._database.run(read)
+
+    async def samples(self, run_id: str, after_step: int, steps: int) -> list[SampleView]:
+        """Groups of some steps, and all that are in flight or were given up."""
+
+        def read() -> list[SampleView]:
+            with self._database.read() as connection:
+                records = ledger_store.read_steps(connection, run_id, after=after_step, limit=steps)
+                live = ledger_store.read_ledger(connection, run_id).groups
+                dead = connection.execute(
+                    sa.select(DEAD_LETTERS).where(DEAD_LETTERS.c.run_id == run_id)
+                ).all()
+            return [
+                *(
+                    SampleView(
+                        group_id=Group(sequence=sequence, row=row).group_id,
+                        row=row,
+                        attempt=attempt,
+                        state="consumed",
+                        step=record.step,
+                        oldest_version=oldest,
+                        staleness=record.weight_version - oldest,
+                    )
+                    for record in records
+                    if record.is_committed
+                    for sequence, row, attempt, oldest in record.groups
+                ),
+                *(
+                    SampleView(
+                        group_id=group.group_id,
+                        row=group.row,
+                        attempt=group.attempt,
+                        state=group.state.value,
+                        oldest_version=group.oldest_version,
+                    )
+                    for group in live
+                ),
+                *(
+                    SampleView(
+                        group_id=Group(sequence=row.sequence, row=row.row).group_id,
+                        row=row.row,
+                        attempt=row.attempt,
+                        state=row.state,
+                        reason=row.reason,
+                    )
+                    for row in dead
+                ),
+            ]
+
+        return await self._database.run(read)
+
+    async def log_lines(self, run_id: str, component: str, tail_lines: int) -> Sequence[str]:
+        """Ends of the logs of all workers, or of one, as lines of JSON."""
+        folder = self._state_directory / run_id / "logs"
+
+        def read() -> list[str]:
+            return [
+                json.dumps({"component": log.stem, "line": line}) + "\n"
+                for log in sorted(folder.glob("*.log"))
+                if component in ("", log.stem)
+                for line in last_lines(log, tail_lines).splitlines()
+            ]
+
+        return await self._database.run(read)

@@ -1,0 +1,174 @@
+"""Errors of the REST API as RFC 9457 problems with a stable ``code``."""
+
+import json
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+
+from services.common.errors import ResourceExhaustedError, ServiceError
+from services.common.spec.loader import SpecError
+
+MAX_BODY_BYTES = 1 << 20
+PROBLEM_TYPE = "application/problem+json"
+
+_STATUS = {
+    "INVALID_ARGUMENT": HTTPStatus.UNPROCESSABLE_ENTITY,
+    "NOT_FOUND": HTTPStatus.NOT_FOUND,
+    "ALREADY_EXISTS": HTTPStatus.CONFLICT,
+    "FAILED_PRECONDITION": HTTPStatus.CONFLICT,
+    "ABORTED": HTTPStatus.PRECONDITION_FAILED,
+    "RESOURCE_EXHAUSTED": HTTPStatus.TOO_MANY_REQUESTS,
+    "UNAVAILABLE": HTTPStatus.SERVICE_UNAVAILABLE,
+    "DEADLINE_EXCEEDED": HTTPStatus.GATEWAY_TIMEOUT,
+    "UNAUTHENTICATED": HTTPStatus.UNAUTHORIZED,
+    "PERMISSION_DENIED": HTTPStatus.FORBIDDEN,
+}
+
+
+class FieldProblem(BaseModel):
+    """One thing that is wrong with a request."""
+
+    pointer: str
+    """Where, as a JSON pointer; empty if it is the whole."""
+    message: str
+
+
+class Problem(BaseModel):
+    """Why a request was refused (RFC 9457)."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str
+    code: str
+    """Stable; for programs."""
+    errors: list[FieldProblem] = []
+    retry_after_seconds: float | None = None
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer every error of the application with a problem."""
+    _add_domain_handlers(app)
+    _add_request_handlers(app)
+    _add_body_limit(app)
+
+
+def _add_domain_handlers(app: FastAPI) -> None:
+    @app.exception_handler(ServiceError)
+    async def service_error(request: Request, error: ServiceError) -> JSONResponse:
+        status = _STATUS.get(error.code.name, HTTPStatus.INTERNAL_SERVER_ERROR)
+        if error.reason == "PRECONDITION_REQUIRED":
+            status = HTTPStatus.PRECONDITION_REQUIRED
+        is_ours = status is HTTPStatus.INTERNAL_SERVER_ERROR
+        detail = "a fault of the controller; see its log" if is_ours else error.message
+        headers: dict[str, str] = {}
+        retry: float | None = None
+        if isinstance(error, ResourceExhaustedError):
+            retry = error.retry_after_s
+            headers["Retry-After"] = str(max(1, round(retry)))
+        if status is HTTPStatus.UNAUTHORIZED:
+            headers["WWW-Authenticate"] = "Bearer"
+        return problem(
+            request, status, error.reason.lower(), detail, headers=headers, retry_after_s=retry
+        )
+
+    @app.exception_handler(SpecError)
+    async def spec_error(request: Request, error: SpecError) -> JSONResponse:
+        return problem(
+            request,
+            HTTPStatus.UNPROCESSABLE_ENTITY,
+            "invalid_spec",
+            "the run specification has problems",
+            errors=[FieldProblem(pointer="", message=text) for text in error.problems],
+        )
+
+
+def _add_request_handlers(app: FastAPI) -> None:
+    @app.exception_handler(RequestValidationError)
+    async def validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
+        errors = [
+            FieldProblem(
+                pointer="/" + "/".join(str(part) for part in item["loc"]), message=item["msg"]
+            )
+            for item in error.errors()
+        ]
+        status = HTTPStatus.UNPROCESSABLE_ENTITY
+        return problem(
+            request, status, "invalid_request", "the request has problems", errors=errors
+        )
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        status = HTTPStatus(error.status_code)
+        headers = dict(error.headers or {})
+        if status is HTTPStatus.METHOD_NOT_ALLOWED:
+            headers["Allow"] = ", ".join(_allowed_methods(app, request))
+        code = status.phrase.lower().replace(" ", "_")
+        return problem(request, status, code, str(error.detail), headers=headers)
+
+    @app.exception_handler(json.JSONDecodeError)
+    async def json_error(request: Request, error: json.JSONDecodeError) -> JSONResponse:
+        return problem(
+            request, HTTPStatus.BAD_REQUEST, "invalid_json", f"the body is not JSON: {error}"
+        )
+
+
+def _add_body_limit(app: FastAPI) -> None:
+    @app.middleware("http")
+    async def limit_body(request: Request, call_next: Any) -> Any:
+        length = request.headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
+            return problem(
+                request,
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                "too_large",
+                f"a body may have {MAX_BODY_BYTES} bytes",
+            )
+        return await call_next(request)
+
+
+def problem(
+    request: Request,
+    status: HTTPStatus,
+    code: str,
+    detail: str,
+    *,
+    headers: Mapping[str, str] | None = None,
+    errors: list[FieldProblem] | None = None,
+    retry_after_s: float | None = None,
+) -> JSONResponse:
+    """The answer that tells of a problem."""
+    body = Problem(
+        type=f"/problems/{code}",
+        title=status.phrase,
+        status=status.value,
+        detail=detail,
+        instance=request.url.path,
+        code=code,
+        errors=errors or [],
+        retry_after_seconds=retry_after_s,
+    )
+    return JSONResponse(
+        body.model_dump(mode="json", exclude_none=True),
+        status_code=status.value,
+        headers=dict(headers or {}),
+        media_type=PROBLEM_TYPE,
+    )
+
+
+def _allowed_methods(app: FastAPI, request: Request) -> list[str]:
+    """Methods of all routes of the path: each route by itself only knows its own."""
+    methods: set[str] = set()
+    for route in app.routes:
+        match, _ = route.matches(request.scope)
+        if match is not Match.NONE:
+            methods |= getattr(route, "methods", None) or set()
+    return sorted(methods)

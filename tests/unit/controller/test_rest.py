@@ -1,0 +1,208 @@
+"""The REST API over a manager whose runs wait for workers that never come."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.common.clock import SystemClock
+from services.controller.audit import RunAudit
+from services.controller.launcher import ExternalLauncher
+from services.controller.membership import Membership
+from services.controller.principals import TokenStore
+from services.controller.quotas import QuotaDefaults
+from services.controller.rest import build_app
+from services.controller.runs import RunManager
+
+SPEC = {
+    "name": "one",
+    "model": {"path": "tiny:qwen2-0.4m"},
+    "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
+    "rollout": {"max_response_tokens": 8, "rewards": [{"name": "exact_match"}]},
+    "trainer": {"steps": 3, "prompts_per_step": 4},
+}
+
+
+class EmptyQueue:
+    """A transferqueue in which nothing is stored."""
+
+    async def create_partition(self, partition_id, *, required_fields, quota_bytes=0):
+        """Nothing is kept."""
+
+    async def drop_partition(self, partition_id):
+        return 0
+
+
+@pytest.fixture
+async def manager(database):
+    async with asyncio.TaskGroup() as tasks:
+        manager = RunManager(
+            database=database,
+            membership=Membership(SystemClock(), 30.0),
+            queue=EmptyQueue(),
+            clock=SystemClock(),
+            tasks=tasks,
+            heartbeat_timeout_s=30.0,
+            defaults=QuotaDefaults(max_active_runs=1, max_queued_runs=2),
+        )
+        manager.launcher = ExternalLauncher()
+        yield manager
+        await manager.close(leave=False)
+
+
+def client_of(manager, database, tmp_path, tokens=None, token="") -> httpx.AsyncClient:
+    app = build_app(manager, RunAudit(database, tmp_path), tokens)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers)
+
+
+@pytest.fixture
+async def api(manager, database, tmp_path):
+    async with client_of(manager, database, tmp_path) as client:
+        yield client
+
+
+async def test_a_run_is_submitted_read_and_cancelled(api):
+    created = await api.post("/v1/runs", json=SPEC)
+    assert created.status_code == 201
+    path = created.headers["Location"]
+    found = await api.get(path)
+    assert found.json()["state"] in ("QUEUED", "STARTING")
+    assert (
+        await api.get(path, headers={"If-None-Match": found.headers["ETag"]})
+    ).status_code == 304
+    assert (await api.post(f"{path}/cancel")).json()["state"] in ("CANCELLING", "CANCELLED")
+
+
+async def test_an_idempotency_key_makes_one_run(api):
+    first = await api.post("/v1/runs", json=SPEC, headers={"Idempotency-Key": "k"})
+    again = await api.post("/v1/runs", json=SPEC, headers={"Idempotency-Key": "k"})
+    assert (first.status_code, again.status_code) == (201, 200)
+    assert first.json()["id"] == again.json()["id"]
+    other = await api.post("/v1/runs", json={**SPEC, "seed": 1}, headers={"Idempotency-Key": "k"})
+    assert (other.status_code, other.json()["code"]) == (409, "idempotency_key_reused")
+
+
+async def test_runs_wait_for_their_turn_and_the_queue_is_bounded(api):
+    for _ in range(3):
+        assert (await api.post("/v1/runs", json=SPEC)).status_code == 201
+    quota = (await api.get("/v1/quota")).json()
+    assert (quota["active_runs"], quota["queued_runs"]) == (1, 2)
+    refused = await api.post("/v1/runs", json=SPEC)
+    assert (refused.status_code, refused.json()["code"]) == (429, "quota_exceeded")
+    assert int(refused.headers["Retry-After"]) > 0
+
+
+async def test_a_run_of_higher_priority_starts_first(api, manager):
+    runs = [
+        (await api.post("/v1/runs", json=SPEC, params={"priority": priority})).json()["id"]
+        for priority in (0, 0, 5)
+    ]
+    await api.post(f"/v1/runs/{runs[0]}/cancel")
+    async for event in manager.feed.watch(runs[2], 1):
+        assert event.data["to"] == "STARTING"
+        break
+    assert (await api.get(f"/v1/runs/{runs[1]}")).json()["state"] == "QUEUED"
+
+
+async def test_a_patch_needs_the_revision_that_was_read(api):
+    created = await api.post("/v1/runs", json=SPEC)
+    path = created.headers["Location"]
+    patch = {"labels": {"team": "blue"}}
+    assert (await api.patch(path, json=patch)).status_code == 428
+    assert (await api.patch(path, json=patch, headers={"If-Match": '"0"'})).status_code == 412
+    etag = (await api.get(path)).headers["ETag"]
+    changed = await api.patch(path, json=patch, headers={"If-Match": etag})
+    assert changed.json()["labels"] == {"team": "blue"}
+    listed = (await api.get("/v1/runs", params={"label": "team=blue"})).json()["items"]
+    assert len(listed) == 1
+    assert (await api.get("/v1/runs", params={"label": "team=red"})).json()["items"] == []
+
+
+async def test_only_ended_runs_are_deleted(api):
+    path = (await api.post("/v1/runs", json=SPEC)).headers["Location"]
+    etag = (await api.get(path)).headers["ETag"]
+    refused = await api.delete(path, headers={"If-Match": etag})
+    assert (refused.status_code, refused.json()["code"]) == (409, "not_terminal")
+    await api.post(f"{path}/cancel")
+    await api.get(f"{path}/events/stream")
+    found = await api.get(path)
+    assert (await api.delete(path, headers={"If-Match": found.headers["ETag"]})).status_code == 204
+    assert (await api.get(path)).status_code == 404
+
+
+async def test_pages_follow_each_other(api):
+    for _ in range(3):
+        await api.post("/v1/runs", json=SPEC)
+    first = (await api.get("/v1/runs", params={"page_size": 2})).json()
+    second = (
+        await api.get("/v1/runs", params={"page_size": 2, "page_token": first["next_page_token"]})
+    ).json()
+    assert [len(first["items"]), len(second["items"])] == [2, 1]
+    assert second["next_page_token"] == ""
+    forged = await api.get("/v1/runs", params={"page_token": "cnVuXzE="})
+    assert forged.status_code == 422
+
+
+async def test_events_are_streamed_to_the_end(api):
+    path = (await api.post("/v1/runs", json=SPEC)).headers["Location"]
+    await api.post(f"{path}/cancel")
+    body = (await api.get(f"{path}/events/stream")).text
+    kinds = [line.removeprefix("event: ") for line in body.splitlines() if line.startswith("event")]
+    assert kinds[0] == "Submitted"
+    assert kinds[-1] == "end"
+    after = (await api.get(f"{path}/events/stream", headers={"Last-Event-ID": "2"})).text
+    assert "id: 2\n" not in after.replace("\r", "")
+
+
+async def test_observations_of_a_run_without_steps_are_empty(api):
+    path = (await api.post("/v1/runs", json=SPEC)).headers["Location"]
+    for name in ("metrics", "samples", "checkpoints", "topology"):
+        assert (await api.get(f"{path}/{name}")).json()["items"] == []
+    assert (await api.get(f"{path}/logs")).text == ""
+    refused = await api.post(f"{path}/checkpoint")
+    assert (refused.status_code, refused.json()["code"]) == (409, "invalid_transition")
+
+
+async def test_a_queued_run_is_held_and_queued_again(api):
+    await api.post("/v1/runs", json=SPEC)
+    path = (await api.post("/v1/runs", json=SPEC)).headers["Location"]
+    assert (await api.post(f"{path}/pause")).json()["state"] == "PAUSED"
+    assert (await api.post(f"{path}/resume")).json()["state"] == "QUEUED"
+
+
+async def test_problems_have_codes(api):
+    broken = await api.post("/v1/runs", content=b"{", headers={"Content-Type": "application/json"})
+    assert (broken.status_code, broken.json()["code"]) == (400, "invalid_json")
+    assert broken.headers["Content-Type"] == "application/problem+json"
+    unknown = await api.post("/v1/runs", json={**SPEC, "colour": "red"})
+    assert (unknown.status_code, unknown.json()["code"]) == (422, "invalid_spec")
+    wrong = await api.put("/v1/runs")
+    assert (wrong.status_code, wrong.headers["Allow"]) == (405, "GET, POST")
+
+
+async def test_tokens_separate_projects_and_roles(manager, database, tmp_path):
+    tokens = TokenStore(database)
+    ours = tokens.create(name="ann", project="blue", role="operator")
+    seen = tokens.create(name="bob", project="blue", role="viewer")
+    theirs = tokens.create(name="eve", project="red", role="admin")
+    async with client_of(manager, database, tmp_path, tokens, ours) as client:
+        path = (await client.post("/v1/runs", json=SPEC)).headers["Location"]
+        assert (await client.get(path)).json()["created_by"] == "ann"
+    async with client_of(manager, database, tmp_path, tokens, seen) as client:
+        assert (await client.get(path)).status_code == 200
+        assert (await client.post(f"{path}/cancel")).status_code == 403
+    async with client_of(manager, database, tmp_path, tokens, theirs) as client:
+        assert (await client.get(path)).status_code == 404
+        assert (await client.get("/v1/runs")).json()["items"] == []
+    async with client_of(manager, database, tmp_path, tokens) as client:
+        refused = await client.get(path)
+        assert (refused.status_code, refused.headers["WWW-Authenticate"]) == (401, "Bearer")
+
+
+async def test_the_committed_description_is_current(api):
+    committed = Path(__file__).parents[3] / "docs" / "openapi.json"
+    assert json.loads(committed.read_text()) == (await api.get("/openapi.json")).json()
