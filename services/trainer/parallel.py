@@ -124,7 +124,9 @@ def distribute(module: nn.Module, spec: TrainerSpec, topology: Topology) -> None
         ),
         # Alone, a rank frees nothing by dropping its gathered parameters between the two passes.
         "reshard_after_forward": None if topology.data.size > 1 else False,
-        "offload_policy": CPUOffloadPolicy() if spec.cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=topology.device.type == "cuda")
+        if spec.cpu_offload
+        else OffloadPolicy(),
     }
     for layer in layers:
         fully_shard(layer, **options)

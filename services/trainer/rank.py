@@ -89,6 +89,9 @@ class Rank:
         if result.skipped:
             logger.error("step skipped", extra={"step": step, "keys": " ".join(meta.keys[:64])})
         result.metrics["seconds_fetch"] = timer.seconds["fetch"]
+        seconds = sum(v for name, v in result.metrics.items() if name.startswith("seconds_"))
+        result.metrics["seconds_total"] = seconds
+        result.metrics["tokens_per_s"] = result.metrics.get("tokens", 0.0) / max(seconds, 1e-9)
         if self._guard.must_rewind(step, skipped=result.skipped):
             result.metrics["rewound_to_step"] = float(self.restore())
         return result

@@ -41,7 +41,7 @@ def spec_of(
                 "max_response_tokens": 16,
                 "rewards": [{"name": "exact_match"}],
             },
-            "algorithm": {"max_staleness": 0, **(algorithm or {})},
+            "algorithm": {"max_staleness": 8, **(algorithm or {})},
             "trainer": {"steps": 10, "prompts_per_step": 4, **(trainer or {})},
         }
     )

@@ -33,7 +33,7 @@ def test_a_batch_without_what_the_correction_needs_is_refused(field: str) -> Non
     queue = random_queue(policy).without(field)
     with pytest.raises(IncompleteBatchError, match=field):
         rank_of(spec, policy, queue).train(1, queue.meta)
-    plain = spec_of(algorithm={"correction": "none"})
+    plain = spec_of(algorithm={"correction": "none", "max_staleness": 0})
     assert not rank_of(plain, policy, queue).train(1, queue.meta).skipped
 
 
@@ -99,7 +99,7 @@ ALGORITHMS = [
     {"loss": "sapo"},
     {"loss": "reinforce", "entropy_coefficient": 0.01},
     {"correction": "decoupled", "correction_level": "sequence", "correction_cap_mode": "mask"},
-    {"correction": "none"},
+    {"correction": "none", "max_staleness": 0},
     {"rejection": [{"level": "token", "lower": 0.5, "upper": 2.0, "negative_only": True}]},
     {"overlong": {"buffer_tokens": 4, "mask_truncated": True}},
 ]
