@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dnslib import QTYPE, RCODE, RR, A, DNSRecord
-from dnslib.server import BaseResolver, DNSServer
+from dnslib.server import BaseResolver, DNSLogger, DNSServer
 from kubernetes.client import ApiException, CoreV1Api
 
 _SUFFIX = ["svc", "cluster", "local"]
@@ -55,7 +55,8 @@ class _Resolver(BaseResolver):
 def serve_dns(core: CoreV1Api, address: str) -> Iterator[None]:
     """Answer on port 53 until the block ends."""
     servers = [
-        DNSServer(_Resolver(core), address=address, port=53, tcp=tcp) for tcp in (False, True)
+        DNSServer(_Resolver(core), address=address, port=53, tcp=tcp, logger=DNSLogger("error"))
+        for tcp in (False, True)
     ]
     for server in servers:
         server.start_thread()

@@ -35,7 +35,7 @@ class Installed:
         """Submit the sort4 example, changed at the top level of its sections; returns the run's id."""
         spec = sort4_spec()
         for section, values in overrides.items():
-            spec[section] = {**spec[section], **values}
+            spec[section] = {**spec.get(section, {}), **values}
         answer = self.api.post("/v1/runs", json=spec)
         assert answer.status_code == 201, answer.text
         run_id: str = answer.json()["id"]
@@ -166,8 +166,9 @@ def create_namespace(cluster: Cluster) -> None:
             raise
 
 
-def logs(cluster: Cluster, folder: Path) -> None:
-    """Write what every pod of the release said."""
+def keep_logs(cluster: Cluster, folder: Path) -> None:
+    """Write what every pod that is there said."""
+    folder.mkdir(exist_ok=True)
     for pod in cluster.core.list_namespaced_pod(NAMESPACE).items:
         text = cluster.command(
             "kubectl", "-n", NAMESPACE, "logs", pod.metadata.name, "--all-containers"

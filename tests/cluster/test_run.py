@@ -8,21 +8,23 @@ import pytest
 from deploy.observability import dashboards
 from tests.cluster.node import Cluster, node
 from tests.cluster.prometheus import Prometheus, empty_panels, plot, prometheus
-from tests.cluster.release import Installed, install
+from tests.cluster.release import Installed, install, keep_logs
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 # A run that survives losses: checkpoints on a volume, and restarts allowed.
 _SURVIVES = {
     "limits": {"max_restarts": 5},
-    "trainer": {"steps": 40, "checkpoint": {"every": 5}},
+    "trainer": {"steps": 80, "checkpoint": {"every": 5}},
 }
 
 
 @pytest.fixture(scope="module")
 def installed(cluster: Cluster) -> Iterator[Installed]:
     with node(cluster):
-        yield install(cluster)
+        release = install(cluster)
+        yield release
+        keep_logs(cluster, cluster.folder / "pods")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,7 @@ def test_a_run_survives_the_loss_of(installed: Installed, victim: str) -> None:
     )
     installed.ready()
     run = installed.wait(run_id, lambda run: run["state"] == "SUCCEEDED", timeout_s=400)
-    assert run["step"] == 40
+    assert run["step"] == 80
     assert_ledger_closes(run)
 
 

@@ -118,6 +118,15 @@ def test_shards_beside_the_first_register_with_the_index() -> None:
     assert not [m for m in render() if m["metadata"]["name"].endswith("-shard")]
 
 
+def test_new_worker_templates_replace_the_controller_that_reads_them() -> None:
+    def checksum(*values: str) -> str:
+        annotations = pods(render(*values))["controller"]["metadata"]["annotations"]
+        return str(annotations["checksum/workers"])
+
+    assert checksum() == checksum("--set", "controller.logLevel=DEBUG")
+    assert checksum() != checksum("--set", "trainer.gpu.count=4")
+
+
 def test_pod_monitor_selects_every_pod_that_serves_metrics() -> None:
     manifests = render(*EVERYTHING)
     spec = one(manifests, "PodMonitor", "demo-slipstream")["spec"]
