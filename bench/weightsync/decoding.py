@@ -18,10 +18,13 @@ class Decoding:
         }
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
+        # While a graph is captured, no other thread may touch the device.
+        self._captured = threading.Event()
         self.ends: list[float] = []
 
     def __enter__(self) -> "Decoding":
         self._thread.start()
+        self._captured.wait()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -45,6 +48,7 @@ class Decoding:
             stream.synchronize()
             with torch.cuda.graph(graph, stream=stream):
                 self._step()
+            self._captured.set()
             while not self._stop.is_set():
                 graph.replay()
                 stream.synchronize()

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from services.common.weightsync.plan import BUCKET_ALIGNMENT, WeightPlan
-
-_WORDS_PER_ROW = BUCKET_ALIGNMENT // 8
+from services.common.weightsync.checksum import bucket_checksum
+from services.common.weightsync.plan import WeightPlan
 
 
 class WeightArena:
@@ -36,13 +35,6 @@ class WeightArena:
             number: torch.zeros(plan.sources[number].arena_bytes, dtype=torch.uint8, device=device)
             for number in held
         }
-        longest = max(
-            bucket.stop - bucket.start for number in held for bucket in plan.sources[number].buckets
-        )
-        num_rows = longest // BUCKET_ALIGNMENT
-        # Odd factors that differ by position: a changed word and two swapped words both show.
-        self._row_factors = torch.arange(num_rows, device=device).mul_(2).add_(1)
-        self._column_factors = torch.arange(_WORDS_PER_ROW, device=device).mul_(2).add_(1)
 
     def pieces(self, source: int) -> Iterator[tuple[str, int, Tensor]]:
         """Shards of a source: ``(name, first row, view of the rows)``."""
@@ -60,16 +52,8 @@ class WeightArena:
         return self.buffers[source][bucket.start : bucket.stop]
 
     def checksum(self, source: int, index: int) -> Tensor:
-        """Position-dependent checksums of one bucket: ``[2]`` int64, modulo 2**64.
-
-        The bucket's 64-bit words form a matrix; its row sums and its column sums are each weighted by odd
-        factors and added up. A changed word changes both, two words that changed places at least one. Reads
-        the bytes once per sum and writes nothing of their size.
-        """
-        words = self.bucket(source, index).view(torch.int64).view(-1, _WORDS_PER_ROW)
-        rows = (words.sum(1) * self._row_factors[: words.shape[0]]).sum()
-        columns = (words.sum(0) * self._column_factors).sum()
-        return torch.stack((rows, columns))
+        """Checksums of one bucket: ``[2]`` int64."""
+        return bucket_checksum(self.bucket(source, index))
 
     def checksums(self, source: int) -> Tensor:
         """Checksums of all buckets of a source: ``[num_buckets, 2]`` int64."""

@@ -12,7 +12,7 @@ from slipstream.weightsync.v1 import weightsync_pb2_grpc
 
 _CONTROL_TIMEOUT_S = 30.0
 # The peer enforces the deadline itself; this much later the call is given up.
-_MARGIN_S = 5.0
+_MARGIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,12 +94,12 @@ class WeightSyncClient:
             timeout_s=timeout_s + _MARGIN_S,
         )
 
-    async def prepare(self, epoch: int, version: int, plan_hash: str) -> None:
+    async def prepare(self, epoch: int, version: int, plan_hash: str, *, timeout_s: float) -> None:
         """Have the member get ready."""
         await call(
             self._stub.PrepareTransfer,
             pb.PrepareTransferRequest(epoch=epoch, version=version, plan_hash=plan_hash),
-            timeout_s=_CONTROL_TIMEOUT_S,
+            timeout_s=timeout_s,
         )
 
     async def transfer(self, epoch: int, version: int, timeout_s: float) -> TransferResult:
@@ -115,12 +115,12 @@ class WeightSyncClient:
             seconds=response.duration_s,
         )
 
-    async def adopt(self, epoch: int, version: int, digest: str) -> float:
+    async def adopt(self, epoch: int, version: int, digest: str, *, timeout_s: float) -> float:
         """Have the member serve a version; returns its seconds without a token."""
         response = await call(
             self._stub.AdoptWeights,
             pb.AdoptWeightsRequest(epoch=epoch, version=version, digest=digest),
-            timeout_s=_CONTROL_TIMEOUT_S,
+            timeout_s=timeout_s,
             idempotent=True,
         )
         return response.stall_s
