@@ -1,9 +1,9 @@
 """Checksums of buckets that see every changed and every misplaced word.
 
-A bucket's 64-bit words form a matrix with 1024 columns. Two sums are taken modulo 2**64: each word times
-the odd factor ``2 * row + 1``, and each word times ``2 * column + 1``. A changed word changes both; two words that
-changed places change at least one. On a GPU one kernel reads the bytes once; on a CPU the row sums and
-column sums come first, so that nothing of the bucket's size is written.
+A bucket's 64-bit words form a matrix with 1024 columns. Two sums are taken modulo 2**64: each word
+times the odd factor ``2 * row + 1``, and each word times ``2 * column + 1``. A changed word changes
+both; two words that changed places change at least one. On a GPU one kernel reads the bytes once; on a
+CPU the row sums and column sums come first, so that nothing of the bucket's size is written.
 """
 
 from functools import cache
