@@ -1,5 +1,6 @@
 """Loss, gradients and weights do not depend on ranks, tensor parallelism or micro-batches."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,13 @@ from torch.distributed.tensor import DTensor
 
 from services.common.spec.run import RunSpec
 from services.trainer.checkpoint import Checkpointer
+from services.trainer.crew import Crew
+from services.trainer.follower import follow
+from services.trainer.leader import Leader
 from services.trainer.parallel import build_topology, distribute
+from services.trainer.samples import IncompleteBatchError
 from services.trainer.weights import WeightExport
-from tests.unit.trainer.batches import CPU, policy_of, random_queue, rank_of, spec_of
+from tests.unit.trainer.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
 
 Outcome = dict[str, Any]
 
@@ -79,6 +84,40 @@ def _save(rank: int, world_size: int, folder: str, spec_json: str) -> None:
     )
     trained.checkpointer.write(trained.snapshot(1))
     distributed.destroy_process_group()
+
+
+def _serve(rank: int, world_size: int, folder: str, spec_json: str) -> None:
+    """Rank 0 trains, gathers weights, saves and stops; the other one follows."""
+    spec = RunSpec.model_validate_json(spec_json)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+    )
+    policy = policy_of(spec)
+    queue = random_queue(policy_of(spec))
+    topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=world_size)
+    distribute(policy, spec.trainer, topology)
+    trained = rank_of(spec, policy, queue, ranks=topology.data)
+    trained.checkpointer = Checkpointer(
+        trained.runner.parts(), root=Path(folder) / "checkpoints", keep=1, topology=topology
+    )
+    weights, crew = WeightExport(policy.model, dtype=torch.float32), Crew(world_size)
+    if rank > 0:
+        follow(crew, trained, weights)
+    else:
+        leader = Leader()
+        leader.attach(trained, weights, crew)
+        asyncio.run(_lead(leader, queue, Path(folder)))
+    distributed.destroy_process_group()
+
+
+async def _lead(leader: Leader, queue: Queue, folder: Path) -> None:
+    with pytest.raises(IncompleteBatchError):
+        await leader.train_step(1, queue.without("rollout_logprobs").meta)
+    await leader.train_step(1, queue.meta)
+    await leader.train_step(2, queue.meta)
+    await leader.save(2)
+    torch.save(dict(leader.weight_tensors()), folder / "weights.pt")
+    leader.stop()
 
 
 def on_ranks(spec: RunSpec, folder: Path) -> Outcome:
@@ -166,3 +205,19 @@ def test_a_checkpoint_of_two_ranks_goes_on_alone(tmp_path: Path) -> None:
     for name, value in alone.named_parameters():
         found = dict(resumed.named_parameters())[name]
         torch.testing.assert_close(found, value, rtol=0, atol=1e-5)
+
+
+@pytest.mark.timeout(300)
+def test_the_other_ranks_follow_rank_0(tmp_path: Path) -> None:
+    spec = _spec(world_size=2)
+    arguments = (2, str(tmp_path), spec.model_dump_json())
+    multiprocessing.start_processes(_serve, args=arguments, nprocs=2)  # type: ignore[no-untyped-call]
+    policy = policy_of(spec)
+    queue = random_queue(policy_of(spec))
+    rank = rank_of(spec, policy, queue)
+    for step in (1, 2):
+        rank.train(step, queue.meta)
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    for name, value in WeightExport(policy.model, dtype=torch.float32).weight_tensors():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-5)
+    assert (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").is_file()

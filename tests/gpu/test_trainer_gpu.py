@@ -1,0 +1,103 @@
+"""On a GPU in bfloat16: packed logprobs are those of the model itself, and every option trains."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+from transformers import PreTrainedModel
+
+from services.common.jagged import Jagged
+from services.common.models.loading import build_model, load_config
+from services.common.models.tokenizer import load_tokenizer
+from services.trainer.lora import add_adapters
+from services.trainer.model import Policy
+from services.trainer.packing import pack
+from services.trainer.parallel import build_topology, distribute
+from services.trainer.rank import Rank
+from services.trainer.step import StepRunner
+from services.trainer.weights import WeightExport
+from tests.unit.trainer.batches import policy_of, random_queue, rank_of, spec_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+MODEL = "tiny:qwen2-3m"
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    yield
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _model(dtype: torch.dtype, path: str) -> PreTrainedModel:
+    spec = spec_of(model={"path": path})
+    config = load_config(spec.model, load_tokenizer(spec.model))
+    return build_model(config, dtype=dtype, device="cuda")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("path", [MODEL, "tiny:qwen3-0.4m", "tiny:llama-0.4m"])
+def test_packed_logprobs_are_those_of_each_sequence_alone(path: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 700, (24,), generator=generator).tolist()
+    prompts = [torch.randint(2, 20, (5,), generator=generator) for _ in lengths]
+    responses = [torch.randint(2, 20, (n,), generator=generator) for n in lengths]
+    plain = _model(torch.bfloat16, path)
+    expected = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        ids = torch.cat([prompt, response]).cuda()
+        logits = plain(ids[None]).logits[0, len(prompt) - 1 : -1].float()
+        logprobs = torch.log_softmax(logits, -1)
+        expected.append(logprobs.gather(1, ids[len(prompt) :, None]).squeeze(1))
+    policy = Policy(_model(torch.bfloat16, path), temperature=1.0)
+    packed = pack(
+        Jagged.from_list(prompts), Jagged.from_list(responses), device=torch.device("cuda")
+    )
+    logprobs, _ = policy(packed)
+    assert (logprobs - torch.cat(expected)).abs().max() <= 2e-2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "activation_checkpointing": True},
+        {"dtype": "bfloat16", "cpu_offload": True},
+        {"dtype": "bfloat16", "compile": True},
+        {"dtype": "bfloat16", "lora": {"rank": 4}},
+        {"dtype": "float32"},
+    ],
+    ids=str,
+)
+def test_every_option_trains_and_exports_weights(options: dict[str, Any]) -> None:
+    spec = spec_of(model={"path": MODEL}, trainer=options)
+    device = torch.device("cuda", 0)
+    policy = policy_of(spec, scale=1.0)
+    queue = random_queue(policy_of(spec, scale=1.0))
+    topology = build_topology(spec.trainer, device=device, rank=0, world_size=1)
+    if spec.trainer.lora is not None:
+        add_adapters(policy.model, spec.trainer.lora)
+    distribute(policy, spec.trainer, topology)
+    runner = StepRunner(policy, reference=None, spec=spec, ranks=topology.data, device=device)
+    whole = rank_of(spec, policy_of(spec), queue)
+    rank = Rank(
+        runner,
+        fetch=queue.fetch,
+        spec=spec,
+        ranks=topology.data,
+        cost=float,
+        checkpointer=whole.checkpointer,
+    )
+    for step in (1, 2):
+        metrics = rank.train(step, queue.meta).metrics
+        assert math.isfinite(metrics["loss"])
+        assert metrics["grad_norm"] > 0
+    assert metrics["rollout_logprob_abs_diff"] < 0.05
+    for name, tensor in WeightExport(policy.model, dtype=torch.bfloat16).weight_tensors():
+        assert torch.isfinite(tensor).all(), name
