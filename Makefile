@@ -36,6 +36,9 @@ test: check ## Everything that every commit must pass: style, types, imports, st
 test-nightly: $(READY) ## Learning of every algorithm over three seeds, and its controls
 	$(BIN)/python -m pytest -m nightly -o addopts='--import-mode=importlib --strict-markers -ra'
 
+test-faults: $(READY) ## Two hundred random kills over training runs; half an hour
+	SLIPSTREAM_KILLS=204 $(BIN)/python -m pytest -m faults tests/faults
+
 check: $(READY) lint types imports proto-check docs-check ## Everything but the tests
 
 lint: $(READY) ## Style

@@ -4,8 +4,8 @@
     RunLoop      waits for a batch of finished groups      -> trainer trains it; commit; publish weights
     Evaluator    waits for a version to evaluate           -> rollouts answer the held-out prompts
 
-Synchronous, one step off and fully asynchronous training are this loop with another staleness bound. A loop
-is entered again after every loss, of a worker or of the controller itself, and goes on from the database.
+Synchronous, one step off and asynchronous training are this loop with another staleness bound. It is entered
+again after every loss, of a worker or of the controller itself, and goes on from the database.
 """
 
 import asyncio
@@ -200,8 +200,8 @@ class RunLoop:
         wait_s: float,
     ) -> None:
         """Have the trainer train a step, commit it, and delete its samples."""
-        stored = [group for group in batch if group in state.generation.stored]
         trained: Mapping[str, float] = {}
+        stored = [group for group in batch if group in state.generation.stored]
         if stored:
             result = await state.parts.trainer.train_step(
                 step,
@@ -257,8 +257,7 @@ class RunLoop:
 
     async def _publish(self, state: Restored, step: int) -> None:
         """Bring the weights of a step into service, then open the gate and evaluate if it is time."""
-        version = step + state.version_offset
-        report = await state.parts.weights.publish(version)
+        report = await state.parts.weights.publish(version := step + state.version_offset)
         if report.lost:
             raise UnavailableError(f"{', '.join(report.lost)} did not take part in weight sync")
         for worker in self._membership.workers(self._run_id, "rollout"):

@@ -67,10 +67,27 @@ def choose_batch(
     return Choice(batch=tuple(sorted(chosen, key=lambda group: group.sequence)))
 
 
+def resume_key(
+    *, is_at_risk: bool, num_unfinished: int, num_tokens: int, sequence: int
+) -> tuple[bool, int, int, int]:
+    """Where an unfinished group stands among those that wait; the least goes on first.
+
+    Groups that are about to grow stale come first, then those with the least left to do, then those with the
+    most done, then the oldest.
+
+    Args:
+        is_at_risk: Whether it would be due after one more version.
+        num_unfinished: Members that are not finished.
+        num_tokens: Tokens generated so far.
+        sequence: Order of admission.
+    """
+    return (not is_at_risk, num_unfinished, -num_tokens, sequence)
+
+
 def resume_order(
     groups: Iterable[Group], *, gate: StalenessGate, weight_version: int
 ) -> list[Group]:
-    """The order in which waiting groups go on: those at risk of growing stale first, then the oldest.
+    """The order in which waiting groups go on.
 
     Args:
         groups: Groups that wait for a rollout.
@@ -78,11 +95,14 @@ def resume_order(
         weight_version: What the rollouts serve.
     """
 
-    def urgency(group: Group) -> tuple[bool, int]:
+    def key(group: Group) -> tuple[bool, int, int, int]:
         has_tokens = group.oldest_version >= 0
-        return (
-            not (has_tokens and gate.is_at_risk(group.oldest_version, weight_version)),
-            group.sequence,
+        return resume_key(
+            is_at_risk=has_tokens and gate.is_at_risk(group.oldest_version, weight_version),
+            # Only the rollouts know how far the members are.
+            num_unfinished=0,
+            num_tokens=0,
+            sequence=group.sequence,
         )
 
-    return sorted(groups, key=urgency)
+    return sorted(groups, key=key)
