@@ -9,7 +9,7 @@ from services.common.spec.algorithm import AlgorithmSpec
 from services.trainer import advantages
 from services.trainer.collectives import Ranks
 from services.trainer.loss import kl_penalty
-from services.trainer.samples import Cohort, Samples
+from services.trainer.samples import Cohort, IncompleteBatchError, Samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,9 @@ def assign_credit(
         ranks: All data-parallel ranks; each must call this.
         max_response_tokens: Length limit of a response.
         kl_coefficient: Present weight of the KL penalty in the reward; 0 for none.
+
+    Raises:
+        IncompleteBatchError: If ReMax finds a group without a greedy response.
     """
     rewards = _token_rewards(samples, spec, max_response_tokens, kl_coefficient)
     scores = samples.segments.sum(rewards)
@@ -126,7 +129,7 @@ def _return_based(
     baseline = whole.new_full((int(cohort.groups.max()) + 1,), torch.nan)
     baseline[cohort.groups[cohort.is_greedy]] = whole[cohort.is_greedy]
     if bool(baseline.isnan().any()):
-        raise ValueError(
+        raise IncompleteBatchError(
             "algorithm.advantage 'remax' needs one greedy response in each group, but "
             f"{int(baseline.isnan().sum())} groups have none; let the rollouts add it"
         )

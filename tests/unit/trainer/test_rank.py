@@ -115,3 +115,13 @@ def test_every_algorithm_trains(algorithm: dict[str, Any], updates: int) -> None
     assert not result.skipped
     assert all(math.isfinite(value) for value in result.metrics.values())
     assert result.metrics["grad_norm"] > 0
+
+
+def test_remax_needs_a_greedy_response_in_each_group() -> None:
+    spec = spec_of(algorithm={"advantage": "remax"})
+    policy = policy_of(spec)
+    queue = random_queue(policy)
+    with pytest.raises(IncompleteBatchError, match="4 groups have none"):
+        rank_of(spec, policy, queue).train(1, queue.meta)
+    queue.meta.tags["greedy"] = (1, 0, 0, 0) * 4  # type: ignore[index]
+    assert rank_of(spec, policy, queue).train(1, queue.meta).metrics["grad_norm"] > 0
