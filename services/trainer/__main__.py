@@ -17,6 +17,7 @@ from torch import distributed
 from transformers.utils import logging as transformers_logging
 
 from services.common.batch import KVBatchMeta
+from services.common.errors import DeadlineExceededError
 from services.common.grpc_server import serve
 from services.common.jagged import Jagged
 from services.common.logging import configure
@@ -132,7 +133,14 @@ def _blocking_fetch(data: DataClient, loop: asyncio.AbstractEventLoop) -> Fetch:
 
     def fetch(meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, Jagged]:
         future = asyncio.run_coroutine_threadsafe(data.get(meta, fields), loop)
-        return future.result(_FETCH_TIMEOUT_S)
+        try:
+            return future.result(_FETCH_TIMEOUT_S)
+        except TimeoutError as error:
+            future.cancel()
+            raise DeadlineExceededError(
+                f"{meta.num_keys} samples did not arrive within {_FETCH_TIMEOUT_S:.0f} s; look at the "
+                "transferqueue's log"
+            ) from error
 
     return fetch
 

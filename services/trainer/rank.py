@@ -119,7 +119,7 @@ class Rank:
         plan: StepPlan,
     ) -> Samples:
         """Fetch this rank's samples, and agree with the others that all have theirs."""
-        failure: ServiceError | None = None
+        failure: ServiceError | ValueError | None = None
         samples = empty_samples()
         try:
             if plan.rows:
@@ -131,7 +131,7 @@ class Rank:
                     spec=self._spec.algorithm,
                     weight_version=weight_version,
                 )
-        except ServiceError as error:
+        except (ServiceError, ValueError) as error:
             failure = error
         # No rank may enter the step's collectives alone, so a failure anywhere ends it everywhere.
         failures = self._ranks.sum(torch.tensor([int(failure is not None)]))
