@@ -122,7 +122,9 @@ def install(cluster: Cluster) -> Installed:
     api = httpx.Client(
         base_url=f"http://{service.spec.cluster_ip}:8080", timeout=30, trust_env=False
     )
-    return Installed(cluster, api, install_s)
+    release = Installed(cluster, api, install_s)
+    release.ready()  # kube-proxy learns of the pod a moment after Helm
+    return release
 
 
 def make_volume(cluster: Cluster, name: str) -> None:
@@ -167,9 +169,11 @@ def create_namespace(cluster: Cluster) -> None:
 
 
 def keep_logs(cluster: Cluster, folder: Path) -> None:
-    """Write what every pod that is there said."""
+    """Write what every pod that has started said."""
     folder.mkdir(exist_ok=True)
     for pod in cluster.core.list_namespaced_pod(NAMESPACE).items:
+        if pod.status.phase == "Pending":
+            continue
         text = cluster.command(
             "kubectl", "-n", NAMESPACE, "logs", pod.metadata.name, "--all-containers"
         )
