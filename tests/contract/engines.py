@@ -100,6 +100,8 @@ async def open_vllm(*, tied: bool = True) -> AsyncIterator[Engine]:
             "enable_prefix_caching": True,
             "distributed_executor_backend": "uni",
             "block_size": 32,
+            # Few enough that prompts which arrive together do not fit into one step.
+            "max_num_batched_tokens": MAX_MODEL_TOKENS,
             "kv_cache_memory_bytes": 64 << 20,
         },
     )

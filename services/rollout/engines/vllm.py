@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -34,6 +35,7 @@ from services.rollout.engines.base import (
     check_request,
     check_tensors,
 )
+from services.rollout.engines.gate import Gate
 from services.rollout.engines.places import Places
 
 _ALIGNMENT = 64
@@ -79,7 +81,7 @@ class VllmEngine:
         self._started = asyncio.Event()
         self._died = asyncio.Event()
         self._places = Places(max_running)
-        self._submitting = asyncio.Lock()
+        self._gate = Gate()
         self._results: dict[str, _Progress] = {}
         self._weight_version = -1
         self._tokens_total = 0
@@ -140,7 +142,7 @@ class VllmEngine:
         ]
         for progress in ended:
             progress.is_aborted = True
-        async with self._submitting:
+        async with self._gate.closed():
             await self._vllm.abort([progress.part_id for progress in ended])
         await asyncio.gather(*[progress.ended.wait() for progress in ended])
 
@@ -173,7 +175,7 @@ class VllmEngine:
         with tempfile.NamedTemporaryFile(dir=_shared_memory()) as file:
             path = Path(file.name)
             size, entries = await asyncio.to_thread(_write_tensors, path, tensors)
-            async with self._submitting:
+            async with self._gate.closed():
                 started_at = time.monotonic()
                 was_paused = await self._vllm.is_paused()
                 await self._vllm.pause_generation(mode="abort", clear_cache=True)
@@ -214,13 +216,17 @@ class VllmEngine:
             "worker_extension_cls": _WORKER,
             "disable_log_stats": True,
         }
+        if current_platform.is_cpu():
+            # A seeded request whose prompt is prefilled in parts kills vLLM's engine on a CPU: it rewinds
+            # the request's random generator, which CPU generators cannot do.
+            arguments["enable_chunked_prefill"] = False
         return AsyncEngineArgs(model=folder, **(arguments | self._arguments))
 
     async def _decode(self, progress: "_Progress") -> GenerationResult:
         """Decode a request in one or more parts, each under one weight version."""
         try:
             while True:
-                async with self._submitting:
+                async with self._gate.passage():
                     if progress.is_aborted:
                         return progress.result("aborted")
                     version = self._weight_version

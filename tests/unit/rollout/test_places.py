@@ -1,0 +1,62 @@
+"""Places and the gate, which engines without a queue of ours use."""
+
+import asyncio
+
+from services.rollout.engines.gate import Gate
+from services.rollout.engines.places import Places
+from tests.unit.rollout.builders import request
+
+
+async def test_what_was_begun_under_an_old_version_gets_the_next_place() -> None:
+    async def work(name: str, oldest_version: int | None) -> None:
+        async with places.take(request(name, (1,), oldest_version=oldest_version)) as is_admitted:
+            assert is_admitted
+            order.append(name)
+            await release.wait()
+
+    places, order, release = Places(1), [], asyncio.Event()
+    names: list[tuple[str, int | None]] = [("a", None), ("b", None), ("c", 4), ("d", 2)]
+    async with asyncio.TaskGroup() as tasks:
+        for name, version in names:
+            tasks.create_task(work(name, version))
+        await asyncio.sleep(0)
+        assert (places.running, places.num_waiting) == ({"a"}, 3)
+        release.set()
+    assert order == ["a", "d", "c", "b"]
+    await places.emptied()
+
+
+async def test_those_who_wait_can_be_turned_away() -> None:
+    async def work(name: str) -> bool:
+        async with places.take(request(name, (1,))) as is_admitted:
+            return is_admitted
+
+    places = Places(1)
+    places.close()
+    waiting = [asyncio.ensure_future(work(name)) for name in ("a", "b")]
+    await asyncio.sleep(0)
+    places.turn_away({"a"})
+    places.open()
+    assert [await task for task in waiting] == [False, True]
+
+
+async def test_a_gate_closes_behind_those_inside_and_holds_back_the_others() -> None:
+    async def passenger(name: str) -> None:
+        async with gate.passage():
+            events.append(f"{name} in")
+            await asyncio.sleep(0)
+            events.append(f"{name} out")
+
+    async def keeper() -> None:
+        async with gate.closed():
+            events.append("alone")
+
+    gate, events = Gate(), list[str]()
+    async with asyncio.TaskGroup() as tasks:
+        for name in ("a", "b"):
+            tasks.create_task(passenger(name))
+        tasks.create_task(keeper())
+        await asyncio.sleep(0)
+        tasks.create_task(passenger("c"))
+    assert events.index("alone") > max(events.index("a out"), events.index("b out"))
+    assert events.index("c in") > events.index("alone")
