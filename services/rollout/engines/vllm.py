@@ -6,8 +6,6 @@ computed by the weights that continue it, and prefix-cache blocks carry their ve
 """
 
 import asyncio
-import hashlib
-import json
 import tempfile
 import time
 from collections.abc import Collection, Mapping
@@ -30,15 +28,14 @@ from services.rollout.engines.base import (
     EngineStats,
     GenerationRequest,
     GenerationResult,
-    VersionRun,
-    append_version,
     check_request,
     check_tensors,
 )
 from services.rollout.engines.gate import Gate
 from services.rollout.engines.places import Places
+from services.rollout.engines.request_parts import Progress, part_seed
+from services.rollout.engines.weight_file import shared_memory, write_tensors
 
-_ALIGNMENT = 64
 _WORKER = "services.rollout.engines.vllm_worker.WeightLoader"
 
 
@@ -82,7 +79,7 @@ class VllmEngine:
         self._died = asyncio.Event()
         self._places = Places(max_running)
         self._gate = Gate()
-        self._results: dict[str, _Progress] = {}
+        self._results: dict[str, Progress] = {}
         self._weight_version = -1
         self._tokens_total = 0
         self._busy_since = 0.0
@@ -120,7 +117,7 @@ class VllmEngine:
         if request.stop_texts:
             raise ValueError("engine 'vllm' ends responses at tokens only, not at stop texts")
         await self._started.wait()
-        progress = _Progress(request)
+        progress = Progress(request)
         async with self._places.take(request) as is_admitted:
             if not is_admitted:
                 return progress.result("aborted")
@@ -172,9 +169,9 @@ class VllmEngine:
         """Load new weights; what runs is cut, kept, and goes on under them."""
         check_tensors({spec.name: spec.shape for spec in self._specs}, tensors)
         await self._started.wait()
-        with tempfile.NamedTemporaryFile(dir=_shared_memory()) as file:
+        with tempfile.NamedTemporaryFile(dir=shared_memory()) as file:
             path = Path(file.name)
-            size, entries = await asyncio.to_thread(_write_tensors, path, tensors)
+            size, entries = await asyncio.to_thread(write_tensors, path, tensors)
             async with self._gate.closed():
                 started_at = time.monotonic()
                 was_paused = await self._vllm.is_paused()
@@ -222,7 +219,7 @@ class VllmEngine:
             arguments["enable_chunked_prefill"] = False
         return AsyncEngineArgs(model=folder, **(arguments | self._arguments))
 
-    async def _decode(self, progress: "_Progress") -> GenerationResult:
+    async def _decode(self, progress: Progress) -> GenerationResult:
         """Decode a request in one or more parts, each under one weight version."""
         try:
             while True:
@@ -240,7 +237,7 @@ class VllmEngine:
         finally:
             progress.ended.set()
 
-    async def _submit(self, progress: "_Progress", version: int) -> Any:
+    async def _submit(self, progress: Progress, version: int) -> Any:
         request, num_done = progress.request, len(progress.token_ids)
         progress.part_id = f"{request.request_id}+{num_done}/{version}"
         return await self._vllm.add_request(
@@ -252,7 +249,7 @@ class VllmEngine:
             SamplingParams(
                 max_tokens=request.max_tokens - num_done,
                 temperature=request.temperature,
-                seed=_part_seed(request.seed, request.draw_offset + num_done),
+                seed=part_seed(request.seed, request.draw_offset + num_done),
                 logprobs=0,
                 stop_token_ids=sorted(request.stop_token_ids),
                 ignore_eos=True,
@@ -261,7 +258,7 @@ class VllmEngine:
             ),
         )
 
-    async def _collect(self, outputs: Any, progress: "_Progress", version: int) -> str | None:
+    async def _collect(self, outputs: Any, progress: Progress, version: int) -> str | None:
         """Take in tokens until vLLM ends the part; returns its reason."""
         try:
             while True:
@@ -287,65 +284,3 @@ class VllmEngine:
     def _note_idle(self) -> None:
         if not self._results:
             self._busy_seconds += time.monotonic() - self._busy_since
-
-
-class _Progress:
-    """What a request has so far."""
-
-    def __init__(self, request: GenerationRequest) -> None:
-        self.request = request
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.version_runs: list[VersionRun] = []
-        self.part_id = ""
-        self.is_aborted = False
-        self.ended = asyncio.Event()
-
-    def extend(self, part: Any, version: int) -> None:
-        """Take in the tokens of one output of vLLM."""
-        self.token_ids += part.token_ids
-        self.logprobs += [
-            position[token].logprob
-            for position, token in zip(part.logprobs or (), part.token_ids, strict=True)
-        ]
-        append_version(self.version_runs, version, len(part.token_ids))
-
-    def result(self, reason: Any) -> GenerationResult:
-        """The result as it is now."""
-        return GenerationResult(
-            token_ids=tuple(self.token_ids),
-            logprobs=tuple(self.logprobs),
-            version_runs=tuple(self.version_runs),
-            finish_reason=reason,
-        )
-
-
-def _part_seed(seed: int, draw_offset: int) -> int:
-    """A seed for what follows an offset: vLLM's random streams cannot be entered in their middle."""
-    if draw_offset == 0:
-        return seed
-    digest = hashlib.sha256(json.dumps([seed, draw_offset]).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
-
-
-def _shared_memory() -> str | None:
-    """Where a file costs no disk."""
-    folder = Path("/dev/shm")  # noqa: S108 -- the workers read it before this process deletes it
-    return str(folder) if folder.is_dir() else None
-
-
-def _write_tensors(
-    path: Path, tensors: Mapping[str, Tensor]
-) -> tuple[int, list[tuple[str, str, list[int], int]]]:
-    """Lay tensors out in a file; returns its size and where each lies."""
-    entries: list[tuple[str, str, list[int], int]] = []
-    size = 0
-    for name, tensor in tensors.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        entries.append((name, dtype, list(tensor.shape), size))
-        size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-    buffer = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-    for tensor, (_, _, shape, offset) in zip(tensors.values(), entries, strict=True):
-        target = buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(shape)
-        target.copy_(tensor)
-    return size, entries
