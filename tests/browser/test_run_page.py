@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from services.controller.rest_server import serve_rest
@@ -46,6 +47,7 @@ class FakeController:
         self.message = ""
         self.steps = 10
         self.more = asyncio.Event()
+        self.token = ""
 
     def run(self) -> dict[str, Any]:
         return {
@@ -68,6 +70,16 @@ class FakeController:
 
     def app(self) -> FastAPI:
         app = FastAPI()
+
+        @app.middleware("http")
+        async def ask_for_token(request: Request, call_next: Any) -> Any:
+            wanted = f"Bearer {self.token}" if self.token else None
+            if request.url.path.startswith("/v1") and wanted not in (
+                None,
+                request.headers.get("authorization"),
+            ):
+                return JSONResponse({"detail": "an API token is needed"}, status_code=401)
+            return await call_next(request)
 
         @app.get("/v1/runs")
         def list_runs() -> dict[str, Any]:
@@ -142,4 +154,24 @@ async def test_page_shows_a_run_live_and_asks_nobody_else(chromium: str) -> None
             controller.state, controller.message = "FAILED", "trainer-0 ended"
             await expect(page.locator("#message")).to_have_text("trainer-0 ended")
         assert errors == []
+        await browser.close()
+
+
+@pytest.mark.timeout(120)
+async def test_page_asks_for_a_token_where_the_api_does(chromium: str) -> None:
+    playwright = pytest.importorskip("playwright.async_api")
+    controller = FakeController()
+    controller.token = "slp_secret"
+    async with (
+        serve_rest("127.0.0.1:0", controller.app()) as port,
+        playwright.async_playwright() as p,
+    ):
+        browser = await p.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = await browser.new_page()
+        await page.goto(f"http://127.0.0.1:{port}/")
+        await playwright.expect(page.locator("#sign-in")).to_be_visible()
+        await page.fill("#token", "slp_secret")
+        await page.click("#sign-in button")
+        await playwright.expect(page.locator("#name")).to_have_text("sort4")
+        await playwright.expect(page.locator("#sign-in")).to_be_hidden()
         await browser.close()

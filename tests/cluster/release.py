@@ -120,7 +120,10 @@ def install(cluster: Cluster) -> Installed:
     install_s = time.monotonic() - begin
     service = cluster.core.read_namespaced_service("demo-slipstream-controller", NAMESPACE)
     api = httpx.Client(
-        base_url=f"http://{service.spec.cluster_ip}:8080", timeout=30, trust_env=False
+        base_url=f"http://{service.spec.cluster_ip}:8080",
+        timeout=30,
+        trust_env=False,
+        transport=httpx.HTTPTransport(retries=8),  # the controller may be on its way
     )
     release = Installed(cluster, api, install_s)
     release.ready()  # kube-proxy learns of the pod a moment after Helm
@@ -172,9 +175,10 @@ def keep_logs(cluster: Cluster, folder: Path) -> None:
     """Write what every pod that has started said."""
     folder.mkdir(exist_ok=True)
     for pod in cluster.core.list_namespaced_pod(NAMESPACE).items:
-        if pod.status.phase == "Pending":
-            continue
-        text = cluster.command(
-            "kubectl", "-n", NAMESPACE, "logs", pod.metadata.name, "--all-containers"
-        )
+        try:
+            text = cluster.command(
+                "kubectl", "-n", NAMESPACE, "logs", pod.metadata.name, "--all-containers"
+            )
+        except RuntimeError as error:  # it may have no container yet, or be gone by now
+            text = str(error)
         (folder / f"{pod.metadata.name}.log").write_text(text, encoding="utf-8")

@@ -38,7 +38,7 @@ def test_install_is_ready_within_a_minute(installed: Installed) -> None:
 
 
 def test_helm_test_passes(installed: Installed) -> None:
-    assert "answers" in installed.helm("test", "demo", "--logs", "--timeout", "120s")
+    assert "every service answers" in installed.helm("test", "demo", "--logs", "--timeout", "120s")
 
 
 def test_sort4_trains_to_the_end_while_prometheus_scrapes_every_pod(

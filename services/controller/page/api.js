@@ -1,8 +1,25 @@
 // The controller's REST API.
 
+const TOKEN = "slipstream-token";
+
+/** The API refused the token, or wants one. */
+export class TokenNeeded extends Error {}
+
+/** Keep a token until the browser tab is closed. */
+export function useToken(token) {
+  sessionStorage.setItem(TOKEN, token);
+}
+
+async function get(path, signal) {
+  const token = sessionStorage.getItem(TOKEN);
+  const response = await fetch(path, { signal, headers: token ? { Authorization: `Bearer ${token}` } : {} });
+  if (response.status === 401) throw new TokenNeeded("an API token is needed");
+  return response;
+}
+
 /** The answer to a GET; an error carries what the controller says. */
 export async function getJson(path) {
-  const response = await fetch(path);
+  const response = await get(path);
   const body = await response.json();
   if (!response.ok) throw new Error(body.detail ?? response.statusText);
   return body;
@@ -10,7 +27,7 @@ export async function getJson(path) {
 
 /** Events of a run from behind `seq`, as they come; the last one is the run itself, once it has ended. */
 export async function* readEvents(id, seq, signal) {
-  const response = await fetch(`/v1/runs/${id}/events/stream?after_seq=${seq}`, { signal });
+  const response = await get(`/v1/runs/${id}/events/stream?after_seq=${seq}`, signal);
   if (!response.ok) throw new Error(response.statusText);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -1,6 +1,6 @@
 // The run page: a list of runs, and one run with its charts, workers and events, live.
 import { drawCharts } from "./charts.js";
-import { getJson, readEvents } from "./api.js";
+import { TokenNeeded, getJson, readEvents, useToken } from "./api.js";
 
 const REFRESH_MS = 2000;
 const KEPT_EVENTS = 300;
@@ -23,7 +23,10 @@ async function refresh() {
       showWorkers(workers.items);
     }
     $("trouble").hidden = true;
+    $("sign-in").hidden = true;
   } catch (error) {
+    $("sign-in").hidden = !(error instanceof TokenNeeded);
+    if (error instanceof TokenNeeded) return;
     $("trouble").textContent = `The controller does not answer: ${error.message}`;
     $("trouble").hidden = false;
   }
@@ -132,6 +135,11 @@ function element(name, text = "", attributes = {}) {
   return made;
 }
 
+$("sign-in").addEventListener("submit", (submitted) => {
+  submitted.preventDefault();
+  useToken($("token").value);
+  refresh();
+});
 window.addEventListener("hashchange", refresh);
 await refresh();
 setInterval(refresh, REFRESH_MS);

@@ -24,9 +24,8 @@ def check_health(address: str) -> None:
 
 
 controller, queue = sys.argv[1:]
-release = fetch(f"http://{controller}:8080/v1/version").json()["version"]
-runs = fetch(f"http://{controller}:8080/v1/runs").json()["items"]
+fetch(f"http://{controller}:8080/healthz")  # what needs no token
 for host in (controller, queue):
     check_health(f"{host}:50051")
     assert "slipstream_" in fetch(f"http://{host}:9090/metrics").text, f"{host} exposes no metrics"
-sys.stdout.write(f"Slipstream {release} answers; it knows {len(runs)} runs\n")
+sys.stdout.write("every service answers\n")
