@@ -66,7 +66,11 @@ class LocalServices:
             if service.num_restarts >= self.max_restarts:
                 raise _exited(service)
             service.num_restarts += 1
-            await _start(service)
+            try:
+                await _start(service)
+            except ServiceExitedError:
+                # It ended again before it was up; that counts like any other end.
+                continue
 
 
 @asynccontextmanager

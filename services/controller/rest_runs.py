@@ -5,7 +5,7 @@ from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Header, Path, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from services.common.errors import FailedPreconditionError, InvalidArgumentError
 from services.common.spec.loader import canonical_json, parse_spec, spec_digest
@@ -17,13 +17,21 @@ from services.controller.run_state import RunState
 from services.controller.runs import RunManager
 
 RunId = Annotated[str, Path(pattern="^run_[0-9a-f]{32}$")]
+_LABEL = "^[a-z0-9]([a-z0-9._/-]{0,61}[a-z0-9])?$"
 Labels = Annotated[
-    dict[
-        Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9._/-]{0,61}[a-z0-9])?$")],
-        Annotated[str, Field(max_length=63)],
-    ],
+    dict[Annotated[str, Field(pattern=_LABEL)], Annotated[str, Field(max_length=63)]],
     Field(max_length=32),
+    # What pydantic writes for the keys alone would allow others beside them.
+    WithJsonSchema(
+        {
+            "type": "object",
+            "maxProperties": 32,
+            "propertyNames": {"pattern": _LABEL},
+            "additionalProperties": {"type": "string", "maxLength": 63},
+        }
+    ),
 ]
+IfMatch = Annotated[str, Header(json_schema_extra={"pattern": '^"[0-9]{1,18}"$'})]
 Authenticate = Callable[..., Awaitable[Principal]]
 
 
@@ -70,7 +78,11 @@ def add_run_routes(app: FastAPI, manager: RunManager, authenticate: Authenticate
 def _add_collection(app: FastAPI, manager: RunManager, authenticate: Authenticate) -> None:
     pages = PageTokens()
 
-    @app.post("/v1/runs", status_code=HTTPStatus.CREATED)
+    @app.post(
+        "/v1/runs",
+        status_code=HTTPStatus.CREATED,
+        responses={200: {"description": "The run of an earlier request, or what was validated."}},
+    )
     async def create_run(
         request: Request,
         response: Response,
@@ -154,7 +166,7 @@ def _add_resource(
         patch: RunPatch,
         response: Response,
         who: Annotated[Principal, Depends(authenticate)],
-        if_match: Annotated[str, Header()] = "",
+        if_match: IfMatch = "",
     ) -> RunView:
         """Change labels or priority of a run; ``If-Match`` names the revision that was read."""
         await access.run(who, run_id, "operator")
@@ -171,7 +183,7 @@ def _add_resource(
     async def delete_run(
         run_id: RunId,
         who: Annotated[Principal, Depends(authenticate)],
-        if_match: Annotated[str, Header()] = "",
+        if_match: IfMatch = "",
     ) -> None:
         """Forget a run that has ended. Its checkpoints stay on disk."""
         await access.run(who, run_id, "admin")
