@@ -66,7 +66,7 @@ class Installed:
     def upgrade(self, *values: str) -> None:
         """Upgrade the release with changed values."""
         changes = [part for value in values for part in ("--set", value)]
-        self.helm("upgrade", "demo", str(CHART), "--reuse-values", "--wait", *changes)
+        self.helm("upgrade", "demo", str(CHART), "--reset-then-reuse-values", "--wait", *changes)
 
     def ready(self, timeout_s: float = 120.0) -> None:
         """Wait until the API answers, as it does not while the controller is replaced."""
