@@ -4,7 +4,6 @@ etcd <- kube-apiserver <- controller-manager, scheduler
                        <- kubelet -> containerd -> runc     kube-proxy -> iptables     dns
 """
 
-import json
 import os
 import shutil
 import subprocess
@@ -13,22 +12,20 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
 from kubernetes import config
 from kubernetes.client import ApiException, CoreV1Api
 
 from tests.cluster.dns import serve_dns
 from tests.cluster.machine import unchanged_machine
 from tests.cluster.network import NODE_IP, POD_RANGE, SERVICE_RANGE, own_network
+from tests.cluster.node_config import DNS_IP, containerd_config, kubelet_config
 from tests.cluster.pki import Authority, make_authority
 from tests.cluster.processes import Processes
 from tests.cluster.tools import CACHE, require
 
 NODE = "node-1"
-_DNS_IP = "10.96.0.10"
 _SERVER = f"https://{NODE_IP}:6443"
 _START_S = 120.0
-_PAUSE = "localhost/pause:1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +103,14 @@ def node(cluster: Cluster) -> Iterator[Cluster]:
     socket = folder / "containerd.sock"
     with unchanged_machine(folder), serve_dns(cluster.core, NODE_IP):
         processes.start(
-            "containerd", "containerd", "-c", _containerd_config(folder, containers, socket)
+            "containerd", "containerd", "-c", containerd_config(folder, containers, socket)
         )
         processes.wait_for("containerd", socket.exists, _START_S)
         _import_images(cluster, socket)
         authority = folder / "pki"
         processes.start(
             "kubelet", kubelet, f"--kubeconfig={authority}/node.kubeconfig",
-            f"--config={_kubelet_config(folder)}",
+            f"--config={kubelet_config(folder)}",
             f"--root-dir={folder}/kubelet", f"--cert-dir={folder}/kubelet-pki", f"--hostname-override={NODE}",
             f"--node-ip={NODE_IP}", "--container-runtime=remote", f"--container-runtime-endpoint=unix://{socket}",
         )  # fmt: skip
@@ -188,73 +185,6 @@ def _controller_flags(pki: Path) -> list[str]:
     ]
 
 
-def _containerd_config(folder: Path, containers: Path, socket: Path) -> Path:
-    networks = folder / "cni"
-    networks.mkdir()
-    plugins = CACHE / "root" / "usr" / "lib" / "cni"
-    bridge = {
-        "type": "bridge",
-        "bridge": "cni0",
-        "isGateway": True,
-        "hairpinMode": True,
-        "ipam": {
-            "type": "host-local",
-            "ranges": [[{"subnet": POD_RANGE}]],
-            "dataDir": str(folder / "ipam"),
-            "routes": [{"dst": "0.0.0.0/0"}],
-        },
-    }
-    ports = {"type": "portmap", "capabilities": {"portMappings": True}}
-    network = {"cniVersion": "0.3.1", "name": "pods", "plugins": [bridge, ports]}
-    (networks / "10-bridge.conflist").write_text(json.dumps(network), encoding="utf-8")
-    path = folder / "containerd.toml"
-    path.write_text(
-        f"""version = 2
-root = "{containers}/root"
-state = "{folder}/containerd"
-[grpc]
-  address = "{socket}"
-[plugins."io.containerd.grpc.v1.cri"]
-  sandbox_image = "{_PAUSE}"
-  restrict_oom_score_adj = true
-  disable_apparmor = true
-  [plugins."io.containerd.grpc.v1.cri".containerd]
-    snapshotter = "overlayfs"
-  [plugins."io.containerd.grpc.v1.cri".cni]
-    bin_dir = "{plugins}"
-    conf_dir = "{networks}"
-""",
-        encoding="utf-8",
-    )
-    return path
-
-
-def _kubelet_config(folder: Path) -> Path:
-    resolv = folder / "resolv.conf"
-    resolv.write_text("", encoding="utf-8")
-    path = folder / "kubelet.yaml"
-    settings = {
-        "apiVersion": "kubelet.config.k8s.io/v1beta1",
-        "kind": "KubeletConfiguration",
-        "address": NODE_IP,
-        "authentication": {
-            "anonymous": {"enabled": False},
-            "webhook": {"enabled": True},
-            "x509": {"clientCAFile": str(folder / "pki" / "ca.crt")},
-        },
-        "authorization": {"mode": "Webhook"},
-        "cgroupDriver": "cgroupfs",
-        "failSwapOn": False,
-        "clusterDomain": "cluster.local",
-        "clusterDNS": [_DNS_IP],
-        "resolvConf": str(resolv),
-        "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%"},
-        "imageGCHighThresholdPercent": 100,
-    }
-    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
-    return path
-
-
 def _import_images(cluster: Cluster, socket: Path) -> None:
     """Bring in the images that are newer than what an earlier session brought in."""
     for archive in sorted((CACHE / "images").glob("*.tar")):
@@ -274,7 +204,7 @@ def _create_dns_service(core: CoreV1Api) -> None:
     ]
     metadata = {"name": "kube-dns"}
     core.create_namespaced_service(
-        "kube-system", {"metadata": metadata, "spec": {"clusterIP": _DNS_IP, "ports": ports}}
+        "kube-system", {"metadata": metadata, "spec": {"clusterIP": DNS_IP, "ports": ports}}
     )
     subsets = [{"addresses": [{"ip": NODE_IP}], "ports": ports}]
     core.create_namespaced_endpoints("kube-system", {"metadata": metadata, "subsets": subsets})

@@ -1,6 +1,5 @@
 """The chart: lints, renders over a matrix, refuses bad values, and keeps what the checklist promises."""
 
-import itertools
 import json
 from pathlib import Path
 
@@ -197,57 +196,6 @@ def test_services_and_policies_select_pods_and_ports_that_exist() -> None:
             assert port["targetPort"] in _port_names(chosen[0])
 
 
-# Who may open a connection to whom: (from, to, port).
-_CONNECTIONS = {
-    ("rollout", "controller", "grpc"),
-    ("trainer", "controller", "grpc"),
-    ("controller", "transferqueue", "grpc"),
-    ("rollout", "transferqueue", "grpc"),
-    ("trainer", "transferqueue", "grpc"),
-    ("rollout", "transferqueue", "data"),
-    ("trainer", "transferqueue", "data"),
-    ("controller", "trainer", "grpc"),
-    ("controller", "rollout", "grpc"),
-    ("trainer", "rollout", "grpc"),
-    ("rollout", "trainer", "grpc"),
-    ("rollout", "rollout", "grpc"),
-    ("trainer", "trainer", "grpc"),
-    ("test", "controller", "grpc"),
-    ("test", "transferqueue", "grpc"),
-    ("transferqueue-shard", "transferqueue", "grpc"),
-    ("rollout", "transferqueue-shard", "data"),
-    ("trainer", "transferqueue-shard", "data"),
-}
-_SERVED = {
-    "controller": {"grpc"},
-    "transferqueue": {"grpc", "data"},
-    "transferqueue-shard": {"data"},
-    "trainer": {"grpc"},
-    "rollout": {"grpc"},
-}
-
-
-def test_network_policies_allow_the_connection_matrix_and_no_more() -> None:
-    manifests = render("--set", "transferqueue.shards=3")
-    labels = {component: pod["metadata"]["labels"] for component, pod in pods(manifests).items()}
-    policies = [m["spec"] for m in manifests if m["kind"] == "NetworkPolicy"]
-    components = (
-        "controller",
-        "transferqueue",
-        "transferqueue-shard",
-        "trainer",
-        "rollout",
-        "test",
-    )
-    allowed = {
-        (source, target, port)
-        for source, target in itertools.product(components, components[:-1])
-        for port in ("grpc", "data")
-        if port in _SERVED[target] and _allows(policies, labels[source], labels[target], port)
-    }
-    assert allowed == _CONNECTIONS
-
-
 def test_packaged_chart_holds_no_stray_files() -> None:
     found = {path.relative_to(CHART).parts[0] for path in CHART.rglob("*") if path.is_file()}
     assert found == {
@@ -283,23 +231,6 @@ def _leaves(value: object, path: str) -> list[str]:
 
 def _port_names(pod: Manifest) -> set[str]:
     return {port["name"] for container in pod["spec"]["containers"] for port in container["ports"]}
-
-
-def _allows(
-    policies: list[Manifest], source: dict[str, str], target: dict[str, str], port: str
-) -> bool:
-    """Whether the policies let one pod reach a port of another; no policy at all lets everybody."""
-    on_target = [p for p in policies if _matches(p["podSelector"], target)]
-    if not on_target:
-        return True
-    for rule in itertools.chain.from_iterable(policy["ingress"] for policy in on_target):
-        ports = {item["port"] for item in rule.get("ports", [])}
-        peers = rule.get("from")
-        if (not ports or port in ports) and (
-            peers is None or any(_matches(peer["podSelector"], source) for peer in peers)
-        ):
-            return True
-    return False
 
 
 def _matches(selector: Manifest, labels: dict[str, str]) -> bool:
