@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 # Slowest wire that a deadline still allows for, in bytes per second.
 _LEAST_RATE = {"gloo": 100e6, "nccl": 5e9}
-_LEAST_TIMEOUT_S = 2.5
+_LEAST_TIMEOUT_S = 1.5
 # A member that does not answer an abort within this time is lost.
 _ABORT_TIMEOUT_S = 1.0
 
@@ -77,6 +77,7 @@ class WeightSession:
         self._plan_hash = ""
         self._backend = "gloo" if spec.backend == "auto" else spec.backend
         self._timeout_s = _LEAST_TIMEOUT_S
+        self._adopt_timeout_s = spec.adopt_timeout_s
         self._stack = AsyncExitStack()
         self._trainer: WeightSyncClient
         self._rollouts: dict[str, WeightSyncClient] = {}
@@ -147,7 +148,7 @@ class WeightSession:
         start = time.perf_counter()
         await _all(
             {
-                name: member.prepare(epoch, version, self._plan_hash)
+                name: member.prepare(epoch, version, self._plan_hash, timeout_s=self._timeout_s)
                 for name, member in self._members().items()
             }
         )
@@ -162,7 +163,10 @@ class WeightSession:
         digest = version_digest(sent.digests)
         transferred = time.perf_counter()
         stalls = await _all(
-            {name: member.adopt(epoch, version, digest) for name, member in self._rollouts.items()}
+            {
+                name: member.adopt(epoch, version, digest, timeout_s=self._adopt_timeout_s)
+                for name, member in self._rollouts.items()
+            }
         )
         return SyncReport(
             version=version,

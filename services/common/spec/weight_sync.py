@@ -18,5 +18,9 @@ class WeightSyncSpec(SpecPart):
     """Trainer steps between two published versions."""
     form_timeout_s: float = Field(60.0, gt=0)
     """Deadline for building the group."""
-    transfer_timeout_s: float = Field(60.0, gt=0)
-    """Deadline for one transfer, verification included."""
+    transfer_timeout_s: float | None = Field(None, gt=0)
+    """Deadline of one transfer, verification included. Default: 1.5 s and the time that the bytes take on a
+    slow wire (100 MB/s over Gloo, 5 GB/s over NCCL)."""
+    adopt_timeout_s: float = Field(300.0, gt=0)
+    """Deadline for a rollout to put a received version into service. Without partial rollout it finishes
+    its running responses first, so this bounds the longest response."""

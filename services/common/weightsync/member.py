@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -100,6 +101,7 @@ class WeightMember:
         self._on_adopted = on_adopted
         self._arena: WeightArena | None = None
         self._number: int | None = None
+        self._checksums: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
         self._group: WeightGroup | None = None
         self._epoch = 0
@@ -226,7 +228,7 @@ class WeightMember:
                 version=version,
             )
         if self._source is not None and self._arena is not None:
-            await asyncio.to_thread(_pack, self._source, self._arena)
+            self._checksums = await asyncio.to_thread(self._pack, self._source, self._arena)
 
     async def transfer(self, epoch: int, version: int, timeout_s: float) -> TransferReport:
         """Send or receive a version; a receiver stages it beside the live weights.
@@ -240,12 +242,9 @@ class WeightMember:
         assert self._arena is not None
         self._staged = None
         start = time.perf_counter()
-        operation = send_version if self._source is not None else receive_version
         try:
             async with asyncio.timeout(timeout_s + _MARGIN_S):
-                done = await asyncio.to_thread(
-                    self._on_own_stream, operation, group, epoch, version, timeout_s
-                )
+                done = await asyncio.to_thread(self._exchange, group, epoch, version, timeout_s)
         except TransferError as error:
             raise DataLossError(str(error), version=version) from error
         except TimeoutError as error:
@@ -299,19 +298,57 @@ class WeightMember:
         self._leave()
         logger.warning("weight group aborted", extra={"epoch": epoch, "reason": reason})
 
-    def _on_own_stream(
-        self,
-        operation: Callable[..., Transferred],
-        group: WeightGroup,
-        epoch: int,
-        version: int,
-        timeout_s: float,
+    @torch.no_grad()
+    def _pack(self, source: WeightSource, arena: WeightArena) -> Tensor:
+        """Copy a source's rows into its arena; returns when the weights may change again.
+
+        Returns:
+            Checksums of the arena's buckets.
+        """
+        (number,) = arena.buffers
+        current = dict(source.weight_tensors())
+        views = {name: view for name, _, view in arena.pieces(number)}
+        if views.keys() != current.keys():
+            raise ValueError(
+                f"the trainer must hold {sorted(views.keys() - current.keys())[:3]} and not "
+                f"{sorted(current.keys() - views.keys())[:3]}, according to the plan"
+            )
+        with self._on_device():
+            torch._foreach_copy_(list(views.values()), [current[name] for name in views])  # noqa: SLF001
+            checksums = arena.checksums(number)
+            if self._device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+        return checksums
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        """Make the member's device the current one: which one that is, each thread says for itself."""
+        if self._device.type != "cuda":
+            return nullcontext()
+        device: AbstractContextManager[None] = torch.cuda.device(self._device)
+        return device
+
+    def _exchange(
+        self, group: WeightGroup, epoch: int, version: int, timeout_s: float
     ) -> Transferred:
-        """Transfer beside whatever else the device does."""
+        """Send or receive, on a stream of its own beside whatever else the device does."""
+        assert self._arena is not None
         if self._stream is None and self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)
-        with torch.cuda.stream(self._stream):
-            return operation(group, self._arena, epoch=epoch, version=version, timeout_s=timeout_s)
+        with self._on_device(), torch.cuda.stream(self._stream):
+            if self._source is None:
+                return receive_version(
+                    group, self._arena, epoch=epoch, version=version, timeout_s=timeout_s
+                )
+            if self._checksums is None:
+                raise TransferError(f"version {version} was not prepared here; prepare it first")
+            return send_version(
+                group,
+                self._arena,
+                self._checksums,
+                epoch=epoch,
+                version=version,
+                timeout_s=timeout_s,
+            )
 
     def _leave(self) -> None:
         group, self._group = self._group, None
@@ -328,19 +365,3 @@ class WeightMember:
                 current=self._epoch,
             )
         return self._group, self._arena.plan
-
-
-@torch.no_grad()
-def _pack(source: WeightSource, arena: WeightArena) -> None:
-    """Copy a source's rows into its arena, all in one call; returns when the weights may change again."""
-    (number,) = arena.buffers
-    current = dict(source.weight_tensors())
-    views = {name: view for name, _, view in arena.pieces(number)}
-    if views.keys() != current.keys():
-        raise ValueError(
-            f"the trainer must hold {sorted(views.keys() - current.keys())[:3]} and not "
-            f"{sorted(current.keys() - views.keys())[:3]}, according to the plan"
-        )
-    torch._foreach_copy_(list(views.values()), [current[name] for name in views])
-    if arena.device.type == "cuda":
-        torch.cuda.current_stream().synchronize()

@@ -40,9 +40,23 @@ class Transferred:
 
 
 def send_version(
-    group: WeightGroup, arena: WeightArena, *, epoch: int, version: int, timeout_s: float
+    group: WeightGroup,
+    arena: WeightArena,
+    checksums: Tensor,
+    *,
+    epoch: int,
+    version: int,
+    timeout_s: float,
 ) -> Transferred:
     """Send what the arena of a source holds. Blocks until all receivers have it.
+
+    Args:
+        group: The formed group.
+        arena: The source's packed weights.
+        checksums: ``[num_buckets, 2]`` int64 of the arena.
+        epoch: Of the group.
+        version: Weight version.
+        timeout_s: Deadline.
 
     Raises:
         RuntimeError: If a member was lost or the deadline passed (Gloo).
@@ -56,7 +70,6 @@ def send_version(
         channel.broadcast(arena.bucket(source, index))
         for index in range(len(arena.plan.sources[source].buckets))
     ]
-    checksums = arena.checksums(source)
     works.append(channel.broadcast(checksums))
     for work in works:
         work.wait()

@@ -1,0 +1,75 @@
+"""A weight member in a process of its own: ``python -m tests.helpers.weight_member ROLE RENDEZVOUS BYTES``.
+
+Serves the member's gRPC and prints its port. A receiver writes the digest of its live weights after each
+adoption, so that a test can compare it.
+"""
+
+import asyncio
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from services.common.grpc_client import open_channel
+from services.common.grpc_server import serve
+from services.common.logging import configure
+from services.common.weightsync.member import WeightMember
+from services.common.weightsync.plan import TensorSpec
+from services.common.weightsync.server import WeightSyncServicer
+from services.controller.client import Rendezvous
+from slipstream.controller.v1 import membership_pb2_grpc
+from slipstream.weightsync.v1 import weightsync_pb2_grpc
+
+
+class Trainer:
+    """Weights that are new at every look, and the same in every process that counts along."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._specs = [TensorSpec(f"layer{i}", (num_bytes // 64, 4), "float32") for i in range(4)]
+        self._version = -1
+
+    def weight_specs(self) -> list[TensorSpec]:
+        return self._specs
+
+    def weight_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        self._version += 1
+        for spec in self._specs:
+            yield spec.name, torch.full(spec.shape, float(self._version))
+
+
+class Rollout:
+    """Reports what it serves."""
+
+    async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
+        content = b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))
+        print(f"serves {version} {hashlib.sha256(content).hexdigest()[:16]}", flush=True)
+        return 0.0
+
+
+async def main(role: str, address: str, num_bytes: int) -> None:
+    async with open_channel(address) as channel:
+        meetings = membership_pb2_grpc.RendezvousServiceStub(channel)
+        loop = asyncio.get_running_loop()
+        member = WeightMember(
+            source=Trainer(num_bytes) if role == "trainer" else None,
+            sink=Rollout() if role == "rollout" else None,
+            device=torch.device("cpu"),
+            host="127.0.0.1",
+            rendezvous=lambda scope: Rendezvous(meetings, loop, scope),
+        )
+
+        def register(server):
+            weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server(
+                WeightSyncServicer(member), server
+            )
+
+        async with serve("127.0.0.1:0", register) as port:
+            print(f"port {port}", flush=True)
+            await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    configure(member=sys.argv[1])
+    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))
