@@ -25,6 +25,8 @@ class Assembly:
 
     attempt: int
     """Number of the attempt that it belongs to, from 1."""
+    is_queue_empty: bool
+    """Whether the transferqueue held nothing of the run: samples that were stored are gone."""
     trainer: TrainerClient
     trained: int
     """Newest step that the trainer's weights have."""
@@ -36,14 +38,20 @@ class Assembly:
     num_heldout_rows: int
 
 
-async def create_partitions(queue: TransferQueueClient, run_id: str, spec: RunSpec) -> None:
-    """Create what does not exist yet."""
+async def create_partitions(queue: TransferQueueClient, run_id: str, spec: RunSpec) -> bool:
+    """Create what does not exist yet.
+
+    Returns:
+        Whether nothing existed: the run is new, or the transferqueue lost what it held.
+    """
+    known = {partition.partition_id for partition in (await queue.stats()).partitions}
     for purpose in _PURPOSES:
         await queue.create_partition(
             partition_id(run_id, purpose),
             required_fields=ROLLOUT_FIELDS if purpose != "partial" else (),
             quota_bytes=spec.transferqueue.quota_bytes,
         )
+    return partition_id(run_id, "train") not in known
 
 
 async def drop_partitions(queue: TransferQueueClient, run_id: str) -> None:
@@ -53,20 +61,28 @@ async def drop_partitions(queue: TransferQueueClient, run_id: str) -> None:
 
 
 async def assemble(
-    stack: AsyncExitStack, run_id: str, spec: RunSpec, *, membership: Membership, attempt: int
+    stack: AsyncExitStack,
+    run_id: str,
+    spec: RunSpec,
+    membership: Membership,
+    *,
+    queue: TransferQueueClient,
+    attempt: int,
 ) -> Assembly:
-    """Wait until all workers have loaded, and connect to them.
+    """Create the partitions, wait until all workers have loaded, and connect to them.
 
     Args:
         stack: Closes the connections.
         run_id: The run.
         spec: Its specification.
         membership: Where its workers register.
+        queue: Holds its samples.
         attempt: Number of this attempt; the weight groups of a later one have later epochs.
 
     Raises:
         DeadlineExceededError: If a worker did not come in time.
     """
+    is_queue_empty = await create_partitions(queue, run_id, spec)
     names = [name for _, name in worker_names(spec)]
 
     def missing() -> list[str]:
@@ -89,6 +105,7 @@ async def assemble(
     client = TrainerClient(await stack.enter_async_context(open_channel(trainer.address)))
     return Assembly(
         attempt=attempt,
+        is_queue_empty=is_queue_empty,
         trainer=client,
         trained=await client.newest_step(timeout_s=spec.limits.step_timeout_s),
         served=min(worker.weight_version for worker in rollouts),

@@ -41,7 +41,7 @@ class Evaluation:
     sampled: float | None
     """Mean reward of sampled responses; None without any."""
     by_source: dict[str, dict[str, float]]
-    """The same two per data source."""
+    """The same two per data source, and ``best``: the mean over prompts of the best sampled reward."""
     seconds: float
 
 
@@ -49,6 +49,16 @@ class Evaluation:
 class _Scores:
     greedy: list[float] = field(default_factory=list)
     sampled: list[float] = field(default_factory=list)
+    best: dict[str, float] = field(default_factory=dict)
+    """Highest sampled reward of each prompt."""
+
+    def add(self, group_id: str, reward: float, *, is_greedy: bool) -> None:
+        """Take in one sample."""
+        if is_greedy:
+            self.greedy.append(reward)
+            return
+        self.sampled.append(reward)
+        self.best[group_id] = max(reward, self.best.get(group_id, reward))
 
 
 class Evaluator:
@@ -218,8 +228,8 @@ class Evaluator:
         for meta in self._samples.values():
             source = str(meta.tag("data_source")[0])
             reward = float(meta.tag("reward")[0])
-            is_greedy = bool(meta.tag("greedy")[0])
-            (scores[source].greedy if is_greedy else scores[source].sampled).append(reward)
+            group_id = str(meta.tag("group_id")[0])
+            scores[source].add(group_id, reward, is_greedy=bool(meta.tag("greedy")[0]))
         return scores
 
     async def _notify(self) -> None:
@@ -245,6 +255,7 @@ def _evaluation(
                 for kind, mean in (
                     ("greedy", _mean(source.greedy)),
                     ("sampled", _mean(source.sampled)),
+                    ("best", _mean(list(source.best.values()))),
                 )
                 if mean is not None
             }

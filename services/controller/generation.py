@@ -28,7 +28,6 @@ from services.controller.stored import StoredGroups, attempt_of, oldest_version,
 from services.rollout.client import GroupAssignment
 
 logger = logging.getLogger(__name__)
-
 # Reasons for which a group has no samples although its prompt did nothing wrong.
 _BLAMELESS = frozenset({"publish_failed"})
 
@@ -73,8 +72,7 @@ class Generation:
         self._total = spec.trainer.steps * spec.trainer.prompts_per_step
         per_replica = max(1, spec.rollout.max_running_samples // spec.rollout.group_size)
         self._max_running_per_replica = per_replica
-        self._published_step = -1
-        self._failures_in_a_row = 0
+        self._published_step, self._failures_in_a_row = -1, 0
         self._work = asyncio.Event()
         self.stored = stored
         self.gate = StalenessGate(
@@ -89,23 +87,25 @@ class Generation:
         self._published_step = step
         self._work.set()
 
-    async def restore(self, lost_workers: Collection[str]) -> None:
+    async def restore(self, lost_workers: Collection[str], *, is_queue_empty: bool) -> None:
         """Find out what became of the groups in flight, and hand them out again where it is needed.
 
         Args:
             lost_workers: Rollouts whose work is gone.
+            is_queue_empty: Whether what rollouts stored is gone.
         """
         await self._find_stored()
-        for group in self._ledger.in_state(GroupState.READY):
-            if group not in self.stored:
-                self._ledger.requeue(group)
+        ready = self._ledger.in_state(GroupState.READY)
+        for group in (group for group in ready if group not in self.stored):
+            self._ledger.requeue(group)
         assignments: dict[str, list[GroupAssignment]] = defaultdict(list)
         for group in self._ledger.running():
             if group.worker_id in lost_workers:
                 if not self._ledger.lose(group):
                     self._order.quarantine(group.row)
                 continue
-            if not self._replicas.serves(group.worker_id):
+            # A rollout that finished a group before its samples were lost would not start it again.
+            if is_queue_empty or not self._replicas.serves(group.worker_id):
                 self._ledger.requeue(group)
                 continue
             # A rollout that has the group already takes this as a repetition.

@@ -18,7 +18,7 @@ from services.common.clock import Clock
 from services.common.errors import UnavailableError
 from services.common.spec.run import RunSpec
 from services.controller import metrics
-from services.controller.assembly import assemble, create_partitions
+from services.controller.assembly import assemble
 from services.controller.batching import take_batch
 from services.controller.checkpoints import Checkpoints
 from services.controller.client import GroupFailure
@@ -63,8 +63,7 @@ class RunLoop:
         self._checkpoints = Checkpoints(run_id, spec.trainer.checkpoint, journal)
         self._meter = StepMeter()
         self._state: Restored | None = None
-        self._pausing = asyncio.Event()
-        self._is_save_wanted = False
+        self._pausing, self._is_save_wanted = asyncio.Event(), False
         self.step = 0
         """The last committed step."""
 
@@ -92,15 +91,16 @@ class RunLoop:
 
         Returns:
             Whether all steps are trained; otherwise the run was paused.
-
-        Raises:
-            ServiceError: If a worker or the data plane failed.
         """
         attempt = await self._journal.begin_attempt()
         async with AsyncExitStack() as stack:
-            await create_partitions(self._queue, self._run_id, self._spec)
             parts = await assemble(
-                stack, self._run_id, self._spec, membership=self._membership, attempt=attempt
+                stack,
+                self._run_id,
+                self._spec,
+                self._membership,
+                queue=self._queue,
+                attempt=attempt,
             )
             state = self._state = await restore(
                 self._run_id,
@@ -131,7 +131,7 @@ class RunLoop:
             if self._pausing.is_set() and not self._is_done():
                 return False
             await self._note(state, "Finished", "all steps are trained and evaluated", {})
-            return True
+        return True
 
     async def report_failures(self, failures: Sequence[GroupFailure]) -> None:
         """Take in groups that brought no samples.

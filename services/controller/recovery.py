@@ -103,7 +103,7 @@ async def restore(
     )
     evaluator = Evaluator(spec, run_id, parts, queue=queue, on_result=on_result)
     await evaluator.restore(recovered.evaluated)
-    await generation.restore(lost_workers)
+    await generation.restore(lost_workers, is_queue_empty=parts.is_queue_empty)
     return Restored(
         parts=parts,
         ledger=ledger,

@@ -15,6 +15,7 @@ from services.controller.principals import TokenStore
 from services.controller.quotas import QuotaDefaults
 from services.controller.rest import build_app
 from services.controller.runs import RunManager
+from services.transferqueue.facts import Stats
 
 SPEC = {
     "name": "one",
@@ -33,6 +34,9 @@ class EmptyQueue:
 
     async def drop_partition(self, partition_id):
         return 0
+
+    async def stats(self):
+        return Stats(partitions=(), shards=())
 
 
 @pytest.fixture
