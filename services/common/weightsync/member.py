@@ -314,7 +314,7 @@ class WeightMember:
                 f"{sorted(current.keys() - views.keys())[:3]}, according to the plan"
             )
         with self._on_device():
-            torch._foreach_copy_(list(views.values()), [current[name] for name in views])  # noqa: SLF001
+            torch._foreach_copy_(list(views.values()), [current[name] for name in views])
             checksums = arena.checksums(number)
             if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
