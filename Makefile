@@ -8,6 +8,7 @@ READY := $(VENV)/.ready
 TORCH ?= torch==2.13.0
 EXTRAS ?= dev
 SPEC ?= examples/sort4.yaml
+EVERY_COMMIT := not nightly and not gpu and not multi_gpu and not cluster
 PROTOS := $(shell find proto/slipstream -name '*.proto')
 
 .PHONY: help setup run test test-nightly check lint types imports proto proto-check docs docs-check format clean
@@ -30,8 +31,8 @@ run: $(READY) ## Train the example end to end (SPEC=examples/sort4.yaml)
 	$(BIN)/slipstream run $(SPEC)
 
 test: check ## Everything that every commit must pass: style, types, imports, stubs, docs, tests
-	$(BIN)/python -m pytest -n 2 -m 'not learning'
-	$(BIN)/python -m pytest -m learning
+	$(BIN)/python -m pytest -n 2 -m '$(EVERY_COMMIT) and not learning and not faults'
+	$(BIN)/python -m pytest -m '$(EVERY_COMMIT) and (learning or faults)'
 
 test-nightly: $(READY) ## Learning of every algorithm over three seeds, and its controls
 	$(BIN)/python -m pytest -m nightly -o addopts='--import-mode=importlib --strict-markers -ra'
