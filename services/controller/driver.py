@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 # A worker's death shows as a broken call first; its exit, which says more, comes within this time.
 _EXIT_REPORT_S = 2.0
+# A transferqueue that does not answer within this time is taken to be gone.
+_DROP_S = 3.0
 _TRANSIENT = (UnavailableError, DeadlineExceededError, NotFoundError, DataLossError, AbortedError)
 
 Transition = Callable[[RunEvent, str, str], Awaitable[RunState]]
@@ -47,7 +49,7 @@ class WorkerLostError(RuntimeError):
 
 
 class Ending(StrEnum):
-    """Why a driver was told to stop."""
+    """Why a driver stops."""
 
     NONE = "none"
     CANCEL = "cancel"
@@ -270,9 +272,8 @@ class RunDriver:
 
     def _explain(self, errors: Sequence[BaseException]) -> tuple[str, str]:
         """Stable code and message of a failed run."""
-        for error in errors:
-            if isinstance(error, WorkerLostError):
-                return "WorkerLost", str(error)
+        if lost := next((e for e in errors if isinstance(e, WorkerLostError)), None):
+            return "WorkerLost", str(lost)
         error = errors[0]
         reason = error.reason if isinstance(error, ServiceError) else type(error).__name__
         return reason, "; ".join(dict.fromkeys(str(error) for error in errors))
@@ -283,8 +284,9 @@ class RunDriver:
         if keep_samples:
             return
         try:
-            await drop_partitions(self._services.queue, self._run_id)
-        except ServiceError as error:
+            async with asyncio.timeout(_DROP_S):
+                await drop_partitions(self._services.queue, self._run_id)
+        except (ServiceError, TimeoutError) as error:
             # A transferqueue that is gone has nothing to drop, and its end must not hide the run's.
             logger.warning("samples not dropped", extra={"run": self._run_id, "reason": str(error)})
 
