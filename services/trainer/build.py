@@ -13,6 +13,7 @@ from services.common.spec.run import RunSpec
 from services.trainer.checkpoint import Checkpointer
 from services.trainer.critic import CriticRunner
 from services.trainer.lora import add_adapters
+from services.trainer.manifest import STEP_PREFIX
 from services.trainer.model import Critic, Policy, freeze
 from services.trainer.parallel import Topology, build_topology, distribute
 from services.trainer.rank import Fetch, Rank
@@ -94,7 +95,9 @@ def build_rank(
         checkpointer=checkpointer,
     )
     weights = WeightExport(policy.model, dtype=getattr(torch, spec.trainer.dtype))
-    return Built(rank=rank, weights=weights, step=rank.restore() if settings.resume else 0)
+    # A checkpoint of this very run is there if its trainer was lost before: then training goes on from it.
+    is_continued = settings.resume or any(checkpoint_root(spec, settings).glob(f"{STEP_PREFIX}*"))
+    return Built(rank=rank, weights=weights, step=rank.restore() if is_continued else 0)
 
 
 def checkpoint_root(spec: RunSpec, settings: TrainerSettings) -> Path:

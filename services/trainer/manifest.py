@@ -16,17 +16,17 @@ from services.common.errors import DataLossError, NotFoundError
 
 logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
-_PREFIX = "step-"
+STEP_PREFIX = "step-"
 
 
 def folder_of(root: Path, step: int) -> Path:
     """Where the checkpoint of a step lies once it is published."""
-    return root / f"{_PREFIX}{step:08d}"
+    return root / f"{STEP_PREFIX}{step:08d}"
 
 
 def unfinished_of(root: Path, step: int) -> Path:
     """Where the checkpoint of a step is written."""
-    return root / f".unfinished-{_PREFIX}{step:08d}"
+    return root / f".unfinished-{STEP_PREFIX}{step:08d}"
 
 
 def publish(root: Path, step: int, facts: dict[str, Any], *, keep: int) -> Path:
@@ -113,7 +113,7 @@ def verify(folder: Path) -> dict[str, Any]:
 
 def _published(root: Path) -> list[Path]:
     """Published folders, newest first."""
-    return sorted(root.glob(f"{_PREFIX}*"), reverse=True)
+    return sorted(root.glob(f"{STEP_PREFIX}*"), reverse=True)
 
 
 def _digest(file: Path) -> str:

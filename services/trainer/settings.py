@@ -21,7 +21,8 @@ class TrainerSettings(WorkerSettings):
     model_cache: Path = Path("~/.cache/slipstream/models")
     """Folder of base models that were made by a warm start."""
     resume: bool = False
-    """Whether to start from the newest checkpoint; none is then an error, never a new beginning."""
+    """Whether there must be a checkpoint to start from; none is then an error, never a new beginning. A
+    checkpoint that is there is always used."""
     rank: int = Field(0, ge=0, validation_alias="RANK")
     """This process among all trainer processes of the run."""
     local_rank: int = Field(0, ge=0, validation_alias="LOCAL_RANK")
