@@ -101,8 +101,7 @@ class RunDriver:
         self._vacant: set[str] = set()
         self._lost = asyncio.Event()
         self._is_hopeless = False
-        self._losses = 0
-        self._step_at_loss = -1
+        self._losses, self._step_at_loss = 0, -1
         self.task: asyncio.Task[None] | None = None
 
     async def drive(self) -> None:
