@@ -25,6 +25,8 @@ class StepLog:
         data = event.get("data", {})
         if kind == "StepCommitted":
             yield from self._close()
+            # A trainer that was lost goes on from its checkpoint and trains the steps behind it again.
+            self.records = [record for record in self.records if record["step"] < data["step"]]
             self._open = {"time": event["time"], **data}
         elif kind == "WeightsPublished" and self._open is not None:
             self._open.update(

@@ -69,6 +69,14 @@ def test_steps_without_a_publication_are_kept():
     assert (first["step"], second["step"]) == (1, 2)
 
 
+def test_a_step_that_is_trained_again_replaces_the_lost_one():
+    log = StepLog()
+    for step in (1, 2, 3, 2, 3):
+        for event in (committed(step), published(step)):
+            list(log.take(*event))
+    assert [record["step"] for record in log.records] == [1, 2, 3]
+
+
 def test_the_initial_publication_is_no_step():
     log = StepLog()
     assert list(log.take(*published(0))) == []
