@@ -9,10 +9,8 @@ reported. Calls of an older epoch are refused.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +22,12 @@ from services.common.errors import (
     UnavailableError,
 )
 from services.common.weightsync.arena import WeightArena, whole_tensors
+from services.common.weightsync.endpoints import (
+    WeightSink,
+    WeightSource,
+    on_device,
+    pack_weights,
+)
 from services.common.weightsync.group import KeyValueStore, WeightGroup, form_group
 from services.common.weightsync.plan import (
     TensorSpec,
@@ -43,27 +47,6 @@ logger = logging.getLogger(__name__)
 
 # The transfer keeps its deadline by itself; this much later it is given up from outside.
 _MARGIN_S = 1.0
-
-
-class WeightSource(Protocol):
-    """The weights of one trainer rank."""
-
-    def weight_specs(self) -> Sequence[TensorSpec]:
-        """All tensors of the model, in sending order."""
-
-    def weight_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """The current rows that this source holds, by name; cast to the wire's dtype if they differ."""
-
-
-class WeightSink(Protocol):
-    """An engine's weights."""
-
-    async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
-        """Put complete, verified weights into service between two decode steps.
-
-        Returns:
-            Seconds in which no token was produced.
-        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +211,7 @@ class WeightMember:
                 version=version,
             )
         if self._source is not None and self._arena is not None:
-            self._checksums = await asyncio.to_thread(self._pack, self._source, self._arena)
+            self._checksums = await asyncio.to_thread(pack_weights, self._source, self._arena)
 
     async def transfer(self, epoch: int, version: int, timeout_s: float) -> TransferReport:
         """Send or receive a version; a receiver stages it beside the live weights.
@@ -298,35 +281,6 @@ class WeightMember:
         self._leave()
         logger.warning("weight group aborted", extra={"epoch": epoch, "reason": reason})
 
-    @torch.no_grad()
-    def _pack(self, source: WeightSource, arena: WeightArena) -> Tensor:
-        """Copy a source's rows into its arena; returns when the weights may change again.
-
-        Returns:
-            Checksums of the arena's buckets.
-        """
-        (number,) = arena.buffers
-        current = dict(source.weight_tensors())
-        views = {name: view for name, _, view in arena.pieces(number)}
-        if views.keys() != current.keys():
-            raise ValueError(
-                f"the trainer must hold {sorted(views.keys() - current.keys())[:3]} and not "
-                f"{sorted(current.keys() - views.keys())[:3]}, according to the plan"
-            )
-        with self._on_device():
-            torch._foreach_copy_(list(views.values()), [current[name] for name in views])
-            checksums = arena.checksums(number)
-            if self._device.type == "cuda":
-                torch.cuda.current_stream().synchronize()
-        return checksums
-
-    def _on_device(self) -> AbstractContextManager[None]:
-        """Make the member's device the current one: which one that is, each thread says for itself."""
-        if self._device.type != "cuda":
-            return nullcontext()
-        device: AbstractContextManager[None] = torch.cuda.device(self._device)
-        return device
-
     def _exchange(
         self, group: WeightGroup, epoch: int, version: int, timeout_s: float
     ) -> Transferred:
@@ -334,7 +288,7 @@ class WeightMember:
         assert self._arena is not None
         if self._stream is None and self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)
-        with self._on_device(), torch.cuda.stream(self._stream):
+        with on_device(self._device), torch.cuda.stream(self._stream):
             if self._source is None:
                 return receive_version(
                     group, self._arena, epoch=epoch, version=version, timeout_s=timeout_s
