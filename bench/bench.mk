@@ -1,4 +1,14 @@
 # Benchmarks; included by the Makefile.
-.PHONY: bench-dataplane
+.PHONY: bench-dataplane bench-trainer bench-rollout bench-weightsync
 bench-dataplane: $(READY) ## The data plane next to its peer, minutes (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.dataplane $(OPTIONS)
+
+bench-trainer: $(READY) ## Packed against padded training steps (SMOKE=--smoke on a machine without a GPU)
+	$(BIN)/python -m bench.trainer $(SMOKE)
+
+bench-rollout: $(READY) ## The torch engine against static batches, and partial rollout in virtual time
+	$(BIN)/python -m bench.rollout.throughput
+	$(BIN)/python -m bench.rollout.partial
+
+bench-weightsync: $(READY) ## Weight sync against the raw wire (SMOKE=--smoke on a machine without a GPU)
+	$(BIN)/python -m bench.weightsync $(SMOKE)
