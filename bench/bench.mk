@@ -3,12 +3,12 @@
 bench-dataplane: $(READY) ## The data plane next to its peer, minutes (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.dataplane $(OPTIONS)
 
-bench-trainer: $(READY) ## Packed against padded training steps (SMOKE=--smoke on a machine without a GPU)
-	$(BIN)/python -m bench.trainer $(SMOKE)
+bench-trainer: $(READY) ## Packed against padded training steps (OPTIONS=--smoke on a machine without a GPU)
+	$(BIN)/python -m bench.trainer $(OPTIONS)
 
 bench-rollout: $(READY) ## The torch engine against static batches, and partial rollout in virtual time
 	$(BIN)/python -m bench.rollout.throughput
 	$(BIN)/python -m bench.rollout.partial
 
-bench-weightsync: $(READY) ## Weight sync against the raw wire (SMOKE=--smoke on a machine without a GPU)
-	$(BIN)/python -m bench.weightsync $(SMOKE)
+bench-weightsync: $(READY) ## Weight sync against the raw wire (OPTIONS=--smoke on a machine without a GPU)
+	$(BIN)/python -m bench.weightsync $(OPTIONS)
