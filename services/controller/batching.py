@@ -55,7 +55,7 @@ async def _take_batch(
         may_wait = algorithm.on_stale == "wait" and clock.monotonic() < deadline
         choice = choose_batch(
             ledger.in_state(GroupState.READY),
-            ledger.running(),
+            ledger.begun(),
             gate=generation.gate,
             trainer_version=weight_version,
             wait_for_due=may_wait,

@@ -173,6 +173,14 @@ class Ledger:
         found = [group for group in self._groups.values() if group.state in states]
         return sorted(found, key=lambda group: group.sequence)
 
+    def begun(self) -> list[Group]:
+        """Groups that have tokens, or may have some soon, and are not finished: the put aside too."""
+        return [
+            group
+            for group in self.in_state(*RUNNING, GroupState.PARTIAL)
+            if group.state in RUNNING or group.oldest_version >= 0
+        ]
+
     def running(self) -> list[Group]:
         """Groups that are with a rollout."""
         return self.in_state(*RUNNING)

@@ -35,7 +35,7 @@ def choose_batch(
 
     Args:
         ready: Finished groups.
-        running: Groups that are being generated.
+        running: Groups that are begun and not finished.
         gate: Bound and batch size.
         trainer_version: Weight version that the batch will be trained from.
         wait_for_due: Whether due groups that still run hold the batch back.

@@ -33,6 +33,16 @@ def test_a_group_is_never_trained_twice():
         ledger.train([group])
 
 
+def test_a_group_that_was_put_aside_with_tokens_is_still_begun():
+    ledger = Ledger(max_attempts=3)
+    group, untouched = ledger.issue(row=0, position=1), ledger.issue(row=1, position=2)
+    ledger.lease(group, "rollout-0", version=4, now=0.0)
+    ledger.interrupt(group)
+    assert ledger.begun() == [group]
+    assert group.oldest_version == 4
+    assert untouched not in ledger.begun()
+
+
 def test_results_of_an_older_attempt_are_not_found():
     ledger = Ledger(max_attempts=3)
     group = ledger.issue(row=0, position=1)
