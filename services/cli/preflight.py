@@ -6,6 +6,7 @@ reported together.
 
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 
 from services.common.callables import load_callable
 from services.common.models.loading import load_config
@@ -40,6 +41,12 @@ def _collect(problems: list[str], step: Callable[[RunSpec], None], spec: RunSpec
 
 
 def _check_model(spec: RunSpec) -> None:
+    path = spec.model.path
+    if path.startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
+        raise ValueError(
+            f"model.path: there is no folder {path!r}; name a folder with a model, a Hugging Face id such as "
+            "'Qwen/Qwen2.5-0.5B', or a preset such as 'tiny:qwen2-0.4m'"
+        )
     load_config(spec.model, load_tokenizer(spec.model))
     if spec.model.warm_start is not None:
         _check_callable("model.warm_start.examples", spec.model.warm_start.examples)

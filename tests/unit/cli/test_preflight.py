@@ -1,0 +1,64 @@
+"""Problems are found before anything starts, and all of them are named."""
+
+import json
+
+import pytest
+
+from services.cli.preflight import check
+from services.common.spec.loader import SpecError, parse_spec
+
+
+def spec_with(tmp_path, **changes):
+    data = tmp_path / "prompts.jsonl"
+    data.write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n")
+    document = {
+        "name": "checked",
+        "model": {"path": "tiny:qwen2-0.4m"},
+        "data": {"train": {"source": "jsonl", "path": str(data)}},
+        "rollout": {"rewards": [{"name": "exact_match"}]},
+        "trainer": {"steps": 1, "prompts_per_step": 2},
+    }
+    for key, value in changes.items():
+        document[key] = {**document[key], **value}
+    return parse_spec(document)
+
+
+def test_a_specification_that_can_run_passes(tmp_path):
+    check(spec_with(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": {"path": "/no/such/folder"}}, ["model.path", "/no/such/folder", "tiny:"]),
+        ({"model": {"path": "tiny:huge"}}, ["tiny:huge", "tiny:qwen2-0.4m"]),
+        ({"rollout": {"engine": "vllm"}}, ["vllm", "not installed", "torch"]),
+        ({"rollout": {"rewards": [{"name": "nope"}]}}, ["rollout.rewards.0.name", "math_verify"]),
+        (
+            {"rollout": {"rewards": [{"name": "no_module_x:f"}]}},
+            ["rollout.rewards.0.name", "no_module_x"],
+        ),
+    ],
+)
+def test_a_problem_names_its_key_and_what_would_do(tmp_path, changes, words):
+    with pytest.raises(SpecError) as caught:
+        check(spec_with(tmp_path, **changes))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_an_empty_data_set_and_a_missing_column_are_named(tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    with pytest.raises(SpecError, match="at least one prompt"):
+        check(spec_with(tmp_path, data={"train": {"source": "jsonl", "path": str(empty)}}))
+    with pytest.raises(SpecError, match=r"'question'.*columns.*'prompt'"):
+        check(spec_with(tmp_path, data={"prompt_column": "question"}))
+
+
+def test_all_problems_come_at_once(tmp_path):
+    spec = spec_with(
+        tmp_path, model={"path": "/no/such/folder"}, rollout={"rewards": [{"name": "nope"}]}
+    )
+    with pytest.raises(SpecError) as caught:
+        check(spec)
+    assert len(caught.value.problems) == 2
