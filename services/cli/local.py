@@ -10,7 +10,6 @@ import json
 import os
 import sys
 import tempfile
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,9 +17,10 @@ from pathlib import Path
 
 import psutil
 
+from services.controller.process_launcher import last_lines
+
 _START_TIMEOUT_S = 60.0
 _STOP_GRACE_S = 6.0
-_LAST_LINES = 15
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -160,7 +160,7 @@ def _exited(service: _Service) -> ServiceExitedError:
     code = None if service.process is None else service.process.returncode
     return ServiceExitedError(
         f"{service.name} ended with exit code {code}; its last lines ({service.log}):\n"
-        f"{_last_lines(service.log)}"
+        f"{last_lines(service.log)}"
     )
 
 
@@ -186,8 +186,3 @@ def _adopt_orphans() -> None:
     """Become the parent of workers whose controller dies (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def _last_lines(log: Path) -> str:
-    with log.open(encoding="utf-8", errors="replace") as lines:
-        return "".join(deque(lines, maxlen=_LAST_LINES)).rstrip()

@@ -7,7 +7,6 @@ others    hear the run from rank 0 -> load -> follow until rank 0 ends
 import asyncio
 import json
 import logging
-import signal
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
@@ -20,6 +19,7 @@ from services.common.batch import KVBatchMeta
 from services.common.errors import DeadlineExceededError
 from services.common.grpc_server import serve
 from services.common.jagged import Jagged
+from services.common.lifetime import until_told_to_stop
 from services.common.logging import configure
 from services.common.metrics import serve_metrics
 from services.common.spec.loader import canonical_json, parse_spec
@@ -147,12 +147,8 @@ def _blocking_fetch(data: DataClient, loop: asyncio.AbstractEventLoop) -> Fetch:
 
 async def _until_stopped(session: WorkerSession) -> None:
     """Wait for the controller's order or a signal."""
-    signalled = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled.set)
     async with asyncio.TaskGroup() as group:
-        waits = [group.create_task(session.stopped()), group.create_task(signalled.wait())]
+        waits = [group.create_task(session.stopped()), group.create_task(until_told_to_stop())]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
