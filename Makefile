@@ -65,7 +65,7 @@ proto-check: $(READY) ## The protos are well formed and the committed stubs are 
 	out=$$(mktemp -d) && PATH="$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=$$out --grpc_python_out=$$out --mypy_out=quiet:$$out --mypy_grpc_out=quiet:$$out $(PROTOS) && diff -r -x __pycache__ $$out proto/gen && rm -rf $$out
 
 docs: $(READY) ## Regenerate docs/runspec.md and docs/openapi.json
-	$(BIN)/python -m services.controller.openapi > docs/openapi.json
+	$(BIN)/python -m services.controller.api.openapi > docs/openapi.json
 	$(BIN)/python -m services.cli.spec_docs > docs/runspec.md
 
 docs-check: $(READY) ## The generated documentation is current

@@ -22,9 +22,9 @@ from typing import Any
 
 from services.common.spec.data import DataSpec
 from services.common.spec.rollout import RolloutSpec
-from services.controller.ledger import Group, Ledger
-from services.controller.replay import choose_batch
-from services.controller.staleness import StalenessGate
+from services.controller.run.ledger import Group, Ledger
+from services.controller.run.replay import choose_batch
+from services.controller.run.staleness import StalenessGate
 from services.rollout.calls.pool import CallPool
 from services.rollout.client import GroupAssignment
 from services.rollout.engines.fake import FakeEngine, LongTail

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from services.controller.process_launcher import last_lines
+from services.controller.launch.process import last_lines
 
 _START_TIMEOUT_S = 60.0
 _STOP_GRACE_S = 6.0

@@ -13,22 +13,22 @@ from services.common.grpc_server import serve
 from services.common.lifetime import announce, until_told_to_stop
 from services.common.logging import configure
 from services.common.metrics import serve_metrics
+from services.controller.api.app import build_app
+from services.controller.api.principals import DEFAULT_PROJECT, TokenStore
+from services.controller.api.run_page import with_run_page
+from services.controller.api.server import serve_rest
 from services.controller.audit import RunAudit
-from services.controller.database import Database
-from services.controller.launchers import open_launcher
-from services.controller.lease import Leadership
+from services.controller.launch.choice import open_launcher
 from services.controller.membership import Membership
-from services.controller.principals import DEFAULT_PROJECT, TokenStore
 from services.controller.quotas import QuotaDefaults
 from services.controller.rendezvous import RendezvousStore
-from services.controller.rest import build_app
-from services.controller.rest_server import serve_rest
 from services.controller.run_collector import RunCollector
-from services.controller.run_page import with_run_page
 from services.controller.runs import RunManager
 from services.controller.server import MembershipServicer, RendezvousServicer, RunServicer
 from services.controller.settings import ControllerSettings
-from services.controller.store import RunStore
+from services.controller.store.database import Database
+from services.controller.store.lease import Leadership
+from services.controller.store.runs import RunStore
 from services.transferqueue.client import TransferQueueClient
 from slipstream.controller.v1 import membership_pb2_grpc, run_pb2_grpc
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from services.controller import ledger_store
-from services.controller.checkpoints import Checkpoint, CheckpointStore
-from services.controller.database import Database
-from services.controller.ledger import Group
-from services.controller.process_launcher import last_lines
-from services.controller.rest_views import MetricPoint, SampleView, moment
-from services.controller.tables import DEAD_LETTERS
+from services.controller.api.views import MetricPoint, SampleView, moment
+from services.controller.launch.process import last_lines
+from services.controller.run.checkpoints import Checkpoint, CheckpointStore
+from services.controller.run.ledger import Group
+from services.controller.store import ledgers as ledger_store
+from services.controller.store.database import Database
+from services.controller.store.tables import DEAD_LETTERS
 
 
 class RunAudit:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.common.metrics import SYNC
-from services.controller.weight_sync import SyncReport
+from services.controller.run.weight_sync import SyncReport
 
 RUN_STEP = Gauge("slipstream_run_step", "Finished trainer steps.", ["run"])
 PROMPTS = Gauge("slipstream_prompts", "Groups by ledger state.", ["run", "state"])

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 
 from services.common.errors import ResourceExhaustedError
-from services.controller.database import Database
-from services.controller.records import Run
-from services.controller.run_rows import to_run
-from services.controller.run_state import RunState
-from services.controller.tables import QUOTAS, RUNS
+from services.controller.run.run_state import RunState
+from services.controller.store.database import Database
+from services.controller.store.records import Run
+from services.controller.store.rows import to_run
+from services.controller.store.tables import QUOTAS, RUNS
 
 _ACTIVE = tuple(
     state.value

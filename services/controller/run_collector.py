@@ -10,8 +10,8 @@ from prometheus_client.registry import Collector
 
 from services.common.spec.loader import parse_spec
 from services.controller.membership import Worker
-from services.controller.records import Run
-from services.controller.run_state import RunState
+from services.controller.run.run_state import RunState
+from services.controller.store.records import Run
 
 # The series of a run that ended stay this long, so that the last scrapes and alerts see how it ended.
 _KEPT_S = 900.0

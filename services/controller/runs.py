@@ -11,17 +11,17 @@ from services.common.errors import UnavailableError
 from services.common.ids import new_run_id
 from services.common.spec.loader import canonical_json, parse_spec, spec_digest
 from services.controller import quotas
+from services.controller.api.event_feed import EventFeed
 from services.controller.client import GroupFailure
-from services.controller.database import Database
-from services.controller.driver import Ending, RunDriver, Services
-from services.controller.event_feed import EventFeed
-from services.controller.journal import Journal
-from services.controller.launcher import Launcher, WorkerExit
+from services.controller.launch.launcher import Launcher, WorkerExit
 from services.controller.membership import Membership, Worker
 from services.controller.quotas import Quota, QuotaDefaults
-from services.controller.records import NewRun, Note, Run, RunFilter, Submission
-from services.controller.run_state import RunEvent, RunState
-from services.controller.store import InvalidTransitionError, RunStore
+from services.controller.run.driver import Ending, RunDriver, Services
+from services.controller.run.journal import Journal
+from services.controller.run.run_state import RunEvent, RunState
+from services.controller.store.database import Database
+from services.controller.store.records import NewRun, Note, Run, RunFilter, Submission
+from services.controller.store.runs import InvalidTransitionError, RunStore
 from services.transferqueue.client import TransferQueueClient
 
 logger = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ from services.common.errors import InvalidArgumentError
 from services.common.spec.loader import SpecError, canonical_json, parse_spec, spec_digest
 from services.controller.client import GroupFailure, WorkerRole, WorkerState
 from services.controller.membership import HeartbeatOutcome, Membership, Worker
-from services.controller.records import RequestKey, Run, Submission
 from services.controller.rendezvous import RendezvousStore
 from services.controller.runs import RunManager
 from services.controller.settings import ControllerSettings
+from services.controller.store.records import RequestKey, Run, Submission
 from slipstream.controller.v1 import (
     membership_pb2,
     membership_pb2_grpc,

@@ -12,8 +12,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from services.controller.rest_server import serve_rest
-from services.controller.run_page import with_run_page
+from services.controller.api.run_page import with_run_page
+from services.controller.api.server import serve_rest
 
 RUN_ID = "run_01"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -13,11 +13,11 @@ from kubernetes.client import ApiClient, AppsV1Api, Configuration, CoreV1Api, No
 
 from services.common.spec.loader import parse_spec
 from services.common.spec.run import RunSpec
-from services.controller.kubernetes_launcher import KubernetesLauncher
-from services.controller.launcher import WorkerExit
-from services.controller.pod_api import PodApi, deployment_reference
-from services.controller.pod_watch import follow_pods
-from services.controller.worker_pods import RUN_LABEL
+from services.controller.launch.kubernetes import KubernetesLauncher
+from services.controller.launch.launcher import WorkerExit
+from services.controller.launch.pod_api import PodApi, deployment_reference
+from services.controller.launch.pod_watch import follow_pods
+from services.controller.launch.worker_pods import RUN_LABEL
 from tests.cluster.fake_nodes import fake_nodes
 from tests.cluster.node import Cluster
 from tests.cluster.tools import require

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import sqlalchemy as sa
 
-from services.controller.database import Database
+from services.controller.store.database import Database
 from tests.unit.controller.databases import postgres_cluster
 
 

@@ -6,9 +6,9 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 from services.common.errors import FailedPreconditionError
-from services.controller.database import Database, LeaseLostError
-from services.controller.lease import Leadership
-from services.controller.tables import METADATA
+from services.controller.store.database import Database, LeaseLostError
+from services.controller.store.lease import Leadership
+from services.controller.store.tables import METADATA
 
 
 def test_migrations_make_the_tables(database):

@@ -12,9 +12,9 @@ import yaml
 
 from services.common.errors import FailedPreconditionError
 from services.common.spec.loader import parse_spec
-from services.controller.kubernetes_launcher import KubernetesLauncher
-from services.controller.launcher import WorkerExit
-from services.controller.pod_watch import PodSeen
+from services.controller.launch.kubernetes import KubernetesLauncher
+from services.controller.launch.launcher import WorkerExit
+from services.controller.launch.pod_watch import PodSeen
 
 RUN = "run_01"
 SPEC = parse_spec(
@@ -238,7 +238,7 @@ async def test_a_refused_pod_fails_the_start_and_leaves_nothing(tmp_path: Path) 
 async def test_a_pod_that_outlasts_its_grace_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.controller.kubernetes_launcher._STOP_MARGIN_S", 0.05)
+    monkeypatch.setattr("services.controller.launch.kubernetes._STOP_MARGIN_S", 0.05)
     cluster = FakeCluster(ignores_deletion=True)
     async with launching(cluster, write_templates(tmp_path)) as (launcher, _):
         await launcher.start(RUN, SPEC)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.controller.ledger import GroupState, Ledger, LedgerError, LedgerState
+from services.controller.run.ledger import GroupState, Ledger, LedgerError, LedgerState
 
 
 def test_a_trained_group_goes_through_all_states():

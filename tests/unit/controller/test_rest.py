@@ -8,12 +8,12 @@ import httpx
 import pytest
 
 from services.common.clock import SystemClock
+from services.controller.api.app import build_app
+from services.controller.api.principals import TokenStore
 from services.controller.audit import RunAudit
-from services.controller.launcher import ExternalLauncher
+from services.controller.launch.launcher import ExternalLauncher
 from services.controller.membership import Membership
-from services.controller.principals import TokenStore
 from services.controller.quotas import QuotaDefaults
-from services.controller.rest import build_app
 from services.controller.runs import RunManager
 from services.transferqueue.facts import Stats
 

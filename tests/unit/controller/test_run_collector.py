@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from prometheus_client import CollectorRegistry, generate_latest
 
 from services.common.spec.loader import canonical_json, parse_spec
+from services.controller.run.run_state import RunState
 from services.controller.run_collector import RunCollector
-from services.controller.run_state import RunState
 
 NOW = 10_000.0
 SPEC = canonical_json(

@@ -13,10 +13,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from services.controller.database import Database
-from services.controller.records import NewRun
-from services.controller.run_state import TERMINAL, TRANSITIONS, RunEvent, RunState, next_state
-from services.controller.store import InvalidTransitionError, RunStore
+from services.controller.run.run_state import TERMINAL, TRANSITIONS, RunEvent, RunState, next_state
+from services.controller.store.database import Database
+from services.controller.store.records import NewRun
+from services.controller.store.runs import InvalidTransitionError, RunStore
 
 
 @pytest.mark.parametrize("state", RunState)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.controller.replay import resume_key
-from services.controller.staleness import StalenessGate
+from services.controller.run.replay import resume_key
+from services.controller.run.staleness import StalenessGate
 
 CASES = json.loads((Path(__file__).parents[2] / "vectors" / "apr_schedule.json").read_text())[
     "cases"

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from services.controller.staleness import StalenessGate
+from services.controller.run.staleness import StalenessGate
 
 CASES = {
     case["name"]: case

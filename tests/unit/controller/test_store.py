@@ -2,13 +2,13 @@
 
 import pytest
 
-from services.controller import ledger_store
-from services.controller.journal import Journal
-from services.controller.ledger import GroupState, Ledger
-from services.controller.records import NewRun, Note, RequestKey
-from services.controller.run_rows import IdempotencyKeyReusedError
-from services.controller.run_state import RunEvent, RunState
-from services.controller.store import InvalidTransitionError, RunStore, StaleRevisionError
+from services.controller.run.journal import Journal
+from services.controller.run.ledger import GroupState, Ledger
+from services.controller.run.run_state import RunEvent, RunState
+from services.controller.store import ledgers as ledger_store
+from services.controller.store.records import NewRun, Note, RequestKey
+from services.controller.store.rows import IdempotencyKeyReusedError
+from services.controller.store.runs import InvalidTransitionError, RunStore, StaleRevisionError
 
 RUN = NewRun(run_id="run_1", name="one", spec_json="{}", spec_digest="d")
 

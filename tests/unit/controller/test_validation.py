@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.controller.validation import ValidationMachine, is_periodic
+from services.controller.run.validation import ValidationMachine, is_periodic
 
 CASES = json.loads((Path(__file__).parents[2] / "vectors" / "validation_sm.json").read_text())[
     "cases"

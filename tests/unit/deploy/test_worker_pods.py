@@ -7,7 +7,7 @@ import pytest
 
 from services.common.errors import FailedPreconditionError
 from services.common.spec.loader import parse_spec
-from services.controller.worker_pods import Pod, build_pods, load_templates
+from services.controller.launch.worker_pods import Pod, build_pods, load_templates
 from tests.unit.deploy.chart import one, render
 
 SPEC = {

@@ -1,0 +1,111 @@
+"""The REST application: routes, authentication, errors, OpenAPI."""
+
+from importlib.metadata import version
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Header, Response
+from fastapi.openapi.utils import get_openapi
+from starlette.concurrency import run_in_threadpool
+
+from services.common.spec.run import RunSpec
+from services.controller.api.commands import Authenticate, add_run_routes
+from services.controller.api.errors import PROBLEM_TYPE, Problem, add_error_handlers
+from services.controller.api.observing import add_observe_routes
+from services.controller.api.principals import DEVELOPER, Principal, TokenStore
+from services.controller.audit import RunAudit
+from services.controller.runs import RunManager
+
+_REFUSALS = {
+    "400": "The body is not JSON.",
+    "401": "No known token.",
+    "403": "The role does not allow it.",
+    "404": "There is no such thing in the project.",
+    "409": "The state does not allow it.",
+    "412": "The run was changed since.",
+    "413": "The body is too large.",
+    "422": "The request breaks a rule.",
+    "428": "If-Match is missing.",
+    "429": "The quota is used up.",
+    "503": "Not now; try again.",
+}
+
+
+def build_app(manager: RunManager, audit: RunAudit, tokens: TokenStore | None) -> FastAPI:
+    """The application.
+
+    Args:
+        manager: The runs.
+        audit: What they did.
+        tokens: Who may ask; None lets everybody who reaches the port be the developer.
+    """
+    app = FastAPI(
+        title="Slipstream",
+        version=version("slipstream"),
+        summary="Asynchronous reinforcement learning for language models.",
+        docs_url="/docs",
+        redoc_url=None,
+    )
+    add_error_handlers(app)
+    authenticate = _authentication(tokens)
+    add_run_routes(app, manager, authenticate)
+    add_observe_routes(app, manager, audit, authenticate)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+
+    @app.get("/healthz", include_in_schema=False)
+    def healthz() -> Response:
+        """Whether the process lives."""
+        return Response("ok\n", media_type="text/plain")
+
+    return app
+
+
+def _authentication(tokens: TokenStore | None) -> Authenticate:
+    async def authenticate(
+        authorization: Annotated[str, Header(include_in_schema=False)] = "",
+    ) -> Principal:
+        if tokens is None:
+            return DEVELOPER
+        return await run_in_threadpool(tokens.authenticate, authorization)
+
+    return authenticate
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """The API's description, with what FastAPI does not know: the specification and the problems."""
+    if app.openapi_schema is None:
+        document = get_openapi(
+            title=app.title, version=app.version, summary=app.summary, routes=app.routes
+        )
+        schemas = document["components"]["schemas"]
+        for unused in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(unused, None)
+        for model in (Problem, RunSpec):
+            schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas.update(schema.pop("$defs", {}))
+            schemas[model.__name__] = schema
+        document["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"token": []}]
+        for operations in document["paths"].values():
+            for operation in operations.values():
+                _describe(operation)
+                for parameter in operation.get("parameters", ()):
+                    # Without it the answer is 428, which FastAPI cannot say of a required header.
+                    if parameter["name"] == "if-match":
+                        parameter["required"] = True
+                        parameter["schema"].pop("default", None)
+        reference = {"schema": {"$ref": "#/components/schemas/RunSpec"}}
+        document["paths"]["/v1/runs"]["post"]["requestBody"] = {
+            "required": True,
+            "content": {"application/json": reference},
+        }
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+def _describe(operation: dict[str, Any]) -> None:
+    reference = {"schema": {"$ref": "#/components/schemas/Problem"}}
+    for status, meaning in _REFUSALS.items():
+        operation["responses"][status] = {
+            "description": meaning,
+            "content": {PROBLEM_TYPE: reference},
+        }

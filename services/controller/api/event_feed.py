@@ -1,0 +1,105 @@
+"""Events of runs: stored ones from the database, new ones as they come."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+from services.common.errors import ResourceExhaustedError
+from services.controller.run.run_state import TERMINAL
+from services.controller.store.database import Database
+from services.controller.store.records import Event
+from services.controller.store.runs import RunStore
+
+_MAX_BEHIND = 1000
+_PAGE = 500
+
+
+class Subscription:
+    """Events of one run, or of all runs, as they come."""
+
+    def __init__(self) -> None:
+        self._events: asyncio.Queue[Event] = asyncio.Queue(_MAX_BEHIND)
+        self._is_overflown = False
+
+    def offer(self, event: Event) -> None:
+        """Take an event, or note that the reader is too slow."""
+        try:
+            self._events.put_nowait(event)
+        except asyncio.QueueFull:
+            self._is_overflown = True
+
+    async def next(self) -> Event:
+        """Wait for the next event.
+
+        Raises:
+            ResourceExhaustedError: If the reader fell behind; it begins again where it stopped.
+        """
+        if self._is_overflown:
+            raise ResourceExhaustedError(
+                f"more than {_MAX_BEHIND} events were not read; go on from the last one that was"
+            )
+        return await self._events.get()
+
+
+class EventFeed:
+    """Hands events out. Belongs to the event loop's thread.
+
+    Args:
+        database: Where they are stored.
+        store: The runs in it.
+    """
+
+    def __init__(self, database: Database, store: RunStore) -> None:
+        self._database = database
+        self._store = store
+        self._by_run: dict[str, set[Subscription]] = defaultdict(set)
+
+    async def page(
+        self, run_id: str, *, after_seq: int, limit: int = _PAGE, type_: str | None = None
+    ) -> list[Event]:
+        """Stored events of a run behind ``after_seq``, in order."""
+        return await self._database.run(
+            self._store.events, run_id, after_seq=after_seq, limit=limit, type_=type_
+        )
+
+    async def watch(self, run_id: str, after_seq: int) -> AsyncIterator[Event]:
+        """Events of a run as they come; ends behind the one that ends the run.
+
+        Raises:
+            ResourceExhaustedError: If the reader is too slow.
+        """
+        with self._subscribe(run_id) as subscription:
+            is_ended = (await self._database.run(self._store.get, run_id)).is_terminal
+            while page := await self.page(run_id, after_seq=after_seq):
+                for event in page:
+                    yield event
+                    after_seq = event.seq
+                    is_ended = is_ended or _ends_run(event)
+            while not is_ended:
+                event = await subscription.next()
+                if event.seq > after_seq:
+                    yield event
+                    after_seq = event.seq
+                    is_ended = _ends_run(event)
+
+    def publish(self, event: Event) -> None:
+        """Hand out an event that is stored."""
+        for subscription in self._by_run.get(event.run_id, ()):
+            subscription.offer(event)
+
+    @contextmanager
+    def _subscribe(self, run_id: str) -> Iterator[Subscription]:
+        """Follow a run until the block ends."""
+        subscription = Subscription()
+        self._by_run[run_id].add(subscription)
+        try:
+            yield subscription
+        finally:
+            self._by_run[run_id].discard(subscription)
+            if not self._by_run[run_id]:
+                del self._by_run[run_id]
+
+
+def _ends_run(event: Event) -> bool:
+    return event.type == "StateChanged" and event.data["to"] in TERMINAL

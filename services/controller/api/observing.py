@@ -1,0 +1,171 @@
+"""REST routes that only look: events, logs, numbers, samples, checkpoints, workers, quota."""
+
+from collections.abc import AsyncIterator
+from importlib.metadata import version
+from typing import Annotated
+
+from fastapi import Depends, FastAPI, Header, Query
+from fastapi.responses import StreamingResponse
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+
+from services.common.errors import ResourceExhaustedError
+from services.controller.api.commands import Access, Authenticate, RunId
+from services.controller.api.principals import Principal
+from services.controller.api.views import (
+    CheckpointPage,
+    CheckpointView,
+    EventPage,
+    MetricPage,
+    QuotaView,
+    SamplePage,
+    Topology,
+    VersionView,
+    view_checkpoint,
+    view_event,
+    view_run,
+    view_worker,
+)
+from services.controller.audit import RunAudit
+from services.controller.runs import RunManager
+
+_MAX_SEQ = 2**53
+
+
+def add_observe_routes(
+    app: FastAPI, manager: RunManager, audit: RunAudit, authenticate: Authenticate
+) -> None:
+    """Add the routes."""
+    access = Access(manager)
+    _add_events(app, manager, access, authenticate)
+    _add_records(app, audit, access, authenticate)
+    _add_facts(app, manager, access, authenticate)
+
+
+def _add_events(
+    app: FastAPI, manager: RunManager, access: Access, authenticate: Authenticate
+) -> None:
+    @app.get("/v1/runs/{run_id}/events")
+    async def list_events(
+        run_id: RunId,
+        who: Annotated[Principal, Depends(authenticate)],
+        after_seq: Annotated[int, Query(ge=0, le=_MAX_SEQ)] = 0,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+        type: Annotated[str, Query(max_length=32)] = "",
+    ) -> EventPage:
+        """Events of a run, in order."""
+        await access.run(who, run_id)
+        events = await manager.feed.page(
+            run_id, after_seq=after_seq, limit=limit, type_=type or None
+        )
+        return EventPage(items=[view_event(event) for event in events])
+
+    async def existing(run_id: RunId, who: Annotated[Principal, Depends(authenticate)]) -> str:
+        # Checked before the stream begins: an answer that has begun cannot say 404.
+        return (await access.run(who, run_id)).run_id
+
+    @app.get("/v1/runs/{run_id}/events/stream", response_class=EventSourceResponse)
+    async def stream_events(
+        known: Annotated[str, Depends(existing)],
+        after_seq: Annotated[int, Query(ge=0, le=_MAX_SEQ)] = 0,
+        last_event_id: Annotated[str, Header()] = "",
+    ) -> AsyncIterator[ServerSentEvent]:
+        """Events of a run as they come; the stream ends with event ``end`` once the run has ended.
+
+        A reader that falls too far behind gets event ``overflow`` and goes on by ``Last-Event-ID``.
+        """
+        is_number = last_event_id.isdecimal() and len(last_event_id) < 16
+        start = int(last_event_id) if is_number else after_seq
+        try:
+            async for event in manager.feed.watch(known, start):
+                yield ServerSentEvent(
+                    data=view_event(event).model_dump(mode="json"),
+                    event=event.type,
+                    id=str(event.seq),
+                )
+        except ResourceExhaustedError as error:
+            yield ServerSentEvent(data={"detail": error.message}, event="overflow")
+            return
+        run = view_run(await manager.get(known))
+        yield ServerSentEvent(data=run.model_dump(mode="json"), event="end")
+
+
+def _add_records(app: FastAPI, audit: RunAudit, access: Access, authenticate: Authenticate) -> None:
+    @app.get("/v1/runs/{run_id}/metrics")
+    async def list_metrics(
+        run_id: RunId,
+        who: Annotated[Principal, Depends(authenticate)],
+        name: Annotated[str, Query(max_length=128)] = "",
+        from_step: Annotated[int, Query(ge=0, le=_MAX_SEQ)] = 0,
+        max_points: Annotated[int, Query(ge=1, le=2000)] = 2000,
+    ) -> MetricPage:
+        """Numbers of the run's steps: all, or one by name; evenly thinned out to ``max_points``."""
+        await access.run(who, run_id)
+        return MetricPage(items=await audit.metrics(run_id, name, from_step, max_points))
+
+    @app.get("/v1/runs/{run_id}/samples")
+    async def list_samples(
+        run_id: RunId,
+        who: Annotated[Principal, Depends(authenticate)],
+        after_step: Annotated[int, Query(ge=0, le=_MAX_SEQ)] = 0,
+        steps: Annotated[int, Query(ge=1, le=100)] = 10,
+    ) -> SamplePage:
+        """Groups that steps trained, those in flight, and those that were given up, with the reason."""
+        await access.run(who, run_id)
+        return SamplePage(items=await audit.samples(run_id, after_step, steps))
+
+    @app.get("/v1/runs/{run_id}/checkpoints")
+    async def list_checkpoints(
+        run_id: RunId, who: Annotated[Principal, Depends(authenticate)]
+    ) -> CheckpointPage:
+        """Checkpoints of a run, newest first."""
+        await access.run(who, run_id)
+        return CheckpointPage(
+            items=[view_checkpoint(found) for found in await audit.checkpoints(run_id)]
+        )
+
+    @app.get("/v1/runs/{run_id}/checkpoints/{checkpoint_id}")
+    async def get_checkpoint(
+        run_id: RunId, checkpoint_id: str, who: Annotated[Principal, Depends(authenticate)]
+    ) -> CheckpointView:
+        """One checkpoint."""
+        await access.run(who, run_id)
+        return view_checkpoint(await audit.checkpoint(run_id, checkpoint_id))
+
+    @app.get(
+        "/v1/runs/{run_id}/logs",
+        response_class=StreamingResponse,
+        responses={200: {"content": {"application/x-ndjson": {}}}},
+    )
+    async def read_logs(
+        run_id: RunId,
+        who: Annotated[Principal, Depends(authenticate)],
+        component: Annotated[str, Query(pattern="^[a-z0-9-]{0,63}$")] = "",
+        tail_lines: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+    ) -> StreamingResponse:
+        """The ends of the workers' logs, one JSON object a line: ``component`` and ``line``."""
+        await access.run(who, run_id)
+        lines = await audit.log_lines(run_id, component, tail_lines)
+        return StreamingResponse(iter(lines), media_type="application/x-ndjson")
+
+
+def _add_facts(
+    app: FastAPI, manager: RunManager, access: Access, authenticate: Authenticate
+) -> None:
+    @app.get("/v1/runs/{run_id}/topology")
+    async def get_topology(
+        run_id: RunId, who: Annotated[Principal, Depends(authenticate)]
+    ) -> Topology:
+        """Registered workers of a run and what they are doing."""
+        await access.run(who, run_id)
+        return Topology(items=[view_worker(worker) for worker in manager.workers(run_id)])
+
+    @app.get("/v1/quota")
+    async def get_quota(who: Annotated[Principal, Depends(authenticate)]) -> QuotaView:
+        """What the project may use, and uses."""
+        quota = await manager.quota(who.project)
+        return QuotaView.model_validate(quota, from_attributes=True)
+
+    @app.get("/v1/version")
+    async def get_version(who: Annotated[Principal, Depends(authenticate)]) -> VersionView:
+        """The release that answers."""
+        return VersionView(version=version("slipstream"))

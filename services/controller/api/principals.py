@@ -1,0 +1,122 @@
+"""Who asks: API tokens, stored by their SHA-256, with a project and a role."""
+
+import hashlib
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import sqlalchemy as sa
+
+from services.common.errors import NotFoundError, PermissionDeniedError, UnauthenticatedError
+from services.controller.store.database import Database
+from services.controller.store.records import Run
+from services.controller.store.tables import API_TOKENS
+
+Role = Literal["viewer", "operator", "admin"]
+
+_RANK: dict[Role, int] = {"viewer": 0, "operator": 1, "admin": 2}
+_PREFIX = "slp_"
+DEFAULT_PROJECT = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Principal:
+    """A user or a program that calls the API."""
+
+    name: str
+    project: str
+    role: Role
+
+    def demand(self, role: Role) -> None:
+        """See that the principal has at least a role.
+
+        Raises:
+            PermissionDeniedError: If it does not.
+        """
+        if _RANK[self.role] < _RANK[role]:
+            raise PermissionDeniedError(
+                f"this needs the role {role}, and {self.name} has {self.role}; ask an admin of "
+                f"project {self.project}"
+            )
+
+    def demand_run(self, run: Run) -> Run:
+        """See that a run is of the principal's project; a foreign one does not exist for it.
+
+        Raises:
+            NotFoundError: If it is not.
+        """
+        if run.project != self.project:
+            raise NotFoundError(
+                f"run {run.run_id!r} does not exist; list the runs there are", run_id=run.run_id
+            )
+        return run
+
+
+DEVELOPER = Principal(name="developer", project=DEFAULT_PROJECT, role="admin")
+"""Everybody, where the API is open to this host only."""
+
+
+class TokenStore:
+    """API tokens in the database. Methods block.
+
+    Args:
+        database: Where they are kept.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def create(self, *, name: str, project: str, role: Role, life_s: float | None = None) -> str:
+        """Make a token; this is the only time that it is seen."""
+        token = _PREFIX + secrets.token_urlsafe(32)
+        self.remember(token, name=name, project=project, role=role, life_s=life_s)
+        return token
+
+    def remember(
+        self, token: str, *, name: str, project: str, role: Role, life_s: float | None = None
+    ) -> None:
+        """Accept a token that was made elsewhere; repeating it changes nothing."""
+        digest = _digest(token)
+        now = time.time()
+        with self._database.write_unfenced() as connection:
+            connection.execute(API_TOKENS.delete().where(API_TOKENS.c.digest == digest))
+            connection.execute(
+                API_TOKENS.insert().values(
+                    digest=digest,
+                    prefix=digest[:16],
+                    name=name,
+                    project=project,
+                    role=role,
+                    create_time=now,
+                    expire_time=None if life_s is None else now + life_s,
+                )
+            )
+
+    def revoke(self, name: str) -> int:
+        """Forget all tokens of a name; returns how many there were."""
+        with self._database.write_unfenced() as connection:
+            return connection.execute(API_TOKENS.delete().where(API_TOKENS.c.name == name)).rowcount
+
+    def authenticate(self, authorization: str) -> Principal:
+        """The principal of an ``Authorization`` header.
+
+        Raises:
+            UnauthenticatedError: If there is none.
+        """
+        scheme, _, token = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not token:
+            raise UnauthenticatedError(
+                "an API token is needed: send 'Authorization: Bearer slp_...'"
+            )
+        query = sa.select(API_TOKENS).where(API_TOKENS.c.digest == _digest(token.strip()))
+        with self._database.read() as connection:
+            row = connection.execute(query).first()
+        if row is None or (row.expire_time is not None and row.expire_time < time.time()):
+            raise UnauthenticatedError("the API token is not known or has expired; take a new one")
+        return Principal(name=row.name, project=row.project, role=row.role)
+
+
+def _digest(token: str) -> str:
+    # Tokens are 256 random bits, so a plain hash cannot be searched; equal digests are found by index.
+    return hashlib.sha256(token.encode()).hexdigest()

@@ -1,0 +1,250 @@
+"""Runs workers as pods, through the Kubernetes API.
+
+start   builds pods from the chart's templates   -> API server
+watch   sees them pend, run, end and vanish      -> conditions and exits of the run
+stop    deletes them and waits until they are gone
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from services.common.spec.run import RunSpec
+from services.controller.launch import pod_state
+from services.controller.launch.launcher import ExitHandler, WorkerExit
+from services.controller.launch.pod_api import PodApi
+from services.controller.launch.pod_watch import PodSeen
+from services.controller.launch.worker_pods import (
+    RUN_LABEL,
+    build_pods,
+    load_templates,
+)
+
+logger = logging.getLogger(__name__)
+
+# Time that Kubernetes takes beside what pods take themselves.
+_STOP_MARGIN_S = 20.0
+
+PendingHandler = Callable[[str, str, str], None]
+"""Called with run, reason and message when a pod of the run cannot start."""
+
+
+@dataclass(slots=True)
+class _Pod:
+    """A pod that is not gone."""
+
+    workers: list[str]
+    grace_s: float
+    """Longest time that it takes to end when asked to."""
+    reported: set[str] = field(default_factory=set)
+    """Workers whose end was told."""
+    obstacle: pod_state.Obstacle | None = None
+    """Why it does not run."""
+    timer: asyncio.TimerHandle | None = None
+    """When it is given up because it does not run."""
+    is_over: bool = False
+    """Whether its containers have ended."""
+
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+
+
+class KubernetesLauncher:
+    """Starts each run's workers as pods.
+
+    Args:
+        api: Creates and deletes pods.
+        templates: Folder of the mounted worker templates, read whenever a run starts.
+        owner: Owner reference of the pods.
+        controller_address: ``host:port`` at which pods reach the controller.
+        on_exit: Hears of workers that ended by themselves.
+        on_pending: Hears of pods that cannot start.
+        pending_timeout_s: A pod that cannot start for this long ends its workers.
+    """
+
+    def __init__(
+        self,
+        api: PodApi,
+        templates: Path,
+        *,
+        owner: Mapping[str, str],
+        controller_address: str,
+        on_exit: ExitHandler,
+        on_pending: PendingHandler,
+        pending_timeout_s: float,
+    ) -> None:
+        self._api = api
+        self._templates = templates
+        self._owner = owner
+        self._controller_address = controller_address
+        self._on_exit = on_exit
+        self._on_pending = on_pending
+        self._pending_timeout_s = pending_timeout_s
+        self._runs: dict[str, dict[str, _Pod]] = {}
+        self._changed = asyncio.Condition()
+
+    async def start(self, run_id: str, spec: RunSpec) -> None:
+        """Create the pods of a run that are not there; an earlier controller may have made some.
+
+        Raises:
+            FailedPreconditionError: If Kubernetes refuses one, with its explanation.
+        """
+        templates = await asyncio.to_thread(load_templates, self._templates)
+        known = await self._find(run_id)
+        for name in [name for name, pod in known.items() if pod.is_over]:
+            await self._remove(run_id, name)
+        bodies = build_pods(
+            templates,
+            run_id,
+            spec,
+            controller_address=self._controller_address,
+            owner=self._owner,
+        )
+        for body in bodies:
+            name = body["metadata"]["name"]
+            if name not in known:
+                await self._api.create(body)
+                known[name] = self._admit(run_id, body)
+
+    async def end(self, run_id: str, worker_id: str) -> None:
+        """Remove a worker's pod at once; returns when it is gone."""
+        pods = self._runs.get(run_id, {})
+        for name in [name for name, pod in pods.items() if worker_id in pod.workers]:
+            pods[name].reported.add(worker_id)
+            await self._remove(run_id, name)
+
+    async def stop(self, run_id: str) -> None:
+        """End all pods of a run; returns when their containers have ended.
+
+        Those that outlast their grace are killed.
+        """
+        pods = await self._find(run_id)
+        for name, pod in list(pods.items()):
+            pod.stop_timer()
+            pod.reported.update(pod.workers)
+            await self._delete(run_id, name)
+        grace_s = max((pod.grace_s for pod in pods.values()), default=0.0)
+        try:
+            await self._until(lambda: all(pod.is_over for pod in pods.values()), grace_s)
+        except TimeoutError:
+            for name in [name for name, pod in pods.items() if not pod.is_over]:
+                logger.warning("pod did not end and is killed", extra={"pod": name})
+                await self._remove(run_id, name)
+        finally:
+            self._runs.pop(run_id, None)
+
+    async def watch(self, seen: "asyncio.Queue[PodSeen]") -> None:
+        """Take in what is seen of the pods until cancelled."""
+        while True:
+            await self._take_in(await seen.get())
+
+    async def _find(self, run_id: str) -> dict[str, _Pod]:
+        """Pods of a run, those included that an earlier controller process made."""
+        known = self._runs.setdefault(run_id, {})
+        for body in await self._api.list(f"{RUN_LABEL}={run_id}"):
+            name = body["metadata"]["name"]
+            if name not in known:
+                known[name] = self._admit(run_id, body)
+            if "deletionTimestamp" in body["metadata"] or pod_state.is_over(body):
+                known[name].is_over = True
+        return known
+
+    def _admit(self, run_id: str, body: Mapping[str, Any]) -> _Pod:
+        """Keep a pod, and give it up should it not run in time."""
+        name = body["metadata"]["name"]
+        loop = asyncio.get_running_loop()
+        return _Pod(
+            workers=pod_state.workers(body),
+            grace_s=body["spec"]["terminationGracePeriodSeconds"] + _STOP_MARGIN_S,
+            timer=loop.call_later(self._pending_timeout_s, self._give_up, run_id, name),
+        )
+
+    async def _take_in(self, seen: PodSeen) -> None:
+        run_id = self._run_of(seen)
+        pod = self._runs.get(run_id, {}).get(seen.name)
+        if pod is None:
+            await self._sweep(seen)
+            return
+        if seen.pod is None:
+            self._forget(run_id, seen.name, code=-9, message="its pod was deleted")
+        else:
+            self._note_start(run_id, seen.name, seen.pod)
+            for end in pod_state.ended(seen.pod):
+                self._report(run_id, pod, end.worker_id, end.code, end.message)
+            pod.is_over = pod.is_over or pod_state.is_over(seen.pod)
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _run_of(self, seen: PodSeen) -> str:
+        """The run of a pod; one that is gone is known by its name only."""
+        if seen.pod is not None:
+            run_id: str = seen.pod["metadata"]["labels"][RUN_LABEL]
+            return run_id
+        return next((run_id for run_id, pods in self._runs.items() if seen.name in pods), "")
+
+    async def _sweep(self, seen: PodSeen) -> None:
+        """Remove an ended pod of a run that nobody drives any more."""
+        if seen.pod is None or not pod_state.is_over(seen.pod):
+            return
+        owners = seen.pod["metadata"].get("ownerReferences", [])
+        if any(owner["uid"] == self._owner["uid"] for owner in owners):
+            await self._api.delete(seen.name)
+
+    def _note_start(self, run_id: str, name: str, body: Mapping[str, Any]) -> None:
+        """Keep what hinders a pod; tell it once per reason."""
+        pod = self._runs[run_id][name]
+        if pod_state.is_running(body):
+            pod.obstacle = None
+            pod.stop_timer()
+            return
+        found = pod_state.obstacle(body)
+        if found is None:
+            return
+        is_new = pod.obstacle is None or pod.obstacle.reason != found.reason
+        pod.obstacle = found
+        if is_new:
+            self._on_pending(run_id, found.reason, f"pod {name}: {found.message}")
+        if found.reason in pod_state.HOPELESS:
+            self._give_up(run_id, name)
+
+    def _give_up(self, run_id: str, name: str) -> None:
+        pod = self._runs.get(run_id, {}).get(name)
+        if pod is None:
+            return
+        found = pod.obstacle
+        why = f"{found.reason}: {found.message}" if found else "Kubernetes gave no reason"
+        for worker_id in pod.workers:
+            self._report(run_id, pod, worker_id, 1, f"pod {name} could not start: {why}")
+
+    def _report(
+        self, run_id: str, pod: _Pod, worker_id: str, code: int | None, message: str
+    ) -> None:
+        if worker_id not in pod.reported:
+            pod.reported.add(worker_id)
+            self._on_exit(
+                WorkerExit(run_id=run_id, worker_id=worker_id, code=code, last_lines=message)
+            )
+
+    def _forget(self, run_id: str, name: str, *, code: int, message: str) -> None:
+        """A pod is gone."""
+        pod = self._runs[run_id].pop(name)
+        pod.stop_timer()
+        for worker_id in pod.workers:
+            self._report(run_id, pod, worker_id, code, message)
+
+    async def _remove(self, run_id: str, name: str) -> None:
+        """Delete a pod without grace, and wait until it is gone."""
+        await self._delete(run_id, name, grace_s=0)
+        await self._until(lambda: name not in self._runs[run_id], _STOP_MARGIN_S)
+
+    async def _delete(self, run_id: str, name: str, *, grace_s: int | None = None) -> None:
+        if not await self._api.delete(name, grace_s=grace_s) and name in self._runs[run_id]:
+            self._forget(run_id, name, code=-9, message="its pod was deleted")
+
+    async def _until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        async with asyncio.timeout(timeout_s), self._changed:
+            await self._changed.wait_for(condition)

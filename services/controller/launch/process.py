@@ -1,0 +1,147 @@
+"""Runs workers as processes of this host."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from pathlib import Path
+
+import psutil
+
+from services.common.spec.run import RunSpec
+from services.controller.client import WorkerRole
+from services.controller.launch.launcher import ExitHandler, WorkerExit, worker_names
+from services.controller.launch.worker_process import (
+    ChildProcess,
+    WorkerProcess,
+    adopt,
+    write_record,
+)
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_S = 2.5
+_LAST_LINES = 15
+
+
+class ProcessLauncher:
+    """Starts each worker as ``python -m services.<role>`` in a session of its own.
+
+    Workers that an earlier controller process started are found by what it wrote down, and kept.
+
+    Args:
+        controller_address: ``host:port`` of the controller's gRPC server.
+        state_directory: Each run's logs go to ``<state_directory>/<run_id>/logs``.
+        on_exit: Hears of workers that ended by themselves.
+        tasks: Owns the tasks that watch the processes.
+    """
+
+    def __init__(
+        self,
+        *,
+        controller_address: str,
+        state_directory: Path,
+        on_exit: ExitHandler,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self._controller_address = controller_address
+        self._state_directory = state_directory
+        self._on_exit = on_exit
+        self._tasks = tasks
+        self._processes: dict[str, dict[str, WorkerProcess]] = {}
+
+    async def start(self, run_id: str, spec: RunSpec) -> None:
+        """Start those workers of a run that do not run."""
+        self._logs(run_id).mkdir(parents=True, exist_ok=True)
+        running = self._processes.setdefault(run_id, {})
+        names = worker_names(spec)
+        for role, worker_id in names:
+            if worker_id in running:
+                continue
+            process: WorkerProcess | None = adopt(self._record(run_id, worker_id))
+            if process is None:
+                process = await self._spawn(run_id, role, worker_id, num_workers=len(names))
+            running[worker_id] = process
+            self._tasks.create_task(self._watch(run_id, worker_id, process))
+
+    async def end(self, run_id: str, worker_id: str) -> None:
+        """End one worker at once; returns when it is gone."""
+        process = self._processes.get(run_id, {}).pop(worker_id, None)
+        if process is not None:
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
+
+    async def stop(self, run_id: str) -> None:
+        """Stop all workers of a run: asked first, killed after a grace period."""
+        processes = self._processes.pop(run_id, {})
+        for record in self._logs(run_id).glob("*.process"):
+            if record.stem not in processes and (left := adopt(record)) is not None:
+                processes[record.stem] = left
+        for process in processes.values():
+            process.send_signal(signal.SIGTERM)
+        waits = [process.wait() for process in processes.values()]
+        try:
+            async with asyncio.timeout(STOP_GRACE_S):
+                await asyncio.gather(*waits)
+        except TimeoutError:
+            logger.warning("workers did not stop and are killed", extra={"run": run_id})
+            for process in processes.values():
+                process.send_signal(signal.SIGKILL)
+            await asyncio.gather(*(process.wait() for process in processes.values()))
+
+    async def _spawn(
+        self, run_id: str, role: WorkerRole, worker_id: str, *, num_workers: int
+    ) -> WorkerProcess:
+        prefix = f"SLIPSTREAM_{role.upper()}_"
+        threads = max(1, (os.cpu_count() or 1) // num_workers)
+        environment = {
+            "OMP_NUM_THREADS": str(threads),
+            **os.environ,
+            f"{prefix}CONTROLLER_ADDRESS": self._controller_address,
+            f"{prefix}RUN_ID": run_id,
+            f"{prefix}WORKER_ID": worker_id,
+            f"{prefix}STATE_DIRECTORY": str(self._state_directory / run_id),
+        }
+        with (self._logs(run_id) / f"{worker_id}.log").open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                f"services.{role}",
+                env=environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            write_record(self._record(run_id, worker_id), process.pid)
+        except psutil.NoSuchProcess:
+            logger.warning("worker ended at once", extra={"run": run_id, "worker": worker_id})
+        return ChildProcess(process)
+
+    async def _watch(self, run_id: str, worker_id: str, process: WorkerProcess) -> None:
+        code = await process.wait()
+        running = self._processes.get(run_id, {})
+        if running.get(worker_id) is not process:
+            return
+        del running[worker_id]
+        log = self._logs(run_id) / f"{worker_id}.log"
+        self._on_exit(
+            WorkerExit(run_id=run_id, worker_id=worker_id, code=code, last_lines=last_lines(log))
+        )
+
+    def _logs(self, run_id: str) -> Path:
+        return self._state_directory / run_id / "logs"
+
+    def _record(self, run_id: str, worker_id: str) -> Path:
+        return self._logs(run_id) / f"{worker_id}.process"
+
+
+def last_lines(log: Path, count: int = _LAST_LINES) -> str:
+    """The end of a log file."""
+    if not log.exists():
+        return ""
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        return "".join(deque(lines, maxlen=count)).rstrip()

@@ -1,0 +1,126 @@
+"""Pods of a run's workers, made from the templates that the Helm chart wrote."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import yaml
+
+from services.common.errors import FailedPreconditionError
+from services.common.spec.run import RunSpec
+from services.controller.client import WorkerRole
+from services.controller.launch.launcher import worker_names
+
+RUN_LABEL = "slipstream.dev/run"
+WORKER_LABEL = "slipstream.dev/worker"
+
+_GRPC_PORT = 50051
+_METRICS_PORT = 9090
+_RUNS = "/var/lib/slipstream"
+
+Pod = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTemplates:
+    """How worker pods look."""
+
+    topology: Literal["separate", "bundled"]
+    """A pod per worker, or all workers of a run in one pod."""
+    pods: Mapping[WorkerRole, Pod]
+    """Pod of one worker, by role."""
+
+
+def load_templates(folder: Path) -> WorkerTemplates:
+    """Read the templates from the mounted ConfigMap.
+
+    Raises:
+        FailedPreconditionError: If the folder does not hold them.
+    """
+    try:
+        topology = (folder / "topology").read_text(encoding="utf-8").strip()
+        roles: tuple[WorkerRole, ...] = ("trainer", "rollout")
+        pods: dict[WorkerRole, Pod] = {
+            role: yaml.safe_load((folder / f"{role}.yaml").read_text(encoding="utf-8"))
+            for role in roles
+        }
+    except OSError as error:
+        raise FailedPreconditionError(
+            f"no worker templates in {folder}: {error.strerror}; mount the chart's ConfigMap there"
+        ) from error
+    return WorkerTemplates(topology=cast("Literal['separate', 'bundled']", topology), pods=pods)
+
+
+def build_pods(
+    templates: WorkerTemplates,
+    run_id: str,
+    spec: RunSpec,
+    *,
+    controller_address: str,
+    owner: Mapping[str, str],
+) -> list[Pod]:
+    """All pods of a run. Each container is named like its worker.
+
+    Args:
+        templates: How worker pods look.
+        run_id: The run.
+        spec: Its specification.
+        controller_address: ``host:port`` at which workers reach the controller.
+        owner: Owner reference; when the owner goes, the pods go too.
+    """
+    pods = []
+    for index, (role, worker_id) in enumerate(worker_names(spec)):
+        pod = copy.deepcopy(templates.pods[role])
+        metadata = pod["metadata"]
+        metadata["name"] = f"{run_id.replace('_', '-')}-{worker_id}"
+        metadata["labels"] |= {RUN_LABEL: run_id, "slipstream.dev/run-name": spec.name}
+        metadata["ownerReferences"] = [dict(owner)]
+        (container,) = pod["spec"]["containers"]
+        container["name"] = worker_id
+        _add_ports(container, role, index)
+        _name_worker(container, role, run_id, worker_id, controller_address)
+        if role == "trainer" and spec.trainer.world_size > 1:
+            processes = f"--nproc-per-node={spec.trainer.world_size}"
+            container["command"] = ["torchrun", "--standalone", processes, "-m", "services.trainer"]
+        pods.append(pod)
+    return [_bundle(run_id, pods)] if templates.topology == "bundled" else pods
+
+
+def _add_ports(container: Pod, role: WorkerRole, index: int) -> None:
+    """Ports differ between a run's workers, which may share one network."""
+    grpc, metrics = _GRPC_PORT + index, _METRICS_PORT + index
+    prefix = f"SLIPSTREAM_{role.upper()}"
+    container["ports"] = [
+        {"name": "grpc", "containerPort": grpc, "protocol": "TCP"},
+        {"name": "metrics", "containerPort": metrics, "protocol": "TCP"},
+    ]
+    container["env"] += [
+        {"name": f"{prefix}_BIND", "value": f"$(POD_IP):{grpc}"},
+        {"name": f"{prefix}_METRICS_PORT", "value": str(metrics)},
+    ]
+
+
+def _name_worker(
+    container: Pod, role: WorkerRole, run_id: str, worker_id: str, controller_address: str
+) -> None:
+    prefix = f"SLIPSTREAM_{role.upper()}"
+    values = {"CONTROLLER_ADDRESS": controller_address, "RUN_ID": run_id, "WORKER_ID": worker_id}
+    if role == "trainer":
+        values["STATE_DIRECTORY"] = f"{_RUNS}/{run_id}"
+    container["env"] += [
+        {"name": f"{prefix}_{name}", "value": value} for name, value in values.items()
+    ]
+
+
+def _bundle(run_id: str, pods: list[Pod]) -> Pod:
+    """One pod with the containers and volumes of all; the first says where it runs."""
+    bundle = pods[0]
+    bundle["metadata"]["name"] = f"{run_id.replace('_', '-')}-bundle"
+    bundle["spec"]["containers"] = [
+        container for pod in pods for container in pod["spec"]["containers"]
+    ]
+    volumes = {volume["name"]: volume for pod in pods for volume in pod["spec"]["volumes"]}
+    bundle["spec"]["volumes"] = list(volumes.values())
+    return bundle

@@ -1,0 +1,131 @@
+"""Brings the parts of one run together: partitions, registered workers, connections, weight group."""
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Final
+
+from services.common.errors import FailedPreconditionError
+from services.common.fields import ROLLOUT_FIELDS, partition_id
+from services.common.grpc_client import open_channel
+from services.common.spec.run import RunSpec
+from services.controller.launch.launcher import worker_names
+from services.controller.membership import Membership, Worker
+from services.controller.run.replicas import Replicas
+from services.controller.run.weight_sync import WeightSession
+from services.trainer.client import TrainerClient
+from services.transferqueue.client import TransferQueueClient
+
+_PURPOSES: Final = ("train", "validation", "partial")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assembly:
+    """A run whose workers are loaded and connected."""
+
+    attempt: int
+    """Number of the attempt that it belongs to, from 1."""
+    is_queue_empty: bool
+    """Whether the transferqueue held nothing of the run: samples that were stored are gone."""
+    trainer: TrainerClient
+    trained: int
+    """Newest step that the trainer's weights have."""
+    served: int
+    """Newest weight version that every rollout serves; -1 if one has none."""
+    replicas: Replicas
+    weights: WeightSession
+    num_train_rows: int
+    num_heldout_rows: int
+
+
+async def create_partitions(queue: TransferQueueClient, run_id: str, spec: RunSpec) -> bool:
+    """Create what does not exist yet.
+
+    Returns:
+        Whether nothing existed: the run is new, or the transferqueue lost what it held.
+    """
+    known = {partition.partition_id for partition in (await queue.stats()).partitions}
+    for purpose in _PURPOSES:
+        await queue.create_partition(
+            partition_id(run_id, purpose),
+            required_fields=ROLLOUT_FIELDS if purpose != "partial" else (),
+            quota_bytes=spec.transferqueue.quota_bytes,
+        )
+    return partition_id(run_id, "train") not in known
+
+
+async def drop_partitions(queue: TransferQueueClient, run_id: str) -> None:
+    """Delete all samples of a run."""
+    for purpose in _PURPOSES:
+        await queue.drop_partition(partition_id(run_id, purpose))
+
+
+async def assemble(
+    stack: AsyncExitStack,
+    run_id: str,
+    spec: RunSpec,
+    membership: Membership,
+    *,
+    queue: TransferQueueClient,
+    attempt: int,
+) -> Assembly:
+    """Create the partitions, wait until all workers have loaded, and connect to them.
+
+    Args:
+        stack: Closes the connections.
+        run_id: The run.
+        spec: Its specification.
+        membership: Where its workers register.
+        queue: Holds its samples.
+        attempt: Number of this attempt; the weight groups of a later one have later epochs.
+
+    Raises:
+        DeadlineExceededError: If a worker did not come in time.
+    """
+    is_queue_empty = await create_partitions(queue, run_id, spec)
+    names = [name for _, name in worker_names(spec)]
+
+    def missing() -> list[str]:
+        loaded = {worker.worker_id for worker in membership.workers(run_id) if _is_loaded(worker)}
+        return [name for name in names if name not in loaded]
+
+    await membership.wait_until(
+        lambda: not missing(),
+        timeout_s=spec.limits.start_timeout_s,
+        waiting_for=lambda: f"{', '.join(missing())} to load; see their logs",
+    )
+    (trainer,) = membership.workers(run_id, "trainer")
+    rollouts = membership.workers(run_id, "rollout")
+    weights = WeightSession(spec.weight_sync, run_id, first_epoch=attempt << 20)
+    stack.push_async_callback(weights.close)
+    await weights.open(trainer, rollouts)
+    replicas = Replicas()
+    stack.push_async_callback(replicas.close)
+    await replicas.open(rollouts)
+    client = TrainerClient(await stack.enter_async_context(open_channel(trainer.address)))
+    return Assembly(
+        attempt=attempt,
+        is_queue_empty=is_queue_empty,
+        trainer=client,
+        trained=await client.newest_step(timeout_s=spec.limits.step_timeout_s),
+        served=min(worker.weight_version for worker in rollouts),
+        replicas=replicas,
+        weights=weights,
+        num_train_rows=_agreed_rows(rollouts, "prompts_train"),
+        num_heldout_rows=_agreed_rows(rollouts, "prompts_heldout"),
+    )
+
+
+def _is_loaded(worker: Worker) -> bool:
+    return worker.state in ("loaded", "ready") and (
+        worker.role != "rollout" or "prompts_train" in worker.gauges
+    )
+
+
+def _agreed_rows(rollouts: Sequence[Worker], gauge: str) -> int:
+    counts = {worker.worker_id: int(worker.gauges.get(gauge, 0)) for worker in rollouts}
+    if len(set(counts.values())) != 1:
+        raise FailedPreconditionError(
+            f"the rollouts loaded different data: {gauge} is {counts}; give all of them the same files"
+        )
+    return next(iter(counts.values()))

@@ -1,0 +1,300 @@
+"""Drives one run from its admission to its end.
+
+workers of the run                         -> started; the loop is entered
+a worker ended, is silent or was replaced  -> the loop is left; what is gone is started; it is entered again
+too many losses without a finished step    -> the run fails, with the last lines of what was lost
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from services.common.clock import Clock
+from services.common.errors import (
+    AbortedError,
+    DataLossError,
+    DeadlineExceededError,
+    NotFoundError,
+    ServiceError,
+    UnavailableError,
+)
+from services.common.spec.run import RunSpec
+from services.controller.client import GroupFailure
+from services.controller.launch.launcher import Launcher, WorkerExit
+from services.controller.membership import Membership
+from services.controller.run.assembly import drop_partitions
+from services.controller.run.journal import Journal
+from services.controller.run.loop import RunLoop
+from services.controller.run.run_state import RunEvent, RunState
+from services.controller.store.database import DatabaseError, LeaseLostError
+from services.controller.store.records import Note
+from services.transferqueue.client import TransferQueueClient
+
+logger = logging.getLogger(__name__)
+
+# A worker's death shows as a broken call first; its exit, which says more, comes within this time.
+_EXIT_REPORT_S = 2.0
+# A transferqueue that does not answer within this time is taken to be gone.
+_DROP_S = 3.0
+_TRANSIENT = (UnavailableError, DeadlineExceededError, NotFoundError, DataLossError, AbortedError)
+
+Transition = Callable[[RunEvent, str, str], Awaitable[RunState]]
+"""Moves the run (event, reason, message); returns its new state."""
+
+
+class WorkerLostError(RuntimeError):
+    """A worker of a run is gone."""
+
+
+class Ending(StrEnum):
+    """Why a driver stops."""
+
+    NONE = "none"
+    CANCEL = "cancel"
+    LEAVE = "leave"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """What every run needs."""
+
+    membership: Membership
+    launcher: Launcher
+    queue: TransferQueueClient
+    clock: Clock
+    heartbeat_timeout_s: float
+
+
+class RunDriver:
+    """Drives one run.
+
+    Args:
+        run_id: The run.
+        spec: Its specification.
+        services: What every run needs.
+        journal: The run's record.
+        state: Where the run is in its life.
+        move: Moves it.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        spec: RunSpec,
+        services: Services,
+        *,
+        journal: Journal,
+        state: RunState,
+        move: Transition,
+    ) -> None:
+        self._run_id = run_id
+        self._spec = spec
+        self._services = services
+        self._journal = journal
+        self._state = state
+        self._move = move
+        self._loop: RunLoop | None = None
+        self._ending = Ending.NONE
+        self._exits: dict[str, str] = {}
+        self._vacant: set[str] = set()
+        self._lost = asyncio.Event()
+        self._is_hopeless = False
+        self._losses, self._step_at_loss = 0, -1
+        self.task: asyncio.Task[None] | None = None
+
+    async def drive(self) -> None:
+        """Drive the run to its end.
+
+        Raises:
+            LeaseLostError: If another controller leads: it drives the run now.
+            DatabaseError: If the database is away: the run goes on when this process is started again.
+        """
+        event, reason, message = RunEvent.FAIL, "InternalError", ""
+        try:
+            if self._state is RunState.CANCELLING:
+                event, reason = RunEvent.STOPPED, "CancelledByUser"
+            else:
+                self._services.membership.open_run(self._run_id)
+                event, reason = await self._work()
+        except asyncio.CancelledError:
+            if self._ending is not Ending.CANCEL:
+                raise
+            event, reason = RunEvent.STOPPED, "CancelledByUser"
+        except Exception as error:
+            leaves = _leaves(error)
+            if fatal := next(
+                (e for e in leaves if isinstance(e, (LeaseLostError, DatabaseError))), None
+            ):
+                raise fatal from error
+            reason, message = self._explain(leaves)
+            logger.exception("run failed", extra={"run": self._run_id, "reason": reason})
+        await self._end(keep_samples=event is RunEvent.DRAINED)
+        await self._go(event, reason, message)
+
+    def stop(self, ending: Ending) -> None:
+        """End the run, or only leave it to a later controller."""
+        self._ending = ending
+        if self.task is not None:
+            self.task.cancel()
+
+    def pause(self) -> None:
+        """Finish the step, save a checkpoint and stop the workers."""
+        if self._loop is not None:
+            self._loop.pause()
+
+    def save_soon(self) -> None:
+        """Save a checkpoint at the end of the current step."""
+        if self._loop is not None:
+            self._loop.save_soon()
+
+    async def evaluate_now(self) -> None:
+        """Evaluate the weights that are served."""
+        if self._loop is not None:
+            await self._loop.evaluate_now()
+
+    async def report_failures(self, failures: Sequence[GroupFailure]) -> None:
+        """Take in groups that brought no samples."""
+        if self._loop is None:
+            raise UnavailableError("the run is being restored; report again")
+        await self._loop.report_failures(failures)
+
+    def worker_exited(self, exit_: WorkerExit) -> None:
+        """A worker ended by itself."""
+        known = self._services.membership.find(self._run_id, exit_.worker_id)
+        had_loaded = known is not None and known.state in ("loaded", "ready", "draining")
+        is_killed = exit_.code is None or exit_.code < 0
+        # A worker that gives up before it has loaded would do so again.
+        self._is_hopeless |= not had_loaded and not is_killed
+        how = "for an unknown reason" if exit_.code is None else f"with exit code {exit_.code}"
+        if exit_.code is not None and exit_.code < 0:
+            how = f"with signal {-exit_.code}"
+        self.worker_lost(
+            exit_.worker_id, f"{exit_.worker_id} ended {how}; its last lines:\n{exit_.last_lines}"
+        )
+
+    def worker_lost(self, worker_id: str, message: str, *, is_replaced: bool = False) -> None:
+        """A worker's process is gone; ``is_replaced``: another one has registered in its place."""
+        self._exits[worker_id] = message
+        if not is_replaced:
+            self._vacant.add(worker_id)
+        self._lost.set()
+
+    async def _work(self) -> tuple[RunEvent, str]:
+        """Enter the loop, again after each loss; returns how the run ended."""
+        lost: dict[str, str] = {}
+        while True:
+            self._lost.clear()
+            await self._services.launcher.start(self._run_id, self._spec)
+            loop = self._loop = RunLoop(
+                self._run_id,
+                self._spec,
+                membership=self._services.membership,
+                queue=self._services.queue,
+                clock=self._services.clock,
+                journal=self._journal,
+            )
+            if self._state is RunState.PAUSING:
+                loop.pause()
+            try:
+                is_finished = await self._enter(loop, lost)
+            except (ServiceError, WorkerLostError, ExceptionGroup) as error:
+                lost = await self._take_loss(error)
+                continue
+            if is_finished:
+                return RunEvent.FINISH, "Completed"
+            return RunEvent.DRAINED, "PausedByUser"
+
+    async def _enter(self, loop: RunLoop, lost: dict[str, str]) -> bool:
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(self._watch_workers())
+            is_finished = await loop.run(on_ready=self._ready, lost_workers=list(lost))
+            watch.cancel()
+        return is_finished
+
+    async def _ready(self) -> None:
+        if self._state is RunState.STARTING:
+            await self._go(RunEvent.READY, "WorkersReady")
+        elif self._state is RunState.RECOVERING:
+            await self._go(RunEvent.RECOVER, "WorkersReady")
+
+    async def _take_loss(self, error: Exception) -> dict[str, str]:
+        """Note what was lost and make room for its replacement; raise if the run cannot go on."""
+        errors = _leaves(error)
+        if not all(isinstance(leaf, (*_TRANSIENT, WorkerLostError)) for leaf in errors):
+            raise error
+        if any(isinstance(leaf, (LeaseLostError, DatabaseError)) for leaf in errors):
+            raise error
+        await self._await_exit_report()
+        step = self._loop.step if self._loop is not None else 0
+        self._losses = 1 if step > self._step_at_loss else self._losses + 1
+        self._step_at_loss = step
+        lost, self._exits = self._exits, {}
+        message = "\n".join(lost.values()) or "; ".join(dict.fromkeys(str(e) for e in errors))
+        if self._is_hopeless or self._losses > self._spec.limits.max_restarts:
+            raise WorkerLostError(message) from error
+        logger.warning("run goes on after a loss", extra={"run": self._run_id, "why": message})
+        await self._journal.note(Note("WorkerLost", message, {"workers": sorted(lost)}))
+        for worker_id in self._vacant:
+            await self._services.launcher.end(self._run_id, worker_id)
+            await self._services.membership.forget(self._run_id, worker_id)
+        self._vacant.clear()
+        left = self._services.membership.workers(self._run_id, "rollout")
+        if self._state in (RunState.STARTING, RunState.RUNNING) and (
+            "trainer-0" in lost or not left
+        ):
+            await self._go(RunEvent.LOSE, "WorkerLost", message.splitlines()[0])
+        return lost
+
+    async def _await_exit_report(self) -> None:
+        try:
+            async with asyncio.timeout(_EXIT_REPORT_S):
+                await self._lost.wait()
+        except TimeoutError:
+            logger.info("no worker's end explains the failure", extra={"run": self._run_id})
+
+    async def _watch_workers(self) -> None:
+        """Raise when a worker ends or falls silent."""
+        timeout_s = self._services.heartbeat_timeout_s
+        while True:
+            try:
+                async with asyncio.timeout(timeout_s / 2):
+                    await self._lost.wait()
+                raise WorkerLostError("\n".join(self._exits.values()))
+            except TimeoutError:
+                for worker in self._services.membership.silent(self._run_id):
+                    self.worker_lost(
+                        worker.worker_id,
+                        f"{worker.worker_id} sent no heartbeat for {timeout_s:.0f} s",
+                    )
+
+    def _explain(self, errors: Sequence[BaseException]) -> tuple[str, str]:
+        """Stable code and message of a failed run."""
+        if lost := next((e for e in errors if isinstance(e, WorkerLostError)), None):
+            return "WorkerLost", str(lost)
+        error = errors[0]
+        reason = error.reason if isinstance(error, ServiceError) else type(error).__name__
+        return reason, "; ".join(dict.fromkeys(str(error) for error in errors))
+
+    async def _end(self, *, keep_samples: bool) -> None:
+        await self._services.membership.close_run(self._run_id)
+        await self._services.launcher.stop(self._run_id)
+        if keep_samples:
+            return
+        try:
+            async with asyncio.timeout(_DROP_S):
+                await drop_partitions(self._services.queue, self._run_id)
+        except (ServiceError, TimeoutError) as error:
+            # A transferqueue that is gone has nothing to drop, and its end must not hide the run's.
+            logger.warning("samples not dropped", extra={"run": self._run_id, "reason": str(error)})
+
+    async def _go(self, event: RunEvent, reason: str, message: str = "") -> None:
+        self._state = await self._move(event, reason, message)
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    """The errors inside nested groups, or the error itself."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for inner in error.exceptions for leaf in _leaves(inner)]

@@ -1,0 +1,168 @@
+"""The durable record of one run, as its loop writes it: events, ledger and steps, one transaction each.
+
+The rule that makes a crash harmless: what the ledger decided is written before anybody outside acts on it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from services.controller.run.ledger import Group, Ledger, LedgerState
+from services.controller.store import ledgers as ledger_store
+from services.controller.store.database import Database
+from services.controller.store.ledgers import StepRecord
+from services.controller.store.records import Event, Note, Run
+from services.controller.store.rows import event_data, get_run
+from services.controller.store.runs import RunStore, Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """Where a run stands according to the database."""
+
+    run: Run
+    ledger: LedgerState
+    quarantined_rows: frozenset[int]
+    step: int
+    """The last committed step."""
+    version_offset: int
+    """Weight version of a step's weights, less the step: it grows when a run is rewound."""
+    begun: StepRecord | None
+    """The step that the trainer was asked for and that is not committed."""
+    syncs_ms: tuple[float, ...]
+    """Latencies of the weight syncs so far."""
+    evaluated: frozenset[int]
+    """Weight versions that were evaluated."""
+
+
+class Journal:
+    """Writes what one run does.
+
+    Args:
+        run_id: The run.
+        database: Where it is written.
+        store: The runs in it.
+        on_event: Called after each event.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        *,
+        database: Database,
+        store: RunStore,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        self._run_id = run_id
+        self._database = database
+        self._store = store
+        self._on_event = on_event
+
+    async def load(self) -> Recovered:
+        """Read where the run stands."""
+        return await self._database.run(self._load)
+
+    async def begin_attempt(self) -> int:
+        """Count that the loop is entered; returns the number, from 1."""
+        return await self._database.run(self._store.begin_attempt, self._run_id)
+
+    async def note(
+        self, note: Note, ledger: Ledger | None = None, *, also: Work | None = None
+    ) -> None:
+        """Write an event, what changed in the ledger, and whatever else belongs to it."""
+        change = self._change(ledger)
+
+        def work(connection: sa.Connection) -> None:
+            change(connection)
+            if also is not None:
+                also(connection)
+
+        await self._record(note, work)
+
+    async def save(self, ledger: Ledger) -> None:
+        """Write what changed in the ledger."""
+        await self._database.run(self._write, self._change(ledger))
+
+    async def begin_step(
+        self, step: int, ledger: Ledger, *, version: int, groups: Sequence[Group]
+    ) -> None:
+        """Write which groups the trainer will be asked to train."""
+        change = self._change(ledger)
+
+        def work(connection: sa.Connection) -> None:
+            change(connection)
+            ledger_store.begin_step(connection, self._run_id, step, version=version, groups=groups)
+
+        await self._database.run(self._write, work)
+
+    async def commit_step(
+        self, step: int, ledger: Ledger, *, note: Note, metrics: Mapping[str, Any]
+    ) -> None:
+        """Write that a step is trained and its groups are consumed."""
+        change = self._change(ledger)
+
+        def work(connection: sa.Connection) -> None:
+            change(connection)
+            ledger_store.commit_step(connection, self._run_id, step, metrics)
+
+        await self._record(note, work)
+
+    async def forget_step(self, step: int, ledger: Ledger) -> None:
+        """Write that a step that was begun was not trained."""
+        change = self._change(ledger)
+
+        def work(connection: sa.Connection) -> None:
+            change(connection)
+            ledger_store.forget_step(connection, self._run_id, step)
+
+        await self._database.run(self._write, work)
+
+    async def rewind(self, step: int, *, version: int, message: str) -> None:
+        """Go back to the end of ``step``, whose weights get the number ``version`` now."""
+
+        def work(connection: sa.Connection) -> None:
+            ledger_store.roll_back(connection, self._run_id, step)
+            ledger_store.set_version_offset(connection, self._run_id, version - step)
+
+        data = {"step": step, "version": version}
+        await self._record(Note("Rewound", message, data, step=step), work)
+
+    async def _record(self, note: Note, also: Work) -> None:
+        event = await self._database.run(self._store.record, self._run_id, note, also=also)
+        self._on_event(event)
+
+    def _write(self, work: Work) -> None:
+        with self._database.write() as connection:
+            work(connection)
+
+    def _change(self, ledger: Ledger | None) -> Work:
+        """The write of what changed; taken now, although the database comes later."""
+        if ledger is None:
+            return lambda connection: None
+        change = ledger.take_changes()
+        return lambda connection: ledger_store.write_change(connection, self._run_id, change)
+
+    def _load(self) -> Recovered:
+        with self._database.read() as connection:
+            step = ledger_store.newest_step(connection, self._run_id)
+            begun = ledger_store.read_steps(connection, self._run_id, after=step, limit=1)
+            return Recovered(
+                run=get_run(connection, self._run_id),
+                ledger=ledger_store.read_ledger(connection, self._run_id),
+                quarantined_rows=frozenset(
+                    ledger_store.read_quarantined_rows(connection, self._run_id)
+                ),
+                step=step,
+                version_offset=ledger_store.read_version_offset(connection, self._run_id),
+                begun=begun[0] if begun else None,
+                syncs_ms=tuple(
+                    float(data["sync_ms"])
+                    for data in event_data(connection, self._run_id, "WeightsPublished")
+                ),
+                evaluated=frozenset(
+                    int(data["version"])
+                    for data in event_data(connection, self._run_id, "Validated")
+                ),
+            )

@@ -1,0 +1,300 @@
+"""The control loop of one run.
+
+    Generation   waits for room under the staleness gate   -> rollouts generate, score, store
+    RunLoop      waits for a batch of finished groups      -> trainer trains it; commit; publish weights
+    Evaluator    waits for a version to evaluate           -> rollouts answer the held-out prompts
+
+Synchronous, one step off and asynchronous training are this loop with another staleness bound. It is entered
+again after every loss, of a worker or of the controller itself, and goes on from the database.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+
+from services.common.clock import Clock
+from services.common.errors import UnavailableError
+from services.common.spec.run import RunSpec
+from services.controller import metrics
+from services.controller.client import GroupFailure
+from services.controller.membership import Membership
+from services.controller.run.assembly import assemble
+from services.controller.run.batching import take_batch
+from services.controller.run.checkpoints import Checkpoints
+from services.controller.run.evaluation import Evaluation
+from services.controller.run.journal import Journal
+from services.controller.run.ledger import Group, GroupState
+from services.controller.run.progress import StepMeter, sync_facts
+from services.controller.run.recovery import Restored, restore
+from services.controller.store.records import Note
+from services.transferqueue.client import TransferQueueClient
+
+
+class RunLoop:
+    """Drives one run from its registered workers to its last step, or until something is lost.
+
+    Args:
+        run_id: The run.
+        spec: Its specification.
+        membership: Where its workers register.
+        queue: The transferqueue.
+        clock: For stalls.
+        journal: Where the run stands, and where what happens is written.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        spec: RunSpec,
+        *,
+        membership: Membership,
+        queue: TransferQueueClient,
+        clock: Clock,
+        journal: Journal,
+    ) -> None:
+        self._run_id = run_id
+        self._spec = spec
+        self._membership = membership
+        self._queue = queue
+        self._clock = clock
+        self._journal = journal
+        self._checkpoints = Checkpoints(run_id, spec.trainer.checkpoint, journal)
+        self._meter = StepMeter()
+        self._state: Restored | None = None
+        self._pausing, self._is_save_wanted = asyncio.Event(), False
+        self.step = 0
+        """The last committed step."""
+
+    def pause(self) -> None:
+        """End the loop at the next step boundary, behind a checkpoint."""
+        self._pausing.set()
+
+    def save_soon(self) -> None:
+        """Save a checkpoint at the end of the current step."""
+        self._is_save_wanted = True
+
+    async def evaluate_now(self) -> None:
+        """Evaluate the weights that are served."""
+        if self._state is not None:
+            await self._state.evaluator.trigger()
+
+    async def run(
+        self, *, on_ready: Callable[[], Awaitable[None]], lost_workers: Collection[str] = ()
+    ) -> bool:
+        """Train all steps that are left.
+
+        Args:
+            on_ready: Called once the workers can work.
+            lost_workers: Rollouts that died since the loop was entered before.
+
+        Returns:
+            Whether all steps are trained; otherwise the run was paused.
+        """
+        attempt = await self._journal.begin_attempt()
+        async with AsyncExitStack() as stack:
+            parts = await assemble(
+                stack,
+                self._run_id,
+                self._spec,
+                self._membership,
+                queue=self._queue,
+                attempt=attempt,
+            )
+            state = self._state = await restore(
+                self._run_id,
+                self._spec,
+                parts,
+                journal=self._journal,
+                queue=self._queue,
+                clock=self._clock,
+                lost_workers=lost_workers,
+                on_result=self._evaluated,
+            )
+            self.step = state.step
+            await on_ready()
+            async with asyncio.TaskGroup() as tasks:
+                background = [
+                    tasks.create_task(state.generation.collect()),
+                    tasks.create_task(state.evaluator.collect()),
+                    tasks.create_task(state.evaluator.run()),
+                ]
+                await self._catch_up(state)
+                if not self._spec.validation.only:
+                    background.append(tasks.create_task(state.generation.supply()))
+                    await self._train(state)
+                await state.evaluator.idle()
+                await self._save(state)
+                for task in background:
+                    task.cancel()
+            if self._pausing.is_set() and not self._is_done():
+                return False
+            await self._note(state, "Finished", "all steps are trained and evaluated", {})
+        return True
+
+    async def report_failures(self, failures: Sequence[GroupFailure]) -> None:
+        """Take in groups that brought no samples.
+
+        Raises:
+            UnavailableError: If the loop does not know yet what is in flight; the worker asks again.
+        """
+        if self._state is None:
+            raise UnavailableError("the run is being restored; report again")
+        await self._state.evaluator.fail(failures)
+        await self._state.generation.fail(failures)
+
+    async def _catch_up(self, state: Restored) -> None:
+        """Settle the step that was being trained; see that every rollout serves the newest weights."""
+        if state.begun is not None:
+            await self._settle(state, state.begun)
+        served_step = state.published - state.version_offset
+        is_due = served_step < self.step and self._is_published(self.step)
+        if state.parts.served != state.published or is_due:
+            await self._publish(state, self.step)
+        else:
+            await self._open_gate(state, served_step)
+
+    async def _train(self, state: Restored) -> None:
+        while not self._is_done():
+            step = self.step + 1
+            begin = time.perf_counter()
+            batch = await take_batch(
+                state.generation,
+                state.ledger,
+                self._spec.algorithm,
+                weight_version=step - 1 + state.version_offset,
+                clock=self._clock,
+                unless=self._pausing,
+            )
+            if batch is None:
+                return
+            wait_s = time.perf_counter() - begin
+            await self._journal.begin_step(
+                step, state.ledger, version=step - 1 + state.version_offset, groups=batch
+            )
+            await self._train_step(state, step, batch, begin=begin, wait_s=wait_s)
+            if self._is_published(step):
+                await self._publish(state, step)
+            every = self._spec.trainer.checkpoint.every or self._spec.trainer.steps
+            if (self._is_save_wanted or step % every == 0) and not self._is_done():
+                await self._save(state)
+
+    def _is_done(self) -> bool:
+        return self._spec.validation.only or self.step >= self._spec.trainer.steps
+
+    async def _save(self, state: Restored) -> None:
+        """Save a checkpoint of the newest step."""
+        self._is_save_wanted = False
+        version = self.step + state.version_offset
+        if self.step > 0:
+            await self._checkpoints.save(state.parts.trainer, self.step, version=version)
+
+    async def _train_step(
+        self,
+        state: Restored,
+        step: int,
+        batch: Sequence[Group],
+        *,
+        begin: float,
+        wait_s: float,
+    ) -> None:
+        """Have the trainer train a step, commit it, and delete its samples."""
+        trained: Mapping[str, float] = {}
+        stored = [group for group in batch if group in state.generation.stored]
+        if stored:
+            result = await state.parts.trainer.train_step(
+                step,
+                state.generation.stored.meta(stored),
+                weight_version=step - 1 + state.version_offset,
+                timeout_s=self._spec.limits.step_timeout_s,
+            )
+            trained = result.metrics
+        await self._commit(state, step, batch, trained, begin=begin, wait_s=wait_s)
+        await state.generation.release(stored)
+
+    async def _settle(self, state: Restored, step: int) -> None:
+        """Finish the step that was begun, or put its groups back if their samples are gone."""
+        batch = state.ledger.in_state(GroupState.TRAINING)
+        lost = [group for group in batch if group not in state.generation.stored]
+        if state.parts.trained == step or not lost:
+            await self._train_step(state, step, batch, begin=time.perf_counter(), wait_s=0.0)
+            return
+        state.ledger.put_back(batch)
+        for group in lost:
+            state.ledger.requeue(group)
+        await self._journal.forget_step(step, state.ledger)
+
+    async def _commit(
+        self,
+        state: Restored,
+        step: int,
+        batch: Sequence[Group],
+        trained: Mapping[str, float],
+        *,
+        begin: float,
+        wait_s: float,
+    ) -> None:
+        """Record a step and everything it consumed, in one transaction."""
+        state.ledger.consume(batch)
+        self.step = step
+        state.progress.stepped(trained)
+        metrics.observe_step(self._run_id, step, trained, state.ledger.counts())
+        data = {
+            "step": step,
+            **trained,
+            "trainer_wait_s": wait_s,
+            **self._meter.measure(state.parts.replicas, time.perf_counter() - begin),
+            "ready_groups": len(state.ledger.in_state(GroupState.READY)),
+            "running_groups": len(state.ledger.running()),
+        }
+        note = Note("StepCommitted", f"step {step} is trained", data, step, None, _summary(state))
+        await self._journal.commit_step(step, state.ledger, note=note, metrics=data)
+
+    def _is_published(self, step: int) -> bool:
+        """Whether the weights of a step are published."""
+        return step % self._spec.weight_sync.publish_every == 0 or step == self._spec.trainer.steps
+
+    async def _publish(self, state: Restored, step: int) -> None:
+        """Bring the weights of a step into service, then open the gate and evaluate if it is time."""
+        report = await state.parts.weights.publish(version := step + state.version_offset)
+        if report.lost:
+            raise UnavailableError(f"{', '.join(report.lost)} did not take part in weight sync")
+        for worker in self._membership.workers(self._run_id, "rollout"):
+            worker.weight_version = version
+        state.progress.synced(report)
+        metrics.observe_sync(self._run_id, report)
+        message = f"weight version {version} is served by every rollout"
+        facts = sync_facts(report)
+        await self._note(state, "WeightsPublished", message, facts, weight_version=version)
+        await self._open_gate(state, step)
+
+    async def _open_gate(self, state: Restored, step: int) -> None:
+        """Every rollout serves the weights of a step: generate and evaluate under them."""
+        state.generation.published(step)
+        await state.evaluator.published(
+            step + state.version_offset, step=step, is_last=step == self._spec.trainer.steps
+        )
+
+    async def _evaluated(self, evaluation: Evaluation) -> None:
+        assert self._state is not None
+        self._state.progress.evaluated(evaluation)
+        scores = f"greedy {evaluation.greedy}, sampled {evaluation.sampled}"
+        message = f"weight version {evaluation.version}: {scores}"
+        await self._note(self._state, "Validated", message, asdict(evaluation))
+
+    async def _note(
+        self,
+        state: Restored,
+        type_: str,
+        message: str,
+        data: Mapping[str, object],
+        *,
+        weight_version: int | None = None,
+    ) -> None:
+        note = Note(type_, message, data, None, weight_version, _summary(state))
+        await self._journal.note(note, state.ledger)
+
+
+def _summary(state: Restored) -> dict[str, object]:
+    return state.progress.summary(state.ledger.counts(), state.ledger.reasons())

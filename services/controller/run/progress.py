@@ -1,0 +1,133 @@
+"""What a run has achieved so far, in numbers: the summary that users read."""
+
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from services.controller.run.evaluation import Evaluation
+from services.controller.run.replicas import Replicas
+from services.controller.run.weight_sync import SyncReport
+
+_KEPT = 10_000
+
+
+class Progress:
+    """Collects the numbers of one run.
+
+    Args:
+        max_staleness: The bound, shown beside what was measured.
+    """
+
+    def __init__(self, max_staleness: int) -> None:
+        self._bound = max_staleness
+        self._steps = 0
+        self._max_staleness = 0
+        self._staleness_sum = 0.0
+        self._syncs_ms: deque[float] = deque(maxlen=_KEPT)
+        self._version = -1
+        self._heldout: dict[str, Any] = {"greedy": None, "sampled": None, "weight_version": None}
+
+    def restore(self, summary: Mapping[str, Any], *, steps: int, syncs_ms: Iterable[float]) -> None:
+        """Go on from an earlier summary.
+
+        Args:
+            summary: What :meth:`summary` returned; may be empty.
+            steps: Steps that are trained now: fewer than in the summary if the run was rewound.
+            syncs_ms: Latencies of the weight syncs so far.
+        """
+        self._syncs_ms.extend(syncs_ms)
+        if not summary:
+            return
+        self._steps = steps
+        self._version = summary["weight_version"]
+        self._max_staleness = summary["staleness"]["max"]
+        self._staleness_sum = summary["staleness"]["mean"] * steps
+        self._heldout = dict(summary["heldout"])
+
+    def stepped(self, metrics: Mapping[str, float]) -> None:
+        """A step was committed."""
+        self._steps += 1
+        self._max_staleness = max(self._max_staleness, int(metrics.get("staleness_max", 0)))
+        self._staleness_sum += metrics.get("staleness_mean", 0.0)
+
+    def synced(self, report: SyncReport) -> None:
+        """A version was published."""
+        self._version = report.version
+        self._syncs_ms.append(report.total_s * 1000)
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """A version was evaluated."""
+        if evaluation.status in ("ok", "timeout"):
+            self._heldout = {
+                "greedy": evaluation.greedy,
+                "sampled": evaluation.sampled,
+                "weight_version": evaluation.version,
+                "status": evaluation.status,
+            }
+
+    def summary(self, prompts: Mapping[str, int], reasons: Mapping[str, int]) -> dict[str, Any]:
+        """All numbers.
+
+        Args:
+            prompts: Groups by state, from the ledger.
+            reasons: Dropped and quarantined groups by reason.
+        """
+        ended = ("consumed", "dropped", "quarantined")
+        return {
+            "steps": self._steps,
+            "heldout": self._heldout,
+            "staleness": {
+                "max": self._max_staleness,
+                "mean": self._staleness_sum / max(self._steps, 1),
+                "bound": self._bound,
+            },
+            "prompts": {
+                "issued": prompts["issued"],
+                **{state: prompts[state] for state in ended},
+                "outstanding": prompts["issued"] - sum(prompts[state] for state in ended),
+                "reasons": dict(reasons),
+            },
+            "weight_version": self._version,
+            "sync_ms": {"p50": self._percentile(50), "p95": self._percentile(95)},
+        }
+
+    def _percentile(self, percent: int) -> float | None:
+        if not self._syncs_ms:
+            return None
+        if len(self._syncs_ms) == 1:
+            return self._syncs_ms[0]
+        return statistics.quantiles(self._syncs_ms, n=100, method="inclusive")[percent - 1]
+
+
+class StepMeter:
+    """What the rollouts did during a step."""
+
+    def __init__(self) -> None:
+        self._idle_s = 0.0
+        self._tokens = 0.0
+
+    def measure(self, replicas: Replicas, seconds: float) -> dict[str, float]:
+        """Facts of a step that took ``seconds``."""
+        idle_s, tokens = replicas.idle_seconds(), replicas.tokens_total()
+        facts = {
+            "seconds": seconds,
+            "rollout_idle_s": max(idle_s - self._idle_s, 0.0),
+            "generated_tokens_per_s": max(tokens - self._tokens, 0.0) / seconds,
+        }
+        self._idle_s, self._tokens = idle_s, tokens
+        return facts
+
+
+def sync_facts(report: SyncReport) -> dict[str, float | str]:
+    """Facts of a published version."""
+    return {
+        "version": report.version,
+        "sync_ms": report.total_s * 1000,
+        "prepare_ms": report.prepare_s * 1000,
+        "transfer_ms": report.transfer_s * 1000,
+        "adopt_ms": report.adopt_s * 1000,
+        "stall_ms": report.stall_s * 1000,
+        "size_bytes": report.num_bytes,
+        "digest": report.digest,
+    }

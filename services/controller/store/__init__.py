@@ -1,0 +1,1 @@
+"""What the controller keeps for ever: runs, events and ledgers in SQLite or PostgreSQL."""

@@ -1,0 +1,168 @@
+"""The controller's database: SQLite by default, PostgreSQL for several controllers.
+
+Writers take turns. Every write checks in its own transaction that this controller still leads.
+"""
+
+import asyncio
+import importlib.resources
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
+from alembic.util import CommandError
+from sqlalchemy import event, exc
+
+from services.common.errors import AbortedError, FailedPreconditionError, UnavailableError
+from services.controller.store.tables import LEASES
+
+logger = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+LEADER_LEASE = "controller"
+
+
+class DatabaseError(UnavailableError):
+    """The database cannot be reached or did not take a transaction."""
+
+    reason = "DATABASE_UNAVAILABLE"
+
+
+class LeaseLostError(AbortedError):
+    """Another controller leads now; this one must end."""
+
+    reason = "LEASE_LOST"
+
+
+class Database:
+    """Connections and transactions.
+
+    Args:
+        url: SQLAlchemy's form, ``sqlite:///PATH`` or ``postgresql+psycopg://...``.
+
+    Raises:
+        FailedPreconditionError: If its schema is of a newer release.
+        DatabaseError: If it cannot be reached.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._engine = _make_engine(url)
+        self._turn = threading.Lock()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="database")
+        self.is_sqlite = self._engine.dialect.name == "sqlite"
+        self.epoch: int | None = None
+        """Leadership epoch that every write must still find; None before this controller leads."""
+        with self._mapped_errors():
+            _migrate(self._engine)
+
+    def close(self) -> None:
+        """Finish what was begun and close all connections."""
+        self._thread.shutdown()
+        self._engine.dispose()
+
+    async def run(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Run ``work`` in the database's own thread, in the order of the calls.
+
+        It finishes even if the caller is cancelled: a transaction that was begun is not undone.
+        """
+        future = self._thread.submit(work, *args, **kwargs)
+        return await asyncio.shield(asyncio.wrap_future(future))
+
+    @contextmanager
+    def read(self) -> Iterator[sa.Connection]:
+        """A transaction that only reads."""
+        with self._mapped_errors(), self._engine.connect() as connection:
+            yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[sa.Connection]:
+        """A transaction that writes, as the leader.
+
+        Raises:
+            LeaseLostError: If another controller leads.
+            DatabaseError: If the database did not take it.
+        """
+        with self.write_unfenced() as connection:
+            self._check_lead(connection)
+            yield connection
+
+    @contextmanager
+    def write_unfenced(self) -> Iterator[sa.Connection]:
+        """A transaction that writes without being the leader: to become it."""
+        with self._mapped_errors(), self._turn, self._engine.connect() as connection:
+            writing = connection.execution_options(slipstream_writes=True)
+            with writing.begin():
+                yield writing
+
+    def _check_lead(self, connection: sa.Connection) -> None:
+        if self.epoch is None:
+            return
+        query = sa.select(LEASES.c.epoch).where(LEASES.c.name == LEADER_LEASE)
+        found = connection.execute(query.with_for_update(read=True)).scalar()
+        if found != self.epoch:
+            raise LeaseLostError(
+                f"another controller leads under epoch {found}; this one led under {self.epoch}",
+                epoch=found,
+            )
+
+    @contextmanager
+    def _mapped_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (exc.OperationalError, exc.InterfaceError, exc.TimeoutError) as error:
+            raise DatabaseError(
+                f"the database did not answer: {str(error).splitlines()[0]}; it is tried again"
+            ) from error
+
+
+def _make_engine(url: str) -> sa.Engine:
+    if not url.startswith("sqlite"):
+        return sa.create_engine(url, pool_pre_ping=True, pool_size=10)
+    engine = sa.create_engine(url, connect_args={"timeout": 30})
+    event.listen(engine, "connect", _prepare_sqlite)
+    event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _prepare_sqlite(connection: Any, record: Any) -> None:
+    # The driver must not begin transactions by itself: a read that turns into a write would deadlock.
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=30000"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _begin_sqlite(connection: sa.Connection) -> None:
+    writes = connection.get_execution_options().get("slipstream_writes", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _migrate(engine: sa.Engine) -> None:
+    """Bring the schema to this release."""
+    config = Config()
+    migrations = importlib.resources.files("services.controller.store") / "migrations"
+    config.set_main_option("script_location", str(migrations))
+    with engine.connect() as connection:
+        writing = connection.execution_options(slipstream_writes=True)
+        with writing.begin():
+            tables = set(sa.inspect(writing).get_table_names())
+            if "runs" in tables and "alembic_version" not in tables:
+                raise FailedPreconditionError(
+                    "the database was made by an unreleased version; take another state directory"
+                )
+            config.attributes["connection"] = writing
+            try:
+                command.upgrade(config, "head")
+            except CommandError as error:
+                raise FailedPreconditionError(
+                    f"the database's schema is not known to this release ({error}): it was written by a "
+                    "newer one; install that, or restore an older copy of the database"
+                ) from error

@@ -1,0 +1,101 @@
+"""Which of several controllers leads: a row with a holder, an epoch and an end, on the database's clock.
+
+A new leader raises the epoch. Every write checks it (:meth:`Database.write`), so a leader that was stopped
+and wakes up later changes nothing more.
+"""
+
+import asyncio
+import logging
+
+import sqlalchemy as sa
+
+from services.controller.store.database import LEADER_LEASE, Database, DatabaseError, LeaseLostError
+from services.controller.store.tables import LEASES
+
+logger = logging.getLogger(__name__)
+
+
+class Leadership:
+    """This controller's claim to lead.
+
+    Args:
+        database: Holds the lease.
+        holder: Names this controller; the same name takes its own lease back at once.
+        ttl_s: A lease that was not renewed for this long is free.
+    """
+
+    def __init__(self, database: Database, *, holder: str, ttl_s: float) -> None:
+        self._database = database
+        self._holder = holder
+        self._ttl_s = ttl_s
+
+    async def acquire(self) -> int:
+        """Wait until this controller leads; returns its epoch."""
+        while (rest_s := await self._database.run(self._try)) > 0:
+            logger.info("another controller leads", extra={"rest_s": round(rest_s, 1)})
+            await asyncio.sleep(min(rest_s, self._ttl_s / 3))
+        epoch = self._database.epoch
+        assert epoch is not None
+        logger.info("this controller leads", extra={"epoch": epoch, "holder": self._holder})
+        return epoch
+
+    async def keep(self) -> None:
+        """Renew for ever.
+
+        Raises:
+            LeaseLostError: If another controller took over, or the database was away for too long.
+        """
+        clock = asyncio.get_running_loop().time
+        renewed = clock()
+        while True:
+            await asyncio.sleep(self._ttl_s / 3)
+            try:
+                await self._database.run(self._renew)
+                renewed = clock()
+            except DatabaseError as error:
+                if clock() - renewed > self._ttl_s:
+                    raise LeaseLostError(
+                        f"the lease could not be renewed for {self._ttl_s:.0f} s: {error.message}"
+                    ) from error
+
+    def give_up(self) -> None:
+        """Let another controller lead at once."""
+        with self._database.write() as connection:
+            connection.execute(_this().values(expire_time=0.0))
+
+    def _try(self) -> float:
+        """Take the lease if it is free; returns the seconds until it might be, 0 once it is ours."""
+        with self._database.write_unfenced() as connection:
+            now = _now(connection)
+            row = connection.execute(
+                sa.select(LEASES).where(LEASES.c.name == LEADER_LEASE).with_for_update()
+            ).first()
+            # One controller has an SQLite file at a time, so an older holder is a dead one.
+            is_taken = row is not None and row.expire_time > now and row.holder != self._holder
+            if row is not None and is_taken and not self._database.is_sqlite:
+                return max(float(row.expire_time) - now, 0.01)
+            values = {"holder": self._holder, "expire_time": now + self._ttl_s}
+            epoch = 1 if row is None else int(row.epoch) + 1
+            if row is None:
+                connection.execute(LEASES.insert().values(name=LEADER_LEASE, epoch=1, **values))
+            else:
+                connection.execute(_this().values(epoch=epoch, **values))
+        self._database.epoch = epoch
+        return 0.0
+
+    def _renew(self) -> None:
+        with self._database.write() as connection:
+            connection.execute(_this().values(expire_time=_now(connection) + self._ttl_s))
+
+
+def _this() -> sa.Update:
+    return LEASES.update().where(LEASES.c.name == LEADER_LEASE)
+
+
+def _now(connection: sa.Connection) -> float:
+    """Seconds since the epoch on the database's clock."""
+    if connection.dialect.name == "sqlite":
+        query = "SELECT (julianday('now') - 2440587.5) * 86400.0"
+    else:
+        query = "SELECT extract(epoch FROM clock_timestamp())"
+    return float(connection.execute(sa.text(query)).scalar_one())

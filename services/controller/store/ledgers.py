@@ -1,0 +1,248 @@
+"""Ledgers in the database. Every function works inside a transaction that its caller opened."""
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from services.controller.run.ledger import Group, GroupState, LedgerChange, LedgerState
+from services.controller.store.tables import DEAD_LETTERS, LEDGERS, PROMPTS, STEPS
+
+_CHUNK = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """A step and the groups that it trains."""
+
+    step: int
+    is_committed: bool
+    weight_version: int
+    """Version that the step was trained from."""
+    groups: tuple[tuple[int, int, int, int], ...]
+    """``(sequence, row, attempt, oldest_version)`` of each group, in the order of the batch."""
+    metrics: Mapping[str, float]
+    time: float
+
+
+def write_change(connection: sa.Connection, run_id: str, change: LedgerChange) -> None:
+    """Make a change of a ledger durable."""
+    touched = [group.sequence for group in (*change.groups, *change.ended)]
+    for begin in range(0, len(touched), _CHUNK):
+        some = touched[begin : begin + _CHUNK]
+        connection.execute(
+            PROMPTS.delete().where(PROMPTS.c.run_id == run_id, PROMPTS.c.sequence.in_(some))
+        )
+    if change.groups:
+        connection.execute(PROMPTS.insert(), [_prompt(run_id, group) for group in change.groups])
+    now = time.time()
+    dead = [group for group in change.ended if group.state is not GroupState.CONSUMED]
+    if dead:
+        connection.execute(DEAD_LETTERS.insert(), [_dead(run_id, group, now) for group in dead])
+    _write_frontier(
+        connection,
+        run_id,
+        num_issued=change.num_issued,
+        position=change.position,
+        ended_json=json.dumps({state.value: count for state, count in change.counts.items()}),
+        reasons_json=json.dumps(dict(change.reasons)),
+    )
+
+
+def read_ledger(connection: sa.Connection, run_id: str) -> LedgerState:
+    """The ledger of a run; empty if nothing was issued yet."""
+    frontier = connection.execute(sa.select(LEDGERS).where(LEDGERS.c.run_id == run_id)).first()
+    if frontier is None:
+        return LedgerState()
+    rows = connection.execute(sa.select(PROMPTS).where(PROMPTS.c.run_id == run_id))
+    return LedgerState(
+        groups=tuple(
+            Group(
+                sequence=row.sequence,
+                row=row.row,
+                state=GroupState(row.state),
+                attempt=row.attempt,
+                failures=row.failures,
+                losses=row.losses,
+                worker_id=row.worker_id,
+                oldest_version=row.oldest_version,
+            )
+            for row in rows
+        ),
+        num_issued=frontier.num_issued,
+        position=frontier.position,
+        ended={GroupState(name): count for name, count in json.loads(frontier.ended_json).items()},
+        reasons=json.loads(frontier.reasons_json),
+    )
+
+
+def read_quarantined_rows(connection: sa.Connection, run_id: str) -> set[int]:
+    """Rows of the training data that are never issued again."""
+    query = sa.select(DEAD_LETTERS.c.row).where(
+        DEAD_LETTERS.c.run_id == run_id, DEAD_LETTERS.c.state == GroupState.QUARANTINED.value
+    )
+    return set(connection.execute(query).scalars())
+
+
+def begin_step(
+    connection: sa.Connection, run_id: str, step: int, *, version: int, groups: Sequence[Group]
+) -> None:
+    """Write down which groups a step trains, before the trainer is asked."""
+    connection.execute(STEPS.delete().where(STEPS.c.run_id == run_id, STEPS.c.step == step))
+    connection.execute(
+        STEPS.insert().values(
+            run_id=run_id,
+            step=step,
+            is_committed=False,
+            weight_version=version,
+            groups_json=json.dumps(
+                [
+                    (group.sequence, group.row, group.attempt, group.oldest_version)
+                    for group in groups
+                ]
+            ),
+            metrics_json="{}",
+            time=time.time(),
+        )
+    )
+
+
+def commit_step(
+    connection: sa.Connection, run_id: str, step: int, metrics: Mapping[str, Any]
+) -> None:
+    """The trainer answered: the step's groups are trained."""
+    connection.execute(
+        STEPS.update()
+        .where(STEPS.c.run_id == run_id, STEPS.c.step == step)
+        .values(is_committed=True, metrics_json=json.dumps(metrics), time=time.time())
+    )
+
+
+def read_steps(
+    connection: sa.Connection, run_id: str, *, after: int = 0, limit: int | None = None
+) -> list[StepRecord]:
+    """Steps of a run behind step ``after``, in order; the last one may be uncommitted."""
+    query = (
+        sa.select(STEPS)
+        .where(STEPS.c.run_id == run_id, STEPS.c.step > after)
+        .order_by(STEPS.c.step)
+        .limit(limit)
+    )
+    return [
+        StepRecord(
+            step=row.step,
+            is_committed=row.is_committed,
+            weight_version=row.weight_version,
+            groups=tuple((s, r, a, v) for s, r, a, v in json.loads(row.groups_json)),
+            metrics=json.loads(row.metrics_json),
+            time=row.time,
+        )
+        for row in connection.execute(query)
+    ]
+
+
+def forget_step(connection: sa.Connection, run_id: str, step: int) -> None:
+    """A step that was begun was not trained."""
+    connection.execute(STEPS.delete().where(STEPS.c.run_id == run_id, STEPS.c.step == step))
+
+
+def newest_step(connection: sa.Connection, run_id: str) -> int:
+    """The last committed step; 0 before the first."""
+    query = sa.select(sa.func.max(STEPS.c.step)).where(
+        STEPS.c.run_id == run_id, STEPS.c.is_committed
+    )
+    return int(connection.execute(query).scalar() or 0)
+
+
+def read_version_offset(connection: sa.Connection, run_id: str) -> int:
+    """What the weight versions of a run are above its steps."""
+    query = sa.select(LEDGERS.c.version_offset).where(LEDGERS.c.run_id == run_id)
+    return int(connection.execute(query).scalar() or 0)
+
+
+def set_version_offset(connection: sa.Connection, run_id: str, offset: int) -> None:
+    """Number the weight versions of a run anew."""
+    connection.execute(
+        LEDGERS.update().where(LEDGERS.c.run_id == run_id).values(version_offset=offset)
+    )
+
+
+def roll_back(connection: sa.Connection, run_id: str, step: int) -> int:
+    """Go back to the end of ``step``: what later steps trained, and all in flight, is to be made anew.
+
+    Returns:
+        The number of steps that were undone.
+    """
+    state = read_ledger(connection, run_id)
+    undone = read_steps(connection, run_id, after=step)
+    in_flight = {group.sequence for group in state.groups}
+    groups = [_again(group) for group in state.groups]
+    for record in undone:
+        groups += [
+            Group(sequence=sequence, row=row, attempt=attempt + 1)
+            for sequence, row, attempt, _ in record.groups
+            if sequence not in in_flight
+        ]
+    connection.execute(STEPS.delete().where(STEPS.c.run_id == run_id, STEPS.c.step > step))
+    connection.execute(PROMPTS.delete().where(PROMPTS.c.run_id == run_id))
+    if groups:
+        connection.execute(PROMPTS.insert(), [_prompt(run_id, group) for group in groups])
+    ended = dict(state.ended)
+    returned = len(groups) - len(in_flight)
+    ended[GroupState.CONSUMED] = ended.get(GroupState.CONSUMED, 0) - returned
+    connection.execute(
+        LEDGERS.update()
+        .where(LEDGERS.c.run_id == run_id)
+        .values(ended_json=json.dumps({name.value: count for name, count in ended.items()}))
+    )
+    return sum(record.is_committed for record in undone)
+
+
+def _again(group: Group) -> Group:
+    return Group(
+        sequence=group.sequence,
+        row=group.row,
+        attempt=group.attempt + 1,
+        failures=group.failures,
+        losses=group.losses,
+    )
+
+
+def _write_frontier(connection: sa.Connection, run_id: str, **values: Any) -> None:
+    updated = connection.execute(LEDGERS.update().where(LEDGERS.c.run_id == run_id).values(values))
+    if updated.rowcount == 0:
+        connection.execute(LEDGERS.insert().values(run_id=run_id, **values))
+
+
+def _prompt(run_id: str, group: Group) -> dict[str, Any]:
+    return {
+        "run_id": run_id,
+        "sequence": group.sequence,
+        "row": group.row,
+        "state": group.state.value,
+        "attempt": group.attempt,
+        "failures": group.failures,
+        "losses": group.losses,
+        "worker_id": group.worker_id,
+        "oldest_version": group.oldest_version,
+    }
+
+
+def _dead(run_id: str, group: Group, now: float) -> dict[str, Any]:
+    return {
+        "run_id": run_id,
+        "sequence": group.sequence,
+        "row": group.row,
+        "state": group.state.value,
+        "attempt": group.attempt,
+        "reason": group.reason[:64],
+        "time": now,
+    }
+
+
+def sequences(records: Iterable[StepRecord]) -> list[int]:
+    """All groups that the steps trained, in order."""
+    return [sequence for record in records for sequence, _, _, _ in record.groups]

@@ -1,0 +1,158 @@
+"""Rows of runs and events, read and written inside a transaction that the caller opened."""
+
+import json
+import time
+from typing import Any
+
+import sqlalchemy as sa
+
+from services.common.errors import AlreadyExistsError, NotFoundError
+from services.controller.run.run_state import RunState
+from services.controller.store.records import Event, Note, RequestKey, Run
+from services.controller.store.tables import EVENTS, IDEMPOTENCY_KEYS, RUNS
+
+_KEY_LIFE_S = 24 * 3600.0
+
+
+class IdempotencyKeyReusedError(AlreadyExistsError):
+    """The key came with another request before."""
+
+    reason = "IDEMPOTENCY_KEY_REUSED"
+
+
+def get_run(connection: sa.Connection, run_id: str, *, lock: bool = False) -> Run:
+    """One run; with ``lock`` nobody else changes it before the transaction ends.
+
+    Raises:
+        NotFoundError: If there is none of that id.
+    """
+    query = sa.select(RUNS).where(RUNS.c.run_id == run_id)
+    row = connection.execute(query.with_for_update() if lock else query).first()
+    if row is None:
+        raise NotFoundError(
+            f"run {run_id!r} does not exist; list the runs there are", run_id=run_id
+        )
+    return to_run(row)
+
+
+def update_run(connection: sa.Connection, run: Run, **values: Any) -> None:
+    """Change a run's columns and its revision."""
+    connection.execute(
+        RUNS.update()
+        .where(RUNS.c.run_id == run.run_id)
+        .values(update_time=time.time(), revision=run.revision + 1, **values)
+    )
+
+
+def append_event(connection: sa.Connection, run_id: str, note: Note) -> Event:
+    """Store an event under the run's next number."""
+    newest = connection.execute(
+        sa.select(sa.func.coalesce(sa.func.max(EVENTS.c.seq), 0)).where(EVENTS.c.run_id == run_id)
+    ).scalar_one()
+    event = Event(
+        run_id=run_id,
+        seq=newest + 1,
+        time=time.time(),
+        type=note.type,
+        message=note.message,
+        data=note.data,
+        actor=note.actor,
+    )
+    connection.execute(
+        EVENTS.insert().values(
+            run_id=run_id,
+            seq=event.seq,
+            time=event.time,
+            type=event.type,
+            message=event.message,
+            data_json=json.dumps(dict(event.data)),
+            actor=event.actor,
+        )
+    )
+    return event
+
+
+def event_data(
+    connection: sa.Connection, run_id: str, type_: str, *, limit: int = 10_000
+) -> list[dict[str, Any]]:
+    """What the newest events of a type hold, oldest first."""
+    query = (
+        sa.select(EVENTS.c.data_json)
+        .where(EVENTS.c.run_id == run_id, EVENTS.c.type == type_)
+        .order_by(EVENTS.c.seq.desc())
+        .limit(limit)
+    )
+    return [json.loads(text) for text in connection.execute(query).scalars()][::-1]
+
+
+def seen_request(connection: sa.Connection, request: RequestKey) -> str | None:
+    """The run that an equal request made within the last day.
+
+    Raises:
+        IdempotencyKeyReusedError: If the request's key came with another body.
+    """
+    connection.execute(
+        IDEMPOTENCY_KEYS.delete().where(IDEMPOTENCY_KEYS.c.create_time < time.time() - _KEY_LIFE_S)
+    )
+    row = connection.execute(
+        sa.select(IDEMPOTENCY_KEYS).where(
+            IDEMPOTENCY_KEYS.c.scope == request.scope, IDEMPOTENCY_KEYS.c.key == request.key
+        )
+    ).first()
+    if row is None:
+        return None
+    if row.body_digest != request.body_digest:
+        raise IdempotencyKeyReusedError(
+            f"the idempotency key {request.key!r} was used for another request; take a new one",
+            key=request.key,
+        )
+    return str(row.run_id)
+
+
+def remember_request(connection: sa.Connection, request: RequestKey, run_id: str) -> None:
+    """Tie a request to the run that it made."""
+    connection.execute(
+        IDEMPOTENCY_KEYS.insert().values(
+            scope=request.scope,
+            key=request.key,
+            body_digest=request.body_digest,
+            run_id=run_id,
+            create_time=time.time(),
+        )
+    )
+
+
+def to_run(row: Any) -> Run:
+    """The run of a row."""
+    return Run(
+        run_id=row.run_id,
+        project=row.project,
+        name=row.name,
+        spec_json=row.spec_json,
+        spec_digest=row.spec_digest,
+        state=RunState(row.state),
+        state_reason=row.state_reason,
+        message=row.message,
+        priority=row.priority,
+        labels=json.loads(row.labels_json),
+        created_by=row.created_by,
+        step=row.step,
+        weight_version=row.weight_version,
+        summary=json.loads(row.summary_json),
+        create_time=row.create_time,
+        update_time=row.update_time,
+        revision=row.revision,
+    )
+
+
+def to_event(row: Any) -> Event:
+    """The event of a row."""
+    return Event(
+        run_id=row.run_id,
+        seq=row.seq,
+        time=row.time,
+        type=row.type,
+        message=row.message,
+        data=json.loads(row.data_json),
+        actor=row.actor,
+    )

@@ -1,0 +1,257 @@
+"""Durable state of runs and their events.
+
+Every change of a run and the event that tells of it are one transaction.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sqlalchemy as sa
+
+from services.common.errors import AbortedError, FailedPreconditionError
+from services.controller.run.run_state import TERMINAL, RunEvent, RunState, next_state
+from services.controller.store.database import Database
+from services.controller.store.records import Event, NewRun, Note, RequestKey, Run, RunFilter
+from services.controller.store.rows import (
+    append_event,
+    get_run,
+    remember_request,
+    seen_request,
+    to_event,
+    to_run,
+    update_run,
+)
+from services.controller.store.tables import EVENTS, IDEMPOTENCY_KEYS, RUNS
+
+Work = Callable[[sa.Connection], None]
+"""Further writes of one transaction."""
+
+
+class StaleRevisionError(AbortedError):
+    """The run was changed since the caller read it."""
+
+    reason = "STALE_REVISION"
+
+
+class InvalidTransitionError(FailedPreconditionError):
+    """The run's state does not take the event."""
+
+    reason = "INVALID_TRANSITION"
+
+
+class NotTerminalError(FailedPreconditionError):
+    """The run has not ended."""
+
+    reason = "NOT_TERMINAL"
+
+
+class RunStore:
+    """Runs and events. Methods block; see :meth:`Database.run`.
+
+    Args:
+        database: Where they are kept.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def create(
+        self, new: NewRun, *, request: RequestKey | None = None, check: Work | None = None
+    ) -> tuple[Run, bool]:
+        """Store a new run in state QUEUED.
+
+        Args:
+            new: The run.
+            request: Identifies the request.
+            check: Refuses by raising, inside the transaction.
+
+        Returns:
+            The run, and whether it is new: a request seen before returns its run.
+
+        Raises:
+            IdempotencyKeyReusedError: If the request's key came with another body.
+        """
+        with self._database.write() as connection:
+            if request is not None:
+                known = seen_request(connection, request)
+                if known is not None:
+                    return get_run(connection, known), False
+            if check is not None:
+                check(connection)
+            now = time.time()
+            connection.execute(
+                RUNS.insert().values(
+                    run_id=new.run_id,
+                    project=new.project,
+                    name=new.name,
+                    spec_json=new.spec_json,
+                    spec_digest=new.spec_digest,
+                    state=RunState.QUEUED.value,
+                    state_reason="Submitted",
+                    message="",
+                    priority=new.priority,
+                    labels_json=json.dumps(dict(new.labels)),
+                    created_by=new.created_by,
+                    step=0,
+                    weight_version=-1,
+                    summary_json="{}",
+                    num_attempts=0,
+                    create_time=now,
+                    update_time=now,
+                    revision=1,
+                )
+            )
+            if request is not None:
+                remember_request(connection, request, new.run_id)
+            data = {"name": new.name}
+            append_event(connection, new.run_id, Note("Submitted", "the run was submitted", data))
+            return get_run(connection, new.run_id), True
+
+    def get(self, run_id: str) -> Run:
+        """One run.
+
+        Raises:
+            NotFoundError: If there is none of that id.
+        """
+        with self._database.read() as connection:
+            return get_run(connection, run_id)
+
+    def list_runs(
+        self, *, limit: int, before: str | None = None, only: RunFilter | None = None
+    ) -> list[Run]:
+        """Runs, newest first, starting behind ``before``."""
+        only = only or RunFilter()
+        query = sa.select(RUNS).order_by(RUNS.c.run_id.desc()).limit(limit)
+        if before is not None:
+            query = query.where(RUNS.c.run_id < before)
+        if only.project is not None:
+            query = query.where(RUNS.c.project == only.project)
+        if only.state is not None:
+            query = query.where(RUNS.c.state == only.state.value)
+        if only.name is not None:
+            query = query.where(RUNS.c.name == only.name)
+        if only.label is not None:
+            key, value = only.label
+            pair = f"{json.dumps(key)}: {json.dumps(value)}"
+            query = query.where(RUNS.c.labels_json.contains(pair, autoescape=True))
+        with self._database.read() as connection:
+            return [to_run(row) for row in connection.execute(query)]
+
+    def unfinished(self) -> list[Run]:
+        """Runs that have not ended, oldest first."""
+        ended = [state.value for state in TERMINAL]
+        query = sa.select(RUNS).where(RUNS.c.state.not_in(ended)).order_by(RUNS.c.run_id)
+        with self._database.read() as connection:
+            return [to_run(row) for row in connection.execute(query)]
+
+    def apply(
+        self, run_id: str, event: RunEvent, *, reason: str, message: str = "", actor: str = ""
+    ) -> tuple[Run, Event]:
+        """Move a run to the state that ``event`` leads to; returns it and the event that tells of it.
+
+        Raises:
+            InvalidTransitionError: If the run's state does not take the event.
+        """
+        with self._database.write() as connection:
+            run = get_run(connection, run_id, lock=True)
+            state = next_state(run.state, event)
+            if state is None:
+                raise InvalidTransitionError(
+                    f"run {run_id} is {run.state} and cannot {event}",
+                    run_id=run_id,
+                    state=run.state,
+                )
+            update_run(connection, run, state=state.value, state_reason=reason, message=message)
+            text = message or f"the run is {state.value}"
+            data = {"from": run.state.value, "to": state.value, "reason": reason}
+            told = append_event(connection, run_id, Note("StateChanged", text, data, actor=actor))
+            return get_run(connection, run_id), told
+
+    def record(self, run_id: str, note: Note, *, also: Work | None = None) -> Event:
+        """Append an event and, in the same transaction, the progress and the writes it tells of."""
+        values: dict[str, Any] = {}
+        if note.step is not None:
+            values["step"] = note.step
+        if note.weight_version is not None:
+            values["weight_version"] = note.weight_version
+        if note.summary is not None:
+            values["summary_json"] = json.dumps(note.summary)
+        with self._database.write() as connection:
+            run = get_run(connection, run_id, lock=True)
+            if also is not None:
+                also(connection)
+            if values:
+                update_run(connection, run, **values)
+            return append_event(connection, run_id, note)
+
+    def patch(
+        self, run_id: str, *, revision: int, values: Mapping[str, Any], actor: str = ""
+    ) -> Run:
+        """Change labels, priority or specification.
+
+        Raises:
+            StaleRevisionError: If the run's revision is not ``revision``.
+        """
+        with self._database.write() as connection:
+            run = get_run(connection, run_id, lock=True)
+            _check_revision(run, revision)
+            update_run(connection, run, **values)
+            changed = {"changed": sorted(values)}
+            append_event(
+                connection, run_id, Note("Changed", "the run was changed", changed, actor=actor)
+            )
+            return get_run(connection, run_id)
+
+    def delete(self, run_id: str, *, revision: int) -> None:
+        """Forget a run that has ended.
+
+        Raises:
+            StaleRevisionError: If the run's revision is not ``revision``.
+            NotTerminalError: If it has not ended.
+        """
+        with self._database.write() as connection:
+            run = get_run(connection, run_id, lock=True)
+            _check_revision(run, revision)
+            if not run.is_terminal:
+                raise NotTerminalError(
+                    f"run {run_id} is {run.state}; cancel it before it is deleted", run_id=run_id
+                )
+            connection.execute(IDEMPOTENCY_KEYS.delete().where(IDEMPOTENCY_KEYS.c.run_id == run_id))
+            connection.execute(RUNS.delete().where(RUNS.c.run_id == run_id))
+
+    def begin_attempt(self, run_id: str) -> int:
+        """Count that the run's loop is entered; returns the number, from 1."""
+        with self._database.write() as connection:
+            connection.execute(
+                RUNS.update()
+                .where(RUNS.c.run_id == run_id)
+                .values(num_attempts=RUNS.c.num_attempts + 1)
+            )
+            query = sa.select(RUNS.c.num_attempts).where(RUNS.c.run_id == run_id)
+            return int(connection.execute(query).scalar_one())
+
+    def events(
+        self, run_id: str, *, after_seq: int = 0, limit: int = 1000, type_: str | None = None
+    ) -> list[Event]:
+        """Events of a run behind ``after_seq``, in order."""
+        query = (
+            sa.select(EVENTS)
+            .where(EVENTS.c.run_id == run_id, EVENTS.c.seq > after_seq)
+            .order_by(EVENTS.c.seq)
+            .limit(limit)
+        )
+        if type_ is not None:
+            query = query.where(EVENTS.c.type == type_)
+        with self._database.read() as connection:
+            return [to_event(row) for row in connection.execute(query)]
+
+
+def _check_revision(run: Run, revision: int) -> None:
+    if run.revision != revision:
+        raise StaleRevisionError(
+            f"run {run.run_id} is at revision {run.revision}, not {revision}; read it again",
+            run_id=run.run_id,
+            revision=run.revision,
+        )
