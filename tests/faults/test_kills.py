@@ -1,13 +1,17 @@
 """Processes of a training run are killed at random; the run goes on, and its ledger closes.
 
-``SLIPSTREAM_KILLS`` sets how many; the seed of each run is in its name.
+``SLIPSTREAM_KILLS`` sets how many; the seed of each run is in its name. ``SLIPSTREAM_KILLS_RESULT`` names a
+file that gets one line of JSON for each run.
 """
 
+import json
 import os
 import random
 import subprocess
 import sys
 import time
+from collections import Counter
+from pathlib import Path
 
 import psutil
 import pytest
@@ -47,9 +51,10 @@ def kill_at_random(process: subprocess.Popen, chooser: random.Random, kills: int
         time.sleep(0.2)
     while process.poll() is None and len(killed) < kills:
         time.sleep(chooser.uniform(1.0, 8.0))
-        victim = processes_of(root).get(chooser.choice(VICTIMS)) if root.is_running() else None
+        name = chooser.choice(VICTIMS)
+        victim = processes_of(root).get(name) if root.is_running() else None
         if victim is not None and victim.is_running():
-            killed.append(f"{time.strftime('%T')} {' '.join(victim.cmdline()[-1:])} {victim.pid}")
+            killed.append(name)
             victim.kill()
     return killed
 
@@ -57,7 +62,7 @@ def kill_at_random(process: subprocess.Popen, chooser: random.Random, kills: int
 @pytest.mark.parametrize("seed", range(NUM_RUNS))
 def test_a_run_survives_whatever_is_killed(tmp_path, seed):
     state = tmp_path / "runs"
-    settings = ("trainer.steps=60", "trainer.checkpoint.every=5", "limits.max_restarts=100")
+    settings = ("trainer.steps=80", "trainer.checkpoint.every=5", "limits.max_restarts=100")
     arguments = [argument for setting in settings for argument in ("--set", setting)]
     with (tmp_path / "output.txt").open("w") as output:
         process = subprocess.Popen(
@@ -74,5 +79,8 @@ def test_a_run_survives_whatever_is_killed(tmp_path, seed):
             process.kill()
     text = (tmp_path / "output.txt").read_text()
     assert code == 0, f"{killed}\n{text[-4000:]}"
-    facts = check_run(state)
-    sys.stdout.write(f"seed {seed}: {len(killed)} killed, {facts}\n")
+    facts = {"seed": seed, "killed": dict(Counter(killed)), **check_run(state)}
+    sys.stdout.write(f"{facts}\n")
+    if "SLIPSTREAM_KILLS_RESULT" in os.environ:
+        with Path(os.environ["SLIPSTREAM_KILLS_RESULT"]).open("a") as results:
+            results.write(json.dumps(facts) + "\n")
