@@ -30,13 +30,13 @@ from bench.trainer.workload import (
     useful_flops,
 )
 from services.common.models.loading import build_model
-from services.trainer.build import sequence_cost
-from services.trainer.checkpoint import Checkpointer
-from services.trainer.logprobs import token_logprobs
-from services.trainer.model import Policy
-from services.trainer.packing import pack
-from services.trainer.parallel import Topology, build_topology, distribute, join_processes
-from services.trainer.plan import plan_step
+from services.trainer.algorithm.logprobs import token_logprobs
+from services.trainer.batch.packing import pack
+from services.trainer.batch.plan import plan_step
+from services.trainer.checkpoint.checkpointer import Checkpointer
+from services.trainer.model.parallel import Topology, build_topology, distribute, join_processes
+from services.trainer.model.policy import Policy
+from services.trainer.ranks.build import sequence_cost
 from services.trainer.step import StepRunner
 
 RESULTS = Path(__file__).parents[1] / "results" / "trainer.json"

@@ -6,8 +6,8 @@ from transformers import PreTrainedModel
 
 from bench.trainer.workload import Scale
 from services.common.spec.trainer import OptimizerSpec
-from services.trainer import optim
-from services.trainer.samples import Samples
+from services.trainer.batch.samples import Samples
+from services.trainer.model import optim
 
 
 class PaddedStep:

@@ -9,7 +9,7 @@ from transformers import AutoConfig, PretrainedConfig
 from services.common.jagged import Jagged
 from services.common.models.presets import preset_config
 from services.common.spec.run import RunSpec
-from services.trainer.samples import Cohort, Samples
+from services.trainer.batch.samples import Cohort, Samples
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,12 @@ from services.common.weightsync.member import WeightMember
 from services.common.weightsync.server import WeightSyncServicer
 from services.controller.client import WorkerSession
 from services.trainer import metrics
-from services.trainer.build import build_rank, device_of
-from services.trainer.crew import Crew, Kind, Order
-from services.trainer.follower import follow
-from services.trainer.leader import Leader
-from services.trainer.parallel import join_processes
-from services.trainer.rank import Fetch
+from services.trainer.model.parallel import join_processes
+from services.trainer.ranks.build import build_rank, device_of
+from services.trainer.ranks.crew import Crew, Kind, Order
+from services.trainer.ranks.follower import follow
+from services.trainer.ranks.leader import Leader
+from services.trainer.ranks.rank import Fetch
 from services.trainer.server import TrainerServicer
 from services.trainer.settings import TrainerSettings
 from services.trainer.step import StepResult

@@ -7,7 +7,7 @@ import grpc
 
 from services.common.batch import KVBatchMeta
 from services.common.errors import InvalidArgumentError
-from services.trainer.leader import Leader
+from services.trainer.ranks.leader import Leader
 from services.trainer.step import StepResult
 from slipstream.trainer.v1 import trainer_pb2 as pb
 from slipstream.trainer.v1 import trainer_pb2_grpc

@@ -15,19 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from services.common.spec.run import RunSpec
-from services.trainer import optim
-from services.trainer.collectives import Ranks, Tally
-from services.trainer.credit import assign_credit
-from services.trainer.critic import CriticRunner
-from services.trainer.loss import kl_penalty
-from services.trainer.model import Policy, trainable
-from services.trainer.objective import Objective, resolve_correction
-from services.trainer.packing import PackedTokens, pack
-from services.trainer.parallel import free_gathered
+from services.trainer.algorithm.credit import assign_credit
+from services.trainer.algorithm.loss import kl_penalty
+from services.trainer.algorithm.objective import Objective, resolve_correction
+from services.trainer.batch.packing import PackedTokens, pack
+from services.trainer.batch.plan import StepPlan
+from services.trainer.batch.report import derive, describe_batch
+from services.trainer.batch.samples import Cohort, Samples, idle_samples
+from services.trainer.model import optim
+from services.trainer.model.critic import CriticRunner
+from services.trainer.model.parallel import free_gathered
+from services.trainer.model.policy import Policy, trainable
 from services.trainer.phases import PhaseTimer
-from services.trainer.plan import StepPlan
-from services.trainer.report import derive, describe_batch
-from services.trainer.samples import Cohort, Samples, idle_samples
+from services.trainer.ranks.collectives import Ranks, Tally
 
 _KL_STEP = 0.2
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from services.common.weightsync.plan import TensorSpec
-from services.trainer.lora import merged_parameters, merged_shapes
+from services.trainer.model.lora import merged_parameters, merged_shapes
 
 
 class WeightExport:

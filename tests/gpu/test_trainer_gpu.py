@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from services.common.jagged import Jagged
 from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import load_tokenizer
-from services.trainer.lora import add_adapters
-from services.trainer.model import Policy
-from services.trainer.packing import pack
-from services.trainer.parallel import build_topology, distribute
-from services.trainer.rank import Rank
+from services.trainer.batch.packing import pack
+from services.trainer.model.lora import add_adapters
+from services.trainer.model.parallel import build_topology, distribute
+from services.trainer.model.policy import Policy
+from services.trainer.ranks.rank import Rank
 from services.trainer.step import StepRunner
 from services.trainer.weights import WeightExport
 from tests.unit.trainer.batches import policy_of, random_queue, rank_of, spec_of

@@ -10,12 +10,12 @@ from torch import distributed, multiprocessing, nn
 from torch.distributed.tensor import DTensor
 
 from services.common.spec.run import RunSpec
-from services.trainer.checkpoint import Checkpointer
-from services.trainer.crew import Crew
-from services.trainer.follower import follow
-from services.trainer.leader import Leader
-from services.trainer.parallel import build_topology, distribute
-from services.trainer.samples import IncompleteBatchError
+from services.trainer.batch.samples import IncompleteBatchError
+from services.trainer.checkpoint.checkpointer import Checkpointer
+from services.trainer.model.parallel import build_topology, distribute
+from services.trainer.ranks.crew import Crew
+from services.trainer.ranks.follower import follow
+from services.trainer.ranks.leader import Leader
 from services.trainer.weights import WeightExport
 from tests.unit.trainer.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
 

@@ -12,13 +12,13 @@ from services.common.jagged import Jagged
 from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import load_tokenizer
 from services.common.spec.run import RunSpec
-from services.trainer.checkpoint import Checkpointer
-from services.trainer.collectives import Ranks
-from services.trainer.critic import CriticRunner
-from services.trainer.model import Critic, Policy
-from services.trainer.packing import pack
-from services.trainer.parallel import Topology
-from services.trainer.rank import Rank
+from services.trainer.batch.packing import pack
+from services.trainer.checkpoint.checkpointer import Checkpointer
+from services.trainer.model.critic import CriticRunner
+from services.trainer.model.parallel import Topology
+from services.trainer.model.policy import Critic, Policy
+from services.trainer.ranks.collectives import Ranks
+from services.trainer.ranks.rank import Rank
 from services.trainer.step import StepRunner
 
 CPU = torch.device("cpu")

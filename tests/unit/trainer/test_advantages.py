@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer import advantages
-from services.trainer.segments import Segments
+from services.trainer.algorithm import advantages
+from services.trainer.algorithm.segments import Segments
 from tests.unit.trainer.vectors import assert_close, case, flat, groups_of, mask_of, segments_of
 
 

@@ -7,11 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.errors import NotFoundError
-from services.trainer import manifest
-from services.trainer.export import export_checkpoint
-from services.trainer.guard import NotFiniteError
-from services.trainer.model import Policy
-from services.trainer.rank import Rank
+from services.trainer.batch.guard import NotFiniteError
+from services.trainer.checkpoint import manifest
+from services.trainer.checkpoint.export import export_checkpoint
+from services.trainer.model.policy import Policy
+from services.trainer.ranks.rank import Rank
 from tests.unit.trainer.batches import Queue, policy_of, random_queue, rank_of, spec_of
 
 SPEC = spec_of()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer import correction, diagnostics
+from services.trainer.algorithm import correction, diagnostics
 from tests.unit.trainer.vectors import assert_close, case, cases, flat, mask_of, segments_of
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from services.common.errors import FailedPreconditionError, UnavailableError
-from services.trainer.crew import Crew
-from services.trainer.leader import Leader
+from services.trainer.ranks.crew import Crew
+from services.trainer.ranks.leader import Leader
 from services.trainer.weights import WeightExport
 from tests.unit.trainer.batches import policy_of, random_queue, rank_of, spec_of
 

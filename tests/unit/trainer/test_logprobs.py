@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from services.trainer import logprobs
+from services.trainer.algorithm import logprobs
 
 
 @pytest.mark.parametrize("chunk_elements", [1, 37 * 4, 1 << 20])

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.spec.trainer import LoraSpec
-from services.trainer.export import export_checkpoint
-from services.trainer.lora import add_adapters
+from services.trainer.checkpoint.export import export_checkpoint
+from services.trainer.model.lora import add_adapters
 from services.trainer.weights import WeightExport
 from tests.unit.trainer.batches import policy_of, random_queue, rank_of, spec_of
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer import correction, loss
-from services.trainer.segments import Segments
+from services.trainer.algorithm import correction, loss
+from services.trainer.algorithm.segments import Segments
 from tests.unit.trainer.vectors import assert_close, case, cases, flat, mask_of, segments_of
 
 

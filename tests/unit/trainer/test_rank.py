@@ -8,7 +8,7 @@ import torch
 
 from services.common.errors import NotFoundError
 from services.common.jagged import Jagged
-from services.trainer.samples import IncompleteBatchError
+from services.trainer.batch.samples import IncompleteBatchError
 from tests.unit.trainer.batches import policy_of, random_queue, rank_of, spec_of
 
 

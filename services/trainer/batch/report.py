@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 import torch
 
-from services.trainer import diagnostics
-from services.trainer.collectives import Tally
-from services.trainer.samples import Samples
+from services.trainer.algorithm import diagnostics
+from services.trainer.batch.samples import Samples
+from services.trainer.ranks.collectives import Tally
 
 
 def describe_batch(weight_version: int, samples: Samples, tally: Tally) -> None:

@@ -8,8 +8,8 @@ does not need to tell them apart.
 import torch
 from torch import Tensor
 
-from services.trainer.loss import MAX_LOG_RATIO
-from services.trainer.segments import Segments
+from services.trainer.algorithm.loss import MAX_LOG_RATIO
+from services.trainer.algorithm.segments import Segments
 
 
 def importance_weights(

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from services.trainer.attention import PACKED
-from services.trainer.logprobs import token_logprobs
-from services.trainer.packing import PackedTokens
+from services.trainer.algorithm.logprobs import token_logprobs
+from services.trainer.batch.packing import PackedTokens
+from services.trainer.model.attention import PACKED
 
 SUPPORTED = ("llama", "qwen2", "qwen3")
 """Architectures whose packed forward pass is tested against their own."""

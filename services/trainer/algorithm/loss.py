@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from services.trainer.segments import Segments
+from services.trainer.algorithm.segments import Segments
 
 MAX_LOG_RATIO = 20.0
 _GSPO_MAX_LOG_RATIO = 10.0

@@ -1,6 +1,6 @@
 """A checkpoint as a Hugging Face folder that loads elsewhere.
 
-python -m services.trainer.export CHECKPOINT SPEC FOLDER
+python -m services.trainer.checkpoint.export CHECKPOINT SPEC FOLDER
 """
 
 import argparse
@@ -14,9 +14,9 @@ from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import load_tokenizer
 from services.common.spec.loader import load_spec
 from services.common.spec.run import RunSpec
-from services.trainer import manifest
-from services.trainer.checkpoint import MODEL_PREFIX
-from services.trainer.lora import add_adapters, merged_parameters
+from services.trainer.checkpoint import manifest
+from services.trainer.checkpoint.checkpointer import MODEL_PREFIX
+from services.trainer.model.lora import add_adapters, merged_parameters
 
 
 def export_checkpoint(checkpoint: Path, spec: RunSpec, folder: Path) -> None:
@@ -50,7 +50,7 @@ def export_checkpoint(checkpoint: Path, spec: RunSpec, folder: Path) -> None:
 
 
 def main() -> None:
-    """Entry point of ``python -m services.trainer.export``."""
+    """Entry point of ``python -m services.trainer.checkpoint.export``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="folder such as checkpoints/step-00000050")
     parser.add_argument("spec", type=Path, help="the run's specification")

@@ -11,7 +11,7 @@ from services.common.columns import MISSING
 from services.common.errors import InvalidArgumentError
 from services.common.jagged import Jagged
 from services.common.spec.algorithm import AlgorithmSpec
-from services.trainer.segments import Segments
+from services.trainer.algorithm.segments import Segments
 
 _CORRECTION_FIELDS = ("rollout_logprobs", "version_runs")
 _REQUIRED_FIELDS = ("prompt_ids", "response_ids", "response_mask", "rewards")

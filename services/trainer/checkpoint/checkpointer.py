@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor
 
-from services.trainer import manifest
-from services.trainer.parallel import Topology
+from services.trainer.checkpoint import manifest
+from services.trainer.model.parallel import Topology
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 MODEL_PREFIX = "model."

@@ -8,7 +8,7 @@ Nothing here leaves a stale member out of its group's statistics: staleness acts
 import torch
 from torch import Tensor
 
-from services.trainer.segments import Segments
+from services.trainer.algorithm.segments import Segments
 
 _STD_EPSILON = 1e-6
 _WHITEN_EPSILON = 1e-8

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from services.common.jagged import Jagged
-from services.trainer.attention import AttentionLayout, build_layout
+from services.trainer.model.attention import AttentionLayout, build_layout
 
 
 def balance(costs: Sequence[float], num_ranks: int) -> list[list[int]]:

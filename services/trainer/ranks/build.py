@@ -10,16 +10,16 @@ from torch import distributed
 
 from services.common.models.tokenizer import Tokenizer, load_tokenizer
 from services.common.spec.run import RunSpec
-from services.trainer.checkpoint import Checkpointer
-from services.trainer.critic import CriticRunner
-from services.trainer.lora import add_adapters
-from services.trainer.manifest import STEP_PREFIX
-from services.trainer.model import Critic, Policy, freeze
-from services.trainer.parallel import Topology, build_topology, distribute
-from services.trainer.rank import Fetch, Rank
+from services.trainer.checkpoint.checkpointer import Checkpointer
+from services.trainer.checkpoint.manifest import STEP_PREFIX
+from services.trainer.model.critic import CriticRunner
+from services.trainer.model.lora import add_adapters
+from services.trainer.model.parallel import Topology, build_topology, distribute
+from services.trainer.model.policy import Critic, Policy, freeze
+from services.trainer.model.warm_start import Progress, load_base_model
+from services.trainer.ranks.rank import Fetch, Rank
 from services.trainer.settings import TrainerSettings
 from services.trainer.step import StepRunner
-from services.trainer.warm_start import Progress, load_base_model
 from services.trainer.weights import WeightExport
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.trainer.packing import balance, micro_batches
-from services.trainer.samples import Cohort
+from services.trainer.batch.packing import balance, micro_batches
+from services.trainer.batch.samples import Cohort
 
 
 @dataclass(frozen=True, slots=True)

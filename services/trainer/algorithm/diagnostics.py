@@ -7,8 +7,8 @@ ranks is exact; what is no mean (a ratio of means, a maximum) is derived from re
 import torch
 from torch import Tensor
 
-from services.trainer.loss import MAX_LOG_RATIO
-from services.trainer.segments import Segments
+from services.trainer.algorithm.loss import MAX_LOG_RATIO
+from services.trainer.algorithm.segments import Segments
 
 
 def token_terms(proximal_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:

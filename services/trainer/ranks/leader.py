@@ -11,9 +11,9 @@ from torch import Tensor
 from services.common.batch import KVBatchMeta
 from services.common.errors import FailedPreconditionError, UnavailableError
 from services.common.weightsync.plan import TensorSpec
-from services.trainer.checkpoint import Snapshot
-from services.trainer.crew import Crew, Kind, Order
-from services.trainer.rank import Rank
+from services.trainer.checkpoint.checkpointer import Snapshot
+from services.trainer.ranks.crew import Crew, Kind, Order
+from services.trainer.ranks.rank import Rank
 from services.trainer.step import StepResult
 from services.trainer.weights import WeightExport
 

@@ -22,8 +22,8 @@ from services.common.jagged import Jagged
 from services.common.models.loading import load_config, load_folder, load_model
 from services.common.models.tokenizer import Tokenizer
 from services.common.spec.model import ModelSpec, WarmStartSpec
-from services.trainer.model import Policy
-from services.trainer.packing import pack
+from services.trainer.batch.packing import pack
+from services.trainer.model.policy import Policy
 
 Progress = Callable[[int, int], None]
 """Called with the steps done and the steps in all."""

@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 from services.common.spec.run import RunSpec
-from services.trainer import loss, optim
-from services.trainer.collectives import Ranks, Tally
-from services.trainer.model import Critic, trainable
-from services.trainer.packing import pack
-from services.trainer.parallel import free_gathered
-from services.trainer.plan import StepPlan
-from services.trainer.samples import Samples, idle_samples
-from services.trainer.segments import Segments
+from services.trainer.algorithm import loss
+from services.trainer.algorithm.segments import Segments
+from services.trainer.batch.packing import pack
+from services.trainer.batch.plan import StepPlan
+from services.trainer.batch.samples import Samples, idle_samples
+from services.trainer.model import optim
+from services.trainer.model.parallel import free_gathered
+from services.trainer.model.policy import Critic, trainable
+from services.trainer.ranks.collectives import Ranks, Tally
 
 
 class CriticRunner:

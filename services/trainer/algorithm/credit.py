@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from services.common.spec.algorithm import AlgorithmSpec
-from services.trainer import advantages
-from services.trainer.collectives import Ranks
-from services.trainer.loss import kl_penalty
-from services.trainer.samples import Cohort, IncompleteBatchError, Samples
+from services.trainer.algorithm import advantages
+from services.trainer.algorithm.loss import kl_penalty
+from services.trainer.batch.samples import Cohort, IncompleteBatchError, Samples
+from services.trainer.ranks.collectives import Ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,18 @@ from services.common.batch import KVBatchMeta
 from services.common.errors import DataLossError, ServiceError
 from services.common.jagged import Jagged
 from services.common.spec.run import RunSpec
-from services.trainer.checkpoint import Checkpointer, Snapshot
-from services.trainer.collectives import Ranks
-from services.trainer.guard import NonFiniteGuard, nonfinite_inputs
+from services.trainer.batch.guard import NonFiniteGuard, nonfinite_inputs
+from services.trainer.batch.plan import StepPlan, plan_step
+from services.trainer.batch.samples import (
+    Cohort,
+    Samples,
+    build_samples,
+    empty_samples,
+    wanted_fields,
+)
+from services.trainer.checkpoint.checkpointer import Checkpointer, Snapshot
 from services.trainer.phases import PhaseTimer
-from services.trainer.plan import StepPlan, plan_step
-from services.trainer.samples import Cohort, Samples, build_samples, empty_samples, wanted_fields
+from services.trainer.ranks.collectives import Ranks
 from services.trainer.step import StepResult, StepRunner
 
 logger = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from services.common.spec.algorithm import AlgorithmSpec
-from services.trainer import correction, diagnostics, loss
-from services.trainer.collectives import Tally
-from services.trainer.samples import Samples
-from services.trainer.segments import Segments
+from services.trainer.algorithm import correction, diagnostics, loss
+from services.trainer.algorithm.segments import Segments
+from services.trainer.batch.samples import Samples
+from services.trainer.ranks.collectives import Tally
 
 Correction = Literal["bypass", "decoupled", "none"]
 

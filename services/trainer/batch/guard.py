@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from services.common.errors import InternalError
-from services.trainer.samples import Cohort, Samples
+from services.trainer.batch.samples import Cohort, Samples
 
 _CHECKED_COLUMNS = ("rollout_logprobs", "ref_logprobs", "proximal_logprobs")
 

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from services.common.spec.trainer import TrainerSpec
-from services.trainer.collectives import Ranks
+from services.trainer.ranks.collectives import Ranks
 
 _LONGEST_PAUSE = timedelta(hours=24)
 """Longest time between two orders of rank 0, after which the other ranks give up."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from services.common.batch import KVBatchMeta
 from services.common.errors import ServiceError
-from services.trainer.crew import Crew, Kind, Order
-from services.trainer.rank import Rank
+from services.trainer.ranks.crew import Crew, Kind, Order
+from services.trainer.ranks.rank import Rank
 from services.trainer.weights import WeightExport
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""The mathematics of a step: advantages, losses, corrections; pure functions of tensors."""

@@ -1,0 +1,1 @@
+"""The trainer processes of a run: one leads, the others follow."""
