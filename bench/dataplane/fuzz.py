@@ -7,7 +7,7 @@ import time
 
 import msgpack
 
-from services.transferqueue import codec
+from services.transferqueue.transport import codec
 
 _SEEDS = (
     codec.Reserve("put_0", "run/train", (64, 128, 1 << 20), 30.0),

@@ -14,7 +14,7 @@ from services.common.columns import BlobRef, FieldColumn
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
 from services.transferqueue.facts import AcquireRequest
-from services.transferqueue.index import Index
+from services.transferqueue.index.index import Index
 
 _PUT_KEYS = 1000
 _PARTITION = "bench/metadata"

@@ -14,17 +14,17 @@ from services.common.grpc_server import serve
 from services.common.lifetime import announce, until_told_to_stop
 from services.common.logging import configure
 from services.common.metrics import serve_metrics
-from services.transferqueue.allocator import keep_freed_memory
 from services.transferqueue.facts import Shard
-from services.transferqueue.index import Index
-from services.transferqueue.membership import RemoteIndex
-from services.transferqueue.registry_client import ShardRegistryClient
-from services.transferqueue.registry_server import ShardRegistryServicer
+from services.transferqueue.index.index import Index
 from services.transferqueue.server import TransferQueueServicer
 from services.transferqueue.settings import TransferQueueSettings
-from services.transferqueue.shard_process import storage_shard
-from services.transferqueue.shards import Shards
-from services.transferqueue.snapshot import Snapshots
+from services.transferqueue.shards.membership import RemoteIndex
+from services.transferqueue.shards.registry_client import ShardRegistryClient
+from services.transferqueue.shards.registry_server import ShardRegistryServicer
+from services.transferqueue.shards.shards import Shards
+from services.transferqueue.snapshots.snapshots import Snapshots
+from services.transferqueue.storage.shard import storage_shard
+from services.transferqueue.transport.allocator import keep_freed_memory
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
 
 logger = logging.getLogger(__name__)

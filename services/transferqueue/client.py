@@ -16,7 +16,7 @@ from services.transferqueue.facts import (
     ShardStats,
     Stats,
 )
-from services.transferqueue.registry_client import shard_from_proto
+from services.transferqueue.shards.registry_client import shard_from_proto
 from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
 

@@ -17,13 +17,12 @@ from services.common.columns import BlobRef, TagValues
 from services.common.errors import DataLossError, InternalError, InvalidArgumentError
 from services.common.ids import new_id
 from services.common.jagged import Jagged
-from services.transferqueue import codec
-from services.transferqueue.buffers import BufferPool
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.concurrency import run_all
 from services.transferqueue.facts import Shard
-from services.transferqueue.links import Links
-from services.transferqueue.packing import (
+from services.transferqueue.shards.placement import group_of, place
+from services.transferqueue.tensors.buffers import BufferPool
+from services.transferqueue.tensors.packing import (
     PackedColumn,
     Values,
     pack,
@@ -32,9 +31,10 @@ from services.transferqueue.packing import (
     unpack,
     unpack_objects,
 )
-from services.transferqueue.placement import group_of, place
-from services.transferqueue.readplan import Extent, ReadPlan, plan_read
-from services.transferqueue.transport import TIMEOUT_S
+from services.transferqueue.tensors.readplan import Extent, ReadPlan, plan_read
+from services.transferqueue.transport import codec
+from services.transferqueue.transport.links import Links
+from services.transferqueue.transport.socket_transport import TIMEOUT_S
 
 _KEEP_BYTES = 512 << 20
 _COMMIT_TIMEOUT_S = 60.0

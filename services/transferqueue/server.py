@@ -6,10 +6,10 @@ from typing import Any
 import grpc
 
 from services.transferqueue.facts import AcquireRequest, ShardStats
-from services.transferqueue.index import Index
-from services.transferqueue.registry_client import shard_to_proto
-from services.transferqueue.shards import Shards
-from services.transferqueue.snapshot import Snapshots
+from services.transferqueue.index.index import Index
+from services.transferqueue.shards.registry_client import shard_to_proto
+from services.transferqueue.shards.shards import Shards
+from services.transferqueue.snapshots.snapshots import Snapshots
 from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
 

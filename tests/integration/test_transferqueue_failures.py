@@ -20,13 +20,14 @@ from services.common.errors import (
     UnavailableError,
 )
 from services.transferqueue import client as client_module
-from services.transferqueue import codec, metrics
+from services.transferqueue import metrics
 from services.transferqueue.__main__ import transferqueue
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
 from services.transferqueue.facts import AcquireRequest
-from services.transferqueue.index import Index
+from services.transferqueue.index.index import Index
 from services.transferqueue.settings import TransferQueueSettings
+from services.transferqueue.transport import codec
 
 TRAIN = "run_1/train"
 

@@ -16,16 +16,16 @@ from services.common.errors import (
     NotFoundError,
     UnavailableError,
 )
-from services.transferqueue import codec
-from services.transferqueue import shards as shards_module
 from services.transferqueue.__main__ import transferqueue
-from services.transferqueue.buffers import BufferPool
 from services.transferqueue.client import TransferQueueClient
-from services.transferqueue.connection import ShardConnection
 from services.transferqueue.dataclient import DataClient
 from services.transferqueue.facts import AcquireRequest, Shard
-from services.transferqueue.links import Links
 from services.transferqueue.settings import TransferQueueSettings
+from services.transferqueue.shards import shards as shards_module
+from services.transferqueue.tensors.buffers import BufferPool
+from services.transferqueue.transport import codec
+from services.transferqueue.transport.connection import ShardConnection
+from services.transferqueue.transport.links import Links
 
 TRAIN = "run_1/train"
 MIB = 1 << 20

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.transferqueue.arena import Arena, aligned
+from services.transferqueue.storage.arena import Arena, aligned
 
 
 @pytest.fixture

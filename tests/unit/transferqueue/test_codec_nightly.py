@@ -5,7 +5,7 @@ import random
 import pytest
 
 from bench.dataplane.fuzz import one_input
-from services.transferqueue import codec
+from services.transferqueue.transport import codec
 
 
 @pytest.mark.nightly

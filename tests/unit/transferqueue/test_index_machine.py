@@ -16,7 +16,7 @@ from services.common.batch import KVBatchMeta
 from services.common.columns import BlobRef, FieldColumn
 from services.common.errors import DeadlineExceededError, FailedPreconditionError
 from services.transferqueue.facts import AcquireRequest
-from services.transferqueue.index import Index
+from services.transferqueue.index.index import Index
 
 PARTITION = "run/train"
 SHARDS = ("s0", "s1")

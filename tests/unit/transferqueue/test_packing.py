@@ -6,8 +6,7 @@ from torch import Tensor
 
 from services.common.errors import InvalidArgumentError
 from services.common.jagged import Jagged
-from services.transferqueue.codec import ITEM_BYTES
-from services.transferqueue.packing import (
+from services.transferqueue.tensors.packing import (
     PackedColumn,
     Values,
     pack,
@@ -16,6 +15,7 @@ from services.transferqueue.packing import (
     unpack,
     unpack_objects,
 )
+from services.transferqueue.transport.codec import ITEM_BYTES
 
 DTYPES = [getattr(torch, name) for name in ITEM_BYTES if name != "msgpack"]
 

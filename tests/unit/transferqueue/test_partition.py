@@ -5,7 +5,7 @@ import pytest
 from services.common.batch import KVBatchMeta
 from services.common.columns import MISSING, BlobRef, FieldColumn
 from services.common.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
-from services.transferqueue.partition import Partition
+from services.transferqueue.index.partition import Partition
 
 ALL = 1 << 30
 

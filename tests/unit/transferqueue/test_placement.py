@@ -3,7 +3,7 @@
 import pytest
 
 from services.transferqueue.facts import Shard
-from services.transferqueue.placement import group_of, place
+from services.transferqueue.shards.placement import group_of, place
 
 
 def shards(*names: str, draining: str = "") -> list[Shard]:

@@ -16,10 +16,10 @@ from services.common.errors import (
     ServiceError,
     UnavailableError,
 )
-from services.transferqueue import codec
-from services.transferqueue.arena import Arena
-from services.transferqueue.puts import Puts
-from services.transferqueue.storage import Storage
+from services.transferqueue.storage.arena import Arena
+from services.transferqueue.storage.blobs import Storage
+from services.transferqueue.storage.puts import Puts
+from services.transferqueue.transport import codec
 
 DATA = b"12345678"
 

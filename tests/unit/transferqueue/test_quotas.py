@@ -6,7 +6,7 @@ import pytest
 
 from services.common.clock import SystemClock
 from services.common.errors import InvalidArgumentError, ResourceExhaustedError
-from services.transferqueue.quotas import Quotas, run_of
+from services.transferqueue.index.quotas import Quotas, run_of
 
 
 def quotas(limit: int) -> Quotas:

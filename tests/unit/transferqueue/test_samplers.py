@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.transferqueue.samplers import Candidate, balanced_order, fifo, whole_groups
+from services.transferqueue.index.samplers import Candidate, balanced_order, fifo, whole_groups
 
 
 def candidates(*groups: str) -> list[Candidate]:

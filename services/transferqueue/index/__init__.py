@@ -1,0 +1,1 @@
+"""The index: which samples exist, where they are, and who uses them."""

@@ -1,0 +1,72 @@
+"""Builds the columns of a ``KVBatchMeta`` from rows."""
+
+from collections.abc import Sequence
+
+from services.common.columns import MISSING, BlobRef, FieldColumn, TagValues
+from services.transferqueue.index.parts import Column, Part, Row, Schema
+
+
+class MetaBuilder:
+    """Gathers columns over runs of rows that have the same parts."""
+
+    def __init__(self, schema: Schema) -> None:
+        self._kinds = schema.kinds
+        self._num_rows = 0
+        self._columns: dict[str, tuple[list[int], list[int], list[int]]] = {}
+        self._tags: dict[str, list[int | float | str]] = {name: [] for name in schema.tag_types}
+        self.blob_numbers: dict[BlobRef, int] = {}
+
+    def add_run(self, parts: tuple[Part, ...], rows: Sequence[Row]) -> None:
+        """Append rows that share their parts."""
+        tag_places: dict[str, tuple[Part, list[int]]] = {}
+        for number, part in enumerate(parts):
+            places = [row.places[number] for row in rows]
+            tag_places.update(dict.fromkeys(part.tags, (part, places)))
+            for name, column in part.columns.items():
+                self._add_values(name, column, places)
+        for name, (part, places) in tag_places.items():
+            values = part.tags[name]
+            self._tags[name] += [values[place] for place in places]
+        self._num_rows += len(rows)
+        for lists in self._columns.values():
+            _pad(lists, self._num_rows)
+
+    def _add_values(self, name: str, column: Column, places: Sequence[int]) -> None:
+        lists = self._columns.setdefault(name, ([], [], []))
+        _pad(lists, self._num_rows)
+        lengths, blob_indexes, offsets = lists
+        lengths += [column.lengths[place] for place in places]
+        offsets += [column.offsets[place] for place in places]
+        blob_number = self.blob_numbers.setdefault(column.blob, len(self.blob_numbers))
+        blob_indexes += [blob_number] * len(places)
+
+    def fields(self) -> tuple[FieldColumn, ...]:
+        """The columns of the fields."""
+        built = []
+        for name, (lengths, blob_indexes, offsets) in self._columns.items():
+            dtype, row_rank, tail_shape = self._kinds[name]
+            built.append(
+                FieldColumn(
+                    name=name,
+                    dtype=dtype,
+                    row_rank=row_rank,
+                    tail_shape=tail_shape,
+                    lengths=tuple(lengths),
+                    blob_indexes=tuple(blob_indexes),
+                    offsets=tuple(offsets),
+                )
+            )
+        return tuple(built)
+
+    def tags(self) -> dict[str, TagValues]:
+        """The columns of the tags."""
+        return {name: tuple(values) for name, values in self._tags.items()}  # type: ignore[misc]
+
+
+def _pad(lists: tuple[list[int], list[int], list[int]], num_rows: int) -> None:
+    lengths, blob_indexes, offsets = lists
+    absent = num_rows - len(lengths)
+    if absent > 0:
+        lengths += [0] * absent
+        blob_indexes += [MISSING] * absent
+        offsets += [0] * absent

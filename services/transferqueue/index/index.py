@@ -1,0 +1,227 @@
+"""The metadata of all partitions: what is visible, who waits for it, how many bytes runs may take.
+
+Everything here runs on one event loop and changes only between awaits, so there are no locks. Bytes
+are elsewhere: a put is added here after its bytes are in, and blobs that nobody needs any more are
+handed to ``free``.
+"""
+
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+from services.common.batch import KVBatchMeta
+from services.common.clock import Clock
+from services.common.columns import BlobRef
+from services.common.errors import (
+    FailedPreconditionError,
+)
+from services.transferqueue import metrics
+from services.transferqueue.facts import Loss, PartitionImage, PartitionStats
+from services.transferqueue.index.leasing import Leasing
+from services.transferqueue.index.partition import Partition, find
+from services.transferqueue.index.parts import Row
+from services.transferqueue.index.quotas import Quotas, run_of
+from services.transferqueue.waiters import Waiters
+
+MAX_PUSH_KEYS = 4096
+"""Most samples of one push to a watcher."""
+_REMEMBERED_PUTS = 4096
+
+
+class Index:
+    """All partitions of a transferqueue.
+
+    Args:
+        free: Takes the blobs that nobody needs any more.
+        clock: Times leases.
+    """
+
+    def __init__(self, free: Callable[[Sequence[BlobRef]], None], clock: Clock) -> None:
+        self._free = free
+        self._clock = clock
+        self._partitions: dict[str, Partition] = {}
+        self._losses: dict[str, list[Loss]] = {}
+        self._committed: OrderedDict[str, None] = OrderedDict()
+        self._quotas = Quotas(clock)
+        self._waiters = Waiters()
+        self.leasing = Leasing(self._partitions, self._waiters, clock, self._discard)
+
+    def create_partition(
+        self,
+        partition_id: str,
+        *,
+        required_fields: Sequence[str],
+        quota_bytes: int,
+        field_ttls_s: Mapping[str, float] | None = None,
+    ) -> None:
+        """Create a partition; repeating it with the same fields changes nothing.
+
+        Raises:
+            FailedPreconditionError: If it exists with other required fields.
+        """
+        partition = self._partitions.get(partition_id)
+        if partition is not None and partition.required_fields != set(required_fields):
+            raise FailedPreconditionError(
+                f"partition {partition_id} exists and requires {sorted(partition.required_fields)}, "
+                f"not {sorted(required_fields)}; drop it first",
+                partition_id=partition_id,
+            )
+        self._quotas.raise_to(run_of(partition_id), quota_bytes)
+        if partition is None:
+            self._partitions[partition_id] = Partition(
+                partition_id, required_fields, field_ttls_s or {}
+            )
+            self.leasing.open(partition_id)
+            self._losses[partition_id] = []
+
+    def drop_partition(self, partition_id: str) -> int:
+        """Delete a partition; returns how many samples it had."""
+        partition = self._partitions.get(partition_id)
+        if partition is None:
+            return 0
+        num_keys = len(partition.rows)
+        self._remove(partition, list(partition.rows.values()))
+        self.leasing.close(partition_id)
+        del self._partitions[partition_id], self._losses[partition_id]
+        run = run_of(partition_id)
+        if run not in map(run_of, self._partitions):
+            self._quotas.forget(run)
+        self._waiters.wake(partition_id)
+        return num_keys
+
+    async def reserve(self, partition_id: str, size_bytes: int, *, wait_s: float) -> None:
+        """Count bytes that are about to come against the run's quota, waiting for room.
+
+        Raises:
+            NotFoundError: If there is no such partition.
+            ResourceExhaustedError: If the quota had no room in time.
+            InvalidArgumentError: If the bytes alone exceed the quota.
+        """
+        find(self._partitions, partition_id)
+        await self._quotas.take(run_of(partition_id), size_bytes, wait_s=wait_s)
+
+    def cancel(self, partition_id: str, size_bytes: int) -> None:
+        """Take back what ``reserve`` counted."""
+        self._quotas.give_back(run_of(partition_id), size_bytes)
+
+    async def commit(self, meta: KVBatchMeta, *, put_id: str) -> int:
+        """Make a put visible; its bytes are in and reserved. Repeating it changes nothing.
+
+        Returns:
+            The partition's revision.
+
+        Raises:
+            ServiceError: If the put breaks a rule; then nothing of it is visible.
+        """
+        partition = find(self._partitions, meta.partition_id)
+        if put_id in self._committed:
+            return partition.revision
+        added = partition.add(meta)
+        self._committed[put_id] = None
+        if len(self._committed) > _REMEMBERED_PUTS:
+            self._committed.popitem(last=False)
+        self.leasing.offer(meta.partition_id, added)
+        self._waiters.wake(meta.partition_id)
+        self._count_samples()
+        return partition.revision
+
+    def get(self, partition_id: str, keys: Sequence[str]) -> KVBatchMeta:
+        """Describe samples by key, or all.
+
+        Raises:
+            NotFoundError: If the partition or a key does not exist.
+        """
+        partition = find(self._partitions, partition_id)
+        return partition.describe(partition.get(keys or list(partition.rows)))
+
+    def release(self, partition_id: str, keys: Sequence[str]) -> int:
+        """Delete samples; returns how many of the keys existed."""
+        partition = find(self._partitions, partition_id)
+        rows = [partition.rows[key] for key in dict.fromkeys(keys) if key in partition.rows]
+        self._remove(partition, rows)
+        return len(rows)
+
+    async def watch(self, partition_id: str, revision: int) -> AsyncIterator[KVBatchMeta]:
+        """New and changed complete samples after ``revision``, as they come.
+
+        Raises:
+            NotFoundError: If the partition does not exist, or when it is dropped.
+        """
+        while True:
+            partition = find(self._partitions, partition_id)
+            meta, revision = partition.changes_since(revision, limit=MAX_PUSH_KEYS)
+            if meta is not None:
+                yield meta
+            elif partition.revision <= revision:
+                await self._waiters.wait(partition_id, timeout_s=None)
+
+    def lose_shard(self, shard_id: str) -> None:
+        """Delete the samples that had a value on a dead shard, and report the unacknowledged ones."""
+        for name, partition in self._partitions.items():
+            rows = partition.rows_on(shard_id)
+            acked = self.leasing.acked(name)
+            keys = tuple(row.key for row in rows if row not in acked)
+            self._remove(partition, rows)
+            if keys:
+                self._losses[name].append(Loss(keys=keys, shard_id=shard_id))
+                self._waiters.wake(name)
+
+    def losses(self, partition_id: str) -> list[Loss]:
+        """Losses of a partition from its beginning."""
+        return self._losses[partition_id]
+
+    async def watch_losses(self, partition_id: str) -> AsyncIterator[Loss]:
+        """Losses of a partition from its beginning, as they come."""
+        num_seen = 0
+        while True:
+            find(self._partitions, partition_id)
+            losses = self._losses[partition_id][num_seen:]
+            for loss in losses:
+                yield loss
+            num_seen += len(losses)
+            if not losses:
+                await self._waiters.wait(partition_id, timeout_s=None)
+
+    def export(self, run_id: str) -> list[PartitionImage]:
+        """All that is known about the partitions of a run."""
+        return [
+            PartitionImage(
+                partition_id=name,
+                required_fields=tuple(sorted(partition.required_fields)),
+                quota_bytes=self._quotas.limit(run_id),
+                field_ttls_s=partition.field_ttls_s,
+                puts=partition.describe_puts(),
+                acked=self.leasing.export(name),
+            )
+            for name, partition in self._partitions.items()
+            if run_of(name) == run_id
+        ]
+
+    def stats(self) -> list[PartitionStats]:
+        """Fill of each partition."""
+        return [
+            PartitionStats(
+                partition_id=name,
+                num_keys=len(partition.rows),
+                num_ready=partition.num_complete,
+                num_leased=self.leasing.num_leased(name),
+                stored_bytes=partition.stored_bytes,
+                quota_bytes=self._quotas.limit(run_of(name)),
+                revision=partition.revision,
+            )
+            for name, partition in self._partitions.items()
+        ]
+
+    def _remove(self, partition: Partition, rows: Sequence[Row]) -> None:
+        unused = partition.remove(rows)
+        self.leasing.forget(partition.partition_id, rows)
+        if unused:
+            self._discard(partition, unused)
+        self._count_samples()
+
+    def _count_samples(self) -> None:
+        metrics.SAMPLES.set(sum(len(partition.rows) for partition in self._partitions.values()))
+
+    def _discard(self, partition: Partition, blobs: Sequence[BlobRef]) -> None:
+        size = sum(blob.size_bytes for blob in blobs)
+        self._quotas.give_back(run_of(partition.partition_id), size)
+        self._free(blobs)

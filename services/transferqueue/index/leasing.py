@@ -1,0 +1,182 @@
+"""Hands ready samples to consumers and takes their acknowledgements."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from services.common.batch import KVBatchMeta
+from services.common.clock import Clock
+from services.common.columns import BlobRef
+from services.common.errors import DeadlineExceededError, FailedPreconditionError
+from services.common.ids import new_id
+from services.transferqueue.facts import AcquireRequest
+from services.transferqueue.index.consumers import Consumer, Lease, lease_not_found, sampler_of
+from services.transferqueue.index.partition import Partition, find
+from services.transferqueue.index.parts import Part, Row
+from services.transferqueue.index.samplers import balanced_order
+from services.transferqueue.waiters import Waiters
+
+AckedKeys = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
+"""By consumer: the fields that it asks for and the keys that it acknowledged."""
+
+
+class Leasing:
+    """Consumers of all partitions.
+
+    Args:
+        partitions: The partitions, by id.
+        waiters: Are woken when a partition changes.
+        clock: Times leases.
+        discard: Takes blobs whose time to live is over.
+    """
+
+    def __init__(
+        self,
+        partitions: Mapping[str, Partition],
+        waiters: Waiters,
+        clock: Clock,
+        discard: Callable[[Partition, Sequence[BlobRef]], None],
+    ) -> None:
+        self._partitions = partitions
+        self._waiters = waiters
+        self._clock = clock
+        self._discard = discard
+        self._consumers: dict[str, dict[str, Consumer]] = {}
+
+    def open(self, partition_id: str) -> None:
+        """Begin with a new partition."""
+        self._consumers[partition_id] = {}
+
+    def close(self, partition_id: str) -> None:
+        """Forget a partition."""
+        del self._consumers[partition_id]
+
+    def offer(self, partition_id: str, added: Iterable[tuple[Row, frozenset[str]]]) -> None:
+        """Queue what a put made ready."""
+        for consumer in self._consumers[partition_id].values():
+            consumer.offer(added)
+
+    def forget(self, partition_id: str, rows: Sequence[Row]) -> None:
+        """Drop rows that were deleted."""
+        for consumer in self._consumers[partition_id].values():
+            consumer.forget(rows)
+
+    def acked(self, partition_id: str) -> set[Row]:
+        """Rows that some consumer acknowledged."""
+        return {row for c in self._consumers[partition_id].values() for row in c.acked}
+
+    def num_leased(self, partition_id: str) -> int:
+        """Rows in use."""
+        return sum(consumer.num_leased for consumer in self._consumers[partition_id].values())
+
+    def export(self, partition_id: str) -> AckedKeys:
+        """What the consumers acknowledged, for a snapshot."""
+        return {
+            name: (tuple(sorted(consumer.fields)), tuple(row.key for row in consumer.acked))
+            for name, consumer in self._consumers[partition_id].items()
+        }
+
+    def restore(self, partition_id: str, acked_keys: AckedKeys) -> None:
+        """Take over what consumers had acknowledged; the samples are there already."""
+        partition = find(self._partitions, partition_id)
+        for name, (fields, keys) in acked_keys.items():
+            acked = frozenset(partition.get(keys))
+            rows = partition.rows.values()
+            self._consumers[partition_id][name] = Consumer(frozenset(fields), rows, acked)
+
+    async def acquire(self, request: AcquireRequest) -> tuple[KVBatchMeta, tuple[str, ...]]:
+        """Lease samples, waiting until there are enough.
+
+        Returns:
+            The samples with their lease, and the keys passed over as too old.
+
+        Raises:
+            DeadlineExceededError: If there are not enough in time; nothing is leased.
+            FailedPreconditionError: If the consumer asked for other fields before.
+            InvalidArgumentError: If the numbers do not fit together.
+        """
+        sampler = sampler_of(request)
+        deadline = self._clock.monotonic() + request.wait_s
+        while True:
+            partition = find(self._partitions, request.partition_id)
+            consumer = self._consumer(partition, request)
+            now = self._clock.monotonic()
+            consumer.expire(now)
+            rows, stale = consumer.take(
+                sampler,
+                num_rows=request.num_keys,
+                oldest_version=request.oldest_weight_version,
+            )
+            if rows:
+                return self._lease(partition, consumer, request, rows), stale
+            if now >= deadline:
+                raise DeadlineExceededError(
+                    f"{request.partition_id} did not have {request.num_keys} samples ready for "
+                    f"{request.consumer!r} within {request.wait_s} s; nothing was leased",
+                    partition_id=request.partition_id,
+                    consumer=request.consumer,
+                )
+            wake_at = min(deadline, consumer.next_expiry() or deadline)
+            await self._waiters.wait(request.partition_id, timeout_s=max(wake_at - now, 0.001))
+
+    def ack(self, partition_id: str, lease_id: str) -> None:
+        """Count a lease's samples as used.
+
+        Raises:
+            FailedPreconditionError: If the lease expired or never was.
+        """
+        partition = find(self._partitions, partition_id)
+        now = self._clock.monotonic()
+        consumers = self._consumers[partition_id].values()
+        lease = next((rows for c in consumers if (rows := c.ack(lease_id, now)) is not None), None)
+        if lease is None:
+            raise lease_not_found(lease_id)
+        done = [row for row in lease if all(row in c.acked for c in consumers)]
+        for part in partition.settle(done):
+            for field, ttl_s in partition.field_ttls_s.items():
+                loop = asyncio.get_running_loop()
+                loop.call_later(ttl_s, self._expire_field, partition, part, field)
+
+    def nack(self, partition_id: str, lease_id: str) -> None:
+        """Hand a lease's samples out again.
+
+        Raises:
+            FailedPreconditionError: If the lease expired or never was.
+        """
+        find(self._partitions, partition_id)
+        if not any(c.nack(lease_id) for c in self._consumers[partition_id].values()):
+            raise lease_not_found(lease_id)
+        self._waiters.wake(partition_id)
+
+    def _expire_field(self, partition: Partition, part: Part, field: str) -> None:
+        blob = partition.drop_field(part, field)
+        if blob is not None:
+            self._discard(partition, [blob])
+
+    def _consumer(self, partition: Partition, request: AcquireRequest) -> Consumer:
+        consumers = self._consumers[partition.partition_id]
+        fields = frozenset(request.fields)
+        consumer = consumers.get(request.consumer)
+        if consumer is None:
+            consumer = consumers[request.consumer] = Consumer(fields, partition.rows.values())
+        if consumer.fields != fields:
+            raise FailedPreconditionError(
+                f"consumer {request.consumer!r} asks for {sorted(fields)} after it asked for "
+                f"{sorted(consumer.fields)}; use another consumer name for another use",
+                consumer=request.consumer,
+            )
+        return consumer
+
+    def _lease(
+        self,
+        partition: Partition,
+        consumer: Consumer,
+        request: AcquireRequest,
+        rows: tuple[Row, ...],
+    ) -> KVBatchMeta:
+        lease_id = new_id("lease")
+        consumer.lease(Lease(lease_id, rows, self._clock.monotonic() + request.lease_s))
+        meta = partition.describe(rows, lease_id=lease_id)
+        if request.num_ranks == 1:
+            return meta
+        costs = [sum(lengths) for lengths in zip(*(c.lengths for c in meta.fields), strict=True)]
+        return meta.reorder(balanced_order(costs, num_ranks=request.num_ranks))

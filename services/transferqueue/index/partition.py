@@ -1,0 +1,244 @@
+"""The samples of one partition: which exist, which fields they have, what changed since when."""
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from sys import intern
+
+from services.common.batch import KVBatchMeta
+from services.common.columns import BlobRef, TagValues
+from services.common.errors import NotFoundError
+from services.transferqueue.index.describe import MetaBuilder
+from services.transferqueue.index.parts import Column, Part, Row, Schema
+
+_MIN_LOG_ENTRIES = 1024
+
+
+class Partition:
+    """Samples of one run and one purpose.
+
+    A sample's row is complete once all required fields are there; then it enters the log, and again
+    on each later change. The log is what watchers follow.
+
+    Args:
+        partition_id: Its name.
+        required_fields: Fields that a complete sample has.
+        field_ttls_s: Seconds after which the values of a field may go once settled.
+    """
+
+    def __init__(
+        self,
+        partition_id: str,
+        required_fields: Sequence[str],
+        field_ttls_s: Mapping[str, float],
+    ) -> None:
+        self.partition_id = partition_id
+        self.required_fields = frozenset(required_fields)
+        self.field_ttls_s = field_ttls_s
+        self.revision = 0
+        self.stored_bytes = 0
+        self.rows: dict[str, Row] = {}
+        self.num_complete = 0
+        self._schema = Schema()
+        self._log_rows: list[Row] = []
+        self._log_revisions = array("q")
+
+    def add(self, meta: KVBatchMeta) -> list[tuple[Row, frozenset[str]]]:
+        """Add the keys and fields of a put.
+
+        Returns:
+            The rows, each with the fields that it had before.
+
+        Raises:
+            AlreadyExistsError: If a key has one of the fields.
+            InvalidArgumentError: If the put is inconsistent with itself or with the partition.
+        """
+        self._schema.check(meta, self.rows)
+        part = _part_of(meta)
+        self._schema.learn(meta)
+        self.stored_bytes += sum(blob.size_bytes for blob in meta.blobs)
+        # Rows of one put share the tuple of their parts, and mostly had the same ones before.
+        extended: dict[tuple[Part, ...], tuple[tuple[Part, ...], frozenset[str], bool]] = {}
+        added = []
+        for place, key in enumerate(meta.keys):
+            row = self.rows.get(key)
+            if row is None:
+                row = self.rows[key] = Row(key)
+            known = extended.get(row.parts)
+            if known is None:
+                before = row.field_names()
+                is_complete = self.required_fields <= before | part.columns.keys()
+                known = extended[row.parts] = ((*row.parts, part), before, is_complete)
+            row.parts, before, is_complete = known
+            row.places = (*row.places, place)
+            if is_complete:
+                self._log(row)
+            part.num_unsettled += not row.is_settled
+            added.append((row, before))
+        if len(self._log_rows) > 2 * self.num_complete + _MIN_LOG_ENTRIES:
+            self._compact_log()
+        return added
+
+    def get(self, keys: Sequence[str]) -> list[Row]:
+        """Rows by key.
+
+        Raises:
+            NotFoundError: If a key does not exist; names those that do not.
+        """
+        absent = [key for key in keys if key not in self.rows]
+        if absent:
+            raise NotFoundError(
+                f"{len(absent)} of {len(keys)} keys are not in {self.partition_id}: "
+                f"{', '.join(absent[:20])}; they were released, lost or never put",
+                partition_id=self.partition_id,
+                keys=",".join(absent),
+            )
+        return [self.rows[key] for key in keys]
+
+    def remove(self, rows: Iterable[Row]) -> list[BlobRef]:
+        """Delete rows.
+
+        Returns:
+            The blobs that no row needs any more.
+        """
+        unused: list[BlobRef] = []
+        for row in rows:
+            del self.rows[row.key]
+            self.num_complete -= row.revision > 0
+            row.revision = Row.DELETED
+            for part in row.parts:
+                part.num_rows -= 1
+                part.num_unsettled -= not row.is_settled
+                if part.num_rows == 0:
+                    unused += part.blobs()
+        self.stored_bytes -= sum(blob.size_bytes for blob in unused)
+        return unused
+
+    def settle(self, rows: Iterable[Row]) -> list[Part]:
+        """Count rows as acknowledged by all consumers.
+
+        Returns:
+            The parts of which no row is unsettled any more.
+        """
+        settled: list[Part] = []
+        for row in rows:
+            if row.is_settled:
+                continue
+            row.is_settled = True
+            for part in row.parts:
+                part.num_unsettled -= 1
+                if part.num_unsettled == 0:
+                    settled.append(part)
+        return settled
+
+    def drop_field(self, part: Part, name: str) -> BlobRef | None:
+        """Forget a field's values of one put; returns their blob if it is still in use."""
+        if part.num_rows == 0 or name not in part.columns:
+            return None
+        blob = part.columns.pop(name).blob
+        self.stored_bytes -= blob.size_bytes
+        return blob
+
+    def rows_on(self, shard_id: str) -> list[Row]:
+        """Rows with a value on a shard."""
+        parts = {id(part): part for row in self.rows.values() for part in row.parts}
+        hit = {
+            number
+            for number, part in parts.items()
+            if any(blob.shard_id == shard_id for blob in part.blobs())
+        }
+        return [row for row in self.rows.values() if any(id(part) in hit for part in row.parts)]
+
+    def changes_since(self, revision: int, *, limit: int) -> tuple[KVBatchMeta | None, int]:
+        """Complete samples that are new or changed after ``revision``.
+
+        Returns:
+            At most ``limit`` of them, or None, and the revision to go on from.
+        """
+        start = bisect_right(self._log_revisions, revision)
+        entries = zip(self._log_revisions[start:], self._log_rows[start:], strict=True)
+        rows: list[Row] = []
+        for entry_revision, row in entries:
+            if row.revision == entry_revision:
+                rows.append(row)
+            revision = entry_revision
+            if len(rows) == limit:
+                break
+        else:
+            revision = max(revision, self.revision)
+        return (self.describe(rows, revision=revision) if rows else None), revision
+
+    def describe(
+        self, rows: Sequence[Row], *, revision: int | None = None, lease_id: str = ""
+    ) -> KVBatchMeta:
+        """The ``KVBatchMeta`` of rows."""
+        builder = MetaBuilder(self._schema)
+        for parts, run in groupby(rows, key=lambda row: row.parts):
+            builder.add_run(parts, list(run))
+        return KVBatchMeta(
+            partition_id=self.partition_id,
+            keys=tuple([row.key for row in rows]),
+            fields=builder.fields(),
+            blobs=tuple(builder.blob_numbers),
+            tags=builder.tags(),
+            lease_id=lease_id,
+            revision=self.revision if revision is None else revision,
+        )
+
+    def describe_puts(self) -> tuple[KVBatchMeta, ...]:
+        """All samples; in each meta, all keys came with the same puts."""
+        by_parts: dict[tuple[Part, ...], list[Row]] = {}
+        for row in self.rows.values():
+            by_parts.setdefault(row.parts, []).append(row)
+        return tuple(self.describe(rows) for rows in by_parts.values())
+
+    def _log(self, row: Row) -> None:
+        self.num_complete += row.revision == 0
+        self.revision += 1
+        row.revision = self.revision
+        self._log_rows.append(row)
+        self._log_revisions.append(self.revision)
+
+    def _compact_log(self) -> None:
+        live = [
+            (revision, row)
+            for revision, row in zip(self._log_revisions, self._log_rows, strict=True)
+            if row.revision == revision
+        ]
+        self._log_revisions = array("q", [revision for revision, _ in live])
+        self._log_rows = [row for _, row in live]
+
+
+def find(partitions: Mapping[str, Partition], partition_id: str) -> Partition:
+    """A partition by its id.
+
+    Raises:
+        NotFoundError: If there is none.
+    """
+    partition = partitions.get(partition_id)
+    if partition is None:
+        raise NotFoundError(
+            f"partition {partition_id!r} does not exist; create it first",
+            partition_id=partition_id,
+        )
+    return partition
+
+
+def _part_of(meta: KVBatchMeta) -> Part:
+    columns = {
+        column.name: Column(
+            meta.blobs[column.blob_indexes[0]],
+            array("q", column.lengths),
+            array("q", column.offsets),
+        )
+        for column in meta.fields
+    }
+    tags = {name: _compact(values) for name, values in meta.tags.items()}
+    return Part(columns, tags, len(meta.keys))
+
+
+def _compact(values: TagValues) -> Sequence[int] | Sequence[float] | Sequence[str]:
+    if isinstance(values[0], str):
+        return tuple([intern(str(value)) for value in values])
+    return array("d" if isinstance(values[0], float) else "q", values)

@@ -1,0 +1,1 @@
+"""The shards of a transferqueue: who is alive, which one holds a group."""

@@ -1,0 +1,84 @@
+"""A storage shard whose index is in another process."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from services.common.batch import KVBatchMeta
+from services.common.errors import ServiceError
+from services.transferqueue.concurrency import unwrapped
+from services.transferqueue.facts import Shard
+from services.transferqueue.shards.registry_client import ShardRegistryClient
+from services.transferqueue.storage.blobs import BlobStore
+
+logger = logging.getLogger(__name__)
+
+
+class RemoteIndex:
+    """The index as this shard sees it.
+
+    Args:
+        client: Calls the index.
+        shard_id: Name of this shard.
+    """
+
+    def __init__(self, client: ShardRegistryClient, shard_id: str) -> None:
+        self._client = client
+        self._shard_id = shard_id
+
+    async def reserve(self, partition_id: str, size_bytes: int, *, wait_s: float) -> None:
+        """Charge the run's quota."""
+        await self._client.reserve(self._shard_id, partition_id, size_bytes, wait_s=wait_s)
+
+    def cancel(self, partition_id: str, size_bytes: int) -> None:
+        """Take the charge back soon."""
+        self._tasks.create_task(self._cancel(partition_id, size_bytes))
+
+    async def commit(self, meta: KVBatchMeta, *, put_id: str) -> int:
+        """Make a put visible."""
+        return await self._client.commit(self._shard_id, meta, put_id=put_id)
+
+    async def is_admitted(self, public_key: str) -> bool:
+        """Whether a client may use the data socket."""
+        return await self._client.is_admitted(public_key)
+
+    @asynccontextmanager
+    async def joined(
+        self, shard: Shard, storage: BlobStore, free: Callable[[Sequence[int]], None]
+    ) -> AsyncIterator[None]:
+        """Take part until the block ends.
+
+        Args:
+            shard: How clients reach this shard.
+            storage: Its blobs.
+            free: Deletes blobs.
+
+        Raises:
+            NotFoundError: If the index gave this shard up. Its samples count as lost, so the process
+                must end and start anew.
+        """
+        await self._client.register(shard, capacity_bytes=storage.capacity_bytes)
+        with unwrapped():
+            async with asyncio.TaskGroup() as self._tasks:
+                beating = self._tasks.create_task(self._beat(shard, storage, free))
+                yield
+                beating.cancel()
+
+    async def _beat(
+        self, shard: Shard, storage: BlobStore, free: Callable[[Sequence[int]], None]
+    ) -> None:
+        num_deleted = 0
+        while True:
+            blob_ids = await self._client.heartbeat(
+                shard, stored_bytes=storage.used_bytes, num_deleted=num_deleted
+            )
+            free(blob_ids)
+            num_deleted += len(blob_ids)
+
+    async def _cancel(self, partition_id: str, size_bytes: int) -> None:
+        try:
+            await self._client.cancel(self._shard_id, partition_id, size_bytes)
+        except ServiceError as error:
+            # The index counts the charge off when it gives this shard up.
+            logger.warning("charge not taken back", extra={"error": str(error)})

@@ -1,0 +1,81 @@
+"""gRPC face of the shard registry."""
+
+from typing import Any
+
+import grpc
+
+from services.common.batch import KVBatchMeta
+from services.transferqueue.index.index import Index
+from services.transferqueue.shards.registry_client import shard_from_proto
+from services.transferqueue.shards.shards import Shards
+from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
+from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ShardRegistryServicer(pb_grpc.ShardRegistryServiceServicer):
+    """Serves the shards of other processes.
+
+    Args:
+        index: What is known about the samples.
+        shards: The shards.
+    """
+
+    def __init__(self, index: Index, shards: Shards) -> None:
+        self._index = index
+        self._shards = shards
+
+    async def RegisterShard(  # noqa: N802
+        self, request: pb.RegisterShardRequest, context: Context
+    ) -> pb.RegisterShardResponse:
+        """Add a shard."""
+        shard = shard_from_proto(request.shard)
+        self._shards.register(shard, capacity_bytes=request.capacity_bytes)
+        return pb.RegisterShardResponse()
+
+    async def HeartbeatShard(  # noqa: N802
+        self, request: pb.HeartbeatShardRequest, context: Context
+    ) -> pb.HeartbeatShardResponse:
+        """Keep a shard alive."""
+        blob_ids = await self._shards.heartbeat(
+            request.shard_id,
+            instance_id=request.instance_id,
+            stored_bytes=request.stored_bytes,
+            num_deleted=request.deleted_count,
+        )
+        return pb.HeartbeatShardResponse(blob_ids=blob_ids)
+
+    async def ReserveBytes(  # noqa: N802
+        self, request: pb.ReserveBytesRequest, context: Context
+    ) -> pb.ReserveBytesResponse:
+        """Charge a quota."""
+        size = request.size_bytes
+        await self._index.reserve(request.partition_id, size, wait_s=request.wait_s)
+        self._shards.charge(request.shard_id, request.partition_id, size)
+        return pb.ReserveBytesResponse()
+
+    async def CancelBytes(  # noqa: N802
+        self, request: pb.CancelBytesRequest, context: Context
+    ) -> pb.CancelBytesResponse:
+        """Take a charge back."""
+        self._shards.charge(request.shard_id, request.partition_id, -request.size_bytes)
+        self._index.cancel(request.partition_id, request.size_bytes)
+        return pb.CancelBytesResponse()
+
+    async def CommitPut(  # noqa: N802
+        self, request: pb.CommitPutRequest, context: Context
+    ) -> pb.CommitPutResponse:
+        """Make a put visible."""
+        meta = KVBatchMeta.from_proto(request.batch)
+        revision = await self._index.commit(meta, put_id=request.put_id)
+        size = sum(blob.size_bytes for blob in meta.blobs)
+        self._shards.charge(request.shard_id, meta.partition_id, -size)
+        return pb.CommitPutResponse(revision=revision)
+
+    async def CheckClient(  # noqa: N802
+        self, request: pb.CheckClientRequest, context: Context
+    ) -> pb.CheckClientResponse:
+        """Tell whether a client is admitted."""
+        admitted = await self._shards.is_admitted(request.public_key)
+        return pb.CheckClientResponse(admitted=admitted)

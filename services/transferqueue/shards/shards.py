@@ -1,0 +1,203 @@
+"""The storage shards of a transferqueue: who is alive, who is admitted, what is to be deleted."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from services.common.columns import BlobRef
+from services.common.errors import NotFoundError
+from services.transferqueue.facts import Shard, ShardStats
+from services.transferqueue.index.index import Index
+from services.transferqueue.waiters import Waiters
+
+HEARTBEAT_S = 1.0
+"""A heartbeat returns after this long when there is nothing to delete."""
+DEAD_AFTER_S = 5.0
+"""A shard that was not heard of for this long is given up."""
+_CHANGED = "changed"
+
+
+@dataclass(slots=True)
+class _Member:
+    shard: Shard
+    capacity_bytes: int
+    stored_bytes: Callable[[], int]
+    free: Callable[[Sequence[int]], None]
+    timer: asyncio.TimerHandle | None = None
+    reported_bytes: int = 0
+    doomed: list[int] = field(default_factory=list)
+    num_deleted: int = 0
+    charges: Counter[str] = field(default_factory=Counter)
+
+
+class Shards:
+    """Shards of this process and of others.
+
+    Args:
+        index: Is told which shards died.
+    """
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._members: dict[str, _Member] = {}
+        self._clients: Counter[str] = Counter()
+        self._waiters = Waiters()
+        self._num_keepers = 0
+        self._kept: list[BlobRef] = []
+
+    def add_local(
+        self,
+        shard: Shard,
+        *,
+        capacity_bytes: int,
+        stored_bytes: Callable[[], int],
+        free: Callable[[Sequence[int]], None],
+    ) -> None:
+        """Add the shard of this process, with how to see its fill and how to delete blobs."""
+        self._members[shard.shard_id] = _Member(shard, capacity_bytes, stored_bytes, free)
+        self._waiters.wake(_CHANGED)
+
+    def register(self, shard: Shard, *, capacity_bytes: int) -> None:
+        """Add the shard of another process. What its earlier life held is lost."""
+        if shard.shard_id in self._members:
+            self._lose(shard.shard_id)
+        member = _Member(
+            shard, capacity_bytes, lambda: member.reported_bytes, lambda blob_ids: None
+        )
+
+        def doom(blob_ids: Sequence[int]) -> None:
+            member.doomed += blob_ids
+            self._waiters.wake(shard.shard_id)
+
+        member.free = doom
+        self._members[shard.shard_id] = member
+        self._rewind(member)
+        self._waiters.wake(_CHANGED)
+
+    async def heartbeat(
+        self, shard_id: str, *, instance_id: str, stored_bytes: int, num_deleted: int
+    ) -> tuple[int, ...]:
+        """Keep a shard alive; waits a while for blobs to delete.
+
+        Args:
+            shard_id: The shard.
+            instance_id: This life of its process.
+            stored_bytes: Its bytes in use.
+            num_deleted: How many of the blobs that it was told to delete so far it has deleted.
+
+        Returns:
+            The blobs to delete after these.
+
+        Raises:
+            NotFoundError: If the shard was given up.
+        """
+        member = self._alive(shard_id, instance_id)
+        self._rewind(member)
+        member.reported_bytes = stored_bytes
+        del member.doomed[: num_deleted - member.num_deleted]
+        member.num_deleted = num_deleted
+        if not member.doomed:
+            await self._waiters.wait(shard_id, timeout_s=HEARTBEAT_S)
+            self._alive(shard_id, instance_id)
+        return tuple(member.doomed)
+
+    def charge(self, shard_id: str, partition_id: str, size_bytes: int) -> None:
+        """Remember bytes that a shard has reserved, or with a negative size used or given back."""
+        if shard_id in self._members:
+            self._members[shard_id].charges[partition_id] += size_bytes
+
+    def drain(self, shard_id: str) -> None:
+        """Let a shard take no new samples.
+
+        Raises:
+            NotFoundError: If there is no such shard.
+        """
+        member = self._member(shard_id)
+        member.shard = replace(member.shard, is_draining=True)
+        self._waiters.wake(_CHANGED)
+
+    async def connect(self, public_key: str) -> AsyncGenerator[list[Shard], None]:
+        """Admit a client for as long as this runs; yields the shards whenever they change."""
+        self._clients[public_key] += 1
+        try:
+            while True:
+                yield self.list_shards()
+                await self._waiters.wait(_CHANGED, timeout_s=None)
+        finally:
+            self._clients[public_key] -= 1
+
+    async def is_admitted(self, public_key: str) -> bool:
+        """Whether a client may use the data sockets."""
+        return self._clients[public_key] > 0
+
+    def list_shards(self) -> list[Shard]:
+        """The shards."""
+        return [member.shard for member in self._members.values()]
+
+    def stats(self) -> list[ShardStats]:
+        """Fill of each shard."""
+        return [
+            ShardStats(
+                shard_id=shard_id,
+                stored_bytes=member.stored_bytes(),
+                capacity_bytes=member.capacity_bytes,
+                is_draining=member.shard.is_draining,
+            )
+            for shard_id, member in self._members.items()
+        ]
+
+    def free(self, blobs: Sequence[BlobRef]) -> None:
+        """Delete blobs, wherever they are; those of dead shards are gone already."""
+        if self._num_keepers:
+            self._kept += blobs
+            return
+        by_shard: dict[str, list[int]] = {}
+        for blob in blobs:
+            by_shard.setdefault(blob.shard_id, []).append(blob.blob_id)
+        for shard_id, blob_ids in by_shard.items():
+            if shard_id in self._members:
+                self._members[shard_id].free(blob_ids)
+
+    @contextmanager
+    def keeping_blobs(self) -> Iterator[None]:
+        """Put off the deletion of blobs until the block ends."""
+        self._num_keepers += 1
+        try:
+            yield
+        finally:
+            self._num_keepers -= 1
+            kept, self._kept = self._kept, []
+            self.free(kept)
+
+    def _member(self, shard_id: str) -> _Member:
+        if shard_id not in self._members:
+            raise NotFoundError(f"there is no shard {shard_id!r}", shard_id=shard_id)
+        return self._members[shard_id]
+
+    def _alive(self, shard_id: str, instance_id: str) -> _Member:
+        member = self._members.get(shard_id)
+        if member is None or member.shard.instance_id != instance_id:
+            raise NotFoundError(
+                f"shard {shard_id} was given up after {DEAD_AFTER_S} s of silence or has a "
+                "successor; end this process and start anew",
+                shard_id=shard_id,
+            )
+        return member
+
+    def _rewind(self, member: _Member) -> None:
+        if member.timer is not None:
+            member.timer.cancel()
+        loop = asyncio.get_running_loop()
+        member.timer = loop.call_later(DEAD_AFTER_S, self._lose, member.shard.shard_id)
+
+    def _lose(self, shard_id: str) -> None:
+        member = self._members.pop(shard_id)
+        if member.timer is not None:
+            member.timer.cancel()
+        for partition_id, size in member.charges.items():
+            self._index.cancel(partition_id, size)
+        self._index.lose_shard(shard_id)
+        self._waiters.wake(shard_id)
+        self._waiters.wake(_CHANGED)

@@ -1,0 +1,1 @@
+"""Snapshots of a run, index and bytes."""

@@ -1,0 +1,187 @@
+"""Saves and restores the samples of a run, index and bytes, as part of its checkpoint.
+
+A snapshot is a file of records, each with its length and checksum: for every partition one record that
+describes it, then one record per put followed by the bytes of its blobs, and an end mark. Bytes go
+over the data sockets like anyone's, so it does not matter where the shards are. Leases are not saved:
+what was leased is handed out again.
+"""
+
+import asyncio
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+from services.common.batch import KVBatchMeta
+from services.common.columns import BlobRef, FieldColumn
+from services.common.errors import (
+    AlreadyExistsError,
+    DataLossError,
+    InvalidArgumentError,
+    NotFoundError,
+)
+from services.transferqueue.facts import PartitionImage
+from services.transferqueue.index.index import Index
+from services.transferqueue.shards.placement import group_of, place
+from services.transferqueue.shards.shards import Shards
+from services.transferqueue.snapshots.blobs import BlobClient
+from services.transferqueue.snapshots.records import RecordReader, RecordWriter
+from services.transferqueue.transport import codec
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+
+
+class Snapshots:
+    """Snapshots of one transferqueue.
+
+    Args:
+        folder: Where they are.
+        index: Knows the samples.
+        shards: Hold the bytes.
+    """
+
+    def __init__(self, folder: Path, index: Index, shards: Shards) -> None:
+        self._folder = folder
+        self._index = index
+        self._shards = shards
+
+    async def save(self, run_id: str, snapshot_id: str) -> tuple[int, int]:
+        """Save a run. The file appears under its name only when it is whole.
+
+        Returns:
+            Number of samples and of bytes.
+        """
+        path = self._path(run_id, snapshot_id)
+        await asyncio.to_thread(path.parent.mkdir, parents=True, exist_ok=True)
+        num_keys = 0
+        with self._shards.keeping_blobs():
+            images = self._index.export(run_id)
+            async with BlobClient.connect(self._shards) as blobs, RecordWriter.open(path) as writer:
+                for image in images:
+                    await writer.write(["partition", *_describe(image)])
+                    for meta in image.puts:
+                        num_keys += meta.num_keys
+                        await _save_put(meta, blobs, writer)
+                await writer.write(["end", num_keys])
+        return num_keys, path.stat().st_size
+
+    async def restore(self, run_id: str, snapshot_id: str) -> int:
+        """Restore a run; returns the number of samples.
+
+        Raises:
+            NotFoundError: If there is no such snapshot.
+            AlreadyExistsError: If the run has samples.
+            DataLossError: If the file is damaged.
+        """
+        path = self._path(run_id, snapshot_id)
+        if not path.exists():
+            raise NotFoundError(f"there is no snapshot {snapshot_id!r} of {run_id}", run_id=run_id)
+        if any(image.puts for image in self._index.export(run_id)):
+            raise AlreadyExistsError(
+                f"{run_id} has samples; drop its partitions before it is restored", run_id=run_id
+            )
+        num_keys = 0
+        image: PartitionImage | None = None
+        async with BlobClient.connect(self._shards) as blobs, RecordReader.open(path) as reader:
+            while True:
+                kind, *fields = await reader.read()
+                if kind == "put":
+                    (data,) = fields
+                    assert isinstance(data, bytes)
+                    num_keys += await self._restore_put(data, blobs, reader)
+                    continue
+                if image is not None:
+                    self._index.leasing.restore(image.partition_id, image.acked)
+                if kind == "end":
+                    break
+                image = _read_image(fields)
+                self._index.create_partition(
+                    image.partition_id,
+                    required_fields=image.required_fields,
+                    quota_bytes=image.quota_bytes,
+                    field_ttls_s=image.field_ttls_s,
+                )
+        if fields != [num_keys]:
+            raise DataLossError(f"{path.name} holds {num_keys} samples, not {fields}")
+        return num_keys
+
+    async def _restore_put(self, data: bytes, blobs: BlobClient, reader: RecordReader) -> int:
+        meta = KVBatchMeta.from_bytes(data)
+        shard_id = place(group_of(meta.keys[0]), self._shards.list_shards())
+        payload = [await reader.read_bytes(blob.size_bytes) for blob in meta.blobs]
+        await blobs.put(shard_id, meta, payload)
+        return meta.num_keys
+
+    def _path(self, run_id: str, snapshot_id: str) -> Path:
+        for name in (run_id, snapshot_id):
+            if not _NAME.fullmatch(name) or name.startswith("."):
+                raise InvalidArgumentError(
+                    f"{name!r} cannot name a snapshot; use letters, digits, '.', '-' and '_'"
+                )
+        return self._folder / run_id / f"{snapshot_id}.tq"
+
+
+async def _save_put(meta: KVBatchMeta, blobs: BlobClient, writer: RecordWriter) -> None:
+    payload: list[bytes] = []
+    columns: list[FieldColumn] = []
+    refs: list[BlobRef] = []
+    for number, column in enumerate(meta.fields):
+        blob = meta.blobs[column.blob_indexes[0]]
+        ranges, offsets = _compact(column)
+        data = await blobs.read(blob, ranges)
+        payload.append(data)
+        columns.append(
+            replace(column, offsets=offsets, blob_indexes=(number,) * len(column.lengths))
+        )
+        refs.append(replace(blob, size_bytes=len(data), checksum=codec.checksum(data)))
+    packed = replace(meta, fields=tuple(columns), blobs=tuple(refs))
+    await writer.write(["put", packed.to_bytes()])
+    for data in payload:
+        await writer.write_bytes(data)
+
+
+def _compact(column: FieldColumn) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
+    """The ranges of a blob that a column needs, and its offsets once they lie end to end."""
+    row_bytes = codec.ITEM_BYTES[column.dtype] * prod(column.tail_shape)
+    ranges: list[tuple[int, int]] = []
+    moved: dict[tuple[int, int], int] = {}
+    end = 0
+    for offset, length in zip(column.offsets, column.lengths, strict=True):
+        row = (offset, length * row_bytes)
+        if row in moved:
+            continue
+        moved[row] = end
+        end += row[1]
+        if ranges and sum(ranges[-1]) == offset:
+            ranges[-1] = (ranges[-1][0], ranges[-1][1] + row[1])
+        else:
+            ranges.append(row)
+    offsets = [
+        moved[offset, length * row_bytes]
+        for offset, length in zip(column.offsets, column.lengths, strict=True)
+    ]
+    return ranges, tuple(offsets)
+
+
+def _describe(image: PartitionImage) -> list[object]:
+    acked = [[name, list(fields), list(keys)] for name, (fields, keys) in image.acked.items()]
+    return [
+        image.partition_id,
+        list(image.required_fields),
+        image.quota_bytes,
+        list(image.field_ttls_s.items()),
+        acked,
+    ]
+
+
+def _read_image(fields: Sequence[object]) -> PartitionImage:
+    partition_id, required_fields, quota_bytes, ttls, acked = fields
+    return PartitionImage(
+        partition_id=str(partition_id),
+        required_fields=tuple(required_fields),  # type: ignore[arg-type]  # the checksum vouches
+        quota_bytes=int(quota_bytes),  # type: ignore[call-overload]
+        field_ttls_s=dict(ttls),  # type: ignore[call-overload]
+        puts=(),
+        acked={name: (tuple(f), tuple(keys)) for name, f, keys in acked},  # type: ignore[attr-defined]
+    )

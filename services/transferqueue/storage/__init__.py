@@ -1,0 +1,1 @@
+"""The bytes of one shard and its data socket."""

@@ -1,0 +1,277 @@
+"""The blobs of one shard: room is reserved, written, sealed, read, and given back."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Protocol
+
+import xxhash
+
+from services.common.columns import BlobRef
+from services.common.errors import (
+    DataLossError,
+    InvalidArgumentError,
+    NotFoundError,
+)
+from services.transferqueue.storage.arena import Arena, aligned
+
+
+@dataclass(slots=True)
+class _Blob:
+    arena: Arena
+    start: int
+    size: int
+    checksum: int | None = None
+    num_pins: int = 0
+    is_doomed: bool = False
+    digest: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
+    num_hashed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Room for the blobs of one put."""
+
+    blob_ids: tuple[int, ...]
+    positions: tuple[int, ...]
+
+
+class BlobStore(Protocol):
+    """The blobs of a shard, wherever their bytes are."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in use, reservations included."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that fit."""
+
+    def reserve(self, sizes: Sequence[int]) -> Grant | None:
+        """Take room for the blobs of a put; None if there is none now."""
+
+    def write(self, blob_id: int, offset: int, data: memoryview) -> None:
+        """Fill a part of a reserved blob."""
+
+    async def seal(self, sealed: Sequence[BlobRef]) -> None:
+        """End the writing of a put's blobs."""
+
+    def free(self, blob_ids: Iterable[int]) -> None:
+        """Delete blobs."""
+
+    async def views(self, ranges: Sequence[tuple[int, int, int]]) -> list[memoryview]:
+        """Bytes of sealed blobs, ``(blob_id, offset, size)`` each."""
+
+    def pin(self, ranges: Sequence[tuple[int, int, int]]) -> tuple[int, tuple[int, ...]] | None:
+        """Hold ranges in the arena for a reader; None if they are not there."""
+
+    def unpin(self, pin_id: int) -> None:
+        """End a hold."""
+
+
+class Storage:
+    """Byte store of a shard.
+
+    Args:
+        arena: The memory.
+        first_blob_id: Higher than any id that a former life of the shard gave out.
+        spill: Room on disk, where the oldest blobs go when the memory is full.
+    """
+
+    def __init__(self, arena: Arena, *, first_blob_id: int, spill: Arena | None = None) -> None:
+        self._arena = arena
+        self._spill = spill
+        self._blobs: dict[int, _Blob] = {}
+        self._pins: dict[int, tuple[int, ...]] = {}
+        self._pin_ids = count(1)
+        self._blob_ids = count(first_blob_id)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in use in memory and on disk, reservations included."""
+        return self._arena.used_bytes + (self._spill.used_bytes if self._spill else 0)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that fit in memory and on disk."""
+        return self._arena.capacity_bytes + (self._spill.capacity_bytes if self._spill else 0)
+
+    def reserve(self, sizes: Sequence[int]) -> Grant | None:
+        """Take room for the blobs of a put.
+
+        Returns:
+            The grant; None if there is no room now.
+
+        Raises:
+            InvalidArgumentError: If the blobs could never fit.
+        """
+        total = sum(aligned(size) for size in sizes)
+        if total > self._arena.capacity_bytes:
+            raise InvalidArgumentError(
+                f"a put of {total} bytes never fits the memory of a shard, "
+                f"{self._arena.capacity_bytes} bytes; "
+                "put fewer samples at once or raise capacity_bytes",
+                size_bytes=total,
+                capacity_bytes=self._arena.capacity_bytes,
+            )
+        starts: list[int] = []
+        for size in sizes:
+            start = self._allocate(size)
+            if start is None:
+                for done, taken in zip(starts, sizes, strict=False):
+                    self._arena.free(done, taken)
+                return None
+            starts.append(start)
+        blob_ids = tuple(next(self._blob_ids) for _ in sizes)
+        for blob_id, start, size in zip(blob_ids, starts, sizes, strict=True):
+            self._blobs[blob_id] = _Blob(self._arena, start, size)
+        return Grant(blob_ids, tuple(starts))
+
+    def write(self, blob_id: int, offset: int, data: memoryview) -> None:
+        """Fill a part of a reserved blob; frames of a blob come in order.
+
+        Raises:
+            InvalidArgumentError: If the bytes do not continue a blob that is being written.
+        """
+        blob = self._blobs.get(blob_id)
+        if blob is None or blob.checksum is not None:
+            raise InvalidArgumentError(f"blob {blob_id} is not being written", blob_id=blob_id)
+        if offset != blob.num_hashed or offset + len(data) > blob.size:
+            raise InvalidArgumentError(
+                f"{len(data)} bytes at {offset} do not continue blob {blob_id}, which has "
+                f"{blob.num_hashed} of {blob.size} bytes",
+                blob_id=blob_id,
+            )
+        begin = blob.start + offset
+        blob.arena.memory[begin : begin + len(data)] = data
+        blob.digest.update(data)
+        blob.num_hashed += len(data)
+
+    async def seal(self, sealed: Sequence[BlobRef]) -> None:
+        """End the writing of a put's blobs, which its sender describes.
+
+        A blob that came through ``write`` is checked here. One that was written straight into the
+        arena is checked by its readers.
+
+        Raises:
+            DataLossError: If what arrived is not what was sent.
+        """
+        for ref in sealed:
+            _check_frames(self._blobs[ref.blob_id], ref)
+        for ref in sealed:
+            self._blobs[ref.blob_id].checksum = ref.checksum
+
+    def free(self, blob_ids: Iterable[int]) -> None:
+        """Delete blobs; one that is being read goes when its readers are done."""
+        for blob_id in blob_ids:
+            blob = self._blobs.get(blob_id)
+            if blob is None:
+                continue
+            blob.is_doomed = True
+            self._collect(blob_id, blob)
+
+    async def views(self, ranges: Sequence[tuple[int, int, int]]) -> list[memoryview]:
+        """Bytes of sealed blobs, ``(blob_id, offset, size)`` each.
+
+        Raises:
+            NotFoundError: If there is no such blob.
+            InvalidArgumentError: If the range is not inside it.
+        """
+        return [self._view(*extent) for extent in ranges]
+
+    def pin(self, ranges: Sequence[tuple[int, int, int]]) -> tuple[int, tuple[int, ...]] | None:
+        """Hold ranges ``(blob_id, offset, size)`` in place for a reader.
+
+        Returns:
+            The pin and the position of each range in the arena; None if some are on disk.
+        """
+        blobs = [self._find(*extent) for extent in ranges]
+        if not all(blob.arena.is_memory for blob in blobs):
+            return None
+        positions = tuple(
+            [blob.start + offset for blob, (_, offset, _) in zip(blobs, ranges, strict=True)]
+        )
+        pin_id = next(self._pin_ids)
+        blob_ids = tuple({blob_id for blob_id, _, _ in ranges})
+        for blob_id in blob_ids:
+            self._blobs[blob_id].num_pins += 1
+        self._pins[pin_id] = blob_ids
+        return pin_id, positions
+
+    def unpin(self, pin_id: int) -> None:
+        """End a hold; one that expired is gone already."""
+        for blob_id in self._pins.pop(pin_id, ()):
+            blob = self._blobs[blob_id]
+            blob.num_pins -= 1
+            self._collect(blob_id, blob)
+
+    def _view(self, blob_id: int, offset: int, size: int) -> memoryview:
+        blob = self._find(blob_id, offset, size)
+        begin = blob.start + offset
+        return blob.arena.memory[begin : begin + size]
+
+    def _allocate(self, size: int) -> int | None:
+        start = self._arena.allocate(size)
+        if start is not None or self._spill is None:
+            return start
+        for blob in self._blobs.values():
+            if blob.checksum is None or blob.num_pins or not blob.arena.is_memory:
+                continue
+            moved = self._spill.allocate(blob.size)
+            if moved is None:
+                continue
+            source = self._arena.memory[blob.start : blob.start + blob.size]
+            self._spill.memory[moved : moved + blob.size] = source
+            self._arena.free(blob.start, blob.size)
+            blob.arena, blob.start = self._spill, moved
+            start = self._arena.allocate(size)
+            if start is not None:
+                return start
+        return None
+
+    def _find(self, blob_id: int, offset: int, size: int) -> _Blob:
+        blob = self._blobs.get(blob_id)
+        if blob is None or blob.checksum is None or blob.is_doomed:
+            raise NotFoundError(
+                f"blob {blob_id} is not here; its samples were released", blob_id=blob_id
+            )
+        if offset + size > blob.size:
+            raise InvalidArgumentError(
+                f"bytes {offset} to {offset + size} are outside blob {blob_id} of {blob.size} bytes",
+                blob_id=blob_id,
+            )
+        return blob
+
+    def _collect(self, blob_id: int, blob: _Blob) -> None:
+        if blob.is_doomed and blob.num_pins == 0:
+            blob.arena.free(blob.start, blob.size)
+            del self._blobs[blob_id]
+
+
+def _check_frames(blob: _Blob, ref: BlobRef) -> None:
+    digest = blob.digest.intdigest() if blob.num_hashed else None
+    check_arrived(ref, blob.size, digest)
+
+
+def check_arrived(ref: BlobRef, size_bytes: int, digest: int | None) -> None:
+    """Compare a blob with what its sender says of it.
+
+    Args:
+        ref: What the sender says.
+        size_bytes: The size that was reserved.
+        digest: Checksum of what came in frames; None if the sender wrote it elsewhere.
+
+    Raises:
+        InvalidArgumentError: If the size differs.
+        DataLossError: If the bytes differ.
+    """
+    if ref.size_bytes != size_bytes:
+        raise InvalidArgumentError(
+            f"blob {ref.blob_id} has {size_bytes} bytes, not {ref.size_bytes}", blob_id=ref.blob_id
+        )
+    if digest is not None and digest != ref.checksum:
+        raise DataLossError(
+            f"blob {ref.blob_id} arrived with checksum {digest:#x}, the sender says "
+            f"{ref.checksum:#x}; put it again",
+            blob_id=ref.blob_id,
+        )

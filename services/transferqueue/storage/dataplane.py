@@ -1,0 +1,234 @@
+"""The data socket of a shard: decodes messages, runs them, answers, counts what it refuses.
+
+Writes are handled in the order of arrival, before the commit that follows them. Reservations and
+commits may wait, so each runs as a task of its own.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Protocol
+
+import zmq
+
+from services.common.errors import InternalError, InvalidArgumentError, ServiceError
+from services.transferqueue import metrics
+from services.transferqueue.concurrency import unwrapped
+from services.transferqueue.storage import admission
+from services.transferqueue.storage.blobs import BlobStore
+from services.transferqueue.storage.puts import Puts
+from services.transferqueue.transport import codec
+from services.transferqueue.transport.sockets import MessageSocket, set_limits
+
+logger = logging.getLogger(__name__)
+
+_RECEIVE_QUEUE = 16
+_MAX_DETAIL = 1024
+_PACK_BELOW_BYTES = 64 << 10
+
+
+class Admission(Protocol):
+    """Knows the clients."""
+
+    async def is_admitted(self, public_key: str) -> bool:
+        """Whether the client with this CURVE key may use the data sockets."""
+
+
+class DataPlane:
+    """Serves the blobs of one shard.
+
+    Args:
+        storage: The blobs.
+        puts: The way that puts go.
+        clients: Says who may connect when the socket is encrypted.
+    """
+
+    def __init__(self, storage: BlobStore, puts: Puts, clients: Admission) -> None:
+        self._storage = storage
+        self._puts = puts
+        self._clients = clients
+        self._running: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def serve(self, bind: str, *, secret_key: bytes | None) -> AsyncIterator[int]:
+        """Serve until the block ends.
+
+        Args:
+            bind: ``host:port``; port 0 takes a free one.
+            secret_key: CURVE key; None serves without encryption.
+
+        Yields:
+            The port that is served.
+        """
+        context = zmq.Context()
+        try:
+            with unwrapped():
+                async with asyncio.TaskGroup() as self._tasks:
+                    gate = self._open_gate(context)
+                    socket = context.socket(zmq.ROUTER)
+                    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                    set_limits(socket, receive_queue=_RECEIVE_QUEUE)
+                    if secret_key is not None:
+                        admission.encrypt(socket, secret_key)
+                    socket.bind(f"tcp://{bind}")
+                    self._socket = MessageSocket(socket, self._on_message)
+                    yield int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+                    self._socket.close()
+                    gate.close()
+                    for task in self._running:
+                        task.cancel()
+        finally:
+            context.destroy(linger=0)
+
+    def _open_gate(self, context: zmq.Context[zmq.Socket[bytes]]) -> MessageSocket:
+        gate = context.socket(zmq.ROUTER)
+        gate.bind(admission.ENDPOINT)
+        return MessageSocket(gate, partial(self._on_admission, gate))
+
+    def _on_admission(self, gate: zmq.Socket[bytes], frames: list[zmq.Frame]) -> None:
+        request = [frame.bytes for frame in frames]
+
+        async def admit() -> None:
+            gate.send_multipart(await admission.answer(request, self._clients.is_admitted))
+
+        self._spawn(admit())
+
+    def _on_message(self, frames: list[zmq.Frame]) -> None:
+        peer = frames[0].bytes
+        request_id = 0
+        try:
+            message, request_id = codec.decode(frames[1].bytes if len(frames) > 1 else b"")
+            self._dispatch(peer, request_id, message, frames[2:])
+        except ValueError as error:
+            self._refuse(peer, request_id, InvalidArgumentError(str(error)))
+        except InvalidArgumentError as error:
+            self._refuse(peer, request_id, error)
+
+    def _dispatch(
+        self, peer: bytes, request_id: int, message: codec.Message, payload: list[zmq.Frame]
+    ) -> None:
+        if len(payload) != isinstance(message, codec.Write | codec.Store):
+            raise InvalidArgumentError(f"{len(payload)} payload frames; Write and Store have one")
+        match message:
+            case codec.Write():
+                data = payload[0].buffer
+                self._storage.write(message.blob_id, message.offset, data)
+                metrics.BYTES.labels("in").inc(len(data))
+            case codec.Unpin():
+                self._storage.unpin(message.pin_id)
+            case codec.Reserve() | codec.Commit() | codec.Abort() | codec.Store() | codec.Read():
+                self._spawn(self._answer(peer, request_id, message, payload))
+            case _:
+                raise InvalidArgumentError(f"{type(message).__name__} is an answer, not a request")
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = self._tasks.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _answer(
+        self, peer: bytes, request_id: int, message: codec.Message, received: list[zmq.Frame]
+    ) -> None:
+        started = time.monotonic()
+        op = type(message).__name__.lower()
+        payload: list[bytes | memoryview] = []
+        try:
+            answer = await self._run(message, received, payload)
+        except ServiceError as error:
+            answer = _failed(error)
+        except Exception as error:
+            logger.exception("data request failed", extra={"op": op})
+            answer = _failed(InternalError(f"{op}: {type(error).__name__}: {error}"))
+        self._send(peer, request_id, answer, payload)
+        code = answer.reason if isinstance(answer, codec.Failed) else "OK"
+        metrics.OPS.labels(op, code).inc()
+        metrics.OP_DURATION.labels(op).observe(time.monotonic() - started)
+
+    async def _run(
+        self,
+        message: codec.Message,
+        received: list[zmq.Frame],
+        payload: list[bytes | memoryview],
+    ) -> codec.Response:
+        match message:
+            case codec.Reserve():
+                return await self._puts.reserve(message)
+            case codec.Commit():
+                return await self._puts.commit(message)
+            case codec.Abort():
+                return await self._puts.abort(message)
+            case codec.Store():
+                data = received[0].buffer
+                metrics.BYTES.labels("in").inc(len(data))
+                return await self._puts.store(message, data)
+            case codec.Read():
+                return await self._read(message, payload)
+        raise AssertionError(message)
+
+    async def _read(self, message: codec.Read, payload: list[bytes | memoryview]) -> codec.Response:
+        numbers = message.ranges
+        ranges = list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
+        size = sum(numbers[2::3])
+        metrics.BYTES.labels("out").inc(size)
+        pin = self._storage.pin(ranges) if message.in_arena else None
+        if message.in_arena and pin is None:
+            return codec.Located(0, ())
+        if pin is not None:
+            pin_id, positions = pin
+            asyncio.get_running_loop().call_later(codec.PIN_S, self._storage.unpin, pin_id)
+            return codec.Located(pin_id, positions)
+        if size > codec.MAX_READ_BYTES:
+            raise InvalidArgumentError(
+                f"a read of {size} bytes is above the limit of {codec.MAX_READ_BYTES}; split it"
+            )
+        payload += _frames(await self._storage.views(ranges))
+        return codec.Data(codec.checksum_of(payload) if message.with_checksum else 0)
+
+    def _refuse(self, peer: bytes, request_id: int, error: InvalidArgumentError) -> None:
+        metrics.REJECTED.labels("data", "malformed").inc()
+        self._send(peer, request_id, _failed(error), ())
+
+    def _send(
+        self,
+        peer: bytes,
+        request_id: int,
+        answer: codec.Response,
+        payload: Sequence[bytes | memoryview],
+    ) -> None:
+        try:
+            self._socket.send([peer, codec.encode(answer, request_id), *payload])
+        except zmq.ZMQError as error:
+            # The peer left or does not read; its own deadline tells it.
+            logger.warning("answer not sent", extra={"error": str(error)})
+            metrics.REJECTED.labels("data", "peer_gone").inc()
+
+
+def _failed(error: ServiceError) -> codec.Failed:
+    details = tuple(text[:_MAX_DETAIL] for pair in error.metadata.items() for text in pair)
+    return codec.Failed(error.reason, error.message[:4096], details)
+
+
+def _frames(views: Sequence[memoryview]) -> list[bytes | memoryview]:
+    """Cut large ranges into frames and pack small ones together."""
+    frames: list[bytes | memoryview] = []
+    small: list[memoryview] = []
+    num_small = 0
+    for view in views:
+        if len(view) < _PACK_BELOW_BYTES:
+            small.append(view)
+            num_small += len(view)
+            if num_small < codec.FRAME_BYTES:
+                continue
+        if small:
+            frames.append(b"".join(small))
+            small, num_small = [], 0
+        if len(view) >= _PACK_BELOW_BYTES:
+            frames += [
+                view[i : i + codec.FRAME_BYTES] for i in range(0, len(view), codec.FRAME_BYTES)
+            ]
+    if small:
+        frames.append(b"".join(small))
+    return frames

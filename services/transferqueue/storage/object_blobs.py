@@ -1,0 +1,140 @@
+"""The blobs of a shard whose bytes are in Mooncake Store.
+
+Clients move the bytes themselves; the shard gives out ids, counts bytes, and deletes.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+
+from services.common.columns import BlobRef
+from services.common.errors import InvalidArgumentError, NotFoundError
+from services.transferqueue.storage.arena import aligned
+from services.transferqueue.storage.blobs import Grant, check_arrived
+from services.transferqueue.storage.object_store import ObjectStore
+from services.transferqueue.transport.codec import checksum
+
+_USABLE_SHARE = 0.9
+"""Share of the memory that is given out: the store's allocator refuses before all of it is used."""
+
+
+class ObjectStorage:
+    """Blobs in an object store.
+
+    Args:
+        store: The store.
+        instance_id: This life of the shard; part of the objects' keys.
+        capacity_bytes: Memory that the shard lends to the store.
+    """
+
+    def __init__(self, store: ObjectStore, *, instance_id: str, capacity_bytes: int) -> None:
+        self._store = store
+        self._instance_id = instance_id
+        self.capacity_bytes = int(capacity_bytes * _USABLE_SHARE)
+        self.used_bytes = 0
+        self._sizes: dict[int, int] = {}
+        self._sealed: set[int] = set()
+        self._received: dict[int, bytearray] = {}
+        self._blob_ids = count(1)
+        self._thread = ThreadPoolExecutor(max_workers=1)
+
+    def close(self) -> None:
+        """Finish deletions and leave the store."""
+        self._thread.shutdown()
+        self._store.close()
+
+    def reserve(self, sizes: Sequence[int]) -> Grant | None:
+        """Count room for the blobs of a put; None if there is none now.
+
+        Raises:
+            InvalidArgumentError: If the blobs could never fit.
+        """
+        total = sum(map(aligned, sizes))
+        if total > self.capacity_bytes:
+            raise InvalidArgumentError(
+                f"a put of {total} bytes never fits a shard of {self.capacity_bytes} bytes; put "
+                "fewer samples at once or raise capacity_bytes"
+            )
+        if self.used_bytes + total > self.capacity_bytes:
+            return None
+        self.used_bytes += total
+        blob_ids = tuple(next(self._blob_ids) for _ in sizes)
+        self._sizes.update(zip(blob_ids, sizes, strict=True))
+        return Grant(blob_ids, (0,) * len(sizes))
+
+    def write(self, blob_id: int, offset: int, data: memoryview) -> None:
+        """Take a frame of a blob from a client that does not use the store itself.
+
+        Raises:
+            InvalidArgumentError: If the bytes do not continue a blob that is being written.
+        """
+        received = self._received.setdefault(blob_id, bytearray())
+        is_open = blob_id in self._sizes and blob_id not in self._sealed
+        if not is_open or offset != len(received) or offset + len(data) > self._sizes[blob_id]:
+            raise InvalidArgumentError(f"{len(data)} bytes do not continue blob {blob_id}")
+        received += data
+
+    async def seal(self, sealed: Sequence[BlobRef]) -> None:
+        """End the writing of a put's blobs.
+
+        Raises:
+            DataLossError: If what arrived here is not what was sent.
+        """
+        received = [(ref, self._received.pop(ref.blob_id, None)) for ref in sealed]
+        for ref, data in received:
+            digest = None if data is None else checksum(data)
+            check_arrived(ref, self._sizes[ref.blob_id], digest)
+        here = [(self._key(ref.blob_id), data) for ref, data in received if data is not None]
+        if here:
+            await self._run(_store_all, self._store, here)
+        self._sealed.update(ref.blob_id for ref in sealed)
+
+    def free(self, blob_ids: Iterable[int]) -> None:
+        """Delete blobs."""
+        known = [blob_id for blob_id in blob_ids if blob_id in self._sizes]
+        for blob_id in known:
+            self.used_bytes -= aligned(self._sizes.pop(blob_id))
+            self._sealed.discard(blob_id)
+            self._received.pop(blob_id, None)
+        if known:
+            self._thread.submit(self._store.remove, [self._key(blob_id) for blob_id in known])
+
+    async def views(self, ranges: Sequence[tuple[int, int, int]]) -> list[memoryview]:
+        """Bytes of sealed blobs, ``(blob_id, offset, size)`` each.
+
+        Raises:
+            NotFoundError: If there is no such blob.
+        """
+        for blob_id, offset, size in ranges:
+            if blob_id not in self._sealed or offset + size > self._sizes[blob_id]:
+                raise NotFoundError(f"blob {blob_id} is not here; its samples were released")
+        data = memoryview(bytearray(sum(size for _, _, size in ranges)))
+        keyed = [(self._key(blob_id), offset, size) for blob_id, offset, size in ranges]
+        await self._run(self._store.read, keyed, data)
+        return [data]
+
+    def pin(self, ranges: Sequence[tuple[int, int, int]]) -> None:
+        """Nothing of these blobs is in memory that could be mapped."""
+
+    def unpin(self, pin_id: int) -> None:
+        """There are no pins."""
+
+    def _key(self, blob_id: int) -> str:
+        return object_key(self._instance_id, blob_id)
+
+    async def _run(self, work: Callable[..., None], *arguments: object) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+
+def object_key(instance_id: str, blob_id: int) -> str:
+    """Key of a blob's object."""
+    return f"{instance_id}/{blob_id}"
+
+
+def _store_all(store: ObjectStore, blobs: Sequence[tuple[str, bytearray]]) -> None:
+    def fill(views: Sequence[memoryview]) -> None:
+        for view, (_, data) in zip(views, blobs, strict=True):
+            view[:] = data
+
+    store.write([key for key, _ in blobs], [len(data) for _, data in blobs], fill)

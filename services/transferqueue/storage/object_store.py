@@ -1,0 +1,176 @@
+"""Mooncake Store as the place of the bytes: one client of it, with one registered buffer.
+
+Registering memory costs more than moving it, so all bytes pass through a buffer that is registered once.
+The methods block; call them in a thread.
+"""
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+
+from services.common.errors import InternalError, NotFoundError, ResourceExhaustedError
+from services.transferqueue.facts import ObjectStoreAddress
+from services.transferqueue.storage.arena import aligned
+
+T = TypeVar("T")
+Range = tuple[str, int, int]
+"""Key of an object, offset, size."""
+
+_FULL = -200
+_STAGING_BYTES = 32 << 20
+_LOCAL_BYTES = 16 << 20
+
+
+class ObjectStore:
+    """A client of Mooncake Store.
+
+    Args:
+        address: The master and how to talk to it.
+        host: Name under which other clients reach this process.
+        segment_bytes: Memory that this process lends to the store; 0 for users of it.
+
+    Raises:
+        InternalError: If the store cannot be reached.
+    """
+
+    def __init__(self, address: ObjectStoreAddress, *, host: str, segment_bytes: int) -> None:
+        self._store = MooncakeDistributedStore()
+        code = self._store.setup(
+            host,
+            "P2PHANDSHAKE",
+            segment_bytes,
+            _LOCAL_BYTES,
+            address.protocol,
+            "",
+            address.master,
+        )
+        if code != 0:
+            raise InternalError(
+                f"Mooncake Store at {address.master} cannot be used (code {code}); is "
+                "mooncake_master running there?",
+                master=address.master,
+            )
+        self._config = ReplicateConfig()
+        self._config.replica_num = address.num_replicas
+        # Samples must not be evicted before they are released.
+        self._config.with_hard_pin = True
+        self._lock = threading.Lock()
+        self._staging = self._register(_STAGING_BYTES)
+
+    def close(self) -> None:
+        """Leave the store; what this process lent is gone."""
+        self._store.close()
+
+    def write(
+        self, keys: Sequence[str], sizes: Sequence[int], fill: Callable[[Sequence[memoryview]], T]
+    ) -> T:
+        """Store objects in one call.
+
+        Args:
+            keys: Their keys.
+            sizes: Their sizes; an empty one is not stored.
+            fill: Gets memory for each and fills it.
+
+        Returns:
+            What ``fill`` returns.
+
+        Raises:
+            ResourceExhaustedError: If the store is full.
+        """
+        with self._lock:
+            starts = [0]
+            for size in sizes:
+                starts.append(starts[-1] + aligned(size))
+            self._grow(starts[-1])
+            memory = memoryview(self._staging)
+            views = [
+                memory[start : start + size] for start, size in zip(starts, sizes, strict=False)
+            ]
+            result = fill(views)
+            stored = [number for number, size in enumerate(sizes) if size]
+            codes = self._store.batch_put_from(
+                [keys[number] for number in stored],
+                [self._base + starts[number] for number in stored],
+                [sizes[number] for number in stored],
+                self._config,
+            )
+        for number, code in zip(stored, codes, strict=True):
+            if code == _FULL:
+                raise ResourceExhaustedError(
+                    "Mooncake Store is full; release samples or add memory"
+                )
+            if code != 0:
+                raise InternalError(f"Mooncake Store refused {keys[number]} with code {code}")
+        return result
+
+    def read(self, ranges: Sequence[Range], target: memoryview) -> None:
+        """Fetch ranges of objects, laid end to end into ``target``.
+
+        Raises:
+            NotFoundError: If an object is gone.
+        """
+        with self._lock:
+            done = 0
+            for batch in _batches(ranges):
+                sizes = [size for _, _, size in batch]
+                self._read_batch(batch, sizes)
+                total = sum(sizes)
+                target[done : done + total] = memoryview(self._staging)[:total]
+                done += total
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Delete objects; those that do not exist are passed over."""
+        self._store.batch_remove(list(keys), True)
+
+    def _read_batch(self, batch: Sequence[Range], sizes: Sequence[int]) -> None:
+        starts = [sum(sizes[:number]) for number in range(len(sizes))]
+        ((answers),) = self._store.get_into_ranges(
+            [self._base],
+            [[key for key, _, _ in batch]],
+            [[[start] for start in starts]],
+            [[[offset] for _, offset, _ in batch]],
+            [[[size] for size in sizes]],
+        )
+        for (key, _, size), (got,) in zip(batch, answers, strict=True):
+            if got != size:
+                raise NotFoundError(
+                    f"{key} is not in Mooncake Store (code {got}); its samples were released or "
+                    "the process that held them is gone",
+                    key=key,
+                )
+
+    def _grow(self, size_bytes: int) -> None:
+        if size_bytes > len(self._staging):
+            self._store.unregister_buffer(self._base)
+            self._staging = self._register(size_bytes)
+
+    def _register(self, size_bytes: int) -> mmap.mmap:
+        staging = mmap.mmap(
+            -1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+        )
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(staging))
+        code = self._store.register_buffer(self._base, size_bytes)
+        if code != 0:
+            raise InternalError(f"Mooncake Store cannot register {size_bytes} bytes (code {code})")
+        return staging
+
+
+def _batches(ranges: Sequence[Range]) -> list[list[Range]]:
+    """Cut ranges into batches that fit the buffer."""
+    batches: list[list[Range]] = [[]]
+    room = _STAGING_BYTES
+    for key, offset, size in ranges:
+        done = 0
+        while done < size:
+            if room == 0:
+                batches.append([])
+                room = _STAGING_BYTES
+            step = min(size - done, room)
+            batches[-1].append((key, offset + done, step))
+            done += step
+            room -= step
+    return [batch for batch in batches if batch]

@@ -1,0 +1,88 @@
+"""Puts a storage shard together: its blobs, its data socket, the ways for clients to its bytes."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import zmq
+
+from services.common.clock import SystemClock
+from services.common.ids import new_id
+from services.transferqueue.facts import ObjectStoreAddress, Shard
+from services.transferqueue.settings import TransferQueueSettings
+from services.transferqueue.storage.arena import Arena
+from services.transferqueue.storage.arena_socket import serve_arena
+from services.transferqueue.storage.blobs import BlobStore, Storage
+from services.transferqueue.storage.dataplane import Admission, DataPlane
+from services.transferqueue.storage.puts import Metadata, Puts
+
+
+@asynccontextmanager
+async def storage_shard(
+    settings: TransferQueueSettings, index: Metadata, clients: Admission
+) -> AsyncIterator[tuple[Shard, BlobStore, Puts]]:
+    """Serve the bytes of one shard until the block ends.
+
+    Args:
+        settings: Where and how much.
+        index: Makes puts visible.
+        clients: Says who may connect.
+
+    Yields:
+        How to reach the shard, its blobs, and the way of puts.
+    """
+    public_key, secret_key = zmq.curve_keypair() if settings.use_curve else (b"", None)
+    shard = Shard(
+        shard_id=settings.shard_id,
+        endpoint="",
+        public_key=public_key.decode(),
+        instance_id=new_id("shard"),
+    )
+    async with AsyncExitStack() as stack:
+        if settings.backend == "mooncake":
+            shard, storage = _mooncake(settings, shard, stack)
+        else:
+            shard, storage = _memory(settings, shard, stack)
+        puts = Puts(settings.shard_id, storage, index)
+        plane = DataPlane(storage, puts, clients)
+        port = await stack.enter_async_context(
+            plane.serve(settings.data_bind, secret_key=secret_key)
+        )
+        endpoint = f"tcp://{settings.advertise_host}:{port}"
+        yield replace(shard, endpoint=endpoint), storage, puts
+
+
+def _memory(
+    settings: TransferQueueSettings, shard: Shard, stack: AsyncExitStack
+) -> tuple[Shard, BlobStore]:
+    arena = Arena(settings.capacity_bytes)
+    spill = None
+    if settings.spill_bytes:
+        spill = Arena(settings.spill_bytes, settings.spill_folder / f"{shard.instance_id}.spill")
+    # Later than any id of a former life of this shard, as long as it put less than 16 M blobs/s.
+    first_blob_id = int(SystemClock().time()) << 24
+    storage = Storage(arena, first_blob_id=first_blob_id, spill=spill)
+    if settings.arena_folder is None:
+        return shard, storage
+    path = settings.arena_folder / f"slipstream-{shard.instance_id}.sock"
+    stack.enter_context(serve_arena(path, instance_id=shard.instance_id, fd=arena.fd))
+    return replace(shard, arena_socket=str(path)), storage
+
+
+def _mooncake(
+    settings: TransferQueueSettings, shard: Shard, stack: AsyncExitStack
+) -> tuple[Shard, BlobStore]:
+    # Imported only where it is used: the package is an optional extra.
+    from services.transferqueue.storage.object_blobs import ObjectStorage
+    from services.transferqueue.storage.object_store import ObjectStore
+
+    address = ObjectStoreAddress(
+        master=settings.mooncake_master,
+        protocol=settings.mooncake_protocol,
+        num_replicas=settings.mooncake_replicas,
+    )
+    capacity = settings.capacity_bytes
+    store = ObjectStore(address, host=settings.advertise_host, segment_bytes=capacity)
+    storage = ObjectStorage(store, instance_id=shard.instance_id, capacity_bytes=capacity)
+    stack.callback(storage.close)
+    return replace(shard, object_store=address), storage

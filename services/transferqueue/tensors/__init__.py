@@ -1,0 +1,1 @@
+"""Tensors to columns of bytes and back."""

@@ -1,0 +1,226 @@
+"""Tensors to columns of bytes and back."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import cast
+
+import msgpack
+import torch
+from torch import Tensor
+
+from services.common.columns import FieldColumn
+from services.common.errors import InvalidArgumentError
+from services.common.jagged import Jagged
+from services.transferqueue.transport.codec import ITEM_BYTES
+
+Values = Jagged | Tensor | Sequence[Tensor] | Sequence[object]
+"""Values of one field: rows as ``Jagged``, a tensor whose first dimension counts the samples, a list
+of tensors, or a list of values that msgpack can hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedColumn:
+    """Values of one field, ready to be sent."""
+
+    name: str
+    dtype: str
+    row_rank: int
+    tail_shape: tuple[int, ...]
+    lengths: tuple[int, ...]
+    """Length of each sample's first dimension."""
+    offsets: tuple[int, ...]
+    """Byte offset of each sample."""
+    pieces: tuple[Tensor, ...]
+    """The bytes in order: tensors of one dimension and one dtype on the CPU."""
+    size_bytes: int
+
+    def packed(self, target: Tensor, step_bytes: int) -> Iterator[Tensor]:
+        """Lay the bytes into ``target`` bit by bit; yields each part of about ``step_bytes``."""
+        values = target.view(self.pieces[0].dtype)
+        step = max(step_bytes // values.element_size(), 1)
+        batch: list[Tensor] = []
+        begin = end = 0
+        with torch.no_grad():
+            for piece in self.pieces:
+                batch.append(piece)
+                end += len(piece)
+                if end - begin >= step:
+                    yield torch.cat(batch, out=values[begin:end])
+                    batch, begin = [], end
+            if end > begin:
+                yield torch.cat(batch, out=values[begin:end])
+
+    def to_bytes(self) -> memoryview:
+        """A copy of the bytes."""
+        target = torch.empty(self.size_bytes, dtype=torch.uint8)
+        self.copy_into(target)
+        return target.numpy().data
+
+    def to_field(self, blob_index: int) -> FieldColumn:
+        """The column's description once it is a blob."""
+        return FieldColumn(
+            name=self.name,
+            dtype=self.dtype,
+            row_rank=self.row_rank,
+            tail_shape=self.tail_shape,
+            lengths=self.lengths,
+            blob_indexes=(blob_index,) * len(self.lengths),
+            offsets=self.offsets,
+        )
+
+    def copy_into(self, target: Tensor) -> None:
+        """Lay the bytes into ``target``, uint8 of ``size_bytes``."""
+        if self.size_bytes == 0:
+            return
+        values = target.view(self.pieces[0].dtype)
+        with torch.no_grad():
+            if len(self.pieces) == 1:
+                values.copy_(self.pieces[0])
+            else:
+                torch.cat(self.pieces, out=values)
+
+
+def pack(name: str, values: Values) -> PackedColumn:
+    """Pack the values of one field, one row per key.
+
+    Raises:
+        InvalidArgumentError: If the dtype is not supported or the rows do not agree.
+    """
+    if isinstance(values, Tensor):
+        values = Jagged.from_dense(values)
+    if isinstance(values, Jagged):
+        rank = 0 if values.is_scalar else values.values.dim()
+        lengths = values.lengths.tolist()
+        return _column(name, [values.values], lengths, rank, tuple(values.values.shape[1:]))
+    if values and all(map(_is_tensor, values)):
+        return _pack_rows(name, cast("Sequence[Tensor]", values))
+    if any(map(_is_tensor, values)):
+        raise InvalidArgumentError(f"field {name!r} mixes tensors and other values")
+    return _pack_objects(name, values)
+
+
+def share(name: str, row: Tensor, num_keys: int) -> PackedColumn:
+    """Pack one row that all keys share."""
+    column = _pack_rows(name, [row])
+    return PackedColumn(
+        name=name,
+        dtype=column.dtype,
+        row_rank=column.row_rank,
+        tail_shape=column.tail_shape,
+        lengths=column.lengths * num_keys,
+        offsets=column.offsets * num_keys,
+        pieces=column.pieces,
+        size_bytes=column.size_bytes,
+    )
+
+
+def select_rows(values: Values, indexes: Sequence[int]) -> Values:
+    """Some rows of a field's values."""
+    if isinstance(values, Jagged):
+        return values.select(indexes)
+    if isinstance(values, Tensor):
+        return values[torch.tensor(indexes, dtype=torch.int64)]
+    return [values[index] for index in indexes]
+
+
+def unpack(column: FieldColumn, data: Tensor) -> Jagged:
+    """View bytes as the rows that ``column`` describes.
+
+    Args:
+        column: Type and lengths.
+        data: uint8, the rows one after the other, aligned for the dtype.
+    """
+    dtype = torch.uint8 if column.dtype == "msgpack" else getattr(torch, column.dtype)
+    values = data.view(dtype)
+    if column.tail_shape:
+        values = values.view(sum(column.lengths), *column.tail_shape)
+    lengths = torch.tensor(column.lengths, dtype=torch.int64)
+    return Jagged(values, lengths, is_scalar=column.row_rank == 0)
+
+
+def unpack_objects(column: FieldColumn, data: Tensor) -> list[object]:
+    """Decode the values of a field that does not hold tensors."""
+    view = data.numpy().data
+    ends = list(accumulate(column.lengths))
+    return [
+        msgpack.unpackb(view[end - length : end])
+        for end, length in zip(ends, column.lengths, strict=True)
+    ]
+
+
+def _pack_rows(name: str, rows: Sequence[Tensor]) -> PackedColumn:
+    first = rows[0]
+    rank, tail = first.dim(), first.shape[1:]
+    kinds = {(row.dtype, row.dim()) for row in rows}
+    if len(kinds) > 1 or (rank > 1 and len({row.shape[1:] for row in rows}) > 1):
+        raise InvalidArgumentError(
+            f"field {name!r} has rows of {_text_of(rows)}; all but the first dimension must agree",
+            field=name,
+        )
+    lengths = [1] * len(rows) if rank == 0 else list(map(len, rows))
+    return _column(name, rows, lengths, rank, tuple(tail))
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _text_of(rows: Sequence[Tensor]) -> str:
+    kinds = dict.fromkeys(f"{row.dtype} {['*', *row.shape[1:]]}" for row in rows)
+    return ", ".join(list(kinds)[:5])
+
+
+def _pack_objects(name: str, values: Sequence[object]) -> PackedColumn:
+    try:
+        packed = [msgpack.packb(value) for value in values]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidArgumentError(
+            f"field {name!r} holds a value that msgpack cannot: {error}; use numbers, text, bytes, "
+            "lists and dicts",
+            field=name,
+        ) from error
+    data = torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.uint8)
+    lengths = tuple(len(row) for row in packed)
+    return PackedColumn(
+        name=name,
+        dtype="msgpack",
+        row_rank=1,
+        tail_shape=(),
+        lengths=lengths,
+        offsets=tuple(accumulate(lengths[:-1], initial=0)),
+        pieces=(data,),
+        size_bytes=len(data),
+    )
+
+
+def _column(
+    name: str, tensors: Sequence[Tensor], lengths: list[int], rank: int, tail: tuple[int, ...]
+) -> PackedColumn:
+    dtype = str(tensors[0].dtype).removeprefix("torch.")
+    if dtype not in ITEM_BYTES:
+        raise InvalidArgumentError(
+            f"field {name!r} has dtype {dtype}; supported are {', '.join(ITEM_BYTES)}", field=name
+        )
+    row_bytes = ITEM_BYTES[dtype] * prod(tail)
+    is_float8 = dtype.startswith("float8")
+    pieces = tuple(tensors if rank == 1 else [tensor.reshape(-1) for tensor in tensors])
+    if is_float8 or not all(piece.is_cpu for piece in pieces):
+        # Bytes can do what the float8 types cannot: be concatenated.
+        pieces = tuple([_bytes_of(piece) if is_float8 else piece.cpu() for piece in pieces])
+    offsets = list(accumulate([length * row_bytes for length in lengths], initial=0))
+    return PackedColumn(
+        name=name,
+        dtype=dtype,
+        row_rank=rank,
+        tail_shape=tail,
+        lengths=tuple(lengths),
+        offsets=tuple(offsets[:-1]),
+        pieces=pieces,
+        size_bytes=offsets[-1],
+    )
+
+
+def _bytes_of(piece: Tensor) -> Tensor:
+    return piece.detach().cpu().contiguous().view(torch.uint8)

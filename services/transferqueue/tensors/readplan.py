@@ -1,0 +1,93 @@
+"""Which bytes a get needs, and where they go."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from services.common.batch import KVBatchMeta
+from services.common.columns import MISSING, BlobRef, FieldColumn
+from services.common.errors import NotFoundError
+from services.transferqueue.storage.arena import aligned
+from services.transferqueue.transport.codec import ITEM_BYTES
+
+
+@dataclass(slots=True)
+class Extent:
+    """Bytes of a blob and their place in the target."""
+
+    blob: BlobRef
+    offset: int
+    size: int
+    position: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all bytes of the blob."""
+        return self.size == self.blob.size_bytes
+
+
+@dataclass(slots=True)
+class ReadPlan:
+    """A get: rows of each field one after the other, in the order of the keys."""
+
+    size_bytes: int = 0
+    """Size of the target."""
+    columns: list[tuple[FieldColumn, int, int]] = field(default_factory=list)
+    """Each field with the begin and end of its values in the target."""
+    extents: list[Extent] = field(default_factory=list)
+    """What is read."""
+    copies: list[tuple[int, int, int]] = field(default_factory=list)
+    """Rows that several keys share are read once, then copied: ``(from, to, size)``."""
+
+
+def plan_read(meta: KVBatchMeta, names: Sequence[str]) -> ReadPlan:
+    """Plan the read of some fields.
+
+    Raises:
+        NotFoundError: If a key does not have one of the fields.
+        ValueError: If no key has one of the fields.
+    """
+    plan = ReadPlan()
+    for name in names:
+        column = meta.column(name)
+        if MISSING in column.blob_indexes:
+            absent = [
+                key
+                for key, index in zip(meta.keys, column.blob_indexes, strict=True)
+                if index == MISSING
+            ]
+            raise NotFoundError(
+                f"{len(absent)} of {meta.num_keys} keys have no {name!r}: {', '.join(absent[:20])}",
+                field=name,
+                keys=",".join(absent),
+            )
+        begin = plan.size_bytes
+        end = _add_rows(plan, column, meta.blobs)
+        plan.columns.append((column, begin, end))
+        plan.size_bytes = aligned(end)
+    return plan
+
+
+def _add_rows(plan: ReadPlan, column: FieldColumn, blobs: Sequence[BlobRef]) -> int:
+    row_bytes = ITEM_BYTES[column.dtype] * prod(column.tail_shape)
+    position = plan.size_bytes
+    last_index, last_offset, expected = MISSING, -1, -1
+    extent = Extent(blobs[0], 0, 0, 0) if blobs else None
+    for index, offset, length in zip(
+        column.blob_indexes, column.offsets, column.lengths, strict=True
+    ):
+        size = length * row_bytes
+        if size == 0:
+            continue
+        if index == last_index and offset == expected and extent is not None:
+            extent.size += size
+        elif index == last_index and offset == last_offset:
+            plan.copies.append((position - size, position, size))
+            position += size
+            continue
+        else:
+            extent = Extent(blobs[index], offset, size, position)
+            plan.extents.append(extent)
+        last_index, last_offset, expected = index, offset, offset + size
+        position += size
+    return position

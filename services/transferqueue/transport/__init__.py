@@ -1,0 +1,1 @@
+"""The client's ways to the bytes of a shard."""

@@ -1,0 +1,115 @@
+"""Bytes of puts and gets through the shared memory of a shard on the same host."""
+
+import asyncio
+import mmap
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from services.common.errors import DeadlineExceededError, InternalError
+from services.transferqueue.concurrency import run_all
+from services.transferqueue.tensors.packing import PackedColumn
+from services.transferqueue.tensors.readplan import Extent
+from services.transferqueue.transport import codec
+from services.transferqueue.transport.connection import ShardConnection
+from services.transferqueue.transport.socket_transport import TIMEOUT_S, Transport
+
+_SMALL_BYTES = 64 << 10
+_INLINE_BYTES = 1 << 20
+"""Copies below this take less time than handing them to a thread."""
+T = TypeVar("T")
+
+
+class ArenaTransport:
+    """One copy per put and one per get.
+
+    Args:
+        connection: The shard.
+        arena: Its memory.
+        fallback: Reads what is small, and what the shard has moved to disk.
+    """
+
+    takes_small_puts = True
+
+    def __init__(self, connection: ShardConnection, arena: mmap.mmap, fallback: Transport) -> None:
+        self._connection = connection
+        self._fallback = fallback
+        self._arena = torch.frombuffer(arena, dtype=torch.uint8)
+
+    async def write(self, grant: codec.Granted, columns: Sequence[PackedColumn]) -> list[int]:
+        """Fill granted blobs; returns the checksum of each."""
+        deadline = time.monotonic() + codec.GRANT_S / 2
+
+        def fill(position: int, column: PackedColumn) -> int:
+            _check_time(deadline)
+            target = self._arena[position : position + column.size_bytes]
+            column.copy_into(target)
+            return codec.checksum(target.numpy().data)
+
+        # Columns are copied by several threads: one alone does not use up the memory's bandwidth.
+        return await run_all(
+            [
+                _run(partial(fill, position, column), column.size_bytes)
+                for position, column in zip(grant.positions, columns, strict=True)
+            ]
+        )
+
+    async def read(self, extents: Sequence[Extent], target: Tensor) -> None:
+        """Fetch bytes of blobs into ``target``, a uint8 tensor."""
+        if len(target) < _SMALL_BYTES:
+            # One answer with the bytes is quicker than one with their place and a message to let go.
+            await self._fallback.read(extents, target)
+            return
+        for begin in range(0, len(extents), codec.MAX_RANGES):
+            await self._read(extents[begin : begin + codec.MAX_RANGES], target)
+
+    def close(self) -> None:
+        """The mapping goes with the last tensor that views it."""
+
+    async def _read(self, extents: Sequence[Extent], target: Tensor) -> None:
+        deadline = time.monotonic() + codec.PIN_S / 2
+        numbers = tuple([n for e in extents for n in (e.blob.blob_id, e.offset, e.size)])
+        request = codec.Read(numbers, in_arena=True)
+        answer, _ = await self._connection.ask(request, timeout_s=TIMEOUT_S)
+        if not isinstance(answer, codec.Located):
+            raise InternalError(f"expected Located, the shard sent {type(answer).__name__}")
+
+        if not answer.positions:
+            await self._fallback.read(extents, target)
+            return
+
+        def copy() -> None:
+            source, view = self._arena.numpy(), target.numpy()
+            for extent, start in zip(extents, answer.positions, strict=True):
+                _check_time(deadline)
+                end = extent.position + extent.size
+                view[extent.position : end] = source[start : start + extent.size]
+
+        try:
+            await _run(copy, sum(extent.size for extent in extents))
+        finally:
+            self._connection.tell(codec.Unpin(answer.pin_id))
+
+
+async def _run(work: Callable[[], T], size_bytes: int) -> T:
+    if size_bytes < _INLINE_BYTES:
+        return work()
+    copying = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        return await asyncio.shield(copying)
+    except asyncio.CancelledError:
+        # The thread still uses the memory, which must not go to anyone else before it is done.
+        await asyncio.wait([copying])
+        raise
+
+
+def _check_time(deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise DeadlineExceededError(
+            "copying took so long that the shard may use the memory for other samples; "
+            "try again with fewer samples"
+        )

@@ -1,0 +1,138 @@
+"""A client's connection to one shard."""
+
+import asyncio
+from collections.abc import Sequence
+from itertools import count
+
+import zmq
+
+from services.common.errors import (
+    DeadlineExceededError,
+    ServiceError,
+    UnavailableError,
+    from_reason,
+)
+from services.transferqueue.facts import Shard
+from services.transferqueue.transport import codec
+from services.transferqueue.transport.sockets import MessageSocket, set_limits
+
+Answer = tuple[codec.Response, list[zmq.Frame]]
+
+
+class ShardConnection:
+    """Requests to one shard; many can be under way.
+
+    Args:
+        context: ZeroMQ context of the client.
+        shard: Where the shard is.
+        key_pair: CURVE public and secret key of the client, in Z85.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        shard: Shard,
+        key_pair: tuple[bytes, bytes],
+    ) -> None:
+        self.shard = shard
+        self._pending: dict[int, asyncio.Future[Answer]] = {}
+        self._request_ids = count(1)
+        socket = context.socket(zmq.DEALER)
+        set_limits(socket, receive_queue=0)
+        # Queued frames are views of the caller's memory, so the queue itself costs nothing.
+        socket.setsockopt(zmq.SNDHWM, 0)
+        if shard.public_key:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, shard.public_key.encode())
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, key_pair[0])
+            socket.setsockopt(zmq.CURVE_SECRETKEY, key_pair[1])
+        socket.connect(shard.endpoint)
+        self._socket = MessageSocket(socket, self._on_message)
+        self._is_open = True
+
+    def close(self) -> None:
+        """Fail what is under way and disconnect."""
+        self._is_open = False
+        self._socket.close()
+        for waiter in self._pending.values():
+            if not waiter.done():
+                waiter.set_exception(self._gone())
+
+    def tell(self, message: codec.Request, payload: Sequence[bytes | memoryview] = ()) -> None:
+        """Send a message whose answer nobody waits for, if it has one.
+
+        The payload must not change until a later request is answered.
+
+        Raises:
+            UnavailableError: If the shard is gone.
+        """
+        if not self._is_open:
+            raise self._gone()
+        self._socket.send([codec.encode(message, 0), *payload], copy=not payload)
+
+    async def ask(
+        self,
+        message: codec.Request,
+        payload: Sequence[bytes | memoryview] = (),
+        *,
+        timeout_s: float,
+    ) -> Answer:
+        """Send a request and wait for its answer.
+
+        Raises:
+            ServiceError: What the shard reports.
+            DeadlineExceededError: If it does not answer in time.
+            UnavailableError: If the shard is gone.
+        """
+        if not self._is_open:
+            raise self._gone()
+        request_id = next(self._request_ids)
+        waiter: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._pending[request_id] = waiter
+        try:
+            self._socket.send([codec.encode(message, request_id), *payload])
+            async with asyncio.timeout(timeout_s):
+                answer, received = await waiter
+        except TimeoutError as error:
+            raise DeadlineExceededError(
+                f"shard {self.shard.shard_id} at {self.shard.endpoint} did not answer "
+                f"{type(message).__name__} within {timeout_s} s; it is down or overloaded",
+                shard_id=self.shard.shard_id,
+            ) from error
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                self._let_go(waiter.result()[0])
+            raise
+        finally:
+            del self._pending[request_id]
+        if isinstance(answer, codec.Failed):
+            raise _error(answer)
+        return answer, received
+
+    def abort(self, put_id: str) -> None:
+        """Give up a put, if the shard is still there."""
+        if self._is_open:
+            self.tell(codec.Abort(put_id))
+
+    def _gone(self) -> UnavailableError:
+        return UnavailableError(
+            f"shard {self.shard.shard_id} is gone; what it held is lost and must be made again",
+            shard_id=self.shard.shard_id,
+        )
+
+    def _on_message(self, frames: list[zmq.Frame]) -> None:
+        message, request_id = codec.decode(frames[0].bytes)
+        waiter = self._pending.get(request_id)
+        if waiter is not None and not waiter.done() and isinstance(message, codec.Response):
+            waiter.set_result((message, frames[1:]))
+        else:
+            self._let_go(message)
+
+    def _let_go(self, message: codec.Message) -> None:
+        """End the hold of an answer whose asker was cancelled; nobody else knows of it."""
+        if self._is_open and isinstance(message, codec.Located) and message.positions:
+            self.tell(codec.Unpin(message.pin_id))
+
+
+def _error(failed: codec.Failed) -> ServiceError:
+    details = dict(zip(failed.details[::2], failed.details[1::2], strict=True))
+    return from_reason(failed.reason, failed.message, details)

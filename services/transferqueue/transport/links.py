@@ -1,0 +1,130 @@
+"""A client's connections to the shards, kept up to date as shards come and go."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import zmq
+
+from services.common.errors import UnavailableError
+from services.transferqueue.client import TransferQueueClient
+from services.transferqueue.concurrency import unwrapped
+from services.transferqueue.facts import Shard
+from services.transferqueue.storage.arena_socket import map_arena
+from services.transferqueue.tensors.buffers import BufferPool
+from services.transferqueue.transport.allocator import keep_freed_memory
+from services.transferqueue.transport.arena_transport import ArenaTransport
+from services.transferqueue.transport.connection import ShardConnection
+from services.transferqueue.transport.socket_transport import SocketTransport, Transport
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_TIMEOUT_S = 30.0
+_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The way to one shard."""
+
+    connection: ShardConnection
+    transport: Transport
+
+
+class Links:
+    """Ways to all shards; see ``opened``.
+
+    Args:
+        pool: Memory for packing.
+        use_shared_memory: Whether to use the memory of shards on this host.
+    """
+
+    def __init__(self, pool: BufferPool, *, use_shared_memory: bool) -> None:
+        self._pool = pool
+        self._use_shared_memory = use_shared_memory
+        self._key_pair = zmq.curve_keypair()
+        self._links: dict[str, Link] = {}
+        self._shards: tuple[Shard, ...] = ()
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The shards that are alive."""
+        return self._shards
+
+    def to(self, shard_id: str) -> Link:
+        """The way to a shard.
+
+        Raises:
+            UnavailableError: If the shard is not alive.
+        """
+        link = self._links.get(shard_id)
+        if link is None:
+            raise UnavailableError(
+                f"shard {shard_id} is gone; what it held is lost and must be made again",
+                shard_id=shard_id,
+            )
+        return link
+
+    @asynccontextmanager
+    async def opened(self, metadata: TransferQueueClient) -> AsyncIterator[None]:
+        """Connect, and follow the shards until the block ends."""
+        self._context = zmq.Context()
+        connected = asyncio.Event()
+        try:
+            with unwrapped():
+                async with asyncio.TaskGroup() as tasks:
+                    following = tasks.create_task(self._follow(metadata, connected))
+                    async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                        await connected.wait()
+                    yield
+                    following.cancel()
+        finally:
+            await self._update(())
+            self._context.destroy(linger=0)
+
+    async def _follow(self, metadata: TransferQueueClient, connected: asyncio.Event) -> None:
+        is_known_to_be_away = False
+        while True:
+            try:
+                async for shards in metadata.connect_client(self._key_pair[0].decode()):
+                    await self._update(shards)
+                    connected.set()
+                    is_known_to_be_away = False
+            except UnavailableError as error:
+                if not is_known_to_be_away:
+                    logger.warning("index out of reach", extra={"error": str(error)})
+                is_known_to_be_away = True
+            await asyncio.sleep(_RETRY_S)
+
+    async def _update(self, shards: Sequence[Shard]) -> None:
+        instances = {shard.shard_id: shard.instance_id for shard in shards}
+        for shard_id, link in list(self._links.items()):
+            if instances.get(shard_id) != link.connection.shard.instance_id:
+                link.connection.close()
+                link.transport.close()
+                del self._links[shard_id]
+        for shard in shards:
+            if shard.shard_id not in self._links:
+                connection = ShardConnection(self._context, shard, self._key_pair)
+                transport = await self._choose_transport(connection)
+                self._links[shard.shard_id] = Link(connection, transport)
+        self._shards = tuple(shards)
+
+    async def _choose_transport(self, connection: ShardConnection) -> Transport:
+        shard = connection.shard
+        if shard.object_store is not None:
+            # Imported only where it is used: the package is an optional extra.
+            from services.transferqueue.transport.object_transport import open_transport
+
+            return await asyncio.to_thread(open_transport, shard)
+        sockets = SocketTransport(connection, self._pool)
+        if self._use_shared_memory and shard.arena_socket:
+            arena = await asyncio.to_thread(
+                map_arena, shard.arena_socket, instance_id=shard.instance_id
+            )
+            if arena is not None:
+                return ArenaTransport(connection, arena, sockets)
+        keep_freed_memory()
+        return sockets

@@ -1,0 +1,68 @@
+"""Bytes of puts and gets through Mooncake Store."""
+
+import asyncio
+import socket
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from services.transferqueue.facts import Shard
+from services.transferqueue.storage.object_blobs import object_key
+from services.transferqueue.storage.object_store import ObjectStore
+from services.transferqueue.tensors.packing import PackedColumn
+from services.transferqueue.tensors.readplan import Extent
+from services.transferqueue.transport import codec
+
+
+class ObjectTransport:
+    """One object per field and put.
+
+    Args:
+        store: The store.
+        instance_id: The shard's life that gave the blobs their ids.
+    """
+
+    takes_small_puts = False
+
+    def __init__(self, store: ObjectStore, instance_id: str) -> None:
+        self._store = store
+        self._instance_id = instance_id
+
+    def close(self) -> None:
+        """Leave the store."""
+        self._store.close()
+
+    async def write(self, grant: codec.Granted, columns: Sequence[PackedColumn]) -> list[int]:
+        """Fill granted blobs; returns the checksum of each."""
+
+        def fill(views: Sequence[memoryview]) -> list[int]:
+            for view, column in zip(views, columns, strict=True):
+                if column.size_bytes:
+                    column.copy_into(torch.frombuffer(view, dtype=torch.uint8))
+            return [codec.checksum(view) for view in views]
+
+        keys = [object_key(self._instance_id, blob_id) for blob_id in grant.blob_ids]
+        sizes = [column.size_bytes for column in columns]
+        return await asyncio.to_thread(self._store.write, keys, sizes, fill)
+
+    async def read(self, extents: Sequence[Extent], target: Tensor) -> None:
+        """Fetch bytes of blobs into ``target``, a uint8 tensor."""
+        ranges = [
+            (object_key(self._instance_id, extent.blob.blob_id), extent.offset, extent.size)
+            for extent in extents
+        ]
+        data = bytearray(sum(extent.size for extent in extents))
+        await asyncio.to_thread(self._store.read, ranges, memoryview(data))
+        view, done = target.numpy().data, 0
+        for extent in extents:
+            view[extent.position : extent.position + extent.size] = data[done : done + extent.size]
+            done += extent.size
+
+
+def open_transport(shard: Shard) -> ObjectTransport:
+    """Join the store that a shard's bytes are in."""
+    assert shard.object_store is not None
+    host = socket.gethostbyname(socket.gethostname())
+    store = ObjectStore(shard.object_store, host=host, segment_bytes=0)
+    return ObjectTransport(store, shard.instance_id)

@@ -1,0 +1,68 @@
+"""A ZeroMQ socket on an event loop, without a task or thread per message."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from services.transferqueue.transport.codec import FRAME_BYTES, MAX_HEADER_BYTES
+
+_BURST = 32
+"""Messages that are handled before other work of the loop gets its turn."""
+
+
+class MessageSocket:
+    """Sends and receives multipart messages.
+
+    Args:
+        socket: Connected or bound; closed by ``close``.
+        on_message: Gets the frames of each message, in order.
+    """
+
+    def __init__(
+        self, socket: zmq.Socket[bytes], on_message: Callable[[list[zmq.Frame]], None]
+    ) -> None:
+        self._socket = socket
+        self._on_message = on_message
+        self._loop = asyncio.get_running_loop()
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self._receive)
+        self._loop.call_soon(self._receive)
+
+    def send(self, frames: Sequence[bytes | memoryview], *, copy: bool = True) -> None:
+        """Queue a message.
+
+        Args:
+            frames: Its frames.
+            copy: Whether the frames may change after this call. Without a copy they must stay as
+                they are until the peer has answered.
+
+        Raises:
+            zmq.ZMQError: If the peer is gone or its queue is full.
+        """
+        self._socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
+        # The descriptor is edge-triggered, and sending may have consumed the edge of an arrival.
+        self._loop.call_soon(self._receive)
+
+    def close(self) -> None:
+        """Stop, dropping what was not sent."""
+        self._loop.remove_reader(self._fd)
+        self._socket.close(linger=0)
+
+    def _receive(self) -> None:
+        if self._socket.closed:
+            return
+        for _ in range(_BURST):
+            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                return
+            self._on_message(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+        self._loop.call_soon(self._receive)
+
+
+def set_limits(socket: zmq.Socket[bytes], *, receive_queue: int) -> None:
+    """Bound what a socket takes from its peers before anything is allocated for it."""
+    socket.setsockopt(zmq.MAXMSGSIZE, max(2 * FRAME_BYTES, MAX_HEADER_BYTES))
+    socket.setsockopt(zmq.RCVHWM, receive_queue)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20_000)
