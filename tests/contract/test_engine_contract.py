@@ -230,6 +230,30 @@ async def test_seeds_stop_tokens_limits_and_greedy(open_engine: OpenEngine) -> N
         assert_agrees(greedy, PROMPT)
 
 
+@real_engines
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+async def test_scores_are_those_of_the_live_weights(open_engine: OpenEngine, tied: bool) -> None:
+    async with open_engine(tied=tied) as engine:
+        for version in range(2):
+            await adopt(engine, version, tied=tied)
+            scored = await engine.score(PROMPT)
+            expected = expected_logprobs(version, PROMPT[:1], PROMPT[1:], tied=tied)
+            torch.testing.assert_close(torch.tensor(scored), expected, atol=TOLERANCE, rtol=0)
+
+
+@all_engines
+async def test_scoring_goes_on_while_requests_run(open_engine: OpenEngine) -> None:
+    async with open_engine() as engine:
+        await adopt(engine, 0)
+        running = asyncio.ensure_future(engine.generate(request("r", PROMPT[:9], max_tokens=100)))
+        await until(lambda: engine.stats().tokens_total >= 5)
+        assert len(await engine.score(PROMPT)) == len(PROMPT) - 1
+        for ids in ((), (1,), (1, VOCAB_SIZE), (1,) * (1 << 21)):
+            with pytest.raises(ValueError, match="token"):
+                await engine.score(ids)
+        assert len((await running).token_ids) == 100
+
+
 @all_engines
 async def test_bad_requests_are_refused_alone(open_engine: OpenEngine) -> None:
     async with open_engine() as engine:

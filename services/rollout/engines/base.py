@@ -108,6 +108,23 @@ class Engine(Protocol):
         """
         ...
 
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Log-probability of every token but the first, given those before it, at temperature 1.
+
+        Reads no cached prefix: what comes back is what the live weights say. May wait until a paused
+        engine goes on.
+
+        Args:
+            token_ids: At least two tokens.
+
+        Returns:
+            Float32 values, one fewer than there are tokens.
+
+        Raises:
+            ValueError: If the tokens can never be scored.
+        """
+        ...
+
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         """End requests (None: all) between two steps; their results keep the tokens so far."""
         ...
@@ -176,11 +193,21 @@ def check_request(request: GenerationRequest, *, vocab_size: int, max_model_toke
             f"the context has {length} tokens and {request.max_tokens} more are asked for, but the "
             f"model holds {max_model_tokens}; shorten the prompt or lower max_response_tokens"
         )
-    if not 0 <= min(request.context_ids) <= max(request.context_ids) < vocab_size:
+    _check_ids(request.context_ids, vocab_size)
+
+
+def check_scorable(token_ids: Sequence[int], *, vocab_size: int, max_model_tokens: int) -> None:
+    """Refuse tokens that can never be scored.
+
+    Raises:
+        ValueError: With what was expected, what came and what to do.
+    """
+    # Engines that score by a request of their own draw a token after it.
+    if not 2 <= len(token_ids) < max_model_tokens:
         raise ValueError(
-            f"token ids must be in 0..{vocab_size - 1}, but the context has "
-            f"{min(request.context_ids)}..{max(request.context_ids)}; is the tokenizer the model's?"
+            f"scoring takes 2 to {max_model_tokens - 1} tokens, but {len(token_ids)} came"
         )
+    _check_ids(token_ids, vocab_size)
 
 
 def check_tensors(expected: Mapping[str, Sequence[int]], tensors: "Mapping[str, Tensor]") -> None:
@@ -206,6 +233,14 @@ def check_tensors(expected: Mapping[str, Sequence[int]], tensors: "Mapping[str, 
                 f"weight {name!r} must have shape {tuple(shape)}, but has {tuple(tensors[name].shape)}; "
                 "trainer and rollout must be given the same model"
             )
+
+
+def _check_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        raise ValueError(
+            f"token ids must be in 0..{vocab_size - 1}, but there are "
+            f"{min(token_ids)}..{max(token_ids)}; is the tokenizer the model's?"
+        )
 
 
 def _some(names: Iterable[str], limit: int = 3) -> str:

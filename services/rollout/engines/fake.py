@@ -6,7 +6,7 @@ On a :class:`~services.rollout.engines.virtual_time.VirtualTimeLoop` its times a
 import asyncio
 import heapq
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from services.rollout.engines.base import (
     VersionRun,
     append_version,
     check_request,
+    check_scorable,
 )
 
 if TYPE_CHECKING:
@@ -130,6 +131,11 @@ class FakeEngine:
         finally:
             if row.future.cancelled():
                 await self.abort({request.request_id})
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Every token has the logprob of the live version."""
+        check_scorable(token_ids, vocab_size=self._vocab_size, max_model_tokens=MAX_MODEL_TOKENS)
+        return (-1 - self._weight_version / 1000,) * (len(token_ids) - 1)
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         """End requests; their results keep the tokens so far."""

@@ -3,7 +3,7 @@
 import asyncio
 import heapq
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from services.rollout.engines.base import (
     GenerationRequest,
     GenerationResult,
     check_request,
+    check_scorable,
     check_tensors,
 )
 from services.rollout.engines.decode_batch import Decode, DecodeBatch
@@ -126,6 +127,14 @@ class TorchEngine:
             if self._futures.pop(request.request_id, None) is not None:
                 await self.abort({request.request_id})
 
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Log-probabilities of given tokens, by a plain forward pass between two steps."""
+        check_scorable(
+            token_ids, vocab_size=self._vocab_size, max_model_tokens=self._max_model_tokens
+        )
+        async with self._between_steps:
+            return await asyncio.to_thread(self._score, token_ids)
+
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         """End requests between two steps; their results keep the tokens so far."""
         async with self._between_steps:
@@ -213,6 +222,13 @@ class TorchEngine:
             self._batch.admit(admitted)
         self._tokens_total += len(self._batch)
         return self._batch.step(self._weight_version)
+
+    @torch.inference_mode()
+    def _score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        ids = torch.tensor([token_ids], device=self._model.device)
+        logits = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        logprobs = torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None])
+        return tuple(logprobs.squeeze(1).tolist())
 
     @torch.no_grad()
     def _copy_weights(self, tensors: Mapping[str, Tensor]) -> None:

@@ -8,7 +8,7 @@ computed by the weights that continue it, and prefix-cache blocks carry their ve
 import asyncio
 import tempfile
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from services.rollout.engines.base import (
     GenerationRequest,
     GenerationResult,
     check_request,
+    check_scorable,
     check_tensors,
 )
 from services.rollout.engines.gate import Gate
@@ -82,6 +83,7 @@ class VllmEngine:
         self._results: dict[str, Progress] = {}
         self._weight_version = -1
         self._tokens_total = 0
+        self._num_scored = 0
         self._busy_since = 0.0
         self._busy_seconds = 0.0
         self._started_at = time.monotonic()
@@ -128,6 +130,33 @@ class VllmEngine:
             finally:
                 del self._results[request.request_id]
                 self._note_idle()
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Log-probabilities of given tokens, which vLLM reports for a prompt."""
+        check_scorable(
+            token_ids,
+            vocab_size=int(self._config.vocab_size),
+            max_model_tokens=self._max_model_tokens,
+        )
+        await self._started.wait()
+        while True:
+            self._num_scored += 1
+            async with self._gate.passage():
+                outputs = await self._vllm.add_request(
+                    f"score {self._num_scored}",
+                    {"prompt_token_ids": list(token_ids)},
+                    SamplingParams(
+                        max_tokens=1,
+                        prompt_logprobs=0,
+                        detokenize=False,
+                        output_kind=RequestOutputKind.FINAL_ONLY,
+                    ),
+                )
+            output = await outputs.get()
+            # An adoption cuts what runs; then the tokens are scored under the new weights.
+            if output.outputs[0].finish_reason != "abort":
+                found = zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)
+                return tuple(position[token].logprob for position, token in found)
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         """End requests; their results keep the tokens so far."""
