@@ -16,7 +16,7 @@ from services.common.metrics import serve_metrics
 from services.controller.api.app import build_app
 from services.controller.api.principals import DEFAULT_PROJECT, TokenStore
 from services.controller.api.run_page import with_run_page
-from services.controller.api.server import serve_rest
+from services.common.http_server import serve_http
 from services.controller.audit import RunAudit
 from services.controller.launch.choice import open_launcher
 from services.controller.membership import Membership
@@ -91,7 +91,7 @@ async def run_controller(settings: ControllerSettings) -> None:
         stack.push_async_callback(manager.close, leave=settings.leave_runs)
         await manager.start()
         rest_port = await stack.enter_async_context(
-            serve_rest(settings.rest_bind, with_run_page(build_app(manager, audit, tokens)))
+            serve_http(settings.rest_bind, with_run_page(build_app(manager, audit, tokens)))
         )
         announce(
             settings.ready_file,

@@ -12,8 +12,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
+from services.common.http_server import serve_http
 from services.controller.api.run_page import with_run_page
-from services.controller.api.server import serve_rest
 
 RUN_ID = "run_01"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -126,7 +126,7 @@ async def test_page_shows_a_run_live_and_asks_nobody_else(chromium: str) -> None
     playwright = pytest.importorskip("playwright.async_api")
     controller = FakeController()
     async with (
-        serve_rest("127.0.0.1:0", controller.app()) as port,
+        serve_http("127.0.0.1:0", controller.app()) as port,
         playwright.async_playwright() as p,
     ):
         base = f"http://127.0.0.1:{port}/"
@@ -163,7 +163,7 @@ async def test_page_asks_for_a_token_where_the_api_does(chromium: str) -> None:
     controller = FakeController()
     controller.token = "slp_secret"
     async with (
-        serve_rest("127.0.0.1:0", controller.app()) as port,
+        serve_http("127.0.0.1:0", controller.app()) as port,
         playwright.async_playwright() as p,
     ):
         browser = await p.chromium.launch(executable_path=chromium, args=["--no-sandbox"])

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from jinja2 import TemplateError
+
 from services.common.spec.model import ModelSpec
 
 _CHARS_PREFIX = "chars:"
@@ -28,6 +30,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def eos_text(self) -> str:
+        """Text of the token that ends a response."""
+        ...
+
+    @property
     def vocab_size(self) -> int:
         """Number of tokens, added ones included."""
         ...
@@ -42,6 +49,17 @@ class Tokenizer(Protocol):
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a chat, up to where the assistant's answer begins."""
+        ...
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """Text of a chat, up to where the assistant's answer begins, special tokens included.
+
+        Args:
+            messages: ``role``, ``content`` and whatever else the template reads, such as ``tool_calls``.
+            tools: Tools that the assistant may call, as OpenAI's API describes them.
+        """
         ...
 
     def save(self, folder: Path) -> None:
@@ -71,6 +89,11 @@ class HuggingFaceTokenizer:
         """Token that fills up; the end token where the model has no other."""
         pad = self._inner.pad_token_id
         return self.eos_id if pad is None else int(pad)
+
+    @property
+    def eos_text(self) -> str:
+        """Text of the token that ends a response."""
+        return str(self._inner.eos_token)
 
     @property
     def vocab_size(self) -> int:
@@ -106,15 +129,33 @@ class HuggingFaceTokenizer:
         Raises:
             ValueError: If the tokenizer has no chat template.
         """
+        return self.encode(self.render_chat(messages))
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """Text of a chat, up to where the assistant's answer begins, special tokens included.
+
+        Raises:
+            ValueError: If the tokenizer has no chat template, or the template refuses the messages.
+        """
         if self._inner.chat_template is None:
             raise ValueError(
                 f"tokenizer {self._name!r} has no chat template; set data.chat_template to false, "
                 "or use the tokenizer of a chat model"
             )
-        text = self._inner.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
-        return self.encode(text)
+        try:
+            text = self._inner.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except TemplateError as error:
+            raise ValueError(
+                f"the chat template of tokenizer {self._name!r} refuses the messages: {error}"
+            ) from error
+        return str(text)
 
     def save(self, folder: Path) -> None:
         """Write the files from which Hugging Face's ``AutoTokenizer`` loads it."""

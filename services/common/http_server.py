@@ -1,4 +1,4 @@
-"""Serves the REST application with uvicorn inside this process's event loop."""
+"""Serves an ASGI application with uvicorn inside this process's event loop."""
 
 import asyncio
 import socket
@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from services.common.errors import InvalidArgumentError
 
@@ -14,7 +14,7 @@ _STOP_GRACE_S = 1
 
 
 @asynccontextmanager
-async def serve_rest(bind: str, app: FastAPI) -> AsyncIterator[int]:
+async def serve_http(bind: str, app: ASGIApp) -> AsyncIterator[int]:
     """Serve until the block ends.
 
     Args:
