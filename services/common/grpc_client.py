@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 import grpc
 
 from services.common import grpc_metrics
+from services.common.credentials import Peer, current_identity
 from services.common.errors import UnavailableError, from_rpc_error
+from services.common.grpc_headers import StreamHeaders, UnaryHeaders
 from services.common.grpc_metrics import MeasuredStreams
 from services.common.grpc_server import MAX_MESSAGE_BYTES
 
@@ -19,21 +21,42 @@ _FIRST_DELAY_S = 0.05
 _LONGEST_DELAY_S = 2.0
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to ``host:port`` that notices a dead peer within about 20 seconds."""
-    return grpc.aio.insecure_channel(
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+def open_channel(address: str, peer: Peer, *, run_id: str = "") -> grpc.aio.Channel:
+    """A channel to ``host:port`` that notices a dead peer within about 20 seconds.
+
+    It shows this process's identity with every call.
+
+    Args:
+        address: Where the peer is.
+        peer: What it is; with TLS its certificate must say so.
+        run_id: The run of a worker that is called.
+    """
+    identity = current_identity()
+    token = identity.token_for(run_id)
+    interceptors: list[Any] = [UnaryHeaders(token), StreamHeaders(token), MeasuredStreams()]
+    if identity.tls is None:
+        return grpc.aio.insecure_channel(
+            address, interceptors=interceptors, options=CHANNEL_OPTIONS
+        )
+    # Addresses of workers are not known when certificates are made, so the name says what the peer is.
+    name = ("grpc.ssl_target_name_override", f"{peer}.slipstream")
+    return grpc.aio.secure_channel(
         address,
-        interceptors=[MeasuredStreams()],
-        options=[
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.keepalive_time_ms", 10_000),
-            ("grpc.keepalive_timeout_ms", 10_000),
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.max_reconnect_backoff_ms", 2_000),
-            ("grpc.enable_http_proxy", 0),
-        ],
+        identity.tls.channel_credentials(),
+        interceptors=interceptors,
+        options=(*CHANNEL_OPTIONS, name),
     )
 
 

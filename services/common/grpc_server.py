@@ -10,6 +10,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from services.common import grpc_metrics
+from services.common.access import admit
+from services.common.credentials import Identity, current_identity
 from services.common.errors import InternalError, InvalidArgumentError, ServiceError, to_status
 
 logger = logging.getLogger(__name__)
@@ -17,15 +19,28 @@ logger = logging.getLogger(__name__)
 # KVBatchMeta of 100,000 samples is about 10 MiB; nothing on this plane is larger.
 MAX_MESSAGE_BYTES = 64 << 20
 STOP_GRACE_S = 1.0
+SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),
+    # Clients ping every 10 s, also while nothing is under way.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
 
 
 @asynccontextmanager
-async def serve(bind: str, register: Callable[[grpc.aio.Server], None]) -> AsyncIterator[int]:
+async def serve(
+    bind: str, register: Callable[[grpc.aio.Server], None], *, open_service: str = ""
+) -> AsyncIterator[int]:
     """Serve until the block ends, then stop gracefully.
+
+    Callers are known by this process's identity: by certificates of its authority, and by tokens.
 
     Args:
         bind: ``host:port``; port 0 takes a free one.
         register: Adds the servicers to the server.
+        open_service: Full name of a service that finds out by itself who calls.
 
     Yields:
         The port that is served.
@@ -33,21 +48,19 @@ async def serve(bind: str, register: Callable[[grpc.aio.Server], None]) -> Async
     Raises:
         InvalidArgumentError: If the address cannot be bound.
     """
+    identity = current_identity()
     server = grpc.aio.server(
-        interceptors=[_ErrorInterceptor()],
-        options=[
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.so_reuseport", 0),
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-        ],
+        interceptors=[_Edge(identity, open_service)],
+        options=SERVER_OPTIONS,
     )
     register(server)
     health = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     try:
-        port = server.add_insecure_port(bind)
+        if identity.tls is None:
+            port = server.add_insecure_port(bind)
+        else:
+            port = server.add_secure_port(bind, identity.tls.server_credentials())
     except RuntimeError as error:
         raise InvalidArgumentError(
             f"cannot listen on {bind}: the port is in use or the address is not of this host; "
@@ -63,8 +76,17 @@ async def serve(bind: str, register: Callable[[grpc.aio.Server], None]) -> Async
         await server.stop(grace=STOP_GRACE_S)
 
 
-class _ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns ServiceErrors into statuses, and anything unforeseen into INTERNAL with a log entry."""
+class _Edge(grpc.aio.ServerInterceptor):
+    """Admits callers; turns ServiceErrors into statuses, and what is unforeseen into INTERNAL with a log.
+
+    Args:
+        identity: By what callers are known.
+        open_service: Service that finds out by itself who calls.
+    """
+
+    def __init__(self, identity: Identity, open_service: str) -> None:
+        self._identity = identity
+        self._open_prefix = f"/{open_service}/"
 
     async def intercept_service(
         self,
@@ -77,11 +99,19 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler.request_streaming:
             return handler
+
+        authorization = _header(handler_call_details, "authorization")
+
+        def check(request: Any) -> None:
+            grpc_metrics.received(method, request)
+            if not method.startswith(self._open_prefix):
+                admit(self._identity, method, request, authorization)
+
         if handler.response_streaming:
-            wrapped = _guard_stream(handler.unary_stream, method)
+            wrapped = _guard_stream(handler.unary_stream, method, check)
             factory: Any = grpc.unary_stream_rpc_method_handler
         else:
-            wrapped = _guard_unary(handler.unary_unary, method)
+            wrapped = _guard_unary(handler.unary_unary, method, check)
             factory = grpc.unary_unary_rpc_method_handler
         return factory(
             wrapped,
@@ -90,10 +120,17 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
         )
 
 
-def _guard_unary(behavior: Any, method: str) -> Any:
+def _header(details: grpc.HandlerCallDetails, name: str) -> str:
+    for key, value in details.invocation_metadata or ():
+        if key == name:
+            return value if isinstance(value, str) else value.decode("latin-1")
+    return ""
+
+
+def _guard_unary(behavior: Any, method: str, check: Callable[[Any], None]) -> Any:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        grpc_metrics.received(method, request)
         try:
+            check(request)
             response = await behavior(request, context)
             grpc_metrics.sent(method, response)
             return response
@@ -105,10 +142,10 @@ def _guard_unary(behavior: Any, method: str) -> Any:
     return guarded
 
 
-def _guard_stream(behavior: Any, method: str) -> Any:
+def _guard_stream(behavior: Any, method: str, check: Callable[[Any], None]) -> Any:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        grpc_metrics.received(method, request)
         try:
+            check(request)
             async for response in behavior(request, context):
                 grpc_metrics.sent(method, response)
                 yield response

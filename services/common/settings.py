@@ -1,10 +1,19 @@
 """Where a process lives: the settings that every service has."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from services.common.credentials import Identity, TlsFiles, read_key
+
+_LOOPBACK = ("127.", "localhost:", "[::1]:")
+
+
+def is_loopback(bind: str) -> bool:
+    """Whether ``host:port`` is reached from this host only."""
+    return bind.startswith(_LOOPBACK)
 
 
 class ServiceSettings(BaseSettings):
@@ -26,6 +35,57 @@ class ServiceSettings(BaseSettings):
     """Form of a log line."""
     stop_on_stdin_eof: bool = False
     """Whether to stop when standard input ends, that is, when the parent process is gone."""
+    tls_certificate: Path | None = None
+    """PEM file with the certificate that this process shows to services and workers, for the DNS name
+    ``controller.slipstream``, ``transferqueue.slipstream`` or ``worker.slipstream``. Servers notice a
+    new one."""
+    tls_key: Path | None = None
+    """PEM file with the certificate's key."""
+    tls_authority: Path | None = None
+    """PEM file with the authority that signed the certificates of all services and workers."""
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        files = (self.tls_certificate, self.tls_key, self.tls_authority)
+        if any(files) and not all(files):
+            raise ValueError(
+                "tls_certificate, tls_key and tls_authority belong together; set all three, or none"
+            )
+        return self
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """The files for mutual TLS, if there are any."""
+        if self.tls_certificate is None or self.tls_key is None or self.tls_authority is None:
+            return None
+        return TlsFiles(
+            certificate=self.tls_certificate, key=self.tls_key, authority=self.tls_authority
+        )
+
+
+class KeySettings(ServiceSettings):
+    """Settings of the services that act for every run: controller and transferqueue."""
+
+    service_key_file: Path | None = None
+    """File with the secret by which the services know each other and sign the tokens of runs: the same for
+    all of them, 32 random bytes or more. Required unless gRPC is bound to a loopback address."""
+
+    @model_validator(mode="after")
+    def _open_only_on_loopback(self) -> Self:
+        if self.service_key_file is None and not is_loopback(self.bind):
+            raise ValueError(
+                f"bind {self.bind!r} is open to other hosts; set service_key_file, or bind to 127.0.0.1"
+            )
+        return self
+
+    def identity(self) -> Identity:
+        """Who this process is.
+
+        Raises:
+            InvalidArgumentError: If the key cannot be read.
+        """
+        key = read_key(self.service_key_file) if self.service_key_file else b""
+        return Identity(tls=self.tls, key=key)
 
 
 class WorkerSettings(ServiceSettings):
@@ -39,3 +99,18 @@ class WorkerSettings(ServiceSettings):
     """Name of this worker inside its run, for example ``rollout-1``; stable over restarts."""
     controller_timeout_s: float = Field(120.0, gt=0)
     """A worker that cannot reach its controller for this long ends itself."""
+    run_token: SecretStr = SecretStr("")
+    """Token of the run; the controller gives it to the workers that it starts. Required unless gRPC is bound
+    to a loopback address."""
+
+    @model_validator(mode="after")
+    def _open_only_on_loopback(self) -> Self:
+        if not self.run_token.get_secret_value() and not is_loopback(self.bind):
+            raise ValueError(
+                f"bind {self.bind!r} is open to other hosts; set run_token, or bind to 127.0.0.1"
+            )
+        return self
+
+    def identity(self) -> Identity:
+        """Who this process is."""
+        return Identity(tls=self.tls, run_token=self.run_token.get_secret_value())

@@ -8,15 +8,17 @@ from typing import Any
 from prometheus_client import REGISTRY
 
 from services.common.clock import SystemClock
+from services.common.credentials import acting_as
+from services.common.errors import InvalidArgumentError
 from services.common.grpc_client import open_channel
 from services.common.grpc_server import serve
+from services.common.http_server import serve_http
 from services.common.lifetime import announce, until_told_to_stop
 from services.common.logging import configure
 from services.common.metrics import serve_metrics
 from services.controller.api.app import build_app
 from services.controller.api.principals import DEFAULT_PROJECT, TokenStore
 from services.controller.api.run_page import with_run_page
-from services.common.http_server import serve_http
 from services.controller.audit import RunAudit
 from services.controller.launch.choice import open_launcher
 from services.controller.membership import Membership
@@ -34,6 +36,8 @@ from slipstream.controller.v1 import membership_pb2_grpc, run_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
+# Its callers are users, who have API tokens.
+_RUN_SERVICE = "slipstream.controller.v1.RunService"
 # Newest runs that metrics describe.
 _MEASURED = 200
 
@@ -44,13 +48,14 @@ async def run_controller(settings: ControllerSettings) -> None:
     clock = SystemClock()
     async with AsyncExitStack() as stack:
         stack.enter_context(serve_metrics(settings.metrics_port))
-        settings.check_exposure()
         default = f"sqlite:///{settings.state_directory / 'slipstream.db'}"
         database = Database(settings.database_url or default)
         stack.callback(database.close)
         leadership = Leadership(database, holder=settings.holder, ttl_s=settings.lease_ttl_s)
         await leadership.acquire()
-        channel = await stack.enter_async_context(open_channel(settings.transferqueue_address))
+        channel = await stack.enter_async_context(
+            open_channel(settings.transferqueue_address, "transferqueue")
+        )
         tokens = _open_tokens(settings, database)
         audit = RunAudit(database, settings.state_directory)
         membership = Membership(clock, settings.heartbeat_timeout_s)
@@ -83,7 +88,9 @@ async def run_controller(settings: ControllerSettings) -> None:
                 RendezvousServicer(rendezvous), server
             )
 
-        port = await stack.enter_async_context(serve(settings.bind, register))
+        port = await stack.enter_async_context(
+            serve(settings.bind, register, open_service=_RUN_SERVICE)
+        )
         address = f"{settings.advertise_host}:{port}"
         manager.launcher = await stack.enter_async_context(
             open_launcher(settings, address, manager=manager, tasks=tasks)
@@ -105,11 +112,6 @@ async def run_controller(settings: ControllerSettings) -> None:
 def _open_tokens(settings: ControllerSettings, database: Database) -> TokenStore | None:
     """The API tokens; None if the API is open. The first token comes from a file, so it needs no other."""
     if settings.admin_token_file is None:
-        if not settings.insecure_dev:
-            logger.warning(
-                "the API is open to whoever reaches it; set admin_token_file",
-                extra={"rest_bind": settings.rest_bind},
-            )
         return None
     tokens = TokenStore(database)
     token = settings.admin_token_file.read_text(encoding="utf-8").strip()
@@ -119,9 +121,17 @@ def _open_tokens(settings: ControllerSettings, database: Database) -> TokenStore
 
 def main() -> None:
     """Entry point."""
-    settings = ControllerSettings()
+    # The command line overrides the environment: --insecure-dev, --rest-bind 127.0.0.1:8700 and so on.
+    settings = ControllerSettings(
+        _cli_parse_args=True, _cli_kebab_case=True, _cli_implicit_flags=True
+    )
     configure(level=settings.log_level, log_format=settings.log_format, service="controller")
-    asyncio.run(run_controller(settings))
+    try:
+        settings.check_exposure()
+    except InvalidArgumentError as error:
+        raise SystemExit(f"error: {error}") from error
+    with acting_as(settings.identity()):
+        asyncio.run(run_controller(settings))
 
 
 if __name__ == "__main__":

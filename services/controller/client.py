@@ -86,7 +86,7 @@ class WorkerSession:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             channel = await stack.enter_async_context(
-                open_channel(self._settings.controller_address)
+                open_channel(self._settings.controller_address, "controller")
             )
             self._members = membership_pb2_grpc.MembershipServiceStub(channel)
             self._meetings = membership_pb2_grpc.RendezvousServiceStub(channel)

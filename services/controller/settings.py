@@ -9,12 +9,10 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from services.common.errors import InvalidArgumentError
-from services.common.settings import ServiceSettings
-
-_LOOPBACK = ("127.", "localhost:", "[::1]:")
+from services.common.settings import KeySettings, is_loopback
 
 
-class ControllerSettings(ServiceSettings):
+class ControllerSettings(KeySettings):
     """Where the controller lives."""
 
     model_config = SettingsConfigDict(env_prefix="SLIPSTREAM_CONTROLLER_")
@@ -53,18 +51,23 @@ class ControllerSettings(ServiceSettings):
     max_queued_runs: int = Field(1000, ge=1)
     """Runs of a project that may wait, unless it has a quota of its own."""
     insecure_dev: bool = False
-    """Whether the API is meant to be open to whoever uses this host; refused elsewhere than on loopback."""
+    """Whether the API asks nobody who they are; refused elsewhere than on loopback."""
     admin_token_file: Path | None = None
     """File with an API token of an admin of the project ``default``; with it, the API asks for tokens."""
 
     def check_exposure(self) -> None:
-        """See that an API without authentication is not reachable from elsewhere.
+        """See that an API without authentication is meant, and not reachable from elsewhere.
 
         Raises:
             InvalidArgumentError: If it would be.
         """
-        if self.insecure_dev and not self.rest_bind.startswith(_LOOPBACK):
+        if self.insecure_dev and not (is_loopback(self.rest_bind) and is_loopback(self.bind)):
             raise InvalidArgumentError(
-                f"insecure_dev serves this host only, but rest_bind is {self.rest_bind}; bind to 127.0.0.1, "
-                "or set admin_token_file instead"
+                f"insecure_dev serves this host only, but rest_bind is {self.rest_bind} and bind is "
+                f"{self.bind}; bind both to 127.0.0.1, or set admin_token_file instead"
+            )
+        if self.admin_token_file is None and not self.insecure_dev:
+            raise InvalidArgumentError(
+                "nobody could use the API: set admin_token_file, or for a machine that only you use "
+                "--insecure-dev"
             )

@@ -9,6 +9,7 @@ from functools import partial
 import grpc
 import torch
 
+from services.common.credentials import acting_as
 from services.common.errors import ServiceError
 from services.common.fields import partition_id
 from services.common.grpc_server import serve
@@ -181,7 +182,7 @@ def main() -> None:
         service="rollout",
         worker=settings.worker_id,
     )
-    with serve_metrics(settings.metrics_port):
+    with acting_as(settings.identity()), serve_metrics(settings.metrics_port):
         asyncio.run(run(settings))
 
 

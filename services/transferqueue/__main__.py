@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import grpc
 
 from services.common.clock import SystemClock
+from services.common.credentials import acting_as
 from services.common.grpc_client import open_channel
 from services.common.grpc_server import serve
 from services.common.lifetime import announce, until_told_to_stop
@@ -68,7 +69,7 @@ async def transferqueue(settings: TransferQueueSettings) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def _shard_of(settings: TransferQueueSettings) -> AsyncIterator[None]:
-    async with open_channel(settings.index_address) as channel:
+    async with open_channel(settings.index_address, "transferqueue") as channel:
         index = RemoteIndex(ShardRegistryClient(channel), settings.shard_id)
         async with (
             storage_shard(settings, index, index) as (shard, storage, puts),
@@ -95,7 +96,7 @@ def main() -> None:
     gc.set_threshold(50_000, 20, 20)
     settings = TransferQueueSettings()
     configure(level=settings.log_level, log_format=settings.log_format, service="transferqueue")
-    with serve_metrics(settings.metrics_port):
+    with acting_as(settings.identity()), serve_metrics(settings.metrics_port):
         asyncio.run(_main(settings))
 
 

@@ -38,7 +38,7 @@ class TransferQueueClient:
     @asynccontextmanager
     async def connect(cls, address: str) -> AsyncIterator["TransferQueueClient"]:
         """A client of the service at ``host:port``, closed when the block ends."""
-        async with open_channel(address) as channel:
+        async with open_channel(address, "transferqueue") as channel:
             yield cls(channel)
 
     async def create_partition(

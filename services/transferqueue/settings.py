@@ -7,12 +7,10 @@ from typing import Literal
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from services.common.settings import ServiceSettings
-
-_LOOPBACK = ("127.", "localhost:", "[::1]:")
+from services.common.settings import KeySettings, is_loopback
 
 
-class TransferQueueSettings(ServiceSettings):
+class TransferQueueSettings(KeySettings):
     """Settings from ``SLIPSTREAM_TRANSFERQUEUE_*``."""
 
     model_config = SettingsConfigDict(env_prefix="SLIPSTREAM_TRANSFERQUEUE_")
@@ -50,7 +48,7 @@ class TransferQueueSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _plain_only_on_loopback(self) -> "TransferQueueSettings":
-        if not self.use_curve and not self.data_bind.startswith(_LOOPBACK):
+        if not self.use_curve and not is_loopback(self.data_bind):
             raise ValueError(
                 f"data_bind {self.data_bind!r} is open to other hosts; set use_curve, or bind to "
                 "127.0.0.1"

@@ -49,7 +49,7 @@ class Rollout:
 
 
 async def main(role: str, address: str, num_bytes: int) -> None:
-    async with open_channel(address) as channel:
+    async with open_channel(address, "worker") as channel:
         meetings = membership_pb2_grpc.RendezvousServiceStub(channel)
         loop = asyncio.get_running_loop()
         member = WeightMember(

@@ -102,7 +102,9 @@ async def assemble(
     replicas = Replicas()
     stack.push_async_callback(replicas.close)
     await replicas.open(rollouts)
-    client = TrainerClient(await stack.enter_async_context(open_channel(trainer.address)))
+    client = TrainerClient(
+        await stack.enter_async_context(open_channel(trainer.address, "worker", run_id=run_id))
+    )
     return Assembly(
         attempt=attempt,
         is_queue_empty=is_queue_empty,

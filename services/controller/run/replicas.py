@@ -26,7 +26,9 @@ class Replicas:
     async def open(self, workers: Iterable[Worker]) -> None:
         """Connect to the rollouts."""
         for worker in workers:
-            channel = await self._stack.enter_async_context(open_channel(worker.address))
+            channel = await self._stack.enter_async_context(
+                open_channel(worker.address, "worker", run_id=worker.run_id)
+            )
             self._clients[worker.worker_id] = RolloutClient(channel)
             self._workers[worker.worker_id] = worker
 

@@ -229,7 +229,11 @@ class WeightSession:
         return {"trainer": self._trainer, **self._rollouts}
 
     async def _connect(self, worker: Worker) -> WeightSyncClient:
-        return WeightSyncClient(await self._stack.enter_async_context(open_channel(worker.address)))
+        return WeightSyncClient(
+            await self._stack.enter_async_context(
+                open_channel(worker.address, "worker", run_id=self._run_id)
+            )
+        )
 
 
 async def _all(calls: Mapping[str, Awaitable[_T]]) -> dict[str, _T]:

@@ -35,7 +35,10 @@ async def ask(behave, *, timeout_s=5.0, idempotent=False):
     def register(server):
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server)
 
-    async with serve("127.0.0.1:0", register) as port, open_channel(f"127.0.0.1:{port}") as channel:
+    async with (
+        serve("127.0.0.1:0", register) as port,
+        open_channel(f"127.0.0.1:{port}", "worker") as channel,
+    ):
         stub = rollout_pb2_grpc.RolloutServiceStub(channel)
         try:
             answer = await call(
@@ -79,7 +82,7 @@ async def test_a_silent_peer_ends_in_deadline_exceeded():
 
 
 async def test_an_unreachable_peer_is_named():
-    async with open_channel("127.0.0.1:1") as channel:
+    async with open_channel("127.0.0.1:1", "worker") as channel:
         stub = rollout_pb2_grpc.RolloutServiceStub(channel)
         with pytest.raises(errors.UnavailableError, match="GetStatus"):
             await call(stub.GetStatus, pb.GetStatusRequest(), timeout_s=2.0)

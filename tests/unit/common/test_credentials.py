@@ -1,0 +1,156 @@
+"""Calls are refused unless the caller shows the right token and, with TLS, the right certificate."""
+
+import shutil
+
+import pytest
+
+from services.common import errors
+from services.common.access import caller_run
+from services.common.credentials import Identity, TlsFiles, acting_as, read_key
+from services.common.grpc_client import CHANNEL_OPTIONS, call, open_channel
+from services.common.grpc_server import SERVER_OPTIONS, serve
+from services.common.run_tokens import SERVICES, bearer_of, issue_token
+from slipstream.controller.v1 import membership_pb2 as pb
+from slipstream.controller.v1 import membership_pb2_grpc as pb_grpc
+from tests.cluster.pki import make_authority
+
+KEY = b"k" * 32
+SERVICE = Identity(key=KEY)
+
+
+def worker_of(run_id: str, key: bytes = KEY) -> Identity:
+    return Identity(run_token=issue_token(key, run_id))
+
+
+class Rendezvous(pb_grpc.RendezvousServiceServicer):
+    """Answers with the run that the caller is known to belong to."""
+
+    async def GetValue(self, request, context):
+        return pb.GetValueResponse(value=str(caller_run()).encode())
+
+
+def register(server):
+    pb_grpc.add_RendezvousServiceServicer_to_server(Rendezvous(), server)
+
+
+async def ask(server: Identity, client: Identity, *, scope="run_a/1", peer="controller", run_id=""):
+    """What the server answers the client, or the error."""
+    with acting_as(server):
+        serving = serve("127.0.0.1:0", register)
+    with acting_as(server):
+        port = await serving.__aenter__()
+    with acting_as(client):
+        channel = open_channel(f"127.0.0.1:{port}", peer, run_id=run_id)
+    try:
+        async with channel:
+            stub = pb_grpc.RendezvousServiceStub(channel)
+            request = pb.GetValueRequest(scope=scope)
+            return (await call(stub.GetValue, request, timeout_s=5.0)).value.decode()
+    except errors.ServiceError as error:
+        return error
+    finally:
+        await serving.__aexit__(None, None, None)
+
+
+def test_a_token_names_its_run_and_fits_one_key_only():
+    token = issue_token(KEY, "run_a")
+    assert bearer_of(KEY, token) == "run_a"
+    assert bearer_of(b"x" * 32, token) is None
+    assert bearer_of(KEY, token.replace("run_a", "run_b")) is None
+    assert bearer_of(KEY, token.replace("run_a", SERVICES)) is None
+    assert bearer_of(KEY, "") is None
+
+
+async def test_a_worker_reaches_its_own_run_and_no_other():
+    assert await ask(SERVICE, worker_of("run_a")) == "run_a"
+    for scope in ("run_b/1", "", "run_a1/1"):
+        refused = await ask(SERVICE, worker_of("run_a"), scope=scope)
+        assert type(refused) is errors.PermissionDeniedError
+
+
+async def test_services_act_for_every_run():
+    assert await ask(SERVICE, SERVICE, scope="run_b/1") == "None"
+
+
+@pytest.mark.parametrize(
+    "client", [Identity(), worker_of("run_a", b"x" * 32), Identity(run_token="slp_user")]
+)
+async def test_callers_without_a_known_token_are_refused(client):
+    assert type(await ask(SERVICE, client)) is errors.UnauthenticatedError
+
+
+async def test_a_worker_obeys_the_token_of_its_run_only():
+    worker = worker_of("run_a")
+    assert await ask(worker, SERVICE, run_id="run_a") == "None"
+    assert type(await ask(worker, SERVICE, run_id="run_b")) is errors.UnauthenticatedError
+    assert type(await ask(worker, worker_of("run_b"))) is errors.UnauthenticatedError
+
+
+async def test_without_an_identity_everybody_is_served():
+    assert await ask(Identity(), Identity()) == "None"
+
+
+def test_secrets_are_not_shown():
+    assert "kkkk" not in repr(SERVICE)
+    assert "slr_" not in repr(worker_of("run_a"))
+
+
+def test_a_short_key_is_refused(tmp_path):
+    (tmp_path / "key").write_text("short")
+    with pytest.raises(errors.InvalidArgumentError, match="openssl"):
+        read_key(tmp_path / "key")
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    authority = make_authority(tmp_path_factory.mktemp("pki"))
+    for peer in ("controller", "worker"):
+        authority.issue(peer, user=peer, hosts=(f"{peer}.slipstream",))
+    return authority.folder
+
+
+def tls_of(folder, peer: str) -> Identity:
+    files = TlsFiles(
+        certificate=folder / f"{peer}.crt",
+        key=folder / f"{peer}.key",
+        authority=folder / "ca.crt",
+    )
+    return Identity(tls=files)
+
+
+async def test_with_tls_both_sides_show_certificates(certificates):
+    controller, worker = tls_of(certificates, "controller"), tls_of(certificates, "worker")
+    assert await ask(controller, worker) == "None"
+    assert type(await ask(controller, Identity())) is errors.UnavailableError
+
+
+async def test_a_peer_whose_certificate_says_something_else_is_not_called(certificates):
+    worker = tls_of(certificates, "worker")
+    assert type(await ask(worker, worker, peer="controller")) is errors.UnavailableError
+    assert await ask(worker, worker, peer="worker") == "None"
+
+
+async def test_a_server_takes_renewed_certificates(certificates, tmp_path):
+    for file in certificates.glob("*"):
+        shutil.copy(file, tmp_path / file.name)
+    with acting_as(tls_of(tmp_path, "controller")):
+        serving = serve("127.0.0.1:0", register)
+        port = await serving.__aenter__()
+    renewed = make_authority(tmp_path)
+    for peer in ("controller", "worker"):
+        renewed.issue(peer, user=peer, hosts=(f"{peer}.slipstream",))
+    with acting_as(tls_of(tmp_path, "worker")):
+        channel = open_channel(f"127.0.0.1:{port}", "controller")
+    async with channel:
+        stub = pb_grpc.RendezvousServiceStub(channel)
+        answer = await call(stub.GetValue, pb.GetValueRequest(scope="run_a/1"), timeout_s=5.0)
+    assert answer.value == b"None"
+    await serving.__aexit__(None, None, None)
+
+
+def test_servers_bear_the_pings_that_clients_send():
+    server, client = dict(SERVER_OPTIONS), dict(CHANNEL_OPTIONS)
+    # A server that is pinged more often than it allows ends the connection with "too many pings".
+    allowed_ms = server["grpc.http2.min_ping_interval_without_data_ms"]
+    assert allowed_ms <= client["grpc.keepalive_time_ms"] / 2
+    assert server["grpc.keepalive_permit_without_calls"] == 1
