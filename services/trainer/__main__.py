@@ -7,6 +7,7 @@ others    hear the run from rank 0 -> load -> follow until rank 0 ends
 import asyncio
 import json
 import logging
+import signal
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
@@ -170,6 +171,8 @@ def main() -> None:
     if settings.world_size > 1:
         join_processes(device=device, rank=settings.rank, world_size=settings.world_size)
     if settings.rank > 0:
+        # All ranks are told to stop at once, but rank 0 still needs the others for what it has begun.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         asyncio.run(run_follower(settings))
     else:
         with serve_metrics(settings.metrics_port):

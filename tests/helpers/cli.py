@@ -2,11 +2,16 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 REPOSITORY = Path(__file__).parents[2]
 SORT4 = REPOSITORY / "examples" / "sort4.yaml"
@@ -60,3 +65,43 @@ def train(spec: Path, state_directory: Path, *overrides: str, timeout: float = 6
     return slipstream(
         "run", spec, "--json", "--state-directory", state_directory, *settings, timeout=timeout
     )
+
+
+@contextmanager
+def started(*arguments: str | Path, until: str) -> Iterator[tuple[subprocess.Popen, list[str]]]:
+    """A command that runs on, once a line of its output matches ``until``."""
+    process = subprocess.Popen(
+        command(*arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    )
+    lines: list[str] = []
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if re.search(until, line):
+                break
+        assert process.poll() is None, "".join(lines)
+        yield process, lines
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(20)
+
+
+def descendants(process: subprocess.Popen) -> dict[str, psutil.Process]:
+    """All processes below a command, by the service they run."""
+    found = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        match = re.search(r"services\.(\w+)", " ".join(child.cmdline()))
+        found[f"{match.group(1) if match else 'other'}-{child.pid}"] = child
+    return found
+
+
+def assert_all_gone(children: dict[str, psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(list(children.values()), timeout=0.5)
+    assert not alive

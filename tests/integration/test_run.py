@@ -3,89 +3,17 @@
 import json
 import re
 import signal
-import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
-from tests.helpers.cli import SORT4, command, environment, slipstream, train
+from tests.helpers.cli import SORT4, assert_all_gone, descendants, slipstream, started, train
 
 pytestmark = pytest.mark.timeout(300)
 
 ENDS_WITHIN_S = 10.0
-
-PLUMBING = {
-    "name": "plumbing",
-    "model": {"path": "tiny:qwen2-0.4m"},
-    "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}, "answer_column": None},
-    "rollout": {
-        "group_size": 4,
-        "max_response_tokens": 4,
-        "rewards": [{"name": "reward.py:length"}],
-    },
-    "trainer": {"steps": 3, "prompts_per_step": 4},
-    "validation": {"every": 0},
-}
-
-
-@pytest.fixture
-def plumbing(tmp_path) -> Path:
-    """A run of seconds on a random model."""
-    (tmp_path / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(32))
-    )
-    (tmp_path / "reward.py").write_text(
-        "def length(prompt, response, answer, row):\n    return float(len(response))\n"
-    )
-    path = tmp_path / "plumbing.yaml"
-    path.write_text(yaml.safe_dump(PLUMBING))
-    return path
-
-
-@contextmanager
-def started(*arguments: str | Path, until: str) -> Iterator[tuple[subprocess.Popen, list[str]]]:
-    """A command that runs on, once a line of its output matches ``until``."""
-    process = subprocess.Popen(
-        command(*arguments),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(),
-        start_new_session=True,
-    )
-    lines: list[str] = []
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            if re.search(until, line):
-                break
-        assert process.poll() is None, "".join(lines)
-        yield process, lines
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait(20)
-
-
-def descendants(process: subprocess.Popen) -> dict[str, psutil.Process]:
-    """All processes below a command, by the service they run."""
-    found = {}
-    for child in psutil.Process(process.pid).children(recursive=True):
-        match = re.search(r"services\.(\w+)", " ".join(child.cmdline()))
-        found[f"{match.group(1) if match else 'other'}-{child.pid}"] = child
-    return found
-
-
-def assert_all_gone(children: dict[str, psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(list(children.values()), timeout=0.5)
-    assert not alive
 
 
 def test_ctrl_c_ends_every_process(plumbing, tmp_path):

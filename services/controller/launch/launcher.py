@@ -44,6 +44,11 @@ def worker_names(spec: RunSpec) -> list[tuple[WorkerRole, str]]:
     ]
 
 
+def num_ranks(role: WorkerRole, spec: RunSpec) -> int:
+    """Processes of one worker of a role."""
+    return spec.trainer.world_size if role == "trainer" else 1
+
+
 class ExternalLauncher:
     """For workers that somebody else starts: it only waits for them."""
 

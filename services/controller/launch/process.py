@@ -4,17 +4,20 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 
 from services.common.spec.run import RunSpec
 from services.controller.client import WorkerRole
-from services.controller.launch.launcher import ExitHandler, WorkerExit, worker_names
+from services.controller.launch.launcher import ExitHandler, WorkerExit, num_ranks, worker_names
 from services.controller.launch.worker_process import (
     ChildProcess,
+    ProcessGroup,
     WorkerProcess,
     adopt,
     write_record,
@@ -29,6 +32,7 @@ _LAST_LINES = 15
 class ProcessLauncher:
     """Starts each worker as ``python -m services.<role>`` in a session of its own.
 
+    A trainer of several ranks is one such process for each; they meet on loopback, as under ``torchrun``.
     Workers that an earlier controller process started are found by what it wrote down, and kept.
 
     Args:
@@ -57,12 +61,20 @@ class ProcessLauncher:
         self._logs(run_id).mkdir(parents=True, exist_ok=True)
         running = self._processes.setdefault(run_id, {})
         names = worker_names(spec)
+        num_processes = sum(num_ranks(role, spec) for role, _ in names)
         for role, worker_id in names:
             if worker_id in running:
                 continue
             process: WorkerProcess | None = adopt(self._record(run_id, worker_id))
             if process is None:
-                process = await self._spawn(run_id, role, worker_id, num_workers=len(names))
+                environment = {
+                    "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_processes)),
+                    **os.environ,
+                    **self._identity(run_id, role, worker_id),
+                }
+                process = await self._spawn(
+                    run_id, role, worker_id, ranks=num_ranks(role, spec), environment=environment
+                )
             running[worker_id] = process
             self._tasks.create_task(self._watch(run_id, worker_id, process))
 
@@ -91,35 +103,43 @@ class ProcessLauncher:
                 process.send_signal(signal.SIGKILL)
             await asyncio.gather(*(process.wait() for process in processes.values()))
 
-    async def _spawn(
-        self, run_id: str, role: WorkerRole, worker_id: str, *, num_workers: int
-    ) -> WorkerProcess:
+    def _identity(self, run_id: str, role: WorkerRole, worker_id: str) -> dict[str, str]:
         prefix = f"SLIPSTREAM_{role.upper()}_"
-        threads = max(1, (os.cpu_count() or 1) // num_workers)
-        environment = {
-            "OMP_NUM_THREADS": str(threads),
-            **os.environ,
+        return {
             f"{prefix}CONTROLLER_ADDRESS": self._controller_address,
             f"{prefix}RUN_ID": run_id,
             f"{prefix}WORKER_ID": worker_id,
             f"{prefix}STATE_DIRECTORY": str(self._state_directory / run_id),
         }
+
+    async def _spawn(
+        self,
+        run_id: str,
+        role: WorkerRole,
+        worker_id: str,
+        *,
+        ranks: int,
+        environment: Mapping[str, str],
+    ) -> WorkerProcess:
+        processes = []
         with (self._logs(run_id) / f"{worker_id}.log").open("ab") as output:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                f"services.{role}",
-                env=environment,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
-            )
+            for place in _places(ranks):
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    f"services.{role}",
+                    env={**environment, **place},
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=asyncio.subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                processes.append(process)
         try:
-            write_record(self._record(run_id, worker_id), process.pid)
+            write_record(self._record(run_id, worker_id), [process.pid for process in processes])
         except psutil.NoSuchProcess:
             logger.warning("worker ended at once", extra={"run": run_id, "worker": worker_id})
-        return ChildProcess(process)
+        return ProcessGroup([ChildProcess(process) for process in processes])
 
     async def _watch(self, run_id: str, worker_id: str, process: WorkerProcess) -> None:
         code = await process.wait()
@@ -137,6 +157,16 @@ class ProcessLauncher:
 
     def _record(self, run_id: str, worker_id: str) -> Path:
         return self._logs(run_id) / f"{worker_id}.process"
+
+
+def _places(ranks: int) -> list[dict[str, str]]:
+    """Each process's place among the ranks of its worker, in the variables of ``torchrun``."""
+    if ranks == 1:
+        return [{}]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    meeting = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [{**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 def last_lines(log: Path, count: int = _LAST_LINES) -> str:

@@ -1,20 +1,24 @@
-"""Worker processes of this host: children, and those that an earlier controller process left running."""
+"""Worker processes of this host: children, and those that an earlier controller process left running.
+
+A worker is one process, or several that live and die together: the ranks of a trainer.
+"""
 
 import asyncio
 import json
 import os
 import signal
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import psutil
 
+# When one process of a worker ended well, the others have this long to do the same.
+_ENDING_TOGETHER_S = 5.0
+
 
 class WorkerProcess(Protocol):
-    """A process that was started for a worker."""
-
-    pid: int
+    """What was started for a worker."""
 
     async def wait(self) -> int | None:
         """Wait until it ended; returns its exit status if that is known."""
@@ -28,7 +32,6 @@ class ChildProcess:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self.pid = process.pid
 
     async def wait(self) -> int | None:
         """Wait until it ended; returns its exit status."""
@@ -48,7 +51,6 @@ class AdoptedProcess:
     """
 
     def __init__(self, pid: int) -> None:
-        self.pid = pid
         self._descriptor = os.pidfd_open(pid)
         self._ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(self._descriptor, self._note_end)
@@ -69,30 +71,64 @@ class AdoptedProcess:
         self._ended.set()
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessRecord:
-    """Identifies a process for a later controller: process ids are used again, start times are not."""
+class ProcessGroup:
+    """Processes of one worker: when one ends, the others are ended.
 
-    pid: int
-    start_time: float
+    Args:
+        processes: At least one.
+    """
+
+    def __init__(self, processes: Sequence[WorkerProcess]) -> None:
+        self._processes = tuple(processes)
+
+    async def wait(self) -> int | None:
+        """Wait until all ended; returns the exit status of the one that ended first."""
+        async with asyncio.TaskGroup() as tasks:
+            waits = [tasks.create_task(process.wait()) for process in self._processes]
+            ended, others = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            first = next(wait for wait in waits if wait in ended)
+            if others and first.result() == 0:
+                await asyncio.wait(others, timeout=_ENDING_TOGETHER_S)
+            self.send_signal(signal.SIGKILL)
+        return first.result()
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to those that are left."""
+        for process in self._processes:
+            process.send_signal(number)
 
 
-def write_record(file: Path, pid: int) -> None:
-    """Write down which process serves a worker."""
-    record = {"pid": pid, "start_time": psutil.Process(pid).create_time()}
+def write_record(file: Path, pids: Sequence[int]) -> None:
+    """Write down which processes serve a worker.
+
+    Process ids are used again, start times are not.
+    """
+    record = [{"pid": pid, "start_time": psutil.Process(pid).create_time()} for pid in pids]
     unfinished = file.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(record), encoding="utf-8")
     unfinished.rename(file)
 
 
-def adopt(file: Path) -> AdoptedProcess | None:
-    """The process that was written down, if it still runs."""
+def adopt(file: Path) -> ProcessGroup | None:
+    """The processes that were written down, if all of them still run; what is left of others is ended."""
     try:
-        record = ProcessRecord(**json.loads(file.read_text(encoding="utf-8")))
-        process = psutil.Process(record.pid)
-        is_same = process.create_time() == record.start_time
-        if not is_same or process.status() == psutil.STATUS_ZOMBIE:
-            return None
-        return AdoptedProcess(record.pid)
-    except (OSError, ValueError, psutil.NoSuchProcess):
+        record = json.loads(file.read_text(encoding="utf-8"))
+        alive = [entry["pid"] for entry in record if _is_alive(entry)]
+    except (OSError, ValueError):
         return None
+    if not alive:
+        return None
+    group = ProcessGroup([AdoptedProcess(pid) for pid in alive])
+    if len(alive) < len(record):
+        group.send_signal(signal.SIGKILL)
+        return None
+    return group
+
+
+def _is_alive(entry: dict[str, float]) -> bool:
+    try:
+        process = psutil.Process(int(entry["pid"]))
+        is_same = process.create_time() == entry["start_time"]
+        return is_same and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,50 @@
+"""A trainer of two ranks on one machine: they live and die together, and the run goes on."""
+
+import json
+import re
+
+import psutil
+import pytest
+
+from tests.helpers.cli import assert_all_gone, descendants, slipstream, started, train
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def rank_processes(children: dict[str, psutil.Process]) -> dict[str, psutil.Process]:
+    """The trainer's processes by rank."""
+    trainers = [child for name, child in children.items() if name.startswith("trainer")]
+    return {child.environ()["RANK"]: child for child in trainers}
+
+
+def test_two_ranks_train_what_one_trains(plumbing, tmp_path):
+    rewards = []
+    for ranks in (1, 2):
+        overrides = (f"trainer.world_size={ranks}", "algorithm.max_staleness=0")
+        done = train(plumbing, tmp_path / f"ranks-{ranks}", *overrides)
+        assert done.code == 0, done.out + done.err
+        steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]
+        rewards.append([(step["reward_mean"], step["loss"]) for step in steps])
+    assert rewards[0] == [pytest.approx(step, abs=1e-4) for step in rewards[1]]
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_run_goes_on_after_a_rank_was_killed(plumbing, tmp_path, rank):
+    settings = ("--set", "trainer.world_size=2", "--set", "trainer.steps=12")
+    checkpoints = ("--set", "trainer.checkpoint.every=2")
+    arguments = ("run", plumbing, "--json", "--state-directory", tmp_path, *settings, *checkpoints)
+    with started(*arguments, until=r"step +4/") as (process, _):
+        ranks = rank_processes(descendants(process))
+        assert sorted(ranks) == ["0", "1"]
+        ranks[rank].kill()
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, out
+        assert_all_gone(ranks)
+    assert re.search(r"step +12/", out)
+
+
+def test_ranks_that_cannot_load_fail_the_run_with_their_last_lines(plumbing, tmp_path):
+    settings = ("--set", "trainer.world_size=3", "--set", "trainer.tensor_parallel=3")
+    done = slipstream("run", plumbing, "--state-directory", tmp_path, *settings)
+    assert done.code != 0
+    assert "trainer.tensor_parallel is 3, but the model has 4 heads" in done.out + done.err
