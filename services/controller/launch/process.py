@@ -14,6 +14,7 @@ import psutil
 
 from services.common.spec.run import RunSpec
 from services.controller.client import WorkerRole
+from services.controller.launch.gpus import HostGpus, host_gpus
 from services.controller.launch.launcher import ExitHandler, WorkerExit, num_ranks, worker_names
 from services.controller.launch.worker_process import (
     ChildProcess,
@@ -33,6 +34,7 @@ class ProcessLauncher:
     """Starts each worker as ``python -m services.<role>`` in a session of its own.
 
     A trainer of several ranks is one such process for each; they meet on loopback, as under ``torchrun``.
+    Each has GPUs of its own while the host has them.
     Workers that an earlier controller process started are found by what it wrote down, and kept.
 
     Args:
@@ -55,25 +57,28 @@ class ProcessLauncher:
         self._on_exit = on_exit
         self._tasks = tasks
         self._processes: dict[str, dict[str, WorkerProcess]] = {}
+        self._gpus = HostGpus(host_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
 
     async def start(self, run_id: str, spec: RunSpec) -> None:
         """Start those workers of a run that do not run."""
         self._logs(run_id).mkdir(parents=True, exist_ok=True)
         running = self._processes.setdefault(run_id, {})
         names = worker_names(spec)
-        num_processes = sum(num_ranks(role, spec) for role, _ in names)
+        ranks = {worker_id: num_ranks(role, spec) for role, worker_id in names}
+        gpus = self._gpus.assign(run_id, ranks)
         for role, worker_id in names:
             if worker_id in running:
                 continue
             process: WorkerProcess | None = adopt(self._record(run_id, worker_id))
             if process is None:
                 environment = {
-                    "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_processes)),
+                    "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // sum(ranks.values()))),
                     **os.environ,
+                    "CUDA_VISIBLE_DEVICES": ",".join(gpus[worker_id]),
                     **self._identity(run_id, role, worker_id),
                 }
                 process = await self._spawn(
-                    run_id, role, worker_id, ranks=num_ranks(role, spec), environment=environment
+                    run_id, role, worker_id, ranks=ranks[worker_id], environment=environment
                 )
             running[worker_id] = process
             self._tasks.create_task(self._watch(run_id, worker_id, process))
@@ -88,6 +93,7 @@ class ProcessLauncher:
     async def stop(self, run_id: str) -> None:
         """Stop all workers of a run: asked first, killed after a grace period."""
         processes = self._processes.pop(run_id, {})
+        self._gpus.release(run_id)
         for record in self._logs(run_id).glob("*.process"):
             if record.stem not in processes and (left := adopt(record)) is not None:
                 processes[record.stem] = left

@@ -1,0 +1,66 @@
+"""Which GPUs of this host each worker process sees."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_DEVICES = Path("/dev")
+
+
+def host_gpus(visible: str | None, devices: Path = _DEVICES) -> tuple[str, ...]:
+    """The GPUs that this process may give to its children.
+
+    Args:
+        visible: ``CUDA_VISIBLE_DEVICES`` of this process; None if it is not set.
+        devices: Folder of the device files.
+
+    Returns:
+        Names as ``CUDA_VISIBLE_DEVICES`` takes them; none on a host without NVIDIA devices. CUDA numbers
+        the devices of a container from 0, whatever their files are called.
+    """
+    if visible is not None:
+        return tuple(name for name in visible.split(",") if name)
+    return tuple(str(number) for number in range(len(list(devices.glob("nvidia[0-9]*")))))
+
+
+class HostGpus:
+    """Gives each worker the GPUs that fewest others use: GPUs of its own, while they last.
+
+    Args:
+        gpus: The GPUs of this host.
+    """
+
+    def __init__(self, gpus: Sequence[str]) -> None:
+        self._gpus = gpus
+        self._runs: dict[str, dict[str, tuple[str, ...]]] = {}
+
+    def assign(self, run_id: str, needs: Mapping[str, int]) -> Mapping[str, tuple[str, ...]]:
+        """The GPUs of each worker of a run; a worker that is started again has the same ones.
+
+        Args:
+            run_id: The run.
+            needs: GPUs that each worker wants, in the order in which they are served.
+
+        Returns:
+            The GPUs of each worker; none on a host without.
+
+        Raises:
+            ValueError: If one worker wants more than there are.
+        """
+        assigned = self._runs.setdefault(run_id, {})
+        users = Counter(gpu for run in self._runs.values() for mine in run.values() for gpu in mine)
+        for worker_id, count in needs.items():
+            if worker_id in assigned:
+                continue
+            if self._gpus and count > len(self._gpus):
+                raise ValueError(
+                    f"{worker_id} needs {count} GPUs but this host has {len(self._gpus)}; lower its "
+                    "number of processes, or run on a larger host"
+                )
+            assigned[worker_id] = tuple(sorted(self._gpus, key=users.__getitem__)[:count])
+            users.update(assigned[worker_id])
+        return assigned
+
+    def release(self, run_id: str) -> None:
+        """A run is over."""
+        self._runs.pop(run_id, None)

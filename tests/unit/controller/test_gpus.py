@@ -1,0 +1,59 @@
+"""GPUs of one host are given to workers."""
+
+import pytest
+
+from services.controller.launch.gpus import HostGpus, host_gpus
+
+
+def test_every_worker_has_gpus_of_its_own_while_they_last():
+    needs = {"trainer-0": 2, "rollout-0": 1, "rollout-1": 1}
+    assert HostGpus(["0", "1", "2", "3"]).assign("run", needs) == {
+        "trainer-0": ("0", "1"),
+        "rollout-0": ("2",),
+        "rollout-1": ("3",),
+    }
+
+
+def test_one_gpu_is_shared_by_all_workers():
+    needs = {"trainer-0": 1, "rollout-0": 1}
+    assert HostGpus(["7"]).assign("run", needs) == {"trainer-0": ("7",), "rollout-0": ("7",)}
+
+
+def test_a_second_run_takes_the_gpus_that_are_free():
+    gpus = HostGpus(["0", "1", "2"])
+    gpus.assign("first", {"trainer-0": 1})
+    assert gpus.assign("second", {"trainer-0": 1, "rollout-0": 1}) == {
+        "trainer-0": ("1",),
+        "rollout-0": ("2",),
+    }
+    gpus.release("first")
+    assert gpus.assign("third", {"trainer-0": 1}) == {"trainer-0": ("0",)}
+
+
+def test_a_worker_that_is_started_again_has_the_same_gpus():
+    gpus = HostGpus(["0", "1"])
+    needs = {"trainer-0": 1, "rollout-0": 1}
+    first = dict(gpus.assign("run", needs))
+    assert gpus.assign("run", needs) == first
+
+
+def test_a_host_without_gpus_gives_none():
+    needs = {"trainer-0": 2, "rollout-0": 1}
+    assert HostGpus([]).assign("run", needs) == {"trainer-0": (), "rollout-0": ()}
+
+
+def test_a_worker_that_needs_more_than_the_host_has_is_named():
+    with pytest.raises(ValueError, match="trainer-0 needs 4 GPUs but this host has 2"):
+        HostGpus(["0", "1"]).assign("run", {"trainer-0": 4})
+
+
+def test_gpus_are_counted_by_their_device_files(tmp_path):
+    for name in ("nvidia5", "nvidia6", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert host_gpus(None, tmp_path) == ("0", "1")
+
+
+def test_cuda_visible_devices_limits_what_is_given(tmp_path):
+    (tmp_path / "nvidia0").touch()
+    assert host_gpus("2,3", tmp_path) == ("2", "3")
+    assert host_gpus("", tmp_path) == ()
