@@ -42,6 +42,22 @@ def open_sources(data: DataSpec) -> dict[str, PromptSource]:
     return {name: _open(spec, data, key=f"data.{name}") for name, spec in splits.items()}
 
 
+def has_column(row: Row, column: str) -> bool:
+    """Whether a row has a column, or the nested one that a dotted name means."""
+    if column in row:
+        return True
+    head, _, rest = column.partition(".")
+    return bool(rest) and isinstance(row.get(head), Mapping) and has_column(row[head], rest)
+
+
+def column_value(row: Row, column: str) -> Any:
+    """The value of a column; ``reward_model.ground_truth`` reaches into a nested one. None if it is missing."""
+    if column in row or not has_column(row, column):
+        return row.get(column)
+    head, _, rest = column.partition(".")
+    return column_value(row[head], rest)
+
+
 def _open(spec: PromptSourceSpec, data: DataSpec, *, key: str) -> PromptSource:
     """Open one source and look at its first row."""
     source = _OPENERS[spec.source](spec, key)
@@ -56,7 +72,7 @@ def _open(spec: PromptSourceSpec, data: DataSpec, *, key: str) -> PromptSource:
     if data.answer_column is not None:
         columns["data.answer_column"] = data.answer_column
     for option, column in columns.items():
-        if column not in row:
+        if not has_column(row, column):
             raise ValueError(
                 f"{option} is {column!r}, but the rows of {key} ({spec.path!r}) have the columns "
                 f"{', '.join(map(repr, row)) or 'none'}; set {option} to one of them"

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from services.common.models.tokenizer import Tokenizer
 from services.common.spec.data import DataSpec
-from services.rollout.data import PromptSource, Row
+from services.rollout.data import PromptSource, Row, column_value
 from services.rollout.failures import GroupError
 
 Message = Mapping[str, str]
@@ -71,13 +71,13 @@ class PromptBook:
         return Prompt(
             token_ids=tuple(token_ids),
             text=text,
-            answer=None if column is None else row.get(column),
+            answer=None if column is None else column_value(row, column),
             row=row,
             data_source=str(row.get("data_source", spec.path)),
         )
 
     def _encode(self, row: Row, place: str) -> tuple[str, Sequence[int]]:
-        content = row.get(self._data.prompt_column)
+        content = column_value(row, self._data.prompt_column)
         if isinstance(content, str):
             text = self._data.prompt_template.replace("{prompt}", content)
             messages: Sequence[Message] = [{"role": "user", "content": text}]

@@ -35,7 +35,8 @@ class DataSpec(SpecPart):
     prompt_column: str = "prompt"
     """Column with the prompt: text, or a list of chat messages ``{role, content}``."""
     answer_column: str | None = "answer"
-    """Column with the expected answer, handed to the reward. None if the reward needs none."""
+    """Column with the expected answer, handed to the reward; a dotted name such as
+    ``reward_model.ground_truth`` reaches into a nested column. None if the reward needs none."""
     prompt_template: str = "{prompt}"
     """Text around each prompt; ``{prompt}`` stands for the column's text."""
     chat_template: bool = False

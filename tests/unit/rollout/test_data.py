@@ -9,7 +9,7 @@ import pytest
 from pyarrow import parquet
 
 from services.common.spec.data import DataSpec
-from services.rollout.data import open_sources
+from services.rollout.data import column_value, open_sources
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(5)]
 
@@ -32,6 +32,22 @@ def test_parquet_rows_are_addressed_by_index(tmp_path: Path) -> None:
     source = open_sources(data("parquet", tmp_path / "rows.parquet"))["train"]
     assert source[4] == ROWS[4]
     assert len(source) == 5
+
+
+def test_a_dotted_name_reaches_into_a_nested_column(tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "1+1="}],
+            "reward_model": {"style": "rule", "ground_truth": "2"},
+        }
+    ]
+    parquet.write_table(pa.Table.from_pylist(rows), file)
+    source = open_sources(data("parquet", file, answer_column="reward_model.ground_truth"))["train"]
+    assert column_value(source[0], "reward_model.ground_truth") == "2"
+    with pytest.raises(ValueError, match=r"answer_column is 'reward_model\.truth'"):
+        open_sources(data("parquet", file, answer_column="reward_model.truth"))
+    assert column_value({"a.b": 1, "a": {"b": 2}}, "a.b") == 1
 
 
 def test_limit_keeps_the_first_rows(tmp_path: Path) -> None:
