@@ -51,7 +51,7 @@ def has_column(row: Row, column: str) -> bool:
 
 
 def column_value(row: Row, column: str) -> Any:
-    """The value of a column; ``reward_model.ground_truth`` reaches into a nested one. None if it is missing."""
+    """The value of a column, None if it is missing; ``a.b`` reaches into the nested column ``a``."""
     if column in row or not has_column(row, column):
         return row.get(column)
     head, _, rest = column.partition(".")
