@@ -8,6 +8,7 @@ import asyncio
 import ctypes
 import json
 import os
+import secrets
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -99,8 +100,15 @@ async def local_services(
         return await _start(service)
 
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
+        # Only this user reads the folder, so other users of the machine reach the API but no worker.
+        key = Path(folder) / "key"
+        key.write_text(secrets.token_hex(32), encoding="ascii")
         try:
-            queue = await start("transferqueue", folder, {"SNAPSHOT_FOLDER": f"{folder}/snapshots"})
+            queue = await start(
+                "transferqueue",
+                folder,
+                {"SNAPSHOT_FOLDER": f"{folder}/snapshots", "SERVICE_KEY_FILE": str(key)},
+            )
             controller = await start(
                 "controller",
                 folder,
@@ -109,6 +117,7 @@ async def local_services(
                     "STATE_DIRECTORY": str(state_directory),
                     "REST_BIND": f"127.0.0.1:{port}",
                     "INSECURE_DEV": "true",
+                    "SERVICE_KEY_FILE": str(key),
                 },
             )
             # Whoever is started again must be found where it was.

@@ -17,7 +17,13 @@ from services.common.lifetime import announce, until_told_to_stop
 from services.common.logging import configure
 from services.common.metrics import serve_metrics
 from services.controller.api.app import build_app
-from services.controller.api.principals import DEFAULT_PROJECT, TokenStore
+from services.controller.api.oidc import OidcProvider
+from services.controller.api.principals import (
+    DEFAULT_PROJECT,
+    Authenticator,
+    Authenticators,
+    TokenStore,
+)
 from services.controller.api.run_page import with_run_page
 from services.controller.audit import RunAudit
 from services.controller.launch.choice import open_launcher
@@ -56,7 +62,7 @@ async def run_controller(settings: ControllerSettings) -> None:
         channel = await stack.enter_async_context(
             open_channel(settings.transferqueue_address, "transferqueue")
         )
-        tokens = _open_tokens(settings, database)
+        users = _open_users(settings, database)
         audit = RunAudit(database, settings.state_directory)
         membership = Membership(clock, settings.heartbeat_timeout_s)
         runs = RunCollector(
@@ -98,25 +104,42 @@ async def run_controller(settings: ControllerSettings) -> None:
         stack.push_async_callback(manager.close, leave=settings.leave_runs)
         await manager.start()
         rest_port = await stack.enter_async_context(
-            serve_http(settings.rest_bind, with_run_page(build_app(manager, audit, tokens)))
+            serve_http(
+                settings.rest_bind,
+                with_run_page(build_app(manager, audit, users)),
+                certificate=settings.rest_tls_certificate,
+                key=settings.rest_tls_key,
+            )
         )
+        scheme = "https" if settings.rest_tls_certificate else "http"
         announce(
             settings.ready_file,
-            {"grpc": address, "rest": f"http://{settings.advertise_host}:{rest_port}"},
+            {"grpc": address, "rest": f"{scheme}://{settings.advertise_host}:{rest_port}"},
         )
         keeping = tasks.create_task(leadership.keep())
         await until_told_to_stop(stop_on_stdin_eof=settings.stop_on_stdin_eof)
         keeping.cancel()
 
 
-def _open_tokens(settings: ControllerSettings, database: Database) -> TokenStore | None:
-    """The API tokens; None if the API is open. The first token comes from a file, so it needs no other."""
-    if settings.admin_token_file is None:
-        return None
-    tokens = TokenStore(database)
-    token = settings.admin_token_file.read_text(encoding="utf-8").strip()
-    tokens.remember(token, name="admin", project=DEFAULT_PROJECT, role="admin")
-    return tokens
+def _open_users(settings: ControllerSettings, database: Database) -> Authenticator | None:
+    """Those who may use the API; None if it is open to this host."""
+    ways: list[Authenticator] = []
+    if settings.admin_token_file is not None or settings.oidc_issuer:
+        ways.append(tokens := TokenStore(database))
+    if settings.admin_token_file is not None:
+        # The first token comes from a file, so it needs no other.
+        token = settings.admin_token_file.read_text(encoding="utf-8").strip()
+        tokens.remember(token, name="admin", project=DEFAULT_PROJECT, role="admin")
+    if settings.oidc_issuer:
+        ways.append(
+            OidcProvider(
+                settings.oidc_issuer,
+                audience=settings.oidc_audience,
+                roles_claim=settings.oidc_roles_claim,
+                name_claim=settings.oidc_name_claim,
+            )
+        )
+    return Authenticators(ways) if ways else None
 
 
 def main() -> None:

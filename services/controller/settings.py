@@ -55,6 +55,21 @@ class ControllerSettings(KeySettings):
     admin_token_file: Path | None = None
     """File with an API token of an admin of the project ``default``; with it, the API asks for tokens."""
 
+    oidc_issuer: str = ""
+    """URL of an OpenID Connect provider whose tokens the API accepts; empty for none."""
+    oidc_audience: str = "slipstream"
+    """Audience that its tokens must name."""
+    oidc_roles_claim: str = "slipstream_roles"
+    """Claim with a list of ``project:role``, where the role is viewer, operator or admin. Dots go into
+    objects, as in ``realm_access.roles``."""
+    oidc_name_claim: str = "sub"
+    """Claim that names the user."""
+    rest_tls_certificate: Path | None = None
+    """PEM file with the certificate chain of the REST API; without it the API is served as plain HTTP. A new
+    one is noticed."""
+    rest_tls_key: Path | None = None
+    """PEM file with that certificate's key."""
+
     def check_exposure(self) -> None:
         """See that an API without authentication is meant, and not reachable from elsewhere.
 
@@ -66,8 +81,8 @@ class ControllerSettings(KeySettings):
                 f"insecure_dev serves this host only, but rest_bind is {self.rest_bind} and bind is "
                 f"{self.bind}; bind both to 127.0.0.1, or set admin_token_file instead"
             )
-        if self.admin_token_file is None and not self.insecure_dev:
+        if not (self.admin_token_file or self.oidc_issuer or self.insecure_dev):
             raise InvalidArgumentError(
-                "nobody could use the API: set admin_token_file, or for a machine that only you use "
-                "--insecure-dev"
+                "nobody could use the API: set admin_token_file or oidc_issuer, or for a machine that only "
+                "you use --insecure-dev"
             )

@@ -17,6 +17,7 @@ from torch import distributed
 from transformers.utils import logging as transformers_logging
 
 from services.common.batch import KVBatchMeta
+from services.common.credentials import acting_as
 from services.common.errors import DeadlineExceededError
 from services.common.grpc_server import serve
 from services.common.jagged import Jagged
@@ -173,9 +174,10 @@ def main() -> None:
     if settings.rank > 0:
         # All ranks are told to stop at once, but rank 0 still needs the others for what it has begun.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        asyncio.run(run_follower(settings))
+        with acting_as(settings.identity()):
+            asyncio.run(run_follower(settings))
     else:
-        with serve_metrics(settings.metrics_port):
+        with acting_as(settings.identity()), serve_metrics(settings.metrics_port):
             asyncio.run(lead(settings))
     if distributed.is_initialized():
         distributed.destroy_process_group()

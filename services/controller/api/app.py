@@ -11,7 +11,7 @@ from services.common.spec.run import RunSpec
 from services.controller.api.commands import Authenticate, add_run_routes
 from services.controller.api.errors import PROBLEM_TYPE, Problem, add_error_handlers
 from services.controller.api.observing import add_observe_routes
-from services.controller.api.principals import DEVELOPER, Principal, TokenStore
+from services.controller.api.principals import DEVELOPER, Authenticator, Principal
 from services.controller.audit import RunAudit
 from services.controller.runs import RunManager
 
@@ -30,13 +30,13 @@ _REFUSALS = {
 }
 
 
-def build_app(manager: RunManager, audit: RunAudit, tokens: TokenStore | None) -> FastAPI:
+def build_app(manager: RunManager, audit: RunAudit, users: Authenticator | None) -> FastAPI:
     """The application.
 
     Args:
         manager: The runs.
         audit: What they did.
-        tokens: Who may ask; None lets everybody who reaches the port be the developer.
+        users: Who may ask; None lets everybody who reaches the port be the developer.
     """
     app = FastAPI(
         title="Slipstream",
@@ -46,7 +46,7 @@ def build_app(manager: RunManager, audit: RunAudit, tokens: TokenStore | None) -
         redoc_url=None,
     )
     add_error_handlers(app)
-    authenticate = _authentication(tokens)
+    authenticate = _authentication(users)
     add_run_routes(app, manager, authenticate)
     add_observe_routes(app, manager, audit, authenticate)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
@@ -59,13 +59,13 @@ def build_app(manager: RunManager, audit: RunAudit, tokens: TokenStore | None) -
     return app
 
 
-def _authentication(tokens: TokenStore | None) -> Authenticate:
+def _authentication(users: Authenticator | None) -> Authenticate:
     async def authenticate(
         authorization: Annotated[str, Header(include_in_schema=False)] = "",
     ) -> Principal:
-        if tokens is None:
+        if users is None:
             return DEVELOPER
-        return await run_in_threadpool(tokens.authenticate, authorization)
+        return await run_in_threadpool(users.authenticate, authorization)
 
     return authenticate
 

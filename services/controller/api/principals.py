@@ -1,10 +1,11 @@
-"""Who asks: API tokens, stored by their SHA-256, with a project and a role."""
+"""Who asks: principals, and API tokens, stored by their SHA-256, with a project and a role."""
 
 import hashlib
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import sqlalchemy as sa
 
@@ -57,6 +58,42 @@ DEVELOPER = Principal(name="developer", project=DEFAULT_PROJECT, role="admin")
 """Everybody, where the API is open to this host only."""
 
 
+class Authenticator(Protocol):
+    """Knows principals. Methods block."""
+
+    def authenticate(self, authorization: str) -> Principal:
+        """The principal of an ``Authorization`` header.
+
+        Raises:
+            UnauthenticatedError: If there is none.
+        """
+
+
+class Authenticators:
+    """Several ways to know a principal; the first that does is right.
+
+    Args:
+        ways: At least one.
+    """
+
+    def __init__(self, ways: Sequence[Authenticator]) -> None:
+        self._ways = ways
+
+    def authenticate(self, authorization: str) -> Principal:
+        """The principal of an ``Authorization`` header.
+
+        Raises:
+            UnauthenticatedError: If nobody knows it; says what the last way says.
+        """
+        *others, last = self._ways
+        for way in others:
+            try:
+                return way.authenticate(authorization)
+            except UnauthenticatedError:
+                continue
+        return last.authenticate(authorization)
+
+
 class TokenStore:
     """API tokens in the database. Methods block.
 
@@ -104,17 +141,25 @@ class TokenStore:
         Raises:
             UnauthenticatedError: If there is none.
         """
-        scheme, _, token = authorization.partition(" ")
-        if scheme.lower() != "bearer" or not token:
-            raise UnauthenticatedError(
-                "an API token is needed: send 'Authorization: Bearer slp_...'"
-            )
-        query = sa.select(API_TOKENS).where(API_TOKENS.c.digest == _digest(token.strip()))
+        token = bearer_token(authorization)
+        query = sa.select(API_TOKENS).where(API_TOKENS.c.digest == _digest(token))
         with self._database.read() as connection:
             row = connection.execute(query).first()
         if row is None or (row.expire_time is not None and row.expire_time < time.time()):
             raise UnauthenticatedError("the API token is not known or has expired; take a new one")
         return Principal(name=row.name, project=row.project, role=row.role)
+
+
+def bearer_token(authorization: str) -> str:
+    """The token in an ``Authorization`` header.
+
+    Raises:
+        UnauthenticatedError: If there is none.
+    """
+    scheme, _, token = authorization.partition(" ")
+    if scheme.lower() != "bearer" or not token:
+        raise UnauthenticatedError("an API token is needed: send 'Authorization: Bearer slp_...'")
+    return token.strip()
 
 
 def _digest(token: str) -> str:

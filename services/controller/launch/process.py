@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from services.common.credentials import current_identity
 from services.common.spec.run import RunSpec
 from services.controller.client import WorkerRole
 from services.controller.launch.gpus import HostGpus, host_gpus
@@ -116,6 +117,7 @@ class ProcessLauncher:
             f"{prefix}RUN_ID": run_id,
             f"{prefix}WORKER_ID": worker_id,
             f"{prefix}STATE_DIRECTORY": str(self._state_directory / run_id),
+            f"{prefix}RUN_TOKEN": current_identity().token_for(run_id),
         }
 
     async def _spawn(
@@ -163,6 +165,15 @@ class ProcessLauncher:
 
     def _record(self, run_id: str, worker_id: str) -> Path:
         return self._logs(run_id) / f"{worker_id}.process"
+
+
+def _inherited() -> dict[str, str]:
+    """This process's environment without what is the controller's own: its key, its database's password."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("SLIPSTREAM_CONTROLLER_")
+    }
 
 
 def _places(ranks: int) -> list[dict[str, str]]:
