@@ -54,7 +54,7 @@ def row_of(record: Mapping[str, Any], heldout: Sequence[Mapping[str, Any]]) -> t
     newest = heldout[-1] if heldout else None
     return (
         f"{record['step']}",
-        f"{record.get('reward_mean', float('nan')):.3f}",
+        _score(record, "reward_mean"),
         f"{_score(newest, 'greedy')} / {_score(newest, 'sampled')}",
         f"{record.get('staleness_mean', 0.0):.2f} / {record.get('staleness_max', 0):.0f}",
         f"{record['sync_ms']:.0f}" if "sync_ms" in record else "-",
@@ -65,7 +65,7 @@ def row_of(record: Mapping[str, Any], heldout: Sequence[Mapping[str, Any]]) -> t
 
 
 def _score(score: Mapping[str, Any] | None, name: str) -> str:
-    value = None if score is None else score[name]
+    value = None if score is None else score.get(name)
     return "-" if value is None else f"{value:.3f}"
 
 

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from services.controller.api.views import MetricPoint, SampleView, moment
 from services.controller.launch.process import last_lines
 from services.controller.run.checkpoints import Checkpoint, CheckpointStore
-from services.controller.run.ledger import Group
+from services.controller.run.groups import Group
 from services.controller.store import ledgers as ledger_store
 from services.controller.store.database import Database
 from services.controller.store.tables import DEAD_LETTERS

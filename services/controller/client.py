@@ -48,6 +48,10 @@ class GroupFailure:
     """Explanation for a person."""
     retryable: bool
     """Whether another try could succeed."""
+    num_unfinished: int = 0
+    """Members that are not finished, if the group was interrupted."""
+    num_tokens: int = 0
+    """Tokens that it has, if it was interrupted."""
 
 
 @dataclass(slots=True)
@@ -139,6 +143,8 @@ class WorkerSession:
                         reason=failure.reason,
                         message=failure.message,
                         retryable=failure.retryable,
+                        unfinished_count=failure.num_unfinished,
+                        token_count=failure.num_tokens,
                     )
                     for failure in failures
                 ],

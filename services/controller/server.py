@@ -171,6 +171,8 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
                 reason=failure.reason,
                 message=failure.message,
                 retryable=failure.retryable,
+                num_unfinished=failure.unfinished_count,
+                num_tokens=failure.token_count,
             )
             for failure in request.failures
         ]

@@ -141,6 +141,8 @@ async def _report_failures(session: WorkerSession, failures: Sequence[Failure]) 
                 reason=error.reason,
                 message=error.message,
                 retryable=error.retryable,
+                num_unfinished=error.num_unfinished,
+                num_tokens=error.num_tokens,
             )
             for assignment, error in failures
         ]

@@ -12,13 +12,27 @@ class GroupError(Exception):
         reason: Stable code, for example ``prompt_too_long``.
         message: For a person: what was expected, what came, what to do.
         retryable: Whether another try could succeed.
+        num_unfinished: Members that were not finished when it was interrupted.
+        num_tokens: Tokens that it had then.
     """
+
+    num_unfinished = 0
+    num_tokens = 0
 
     def __init__(self, reason: str, message: str, *, retryable: bool) -> None:
         super().__init__(message)
         self.reason = reason
         self.message = message
         self.retryable = retryable
+
+
+class InterruptedGroupError(GroupError):
+    """A group was stopped before it was finished; what it has is cached."""
+
+    def __init__(self, *, num_unfinished: int, num_tokens: int) -> None:
+        super().__init__("interrupted", "the group was interrupted; resume it", retryable=True)
+        self.num_unfinished = num_unfinished
+        self.num_tokens = num_tokens
 
 
 class CallError(Exception):

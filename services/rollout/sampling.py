@@ -19,7 +19,7 @@ from services.rollout import metrics
 from services.rollout.admission import Admission
 from services.rollout.client import GroupAssignment
 from services.rollout.engines.base import GenerationResult
-from services.rollout.failures import GroupError
+from services.rollout.failures import GroupError, InterruptedGroupError
 from services.rollout.group import RunningGroup, Tools
 from services.rollout.partial import GroupProgress
 from services.rollout.prompts import Prompt, PromptBook
@@ -180,9 +180,8 @@ class GroupSampler:
         """Cache what groups have and give them back to the controller."""
         async with self._caching:
             await self._save(groups, {})
-        error = GroupError("interrupted", "the group was interrupted; resume it", retryable=True)
         metrics.GROUPS.labels(outcome="interrupted").inc(len(groups))
-        await self._report_failures([(group.assignment, error) for group in groups])
+        await self._report_failures([(group.assignment, _interruption(group)) for group in groups])
 
     async def _save(
         self, groups: Sequence[RunningGroup], running: Mapping[str, GenerationResult]
@@ -227,3 +226,12 @@ class GroupSampler:
         if self._spec.partial_rollout and not group.is_cut:
             async with self._caching:
                 await self._cache.forget(group_id)
+
+
+def _interruption(group: RunningGroup) -> InterruptedGroupError:
+    """How far a group came: the controller resumes those first that have the least left to do."""
+    members = group.progress({}).values()
+    return InterruptedGroupError(
+        num_unfinished=len(group.assignment.seeds) - sum(m.reward is not None for m in members),
+        num_tokens=sum(len(turn.token_ids) for m in members for turn in m.turns),
+    )

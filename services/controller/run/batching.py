@@ -1,11 +1,13 @@
 """Waits for the next batch of a run and settles what grew too stale for it."""
 
 import asyncio
+from collections.abc import Sequence
 
 from services.common.clock import Clock
 from services.common.spec.algorithm import AlgorithmSpec
 from services.controller.run.generation import Generation
-from services.controller.run.ledger import Group, GroupState, Ledger
+from services.controller.run.groups import RUNNING, Group, GroupState
+from services.controller.run.ledger import Ledger
 from services.controller.run.replay import choose_batch
 
 
@@ -52,6 +54,10 @@ async def _take_batch(
 ) -> list[Group]:
     deadline = clock.monotonic() + algorithm.stale_wait_timeout_s
     while True:
+        # Groups in flight make up at least one batch, so nothing is missed by looking at whole batches only.
+        await generation.until(
+            lambda: ledger.count(GroupState.READY) >= generation.gate.groups_per_step
+        )
         may_wait = algorithm.on_stale == "wait" and clock.monotonic() < deadline
         choice = choose_batch(
             ledger.in_state(GroupState.READY),
@@ -61,22 +67,24 @@ async def _take_batch(
             wait_for_due=may_wait,
             keep_stale=algorithm.on_stale in ("wait", "mask"),
         )
-        for group in choice.stale:
-            if algorithm.on_stale == "restart":
-                await generation.restart(group)
-            else:
-                await generation.drop(group, "stale")
         if choice.batch:
             ledger.train(choice.batch)
             return list(choice.batch)
-        if not choice.stale:
-            rest_s = deadline - clock.monotonic()
-            await _wait(generation.finished, rest_s if rest_s > 0 else None)
+        if choice.stale and algorithm.on_stale == "restart":
+            await generation.restart(choice.stale)
+        elif choice.stale:
+            await generation.drop({"stale": choice.stale})
+        elif choice.awaited:
+            await _until_finished(choice.awaited, generation, deadline - clock.monotonic())
 
 
-async def _wait(condition: asyncio.Condition, timeout_s: float | None) -> None:
+async def _until_finished(
+    groups: Sequence[Group], generation: Generation, timeout_s: float
+) -> None:
+    """Wait until none of the groups is begun, or for as long as training may wait for them."""
+    unfinished = (*RUNNING, GroupState.PARTIAL)
     try:
-        async with asyncio.timeout(timeout_s), condition:
-            await condition.wait()
+        async with asyncio.timeout(max(timeout_s, 0.0)):
+            await generation.until(lambda: not any(g.state in unfinished for g in groups))
     except TimeoutError:
         return

@@ -10,19 +10,17 @@ a group without result         takes it from its rollout and hands it out again
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from services.common.batch import KVBatchMeta
-from services.common.clock import Clock
-from services.common.fields import partition_id
 from services.common.spec.run import RunSpec
 from services.controller.client import GroupFailure
+from services.controller.run.groups import RUNNING, WAITING, Group, GroupState
+from services.controller.run.handout import GenerationError, Handout
 from services.controller.run.journal import Journal
-from services.controller.run.ledger import RUNNING, WAITING, Group, GroupState, Ledger
-from services.controller.run.prompts import PromptOrder, sample_seed
-from services.controller.run.replay import resume_order
+from services.controller.run.ledger import Ledger
+from services.controller.run.prompts import PromptOrder
 from services.controller.run.replicas import Replicas
-from services.controller.run.staleness import StalenessGate
 from services.controller.run.stored import StoredGroups, attempt_of, oldest_version, why_unfit
 from services.controller.store.records import Note
 from services.rollout.client import GroupAssignment
@@ -32,59 +30,46 @@ logger = logging.getLogger(__name__)
 _BLAMELESS = frozenset({"publish_failed"})
 
 
-class GenerationError(RuntimeError):
-    """Generation cannot go on; the message says why and what to do."""
-
-
 class Generation:
     """The generating half of a run.
 
     Args:
         spec: The run's specification.
-        run_id: Names its partitions.
         ledger: States of all issued groups.
         order: Order of the prompts.
         journal: Where what the ledger decides is written before it is acted on.
         replicas: Where groups go.
         stored: Where their samples arrive.
-        clock: For stalls.
+        handout: Hands groups out.
     """
 
     def __init__(
         self,
         spec: RunSpec,
-        run_id: str,
         *,
         ledger: Ledger,
         order: PromptOrder,
         journal: Journal,
         replicas: Replicas,
         stored: StoredGroups,
-        clock: Clock,
+        handout: Handout,
     ) -> None:
         self._spec = spec
-        self._partition = partition_id(run_id, "train")
         self._ledger = ledger
         self._order = order
         self._journal = journal
         self._replicas = replicas
-        self._clock = clock
+        self._handout = handout
         self._total = spec.trainer.steps * spec.trainer.prompts_per_step
-        per_replica = max(1, spec.rollout.max_running_samples // spec.rollout.group_size)
-        self._max_running_per_replica = per_replica
-        self._published_step, self._failures_in_a_row = -1, 0
+        self._failures_in_a_row = 0
         self._work = asyncio.Event()
+        self._finished = asyncio.Condition()
         self.stored = stored
-        self.gate = StalenessGate(
-            max_staleness=spec.algorithm.max_staleness,
-            groups_per_step=spec.trainer.prompts_per_step,
-        )
-        self.finished = asyncio.Condition()
-        """Notified whenever a group becomes ready or ends."""
+        self.gate = handout.gate
 
     def published(self, step: int) -> None:
         """All rollouts serve the weights of ``step``: the gate opens further."""
-        self._published_step = step
+        self._handout.published_step = step
         self._work.set()
 
     async def restore(self, lost_workers: Collection[str], *, is_queue_empty: bool) -> None:
@@ -110,7 +95,7 @@ class Generation:
                 continue
             # A rollout that has the group already takes this as a repetition.
             self._replicas.assigned(group.worker_id)
-            assignments[group.worker_id].append(self._assignment(group))
+            assignments[group.worker_id].append(self._handout.assignment(group))
         await self._journal.save(self._ledger)
         await self._replicas.start(assignments)
 
@@ -118,18 +103,23 @@ class Generation:
         """Hand out groups for ever."""
         while True:
             self._work.clear()
-            await self._take_back_stalled()
-            await self._hand_out(self._next_groups())
+            await self._handout.take_back_stalled()
+            await self._handout.hand_out()
             try:
-                async with asyncio.timeout(self._seconds_to_next_stall()):
+                async with asyncio.timeout(self._handout.seconds_to_next_stall()):
                     await self._work.wait()
             except TimeoutError:
                 continue
 
     async def collect(self) -> None:
         """Take in finished groups for ever."""
-        async for group_id, meta in self.stored.finished():
-            await self._take_in(group_id, meta)
+        async for groups in self.stored.finished():
+            await self._take_in(groups)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Return once ``condition`` holds; it is tried whenever groups become ready or end."""
+        async with self._finished:
+            await self._finished.wait_for(condition)
 
     async def fail(self, failures: Sequence[GroupFailure]) -> None:
         """Take in groups that brought no samples."""
@@ -139,7 +129,9 @@ class Generation:
                 continue
             self._replicas.finished(group.worker_id)
             if failure.reason == "interrupted":
-                self._ledger.interrupt(group)
+                self._ledger.interrupt(
+                    group, num_unfinished=failure.num_unfinished, num_tokens=failure.num_tokens
+                )
             elif failure.reason in _BLAMELESS:
                 self._ledger.requeue(group)
             else:
@@ -149,17 +141,26 @@ class Generation:
         await self._journal.save(self._ledger)
         await self._notify()
 
-    async def drop(self, group: Group, reason: str) -> None:
-        """Give up a ready group; the gate lets another prompt in for it."""
-        self._ledger.drop(group, reason)
-        await self._journal.save(self._ledger)
-        await self.release([group])
+    async def drop(self, groups: Mapping[str, Sequence[Group]]) -> None:
+        """Give up ready groups, by reason; the gate lets other prompts in for them.
 
-    async def restart(self, group: Group) -> None:
-        """Throw away the samples of a ready group and generate them again."""
-        self._ledger.requeue(group)
+        The prompt of a stale group comes once more at the end of its epoch.
+        """
+        for reason, dropped in groups.items():
+            for group in dropped:
+                self._ledger.drop(group, reason)
+                if reason == "stale":
+                    self._order.give_back(group.row)
+        self._ledger.returned = self._order.returned
         await self._journal.save(self._ledger)
-        await self.release([group])
+        await self.release([group for dropped in groups.values() for group in dropped])
+
+    async def restart(self, groups: Sequence[Group]) -> None:
+        """Throw away the samples of ready groups and generate them again."""
+        for group in groups:
+            self._ledger.requeue(group)
+        await self._journal.save(self._ledger)
+        await self.release(groups)
 
     async def release(self, groups: Sequence[Group]) -> None:
         """Delete the samples of groups that ended."""
@@ -199,97 +200,39 @@ class Generation:
                 f"{limit} groups failed in a row, the last one with {failure.reason}: {failure.message}"
             )
 
-    def _next_groups(self) -> list[Group]:
-        groups = resume_order(
-            self._ledger.waiting(), gate=self.gate, weight_version=self._replicas.newest_version()
-        )
-        running = len(self._ledger.running())
-        free = self._max_running_per_replica * self._replicas.num_replicas - running - len(groups)
-        room = self.gate.capacity(
-            published=self._published_step,
-            num_admitted=self._ledger.num_admitted,
-            num_running=0,
-            max_running=min(max(free, 0), self._total - self._ledger.num_admitted),
-        )
-        for _ in range(room):
-            row = self._order.next_row()
-            if row is None:
-                raise GenerationError(
-                    "every prompt of data.train is quarantined; see the GroupFailed events for the reasons"
-                )
-            groups.append(self._ledger.issue(row, position=self._order.position))
-        return groups
-
-    async def _hand_out(self, groups: Sequence[Group]) -> None:
-        if not groups:
-            return
-        by_worker: dict[str, list[GroupAssignment]] = defaultdict(list)
-        for group in groups:
-            worker_id, version = self._replicas.choose()
-            self._replicas.assigned(worker_id)
-            self._ledger.lease(group, worker_id, version=version, now=self._clock.monotonic())
-            by_worker[worker_id].append(self._assignment(group))
-        await self._journal.save(self._ledger)
-        await self._replicas.start(by_worker)
-        for group in groups:
-            self._ledger.confirm(group)
-
-    def _assignment(self, group: Group) -> GroupAssignment:
-        size = self._spec.rollout.group_size
-        return GroupAssignment(
-            group_id=group.group_id,
-            attempt=group.attempt,
-            split="train",
-            row=group.row,
-            partition_id=self._partition,
-            seeds=tuple(
-                sample_seed(self._spec.seed, group.sequence, member) for member in range(size)
-            ),
-            temperatures=(self._spec.rollout.sampling.temperature,) * size,
-        )
-
-    async def _take_in(self, group_id: str, meta: KVBatchMeta) -> None:
-        group = self._ledger.get(group_id, attempt_of(meta))
-        if group is not None and group in self.stored:
-            return
-        if group is None or group.state not in RUNNING:
-            logger.info("late result of a group is not used", extra={"group": group_id})
-            await self.stored.delete(list(meta.keys))
-            return
-        self._replicas.finished(group.worker_id)
-        self._failures_in_a_row = 0
-        self._ledger.complete(group, oldest_version=oldest_version(meta))
-        self.stored.keep(group, meta)
-        algorithm = self._spec.algorithm
-        refilled = self._ledger.reasons().get("equal_rewards", 0)
-        may_refill = refilled < (algorithm.max_refill_factor - 1) * self._total
-        if (reason := why_unfit(meta, algorithm, may_refill=may_refill)) is not None:
-            await self.drop(group, reason)
+    async def _take_in(self, groups: Sequence[tuple[str, KVBatchMeta]]) -> None:
+        late: list[str] = []
+        unfit: dict[str, list[Group]] = defaultdict(list)
+        for group_id, meta in groups:
+            group = self._ledger.get(group_id, attempt_of(meta))
+            if group is not None and group in self.stored:
+                continue
+            if group is None or group.state not in RUNNING:
+                logger.info("late result of a group is not used", extra={"group": group_id})
+                late += meta.keys
+                continue
+            self._replicas.finished(group.worker_id)
+            self._failures_in_a_row = 0
+            self._ledger.complete(group, oldest_version=oldest_version(meta))
+            self.stored.keep(group, meta)
+            reason = self._why_unfit(meta, num_unfit=len(unfit["equal_rewards"]))
+            if reason is not None:
+                unfit[reason].append(group)
+        await self.stored.delete(late)
+        if any(unfit.values()):
+            await self.drop(unfit)
         await self._notify()
 
-    async def _take_back_stalled(self) -> None:
-        oldest = self._clock.monotonic() - self._spec.limits.stall_timeout_s
-        stalled = [group for group in self._ledger.running() if group.started <= oldest]
-        if not stalled:
-            return
-        await self._replicas.cancel([group.group_id for group in stalled])
-        for group in stalled:
-            self._replicas.finished(group.worker_id)
-            if not self._ledger.retry(group, "stalled"):
-                self._order.quarantine(group.row)
-        await self._journal.save(self._ledger)
-
-    def _seconds_to_next_stall(self) -> float | None:
-        running = self._ledger.running()
-        if not running:
-            return None
-        oldest = min(group.started for group in running)
-        return max(oldest + self._spec.limits.stall_timeout_s - self._clock.monotonic(), 0.01)
+    def _why_unfit(self, meta: KVBatchMeta, *, num_unfit: int) -> str | None:
+        algorithm = self._spec.algorithm
+        refilled = self._ledger.num_ended("equal_rewards") + num_unfit
+        may_refill = refilled < (algorithm.max_refill_factor - 1) * self._total
+        return why_unfit(meta, algorithm, may_refill=may_refill)
 
     async def _notify(self) -> None:
         self._work.set()
-        async with self.finished:
-            self.finished.notify_all()
+        async with self._finished:
+            self._finished.notify_all()
 
 
 def _failed(failure: GroupFailure) -> Note:

@@ -9,7 +9,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from services.controller.run.ledger import Group, Ledger, LedgerState
+from services.controller.run.groups import Group, LedgerState
+from services.controller.run.ledger import Ledger
 from services.controller.store import ledgers as ledger_store
 from services.controller.store.database import Database
 from services.controller.store.ledgers import StepRecord

@@ -11,98 +11,28 @@ changed is collected, so that one transaction can make a batch of transitions du
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Self
 
+from services.controller.run.groups import (
+    GROUP_PREFIX,
+    RUNNING,
+    TERMINAL,
+    WAITING,
+    Group,
+    GroupState,
+    LedgerChange,
+    LedgerState,
+)
+from services.controller.run.prompts import ReturnedRows
 
-class GroupState(StrEnum):
-    """Where a group is."""
-
-    PENDING = "pending"
-    LEASED = "leased"
-    GENERATING = "generating"
-    PARTIAL = "partial"
-    READY = "ready"
-    TRAINING = "training"
-    CONSUMED = "consumed"
-    DROPPED = "dropped"
-    QUARANTINED = "quarantined"
-
-
-RUNNING = frozenset({GroupState.LEASED, GroupState.GENERATING})
-WAITING = frozenset({GroupState.PENDING, GroupState.PARTIAL})
-TERMINAL = frozenset({GroupState.CONSUMED, GroupState.DROPPED, GroupState.QUARANTINED})
-
-GROUP_PREFIX = "g"
 # A prompt that was with this many workers when they died is taken to have killed them.
 _MAX_LOSSES = 8
 
 
 class LedgerError(RuntimeError):
     """A transition that the ledger does not allow: a fault of ours."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Group:
-    """One issued prompt and its samples."""
-
-    sequence: int
-    """Order of admission, from 0."""
-    row: int
-    """Row of the prompt in the training data."""
-    state: GroupState = GroupState.PENDING
-    attempt: int = 1
-    """Try, from 1."""
-    failures: int = 0
-    """Tries that failed because of the prompt, not of the machinery around it."""
-    losses: int = 0
-    """Tries that ended because the worker died."""
-    worker_id: str = ""
-    """Who generates it."""
-    oldest_version: int = -1
-    """Oldest weight version that its samples have, or may get; -1 while it has none."""
-    started: float = 0.0
-    """When it was handed out, in monotonic seconds."""
-    reason: str = ""
-    """Why it was dropped or quarantined."""
-
-    @property
-    def group_id(self) -> str:
-        """Its name on every plane."""
-        return f"{GROUP_PREFIX}{self.sequence:08d}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerState:
-    """Everything that a ledger needs to go on."""
-
-    groups: tuple[Group, ...] = ()
-    """Groups in flight."""
-    num_issued: int = 0
-    position: int = 0
-    """Rows of the prompt order that were taken."""
-    ended: Mapping[GroupState, int] = field(default_factory=dict)
-    """Number of ended groups by state."""
-    reasons: Mapping[str, int] = field(default_factory=dict)
-    """Dropped and quarantined groups by reason."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LedgerChange:
-    """What changed since the change before: as much as was touched, however long the run is."""
-
-    groups: tuple[Group, ...]
-    """Groups in flight that are new or changed."""
-    ended: tuple[Group, ...]
-    """Groups that ended."""
-    num_issued: int
-    position: int
-    counts: Mapping[GroupState, int]
-    """Number of ended groups by state."""
-    reasons: Mapping[str, int]
-    """Dropped and quarantined groups by reason."""
 
 
 class Ledger:
@@ -117,22 +47,28 @@ class Ledger:
     def __init__(self, max_attempts: int) -> None:
         self._max_attempts = max_attempts
         self._groups: dict[int, Group] = {}
+        # The same groups by state, so that nobody searches; those with a rollout in the order of leases.
+        self._by_state: dict[GroupState, dict[int, Group]] = {state: {} for state in GroupState}
         self._ended: Counter[GroupState] = Counter()
         self._reasons: Counter[str] = Counter()
         self._changed: set[int] = set()
         self._gone: list[Group] = []
         self.num_issued = 0
         self.position = 0
+        self.returned = ReturnedRows()
 
     @classmethod
     def restore(cls, state: LedgerState, *, max_attempts: int, now: float) -> Self:
         """A ledger that goes on from ``state``; stalls count from ``now``."""
         ledger = cls(max_attempts)
-        ledger._groups = {group.sequence: replace(group, started=now) for group in state.groups}
+        for group in state.groups:
+            ledger._groups[group.sequence] = restored = replace(group, started=now)
+            ledger._by_state[restored.state][restored.sequence] = restored
         ledger._ended.update(state.ended)
         ledger._reasons.update(state.reasons)
         ledger.num_issued = state.num_issued
         ledger.position = state.position
+        ledger.returned = state.returned
         return ledger
 
     def take_changes(self) -> LedgerChange:
@@ -145,6 +81,7 @@ class Ledger:
             position=self.position,
             counts=dict(self._ended),
             reasons=dict(self._reasons),
+            returned=self.returned,
         )
         self._changed.clear()
         self._gone.clear()
@@ -153,7 +90,7 @@ class Ledger:
     def issue(self, row: int, *, position: int) -> Group:
         """Admit the prompt of a row; ``position`` rows of the prompt order are taken now."""
         group = Group(sequence=self.num_issued, row=row)
-        self._groups[group.sequence] = group
+        self._groups[group.sequence] = self._by_state[group.state][group.sequence] = group
         self._changed.add(group.sequence)
         self.num_issued += 1
         self.position = position
@@ -170,8 +107,17 @@ class Ledger:
 
     def in_state(self, *states: GroupState) -> list[Group]:
         """Groups in any of the states, in order of admission."""
-        found = [group for group in self._groups.values() if group.state in states]
+        found = [group for state in states for group in self._by_state[state].values()]
         return sorted(found, key=lambda group: group.sequence)
+
+    def count(self, *states: GroupState) -> int:
+        """How many groups in flight are in any of the states."""
+        return sum(len(self._by_state[state]) for state in states)
+
+    def longest_running(self) -> Group | None:
+        """The group that was handed out first of those that are with a rollout."""
+        first = (next(iter(self._by_state[state].values()), None) for state in RUNNING)
+        return min((g for g in first if g is not None), key=lambda g: g.started, default=None)
 
     def begun(self) -> list[Group]:
         """Groups that have tokens, or may have some soon, and are not finished: the put aside too."""
@@ -185,10 +131,6 @@ class Ledger:
         """Groups that are with a rollout."""
         return self.in_state(*RUNNING)
 
-    def waiting(self) -> list[Group]:
-        """Groups that wait for a rollout."""
-        return self.in_state(*WAITING)
-
     def lease(self, group: Group, worker_id: str, *, version: int, now: float) -> None:
         """Hand a waiting group to a rollout that serves ``version``."""
         has_tokens = group.state is GroupState.PARTIAL and group.oldest_version >= 0
@@ -200,16 +142,17 @@ class Ledger:
     def confirm(self, group: Group) -> None:
         """The rollout has taken the group."""
         if group.state is GroupState.LEASED:
-            group.state = GroupState.GENERATING
+            self._place(group, GroupState.GENERATING)
 
     def complete(self, group: Group, *, oldest_version: int) -> None:
         """The samples of the group are stored."""
         self._move(group, GroupState.READY, RUNNING)
         group.oldest_version = oldest_version
 
-    def interrupt(self, group: Group) -> None:
+    def interrupt(self, group: Group, *, num_unfinished: int = 0, num_tokens: int = 0) -> None:
         """The rollout stopped the group and stored what it has; another try goes on from there."""
         self._move(group, GroupState.PARTIAL, RUNNING)
+        group.num_unfinished, group.num_tokens = num_unfinished, num_tokens
         group.attempt += 1
         group.worker_id = ""
 
@@ -281,6 +224,10 @@ class Ledger:
         """Dropped and quarantined groups by reason."""
         return dict(self._reasons)
 
+    def num_ended(self, reason: str) -> int:
+        """Groups that were dropped or quarantined for a reason."""
+        return self._reasons[reason]
+
     def _end(self, group: Group, state: GroupState, reason: str) -> None:
         self._move(group, state, {*RUNNING, *WAITING, GroupState.READY})
         group.reason = reason
@@ -289,9 +236,14 @@ class Ledger:
     def _move(self, group: Group, state: GroupState, allowed: Iterable[GroupState]) -> None:
         if group.state not in allowed:
             raise LedgerError(f"{group.group_id} cannot go from {group.state} to {state}")
-        group.state = state
+        self._place(group, state)
         self._changed.add(group.sequence)
         if state in TERMINAL:
-            del self._groups[group.sequence]
+            del self._groups[group.sequence], self._by_state[state][group.sequence]
             self._ended[state] += 1
             self._gone.append(group)
+
+    def _place(self, group: Group, state: GroupState) -> None:
+        del self._by_state[group.state][group.sequence]
+        group.state = state
+        self._by_state[state][group.sequence] = group

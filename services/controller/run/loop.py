@@ -25,9 +25,9 @@ from services.controller.run.batching import take_batch
 from services.controller.run.checkpoints import Checkpoints
 from services.controller.run.evaluation import Evaluation
 from services.controller.run.journal import Journal
-from services.controller.run.ledger import Group, GroupState
-from services.controller.run.progress import StepMeter, sync_facts
+from services.controller.run.progress import sync_facts
 from services.controller.run.recovery import Restored, restore
+from services.controller.run.steps import Steps
 from services.controller.store.records import Note
 from services.transferqueue.client import TransferQueueClient
 
@@ -61,7 +61,7 @@ class RunLoop:
         self._clock = clock
         self._journal = journal
         self._checkpoints = Checkpoints(run_id, spec.trainer.checkpoint, journal)
-        self._meter = StepMeter()
+        self._steps = Steps(run_id, spec, journal)
         self._state: Restored | None = None
         self._pausing, self._is_save_wanted = asyncio.Event(), False
         self.step = 0
@@ -146,8 +146,8 @@ class RunLoop:
 
     async def _catch_up(self, state: Restored) -> None:
         """Settle the step that was being trained; see that every rollout serves the newest weights."""
-        if state.begun is not None:
-            await self._settle(state, state.begun)
+        if state.begun is not None and await self._steps.settle(state, state.begun):
+            self.step = state.begun
         served_step = state.published - state.version_offset
         is_due = served_step < self.step and self._is_published(self.step)
         if state.parts.served != state.published or is_due:
@@ -170,10 +170,9 @@ class RunLoop:
             if batch is None:
                 return
             wait_s = time.perf_counter() - begin
-            await self._journal.begin_step(
-                step, state.ledger, version=step - 1 + state.version_offset, groups=batch
-            )
-            await self._train_step(state, step, batch, begin=begin, wait_s=wait_s)
+            await self._steps.begin(state, step, batch)
+            await self._steps.train(state, step, batch, begin=begin, wait_s=wait_s)
+            self.step = step
             if self._is_published(step):
                 await self._publish(state, step)
             every = self._spec.trainer.checkpoint.every or self._spec.trainer.steps
@@ -189,67 +188,6 @@ class RunLoop:
         version = self.step + state.version_offset
         if self.step > 0:
             await self._checkpoints.save(state.parts.trainer, self.step, version=version)
-
-    async def _train_step(
-        self,
-        state: Restored,
-        step: int,
-        batch: Sequence[Group],
-        *,
-        begin: float,
-        wait_s: float,
-    ) -> None:
-        """Have the trainer train a step, commit it, and delete its samples."""
-        trained: Mapping[str, float] = {}
-        stored = [group for group in batch if group in state.generation.stored]
-        if stored:
-            result = await state.parts.trainer.train_step(
-                step,
-                state.generation.stored.meta(stored),
-                weight_version=step - 1 + state.version_offset,
-                timeout_s=self._spec.limits.step_timeout_s,
-            )
-            trained = result.metrics
-        await self._commit(state, step, batch, trained, begin=begin, wait_s=wait_s)
-        await state.generation.release(stored)
-
-    async def _settle(self, state: Restored, step: int) -> None:
-        """Finish the step that was begun, or put its groups back if their samples are gone."""
-        batch = state.ledger.in_state(GroupState.TRAINING)
-        lost = [group for group in batch if group not in state.generation.stored]
-        if state.parts.trained == step or not lost:
-            await self._train_step(state, step, batch, begin=time.perf_counter(), wait_s=0.0)
-            return
-        state.ledger.put_back(batch)
-        for group in lost:
-            state.ledger.requeue(group)
-        await self._journal.forget_step(step, state.ledger)
-
-    async def _commit(
-        self,
-        state: Restored,
-        step: int,
-        batch: Sequence[Group],
-        trained: Mapping[str, float],
-        *,
-        begin: float,
-        wait_s: float,
-    ) -> None:
-        """Record a step and everything it consumed, in one transaction."""
-        state.ledger.consume(batch)
-        self.step = step
-        state.progress.stepped(trained)
-        metrics.observe_step(self._run_id, step, trained, state.ledger.counts())
-        data = {
-            "step": step,
-            **trained,
-            "trainer_wait_s": wait_s,
-            **self._meter.measure(state.parts.replicas, time.perf_counter() - begin),
-            "ready_groups": len(state.ledger.in_state(GroupState.READY)),
-            "running_groups": len(state.ledger.running()),
-        }
-        note = Note("StepCommitted", f"step {step} is trained", data, step, None, _summary(state))
-        await self._journal.commit_step(step, state.ledger, note=note, metrics=data)
 
     def _is_published(self, step: int) -> bool:
         """Whether the weights of a step are published."""
@@ -292,9 +230,5 @@ class RunLoop:
         *,
         weight_version: int | None = None,
     ) -> None:
-        note = Note(type_, message, data, None, weight_version, _summary(state))
+        note = Note(type_, message, data, None, weight_version, state.summary())
         await self._journal.note(note, state.ledger)
-
-
-def _summary(state: Restored) -> dict[str, object]:
-    return state.progress.summary(state.ledger.counts(), state.ledger.reasons())

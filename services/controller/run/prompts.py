@@ -2,6 +2,18 @@
 
 import random
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnedRows:
+    """Rows that come once more at the end of their epoch, because their samples were thrown away."""
+
+    epoch: int = 0
+    waiting: tuple[int, ...] = ()
+    """Not issued again yet."""
+    known: tuple[int, ...] = ()
+    """All that were returned in this epoch; none is returned twice."""
 
 
 class PromptOrder:
@@ -13,6 +25,7 @@ class PromptOrder:
         shuffle: Whether each epoch has an order of its own.
         position: Rows that were taken before.
         quarantined: Rows that are skipped.
+        returned: Rows that were given back before.
     """
 
     def __init__(
@@ -23,6 +36,7 @@ class PromptOrder:
         shuffle: bool,
         position: int = 0,
         quarantined: Iterable[int] = (),
+        returned: ReturnedRows | None = None,
     ) -> None:
         if num_rows < 1:
             raise ValueError(
@@ -34,6 +48,8 @@ class PromptOrder:
         self._position = position
         self._epoch_order: tuple[int, list[int]] = (-1, [])
         self._quarantined = set(quarantined)
+        self.returned = returned or ReturnedRows()
+        """Rows that were given back."""
 
     @property
     def position(self) -> int:
@@ -50,10 +66,29 @@ class PromptOrder:
         if len(self._quarantined) == self._num_rows:
             return None
         while True:
+            is_epoch_over = self._position > 0 and self._position % self._num_rows == 0
+            if is_epoch_over and self.returned.waiting:
+                row, *rest = self.returned.waiting
+                self.returned = replace(self.returned, waiting=tuple(rest))
+                if row not in self._quarantined:
+                    return row
+                continue
             row = self._row_at(self._position)
             self._position += 1
             if row not in self._quarantined:
                 return row
+
+    def give_back(self, row: int) -> bool:
+        """Issue a row once more at the end of the epoch; False if that was done in this epoch before."""
+        epoch = max(self._position - 1, 0) // self._num_rows
+        if epoch != self.returned.epoch:
+            # Rows that an epoch's end left behind are not lost: they wait for the next one.
+            self.returned = ReturnedRows(epoch, self.returned.waiting, self.returned.waiting)
+        if row in self.returned.known:
+            return False
+        waiting, known = self.returned.waiting, self.returned.known
+        self.returned = ReturnedRows(epoch, (*waiting, row), (*known, row))
+        return True
 
     def quarantine(self, row: int) -> None:
         """Never issue a row again."""

@@ -19,6 +19,7 @@ from services.common.spec.run import RunSpec
 from services.controller.run.assembly import Assembly, create_partitions, drop_partitions
 from services.controller.run.evaluation import Evaluation, Evaluator
 from services.controller.run.generation import Generation
+from services.controller.run.handout import Handout
 from services.controller.run.journal import Journal, Recovered
 from services.controller.run.ledger import Ledger
 from services.controller.run.progress import Progress
@@ -46,6 +47,10 @@ class Restored:
     """What weight versions are above their steps."""
     published: int
     """The newest published weight version; -1 before the first."""
+
+    def summary(self) -> dict[str, object]:
+        """What the run has achieved so far."""
+        return self.progress.summary(self.ledger.counts(), self.ledger.reasons())
 
 
 async def restore(
@@ -89,17 +94,24 @@ async def restore(
         shuffle=spec.data.shuffle,
         position=recovered.ledger.position,
         quarantined=recovered.quarantined_rows,
+        returned=recovered.ledger.returned,
     )
-    train = StoredGroups(queue, partition_id(run_id, "train"), spec.rollout.group_size)
     generation = Generation(
         spec,
-        run_id,
         ledger=ledger,
         order=order,
         journal=journal,
         replicas=parts.replicas,
-        stored=train,
-        clock=clock,
+        stored=StoredGroups(queue, partition_id(run_id, "train"), spec.rollout.group_size),
+        handout=Handout(
+            spec,
+            run_id,
+            ledger=ledger,
+            order=order,
+            journal=journal,
+            replicas=parts.replicas,
+            clock=clock,
+        ),
     )
     evaluator = Evaluator(spec, run_id, parts, queue=queue, on_result=on_result)
     await evaluator.restore(recovered.evaluated)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from services.controller.run.ledger import Group
+from services.controller.run.groups import Group
 from services.controller.run.staleness import StalenessGate
 
 
@@ -99,9 +99,8 @@ def resume_order(
         has_tokens = group.oldest_version >= 0
         return resume_key(
             is_at_risk=has_tokens and gate.is_at_risk(group.oldest_version, weight_version),
-            # Only the rollouts know how far the members are.
-            num_unfinished=0,
-            num_tokens=0,
+            num_unfinished=group.num_unfinished,
+            num_tokens=group.num_tokens,
             sequence=group.sequence,
         )
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 
@@ -21,7 +20,9 @@ class Replicas:
         self._stack = AsyncExitStack()
         self._clients: dict[str, RolloutClient] = {}
         self._workers: dict[str, Worker] = {}
-        self._load: Counter[str] = Counter()
+        self._load: dict[str, int] = {}
+        # Rollouts by the number of groups that they have, so that nobody searches for the least.
+        self._by_load: dict[int, dict[str, None]] = {}
 
     async def open(self, workers: Iterable[Worker]) -> None:
         """Connect to the rollouts."""
@@ -31,6 +32,7 @@ class Replicas:
             )
             self._clients[worker.worker_id] = RolloutClient(channel)
             self._workers[worker.worker_id] = worker
+            self._place(worker.worker_id, 0)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -67,16 +69,27 @@ class Replicas:
         """
         if not self._clients:
             raise UnavailableError("no rollout is connected, so no group can start")
-        worker_id = min(self._clients, key=lambda name: (self._load[name], name))
+        worker_id = next(iter(self._by_load[min(self._by_load)]))
         return worker_id, self._workers[worker_id].weight_version
 
     def assigned(self, worker_id: str) -> None:
         """A group was assigned to a rollout."""
-        self._load[worker_id] += 1
+        self._place(worker_id, self._load.get(worker_id, 0) + 1)
 
     def finished(self, worker_id: str) -> None:
         """A group of a rollout ended."""
-        self._load[worker_id] -= 1
+        self._place(worker_id, self._load.get(worker_id, 0) - 1)
+
+    def _place(self, worker_id: str, load: int) -> None:
+        if worker_id not in self._clients:  # a group of a rollout that is gone
+            return
+        known = self._load.get(worker_id)
+        if known is not None:
+            del self._by_load[known][worker_id]
+            if not self._by_load[known]:
+                del self._by_load[known]
+        self._load[worker_id] = load
+        self._by_load.setdefault(load, {})[worker_id] = None
 
     async def start(self, by_worker: dict[str, list[GroupAssignment]]) -> None:
         """Hand groups to the rollouts that they were assigned to."""

@@ -1,11 +1,11 @@
 """The samples of a run that the transferqueue holds, group by group."""
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
 from services.common.batch import KVBatchMeta
 from services.common.spec.algorithm import AlgorithmSpec
-from services.controller.run.ledger import Group
+from services.controller.run.groups import Group
 from services.transferqueue.client import TransferQueueClient
 
 
@@ -33,7 +33,12 @@ class StoredGroups:
 
     def meta(self, groups: Iterable[Group]) -> KVBatchMeta:
         """The samples of groups, in order."""
-        return KVBatchMeta.concat([self._metas[group.group_id] for group in groups])
+        metas = [self._metas[group.group_id] for group in groups]
+        return (
+            KVBatchMeta.concat(metas)
+            if metas
+            else KVBatchMeta(partition_id=self._partition, keys=())
+        )
 
     async def release(self, groups: Sequence[Group]) -> None:
         """Delete the samples of groups that ended."""
@@ -46,23 +51,27 @@ class StoredGroups:
 
     async def find(self) -> dict[str, KVBatchMeta]:
         """What is stored now, by group; a group may be incomplete."""
-        stored = await self._queue.get_batch(self._partition)
-        return {group_id: stored.select(at) for group_id, at in _by_group(stored).items()}
+        return dict(_split(await self._queue.get_batch(self._partition)))
 
     def is_whole(self, meta: KVBatchMeta) -> bool:
         """Whether all members of a group are there."""
         return meta.num_keys == self._group_size
 
-    async def finished(self) -> AsyncIterator[tuple[str, KVBatchMeta]]:
+    async def finished(self) -> AsyncIterator[list[tuple[str, KVBatchMeta]]]:
         """Groups as they become whole, for ever; those that are whole already come first."""
         members: dict[str, list[KVBatchMeta]] = defaultdict(list)
         async for batch in self._queue.watch(self._partition, 0):
-            for group_id, indexes in _by_group(batch).items():
-                members[group_id].append(batch.select(indexes))
-                meta = KVBatchMeta.concat(members[group_id])
+            whole: list[tuple[str, KVBatchMeta]] = []
+            for group_id, found in _split(batch):
+                meta = found
+                if group_id in members or not self.is_whole(found):
+                    members[group_id].append(found)
+                    meta = KVBatchMeta.concat(members[group_id])
                 if self.is_whole(meta):
-                    del members[group_id]
-                    yield group_id, meta
+                    members.pop(group_id, None)
+                    whole.append((group_id, meta))
+            if whole:
+                yield whole
 
 
 def attempt_of(meta: KVBatchMeta) -> int:
@@ -95,10 +104,12 @@ def why_unfit(meta: KVBatchMeta, algorithm: AlgorithmSpec, *, may_refill: bool) 
     return None
 
 
-def _by_group(batch: KVBatchMeta) -> dict[str, list[int]]:
-    groups: dict[str, list[int]] = defaultdict(list)
+def _split(batch: KVBatchMeta) -> Iterator[tuple[str, KVBatchMeta]]:
+    """The samples of each group."""
     if batch.num_keys == 0:  # then it has no tags either
-        return groups
+        return
+    groups: dict[str, list[int]] = defaultdict(list)
     for index, group_id in enumerate(batch.tag("group_id")):
         groups[str(group_id)].append(index)
-    return groups
+    for group_id, indexes in groups.items():
+        yield group_id, batch if len(groups) == 1 else batch.select(indexes)

@@ -3,12 +3,13 @@
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import sqlalchemy as sa
 
-from services.controller.run.ledger import Group, GroupState, LedgerChange, LedgerState
+from services.controller.run.groups import Group, GroupState, LedgerChange, LedgerState
+from services.controller.run.prompts import ReturnedRows
 from services.controller.store.tables import DEAD_LETTERS, LEDGERS, PROMPTS, STEPS
 
 _CHUNK = 500
@@ -49,6 +50,7 @@ def write_change(connection: sa.Connection, run_id: str, change: LedgerChange) -
         position=change.position,
         ended_json=json.dumps({state.value: count for state, count in change.counts.items()}),
         reasons_json=json.dumps(dict(change.reasons)),
+        returned_json=json.dumps(asdict(change.returned)),
     )
 
 
@@ -69,6 +71,8 @@ def read_ledger(connection: sa.Connection, run_id: str) -> LedgerState:
                 losses=row.losses,
                 worker_id=row.worker_id,
                 oldest_version=row.oldest_version,
+                num_unfinished=row.num_unfinished,
+                num_tokens=row.num_tokens,
             )
             for row in rows
         ),
@@ -76,6 +80,7 @@ def read_ledger(connection: sa.Connection, run_id: str) -> LedgerState:
         position=frontier.position,
         ended={GroupState(name): count for name, count in json.loads(frontier.ended_json).items()},
         reasons=json.loads(frontier.reasons_json),
+        returned=_returned(json.loads(frontier.returned_json)),
     )
 
 
@@ -211,6 +216,12 @@ def _again(group: Group) -> Group:
     )
 
 
+def _returned(stored: Mapping[str, Any]) -> ReturnedRows:
+    if not stored:
+        return ReturnedRows()
+    return ReturnedRows(stored["epoch"], tuple(stored["waiting"]), tuple(stored["known"]))
+
+
 def _write_frontier(connection: sa.Connection, run_id: str, **values: Any) -> None:
     updated = connection.execute(LEDGERS.update().where(LEDGERS.c.run_id == run_id).values(values))
     if updated.rowcount == 0:
@@ -228,6 +239,8 @@ def _prompt(run_id: str, group: Group) -> dict[str, Any]:
         "losses": group.losses,
         "worker_id": group.worker_id,
         "oldest_version": group.oldest_version,
+        "num_unfinished": group.num_unfinished,
+        "num_tokens": group.num_tokens,
     }
 
 

@@ -71,6 +71,7 @@ LEDGERS = sa.Table(
     sa.Column("version_offset", sa.BigInteger, nullable=False, server_default="0"),
     sa.Column("ended_json", sa.Text, nullable=False),
     sa.Column("reasons_json", sa.Text, nullable=False),
+    sa.Column("returned_json", sa.Text, nullable=False, server_default="{}"),
 )
 """The frontier of each run's ledger: groups 0 to ``num_issued`` were issued, from ``position`` rows of the
 prompt order. Those in neither ``prompts`` nor ``dead_letters`` were trained by a row of ``steps``. The weight
@@ -88,6 +89,8 @@ PROMPTS = sa.Table(
     sa.Column("losses", sa.Integer, nullable=False),
     sa.Column("worker_id", sa.String(63), nullable=False),
     sa.Column("oldest_version", sa.BigInteger, nullable=False),
+    sa.Column("num_unfinished", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("num_tokens", sa.BigInteger, nullable=False, server_default="0"),
 )
 """Groups in flight; a group that ended leaves the table."""
 
@@ -129,9 +132,10 @@ CHECKPOINTS = sa.Table(
     sa.Column("state", sa.String(16), nullable=False),
     sa.Column("message", sa.Text, nullable=False),
     sa.Column("create_time", sa.Float(53), nullable=False),
+    sa.Column("snapshot_id", sa.String(40), nullable=False, server_default=""),
     sa.Index("ix_checkpoints_run_id", "run_id", "step"),
 )
-"""Checkpoints of runs, the failed ones too."""
+"""Checkpoints of runs, the failed ones too. ``snapshot_id`` names the transferqueue's part."""
 
 IDEMPOTENCY_KEYS = sa.Table(
     "idempotency_keys",

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.controller.run.ledger import GroupState, Ledger, LedgerError, LedgerState
+from services.controller.run.groups import GroupState, LedgerState
+from services.controller.run.ledger import Ledger, LedgerError
 
 
 def test_a_trained_group_goes_through_all_states():

@@ -2,8 +2,9 @@
 
 import pytest
 
+from services.controller.run.groups import GroupState
 from services.controller.run.journal import Journal
-from services.controller.run.ledger import GroupState, Ledger
+from services.controller.run.ledger import Ledger
 from services.controller.run.run_state import RunEvent, RunState
 from services.controller.store import ledgers as ledger_store
 from services.controller.store.records import NewRun, Note, RequestKey

@@ -256,6 +256,8 @@ class GroupFailure(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRYABLE_FIELD_NUMBER: _builtins.int
+    UNFINISHED_COUNT_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Names the group."""
     attempt: _builtins.int
@@ -266,6 +268,10 @@ class GroupFailure(_message.Message):
     """Explains it to a person."""
     retryable: _builtins.bool
     """Says whether another try could succeed."""
+    unfinished_count: _builtins.int
+    """Counts the members that are not finished, if the group was interrupted."""
+    token_count: _builtins.int
+    """Counts the tokens that it has, if it was interrupted."""
     def __init__(
         self,
         *,
@@ -274,10 +280,12 @@ class GroupFailure(_message.Message):
         reason: _builtins.str = ...,
         message: _builtins.str = ...,
         retryable: _builtins.bool = ...,
+        unfinished_count: _builtins.int = ...,
+        token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "group_id", b"group_id", "message", b"message", "reason", b"reason", "retryable", b"retryable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "group_id", b"group_id", "message", b"message", "reason", b"reason", "retryable", b"retryable", "token_count", b"token_count", "unfinished_count", b"unfinished_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,97 @@
+"""What the ledger knows of an issued prompt, and of all of them: plain values. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from services.controller.run.prompts import ReturnedRows
+
+
+class GroupState(StrEnum):
+    """Where a group is."""
+
+    PENDING = "pending"
+    LEASED = "leased"
+    GENERATING = "generating"
+    PARTIAL = "partial"
+    READY = "ready"
+    TRAINING = "training"
+    CONSUMED = "consumed"
+    DROPPED = "dropped"
+    QUARANTINED = "quarantined"
+
+
+RUNNING = frozenset({GroupState.LEASED, GroupState.GENERATING})
+WAITING = frozenset({GroupState.PENDING, GroupState.PARTIAL})
+TERMINAL = frozenset({GroupState.CONSUMED, GroupState.DROPPED, GroupState.QUARANTINED})
+
+GROUP_PREFIX = "g"
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """One issued prompt and its samples."""
+
+    sequence: int
+    """Order of admission, from 0."""
+    row: int
+    """Row of the prompt in the training data."""
+    state: GroupState = GroupState.PENDING
+    attempt: int = 1
+    """Try, from 1."""
+    failures: int = 0
+    """Tries that failed because of the prompt, not of the machinery around it."""
+    losses: int = 0
+    """Tries that ended because the worker died."""
+    worker_id: str = ""
+    """Who generates it."""
+    oldest_version: int = -1
+    """Oldest weight version that its samples have, or may get; -1 while it has none."""
+    started: float = 0.0
+    """When it was handed out, in monotonic seconds."""
+    reason: str = ""
+    """Why it was dropped or quarantined."""
+    num_unfinished: int = 0
+    """Members that were not finished when it was interrupted."""
+    num_tokens: int = 0
+    """Tokens that it had when it was interrupted."""
+
+    @property
+    def group_id(self) -> str:
+        """Its name on every plane."""
+        return f"{GROUP_PREFIX}{self.sequence:08d}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerState:
+    """Everything that a ledger needs to go on."""
+
+    groups: tuple[Group, ...] = ()
+    """Groups in flight."""
+    num_issued: int = 0
+    position: int = 0
+    """Rows of the prompt order that were taken."""
+    ended: Mapping[GroupState, int] = field(default_factory=dict)
+    """Number of ended groups by state."""
+    reasons: Mapping[str, int] = field(default_factory=dict)
+    """Dropped and quarantined groups by reason."""
+    returned: ReturnedRows = field(default_factory=ReturnedRows)
+    """Rows that are issued once more at the end of their epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerChange:
+    """What changed since the change before: as much as was touched, however long the run is."""
+
+    groups: tuple[Group, ...]
+    """Groups in flight that are new or changed."""
+    ended: tuple[Group, ...]
+    """Groups that ended."""
+    num_issued: int
+    position: int
+    counts: Mapping[GroupState, int]
+    """Number of ended groups by state."""
+    reasons: Mapping[str, int]
+    """Dropped and quarantined groups by reason."""
+    returned: ReturnedRows
+    """Rows that are issued once more at the end of their epoch."""

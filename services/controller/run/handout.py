@@ -1,0 +1,145 @@
+"""Hands groups to rollouts: those that go on, those that begin again, then new ones, as the gate allows."""
+
+from collections import defaultdict
+
+from services.common.clock import Clock
+from services.common.fields import partition_id
+from services.common.spec.run import RunSpec
+from services.controller.run.groups import RUNNING, Group, GroupState
+from services.controller.run.journal import Journal
+from services.controller.run.ledger import Ledger
+from services.controller.run.prompts import PromptOrder, sample_seed
+from services.controller.run.replay import resume_order
+from services.controller.run.replicas import Replicas
+from services.controller.run.staleness import StalenessGate
+from services.rollout.client import GroupAssignment
+
+
+class GenerationError(RuntimeError):
+    """Generation cannot go on; the message says why and what to do."""
+
+
+class Handout:
+    """Chooses what is generated next, and where.
+
+    Args:
+        spec: The run's specification.
+        run_id: Names its partitions.
+        ledger: States of all issued groups.
+        order: Order of the prompts.
+        journal: Where what the ledger decides is written before it is acted on.
+        replicas: Where groups go.
+        clock: For stalls.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        run_id: str,
+        *,
+        ledger: Ledger,
+        order: PromptOrder,
+        journal: Journal,
+        replicas: Replicas,
+        clock: Clock,
+    ) -> None:
+        self._spec = spec
+        self._partition = partition_id(run_id, "train")
+        self._ledger = ledger
+        self._order = order
+        self._journal = journal
+        self._replicas = replicas
+        self._clock = clock
+        self._total = spec.trainer.steps * spec.trainer.prompts_per_step
+        self._per_replica = max(1, spec.rollout.max_running_samples // spec.rollout.group_size)
+        self.published_step = -1
+        """The newest step whose weights every rollout serves."""
+        self.gate = StalenessGate(
+            max_staleness=spec.algorithm.max_staleness,
+            groups_per_step=spec.trainer.prompts_per_step,
+        )
+
+    async def hand_out(self) -> None:
+        """Start whatever may start now."""
+        groups = self._next_groups()
+        if not groups:
+            return
+        by_worker: dict[str, list[GroupAssignment]] = defaultdict(list)
+        for group in groups:
+            worker_id, version = self._replicas.choose()
+            self._replicas.assigned(worker_id)
+            self._ledger.lease(group, worker_id, version=version, now=self._clock.monotonic())
+            by_worker[worker_id].append(self.assignment(group))
+        await self._journal.save(self._ledger)
+        await self._replicas.start(by_worker)
+        for group in groups:
+            self._ledger.confirm(group)
+
+    async def take_back_stalled(self) -> None:
+        """Hand groups that bring nothing to somebody else."""
+        oldest = self._clock.monotonic() - self._spec.limits.stall_timeout_s
+        first = self._ledger.longest_running()
+        if first is None or first.started > oldest:
+            return
+        stalled = [group for group in self._ledger.running() if group.started <= oldest]
+        await self._replicas.cancel([group.group_id for group in stalled])
+        for group in stalled:
+            self._replicas.finished(group.worker_id)
+            if not self._ledger.retry(group, "stalled"):
+                self._order.quarantine(group.row)
+        await self._journal.save(self._ledger)
+
+    def seconds_to_next_stall(self) -> float | None:
+        """When :meth:`take_back_stalled` may find something; None if nothing runs."""
+        first = self._ledger.longest_running()
+        if first is None:
+            return None
+        rest = first.started + self._spec.limits.stall_timeout_s - self._clock.monotonic()
+        return max(rest, 0.01)
+
+    def assignment(self, group: Group) -> GroupAssignment:
+        """What the rollout is told of a group."""
+        members = range(self._spec.rollout.group_size)
+        return GroupAssignment(
+            group_id=group.group_id,
+            attempt=group.attempt,
+            split="train",
+            row=group.row,
+            partition_id=self._partition,
+            seeds=tuple(sample_seed(self._spec.seed, group.sequence, m) for m in members),
+            temperatures=(self._spec.rollout.sampling.temperature,) * len(members),
+        )
+
+    def _next_groups(self) -> list[Group]:
+        """Groups with tokens, which the gate let in before; then, under the gate, all others."""
+        ledger = self._ledger
+        free = self._per_replica * self._replicas.num_replicas - ledger.count(*RUNNING)
+        if free <= 0:
+            return []
+        groups = resume_order(
+            ledger.in_state(GroupState.PARTIAL),
+            gate=self.gate,
+            weight_version=self._replicas.newest_version(),
+        )[:free]
+        # A group that waits without tokens holds no place under the gate: were it let past, a run that went
+        # back to a checkpoint would generate more than it may before it trains.
+        waiting = ledger.count(GroupState.PENDING)
+        room = self.gate.capacity(
+            published=self.published_step,
+            num_admitted=ledger.num_admitted - waiting,
+            num_running=0,
+            max_running=free - len(groups),
+        )
+        if waiting and room:
+            groups += ledger.in_state(GroupState.PENDING)[:room]
+        num_new = min(room - min(waiting, room), self._total - ledger.num_admitted)
+        return groups + [self._issue() for _ in range(num_new)]
+
+    def _issue(self) -> Group:
+        row = self._order.next_row()
+        if row is None:
+            raise GenerationError(
+                "every prompt of data.train is quarantined; see the GroupFailed events for the reasons"
+            )
+        self._ledger.returned = self._order.returned
+        return self._ledger.issue(row, position=self._order.position)

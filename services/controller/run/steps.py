@@ -1,0 +1,107 @@
+"""One step after the other: written down, trained, committed; settled if something died in between."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+from services.common.spec.run import RunSpec
+from services.controller import metrics
+from services.controller.run.groups import Group, GroupState
+from services.controller.run.journal import Journal
+from services.controller.run.progress import StepMeter
+from services.controller.run.recovery import Restored
+from services.controller.store.records import Note
+from services.trainer.client import TrainedStep
+
+
+class Steps:
+    """Trains steps of one run, each exactly once.
+
+    Args:
+        run_id: The run.
+        spec: Its specification.
+        journal: Its record.
+    """
+
+    def __init__(self, run_id: str, spec: RunSpec, journal: Journal) -> None:
+        self._run_id = run_id
+        self._spec = spec
+        self._journal = journal
+        self._meter = StepMeter()
+
+    async def begin(self, state: Restored, step: int, batch: Sequence[Group]) -> None:
+        """Write down which groups a step trains, before the trainer is asked."""
+        version = step - 1 + state.version_offset
+        await self._journal.begin_step(step, state.ledger, version=version, groups=batch)
+
+    async def train(
+        self, state: Restored, step: int, batch: Sequence[Group], *, begin: float, wait_s: float
+    ) -> None:
+        """Have the trainer train a step, commit it, and delete its samples."""
+        # A trainer that has trained the step repeats its answer, even if the samples are gone since.
+        stored = [group for group in batch if group in state.generation.stored]
+        trained = await state.parts.trainer.train_step(
+            step,
+            state.generation.stored.meta(stored),
+            weight_version=step - 1 + state.version_offset,
+            timeout_s=self._spec.limits.step_timeout_s,
+        )
+        await self._commit(state, step, batch, trained, begin=begin, wait_s=wait_s)
+        await state.generation.release(stored)
+
+    async def settle(self, state: Restored, step: int) -> bool:
+        """Finish the step that was begun, or put its groups back if their samples are gone.
+
+        Returns:
+            Whether the step is trained.
+        """
+        batch = state.ledger.in_state(GroupState.TRAINING)
+        lost = [group for group in batch if group not in state.generation.stored]
+        if state.parts.trained == step or not lost:
+            await self.train(state, step, batch, begin=time.perf_counter(), wait_s=0.0)
+            return True
+        state.ledger.put_back(batch)
+        for group in lost:
+            state.ledger.requeue(group)
+        await self._journal.forget_step(step, state.ledger)
+        return False
+
+    async def _commit(
+        self,
+        state: Restored,
+        step: int,
+        batch: Sequence[Group],
+        trained: TrainedStep,
+        *,
+        begin: float,
+        wait_s: float,
+    ) -> None:
+        """Record a step and everything it consumed, in one transaction."""
+        numbers = _finite(trained.metrics)
+        state.ledger.consume(batch)
+        state.progress.stepped(numbers)
+        metrics.observe_step(self._run_id, step, numbers, state.ledger.counts())
+        data = {
+            "step": step,
+            **numbers,
+            "trainer_wait_s": wait_s,
+            **self._meter.measure(state.parts.replicas, time.perf_counter() - begin),
+            "ready_groups": state.ledger.count(GroupState.READY),
+            "running_groups": len(state.ledger.running()),
+        }
+        text = f"step {step} is trained"
+        if trained.skipped:
+            data["is_skipped"] = 1.0
+            text = f"step {step} left the weights as they were: {_why_skipped(trained.metrics)}"
+        note = Note("StepCommitted", text, data, step, None, state.summary())
+        await self._journal.commit_step(step, state.ledger, note=note, metrics=data)
+
+
+def _finite(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Those that are numbers: JSON knows no others, and a mean with one of them says nothing."""
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def _why_skipped(numbers: Mapping[str, float]) -> str:
+    names = sorted(name for name, value in numbers.items() if not math.isfinite(value))
+    return f"{', '.join(names)} not finite" if names else "no sample of it could be trained"

@@ -1,0 +1,135 @@
+"""What is generated next, and where."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from services.common.spec.loader import parse_spec
+from services.controller.run.groups import GroupState
+from services.controller.run.handout import GenerationError, Handout
+from services.controller.run.ledger import Ledger
+from services.controller.run.prompts import PromptOrder, ReturnedRows
+
+SPEC = parse_spec(
+    {
+        "name": "one",
+        "model": {"path": "tiny:qwen2-0.4m"},
+        "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
+        "rollout": {
+            "group_size": 2,
+            "max_response_tokens": 8,
+            "rewards": [{"name": "exact_match"}],
+        },
+        "trainer": {"steps": 10, "prompts_per_step": 4},
+        "algorithm": {"max_staleness": 1},
+    }
+)
+
+
+class Recorder:
+    """A journal that writes nothing."""
+
+    async def save(self, ledger):
+        ledger.take_changes()
+
+
+class OneRollout:
+    """A rollout that takes everything."""
+
+    num_replicas = 1
+
+    def __init__(self):
+        self.started = []
+
+    def choose(self):
+        return "rollout-0", 0
+
+    def assigned(self, worker_id):
+        """Loads do not matter here."""
+
+    def newest_version(self):
+        return 0
+
+    async def start(self, by_worker):
+        self.started += [a.group_id for groups in by_worker.values() for a in groups]
+
+
+def handout_of(ledger, *, rows=100, quarantined=()):
+    rollouts = OneRollout()
+    order = PromptOrder(rows, seed=0, shuffle=False, quarantined=quarantined)
+    clock = SimpleNamespace(monotonic=lambda: 1.0)
+    handout = Handout(
+        SPEC,
+        "run_1",
+        ledger=ledger,
+        order=order,
+        journal=Recorder(),
+        replicas=rollouts,
+        clock=clock,
+    )
+    return handout, rollouts
+
+
+async def test_as_many_groups_start_as_the_gate_lets_in():
+    ledger = Ledger(max_attempts=3)
+    handout, rollouts = handout_of(ledger)
+    handout.published_step = 0
+    await handout.hand_out()
+    await handout.hand_out()
+    assert len(rollouts.started) == 8
+
+
+async def test_groups_that_wait_after_a_rewind_do_not_pass_the_gate():
+    ledger = Ledger(max_attempts=3)
+    for row in range(12):
+        ledger.issue(row, position=row + 1)
+    handout, rollouts = handout_of(ledger)
+    handout.published_step = 0
+    await handout.hand_out()
+    assert rollouts.started == [f"g{sequence:08d}" for sequence in range(8)]
+    assert ledger.count(GroupState.PENDING) == 4
+    handout.published_step = 1
+    await handout.hand_out()
+    assert len(rollouts.started) == 12
+
+
+async def test_interrupted_groups_go_on_first_and_the_one_with_the_least_left_before_others():
+    ledger = Ledger(max_attempts=3)
+    handout, rollouts = handout_of(ledger)
+    handout.published_step = 0
+    await handout.hand_out()
+    far, near = ledger.running()[:2]
+    ledger.interrupt(far, num_unfinished=2, num_tokens=9)
+    ledger.interrupt(near, num_unfinished=1, num_tokens=3)
+    rollouts.started.clear()
+    await handout.hand_out()
+    assert rollouts.started == [near.group_id, far.group_id]
+
+
+async def test_a_run_without_prompts_left_says_so():
+    handout, _ = handout_of(Ledger(max_attempts=3), rows=2, quarantined=(0, 1))
+    handout.published_step = 0
+    with pytest.raises(GenerationError, match="quarantined"):
+        await handout.hand_out()
+
+
+def test_a_row_that_is_given_back_comes_once_more_at_the_end_of_its_epoch():
+    order = PromptOrder(3, seed=0, shuffle=False)
+    assert [order.next_row() for _ in range(2)] == [0, 1]
+    assert order.give_back(0)
+    assert not order.give_back(0)
+    assert [order.next_row() for _ in range(5)] == [2, 0, 0, 1, 2]
+    assert order.position == 6
+
+
+def test_returned_rows_survive_a_restart():
+    order = PromptOrder(3, seed=0, shuffle=False, position=2)
+    order.give_back(1)
+    again = PromptOrder(
+        3, seed=0, shuffle=False, position=2, returned=ReturnedRows(**vars_of(order.returned))
+    )
+    assert [again.next_row() for _ in range(3)] == [2, 1, 0]
+
+
+def vars_of(returned):
+    return {"epoch": returned.epoch, "waiting": returned.waiting, "known": returned.known}
