@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from services.common.spec.run import RunSpec
 from services.trainer.algorithm.credit import assign_credit
 from services.trainer.algorithm.loss import kl_penalty
-from services.trainer.algorithm.objective import Objective, resolve_correction
+from services.trainer.algorithm.objective import Objective
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.report import derive, describe_batch
@@ -82,8 +82,8 @@ class StepRunner:
         self._device = device
         self._parameters = trainable(policy)
         self.optimizer = optim.build_optimizer(self._parameters, spec.trainer.optimizer)
-        correction = resolve_correction(
-            spec.algorithm, updates_per_step=spec.trainer.updates_per_step
+        correction = spec.algorithm.resolved_correction(
+            updates_per_step=spec.trainer.updates_per_step
         )
         self._objective = Objective(
             spec.algorithm, correction=correction, horizon=spec.rollout.max_response_tokens
@@ -91,9 +91,7 @@ class StepRunner:
         kl = spec.algorithm.kl
         self._kl_in_reward = kl.coefficient > 0 and kl.placement == "reward"
         self._kl_in_loss = kl.coefficient > 0 and kl.placement == "loss"
-        self._needs_proximal = self._kl_in_reward or (
-            spec.trainer.updates_per_step > 1 and correction != "bypass"
-        )
+        self._needs_proximal = spec.needs_proximal
         self.kl_coefficient = kl.coefficient
         self.num_updates = 0
 

@@ -142,6 +142,14 @@ class AlgorithmSpec(SpecPart):
     """Steps in a row that may be skipped because a number was not finite; one more goes back to the newest
     checkpoint, or ends the run if there is none or that did not help."""
 
+    def resolved_correction(
+        self, *, updates_per_step: int
+    ) -> Literal["bypass", "decoupled", "none"]:
+        """What ``auto`` means: ``bypass`` with one update per batch, else ``decoupled``."""
+        if self.correction == "auto":
+            return "bypass" if updates_per_step == 1 else "decoupled"
+        return self.correction
+
     @model_validator(mode="before")
     @classmethod
     def _loss_brings_its_defaults(cls, values: Any) -> Any:

@@ -10,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from services.common.spec.run import RunSpec
+from services.common.spec.topology import SPELLINGS
 
 _SCALARS = (str, int, float, bool, type(None))
 
@@ -98,7 +99,13 @@ def resolve_paths(spec: RunSpec, folder: Path) -> RunSpec:
             source["path"] = _absolute_callable(source["path"], folder)
     for reward in document["rollout"]["rewards"]:
         reward["name"] = _absolute_callable(reward["name"], folder)
-    document["rollout"]["workflow"] = _absolute_callable(document["rollout"]["workflow"], folder)
+    rollout = document["rollout"]
+    rollout["workflow"] = _absolute_callable(rollout["workflow"], folder)
+    arguments = rollout["workflow_arguments"]
+    if isinstance(agent := arguments.get("agent"), str):
+        arguments["agent"] = _absolute_callable(agent, folder)
+    if isinstance(tools := arguments.get("tools"), list):
+        arguments["tools"] = [_absolute_callable(str(tool), folder) for tool in tools]
     return RunSpec.model_validate(document)
 
 
@@ -155,7 +162,21 @@ def _with_aliases(document: Mapping[str, Any]) -> dict[str, Any]:
                 ]
             )
         result["algorithm"] = algorithm
+    trainer = result.get("trainer")
+    if isinstance(trainer, dict) and SPELLINGS.keys() & trainer.keys():
+        result["trainer"], result["topology"] = _moved(trainer, result.get("topology", {}))
     return result
+
+
+def _moved(trainer: dict[str, Any], topology: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Task groups as dots.rl has them, among the options of the trainer."""
+    trainer, moved = dict(trainer), dict(topology)
+    for name in SPELLINGS.keys() & trainer.keys():
+        moved[name] = trainer.pop(name)
+    nodes, per_node = trainer.pop("nnodes", 1), trainer.pop("n_gpus_per_node", None)
+    if per_node is not None:
+        moved = {"gpus": nodes * per_node, "gpus_per_node": per_node, **moved}
+    return trainer, moved
 
 
 def _problem(error: Any) -> str:

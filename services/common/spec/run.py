@@ -1,8 +1,9 @@
 """RunSpec: the one description of a run."""
 
-from typing import Self
+from collections.abc import Mapping
+from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from services.common.spec.algorithm import AlgorithmSpec
 from services.common.spec.base import SpecPart
@@ -10,6 +11,7 @@ from services.common.spec.data import DataSpec
 from services.common.spec.limits import LimitsSpec
 from services.common.spec.model import ModelSpec
 from services.common.spec.rollout import RolloutSpec
+from services.common.spec.topology import TopologySpec
 from services.common.spec.trainer import TrainerSpec
 from services.common.spec.transferqueue import TransferQueueSpec
 from services.common.spec.validation import ValidationSpec
@@ -33,6 +35,8 @@ class RunSpec(SpecPart):
     """Loss, advantage, correction, staleness."""
     trainer: TrainerSpec
     """Optimization."""
+    topology: TopologySpec = TopologySpec()
+    """Which tasks have GPUs of their own."""
     validation: ValidationSpec = ValidationSpec()
     """Evaluation on held-out prompts."""
     weight_sync: WeightSyncSpec = WeightSyncSpec()
@@ -41,6 +45,57 @@ class RunSpec(SpecPart):
     """The data plane."""
     limits: LimitsSpec = LimitsSpec()
     """Deadlines and restarts."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether training compares with the frozen base model."""
+        return self.algorithm.kl.coefficient > 0
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether training compares with the weights at the start of the step, in a pass of its own.
+
+        With one update per batch they are the current ones, and under ``bypass`` the rollouts' stand in.
+        """
+        updates = self.trainer.updates_per_step
+        is_bypassed = self.algorithm.resolved_correction(updates_per_step=updates) == "bypass"
+        in_reward = self.needs_reference and self.algorithm.kl.placement == "reward"
+        return in_reward or (updates > 1 and not is_bypassed)
+
+    @property
+    def samples_per_group(self) -> int:
+        """Samples of a group: its members, and the greedy baseline of ReMax."""
+        return self.rollout.group_size + (self.algorithm.advantage == "remax")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _topology_gives_the_counts(cls, values: Any) -> Any:
+        """Fill in what follows from task groups; that it is not contradicted is checked later."""
+        if not isinstance(values, Mapping) or "topology" not in values:
+            return values
+        try:
+            topology = TopologySpec.model_validate(values["topology"])
+        except ValidationError:
+            return values  # it is reported with its key when the field itself is validated
+        trainer, rollout = values.get("trainer"), values.get("rollout")
+        if not topology.task_groups or not isinstance(trainer, Mapping):
+            return values
+        if not isinstance(rollout, Mapping):
+            return values
+        engine_gpus = _engine_gpus(rollout.get("engine_arguments", {}))
+        counts = topology.gpus_of("train"), topology.gpus_of("generate") // engine_gpus
+        return {
+            **values,
+            "trainer": {"world_size": counts[0], **trainer},
+            "rollout": {"replicas": counts[1], **rollout},
+        }
+
+    @model_validator(mode="after")
+    def _topology_fits(self) -> Self:
+        if self.topology.task_groups:
+            _check_counts(self)
+            _check_roles(self)
+        return self
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> Self:
@@ -74,3 +129,64 @@ class RunSpec(SpecPart):
         if self.validation.only and self.data.heldout is None:
             raise ValueError("validation.only needs data.heldout; name the held-out prompts")
         return self
+
+
+def _engine_gpus(engine_arguments: Mapping[str, Any]) -> int:
+    """GPUs of one rollout, by the names that the engines give them."""
+    return int(engine_arguments.get("tensor_parallel_size", engine_arguments.get("tp_size", 1)))
+
+
+def _check_counts(spec: RunSpec) -> None:
+    """Processes must be those that the task groups give."""
+    engine_gpus = _engine_gpus(spec.rollout.engine_arguments)
+    parallelism = {"train": spec.trainer.tensor_parallel, "generate": engine_gpus}
+    placed = spec.topology.place(parallelism)
+    given = {
+        "trainer.world_size": (spec.trainer.world_size, spec.topology.gpus_of("train")),
+        "rollout.replicas": (
+            spec.rollout.replicas,
+            spec.topology.gpus_of("generate") // engine_gpus,
+        ),
+    }
+    for key, (stated, follows) in given.items():
+        if stated != follows:
+            raise ValueError(
+                f"{key} is {stated}, but topology gives {follows}; leave it out, or change "
+                "topology.ratios"
+            )
+    for group in placed.groups:
+        if "generate" in group.tasks and set(group.tasks) - {"generate", "reward"}:
+            raise ValueError(
+                f"topology.task_groups puts {', '.join(group.tasks)} on the same GPUs, but an engine "
+                "needs its GPUs for itself; give generate a group of its own"
+            )
+
+
+def _check_roles(spec: RunSpec) -> None:
+    """Tasks with GPUs of their own must have something to do, and get what they need."""
+    topology = spec.topology
+    if topology.own_gpus("ref_logp") and not spec.needs_reference:
+        raise ValueError(
+            "topology.task_groups gives ref_logp GPUs of its own, but algorithm.kl.coefficient is 0, "
+            "so nothing is compared with the reference; set it above 0, or leave ref_logp out"
+        )
+    if topology.own_gpus("logp") and not spec.needs_proximal:
+        raise ValueError(
+            "topology.task_groups gives logp GPUs of its own, but with trainer.updates_per_step "
+            f"{spec.trainer.updates_per_step} and algorithm.correction {spec.algorithm.correction!r} "
+            "nothing needs proximal logprobs; let it share the group of train"
+        )
+    if topology.own_gpus("logp") and spec.weight_sync.publish_every > 1:
+        raise ValueError(
+            "topology.task_groups gives logp GPUs of its own, which must get the weights of every step, but "
+            f"weight_sync.publish_every is {spec.weight_sync.publish_every}; set it to 1, or let logp share "
+            "the group of train"
+        )
+    for task in ("critic", "reward"):
+        group = next((group for group in topology.task_groups if task in group), ())
+        home = "train" if task == "critic" else "generate"
+        if group and home not in group:
+            raise ValueError(
+                f"topology.task_groups gives {task} GPUs of its own, but it runs inside the processes of "
+                f"{home}; put it into the group of {home}, or leave it out"
+            )

@@ -24,13 +24,6 @@ from services.trainer.ranks.collectives import Tally
 Correction = Literal["bypass", "decoupled", "none"]
 
 
-def resolve_correction(spec: AlgorithmSpec, *, updates_per_step: int) -> Correction:
-    """What ``auto`` means: ``bypass`` with one update per batch, else ``decoupled``."""
-    if spec.correction == "auto":
-        return "bypass" if updates_per_step == 1 else "decoupled"
-    return spec.correction
-
-
 @dataclass(frozen=True, slots=True)
 class _Comparison:
     """Logprobs and weights that the loss is built from, all ``[R]`` and without gradient."""

@@ -1,0 +1,191 @@
+"""Task groups: how the GPUs of a run are split among its tasks.
+
+The largest remainder decides, so that every GPU of the ratios' sum is given: shares are rounded down, and
+what is left goes to the groups that lost most, the earlier one of two equals first. Nothing is repaired
+silently.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, Literal
+
+TASKS: Final = ("train", "logp", "ref_logp", "reward", "critic", "generate")
+ALIASES: Final = {
+    "actor-train": "train",
+    "actor_train": "train",
+    "actor": "train",
+    "rollout": "generate",
+    "ref": "ref_logp",
+}
+"""Other names of tasks, dots.rl's among them."""
+
+_NOISE = 1e-9
+"""Shares such as ``0.7 * 10`` may miss a whole number by this much."""
+
+
+class TaskGroupFault(StrEnum):
+    """What is wrong with task groups."""
+
+    LENGTH_MISMATCH = "LENGTH_MISMATCH"
+    EMPTY_GROUP = "EMPTY_GROUP"
+    UNKNOWN_TASK = "UNKNOWN_TASK"
+    DUPLICATE_TASK = "DUPLICATE_TASK"
+    MISSING_TASK = "MISSING_TASK"
+    BAD_RATIO = "BAD_RATIO"
+    RATIO_SUM_GT_1 = "RATIO_SUM_GT_1"
+    TOTAL_NOT_MULTIPLE_OF_NODE = "TOTAL_NOT_MULTIPLE_OF_NODE"
+    GROUP_GETS_ZERO = "GROUP_GETS_ZERO"
+    NOT_DIVISIBLE_BY_PARALLELISM = "NOT_DIVISIBLE_BY_PARALLELISM"
+
+
+class TaskGroupError(ValueError):
+    """Task groups that cannot be placed."""
+
+    def __init__(self, fault: TaskGroupFault, message: str) -> None:
+        self.fault = fault
+        super().__init__(f"{fault}: {message}")
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedGroup:
+    """Tasks that share GPUs."""
+
+    tasks: tuple[str, ...]
+    gpus: int
+    pods: tuple[int, ...]
+    """GPUs of each pod: whole nodes first, then the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Task groups with their GPUs."""
+
+    groups: tuple[PlacedGroup, ...]
+    unused_gpus: int
+    """GPUs that no ratio covers."""
+
+    def group_of(self, task: str) -> PlacedGroup | None:
+        """The group of a task; None if no group lists it."""
+        return next((group for group in self.groups if task in group.tasks), None)
+
+
+def place_groups(
+    task_groups: Sequence[str | Sequence[str]],
+    ratios: Sequence[float],
+    *,
+    total_gpus: int,
+    gpus_per_node: int,
+    granularity: Literal["gpu", "node"] = "gpu",
+    parallelism: Mapping[str, int] | None = None,
+) -> Placement:
+    """Split GPUs among task groups.
+
+    Args:
+        task_groups: A task or several that share GPUs, for each group; aliases are accepted.
+        ratios: Share of each group.
+        total_gpus: GPUs of the run.
+        gpus_per_node: GPUs of one node.
+        granularity: Whether single GPUs or whole nodes are given.
+        parallelism: GPUs that one instance of a task takes; 1 for those that are not named.
+
+    Raises:
+        TaskGroupError: With one of :class:`TaskGroupFault`.
+    """
+    groups = _named(task_groups, num_ratios=len(ratios))
+    _check_ratios(ratios)
+    unit = gpus_per_node if granularity == "node" else 1
+    if total_gpus % unit:
+        raise TaskGroupError(
+            TaskGroupFault.TOTAL_NOT_MULTIPLE_OF_NODE,
+            f"{total_gpus} GPUs are not whole nodes of {gpus_per_node}; give whole nodes, or split by gpu",
+        )
+    counts = [count * unit for count in _largest_remainder(ratios, total_gpus // unit)]
+    for group, count, ratio in zip(groups, counts, ratios, strict=True):
+        if count == 0:
+            raise TaskGroupError(
+                TaskGroupFault.GROUP_GETS_ZERO,
+                f"group {'+'.join(group)} gets no GPU: {ratio:g} of {total_gpus}; raise its ratio, or "
+                "let it share a group",
+            )
+        _check_parallelism(group, count, parallelism or {})
+    return Placement(
+        groups=tuple(
+            PlacedGroup(group, count, _pods(count, gpus_per_node))
+            for group, count in zip(groups, counts, strict=True)
+        ),
+        unused_gpus=total_gpus - sum(counts),
+    )
+
+
+def _named(
+    task_groups: Sequence[str | Sequence[str]], *, num_ratios: int
+) -> tuple[tuple[str, ...], ...]:
+    """The groups as tuples of tasks, checked."""
+    if len(task_groups) != num_ratios:
+        raise TaskGroupError(
+            TaskGroupFault.LENGTH_MISMATCH,
+            f"{len(task_groups)} task groups, but {num_ratios} ratios; give one ratio for each group",
+        )
+    groups = []
+    for number, group in enumerate(task_groups):
+        names = (group,) if isinstance(group, str) else tuple(group)
+        if not names:
+            raise TaskGroupError(
+                TaskGroupFault.EMPTY_GROUP, f"group {number} has no task; name one or leave it out"
+            )
+        groups.append(tuple(ALIASES.get(name, name) for name in names))
+    everything = [task for group in groups for task in group]
+    if unknown := [task for task in everything if task not in TASKS]:
+        raise TaskGroupError(
+            TaskGroupFault.UNKNOWN_TASK,
+            f"there is no task {unknown[0]!r}; the tasks are {', '.join(TASKS)}",
+        )
+    if twice := [task for task in TASKS if everything.count(task) > 1]:
+        raise TaskGroupError(
+            TaskGroupFault.DUPLICATE_TASK, f"task {twice[0]} is listed twice; list it once"
+        )
+    if missing := [task for task in ("train", "generate") if task not in everything]:
+        raise TaskGroupError(
+            TaskGroupFault.MISSING_TASK, f"no group has the task {missing[0]}; every run needs it"
+        )
+    return tuple(groups)
+
+
+def _check_ratios(ratios: Sequence[float]) -> None:
+    for ratio in ratios:
+        if not (math.isfinite(ratio) and ratio > 0):
+            raise TaskGroupError(
+                TaskGroupFault.BAD_RATIO, f"a ratio must be above 0, but one is {ratio}"
+            )
+    if sum(ratios) > 1 + _NOISE:
+        raise TaskGroupError(
+            TaskGroupFault.RATIO_SUM_GT_1,
+            f"the ratios add up to {sum(ratios):g}; they are shares of the whole, so at most 1",
+        )
+
+
+def _largest_remainder(ratios: Sequence[float], units: int) -> list[int]:
+    wanted = [ratio * units for ratio in ratios]
+    counts = [math.floor(want + _NOISE) for want in wanted]
+    left = math.floor(sum(wanted) + _NOISE) - sum(counts)
+    remainders = [round(want - count, 9) for want, count in zip(wanted, counts, strict=True)]
+    for index in sorted(range(len(ratios)), key=lambda i: (-remainders[i], i))[:left]:
+        counts[index] += 1
+    return counts
+
+
+def _check_parallelism(group: Sequence[str], count: int, parallelism: Mapping[str, int]) -> None:
+    step = math.lcm(*(parallelism.get(task, 1) for task in group))
+    if count % step:
+        raise TaskGroupError(
+            TaskGroupFault.NOT_DIVISIBLE_BY_PARALLELISM,
+            f"group {'+'.join(group)} gets {count} GPUs, but its tasks take {step} at a time; change "
+            "its ratio or the parallelism",
+        )
+
+
+def _pods(count: int, gpus_per_node: int) -> tuple[int, ...]:
+    whole, rest = divmod(count, gpus_per_node)
+    return (gpus_per_node,) * whole + ((rest,) if rest else ())

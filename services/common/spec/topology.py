@@ -1,0 +1,113 @@
+"""Which tasks of a run have GPUs of their own, and how many."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from services.common.spec.base import SpecPart
+from services.common.spec.task_groups import ALIASES, Placement, place_groups
+
+logger = logging.getLogger(__name__)
+
+SPELLINGS = {
+    "separated_node_tasks": "task_groups",
+    "sperated_node_tasks": "task_groups",
+    "separated_node_ratios": "ratios",
+    "sperated_node_ratios": "ratios",
+}
+"""dots.rl's names of the two lists, its misspelt ones included."""
+
+
+class TopologySpec(SpecPart):
+    """Task groups: which tasks share GPUs, and how many they get.
+
+    Without them a run has ``trainer.world_size`` trainer processes, which also compute proximal and
+    reference logprobs, and ``rollout.replicas`` rollouts; with them both numbers follow from the split.
+    Where there are no GPUs, a GPU stands for a process.
+    """
+
+    task_groups: tuple[tuple[str, ...], ...] = ()
+    """Tasks of each group: a name, or a list of names that share GPUs, among ``train``, ``generate``,
+    ``logp``, ``ref_logp``, ``critic`` and ``reward``. What is not listed belongs to ``train``, and
+    ``reward`` to ``generate``; neither ``critic`` nor ``reward`` can leave them."""
+    ratios: tuple[float, ...] = ()
+    """Share of each group in the GPUs; a sum below 1 leaves the rest unused."""
+    gpus: int = Field(0, ge=0)
+    """GPUs of the run."""
+    gpus_per_node: int = Field(8, ge=1)
+    """GPUs of one node."""
+    granularity: Literal["gpu", "node"] = "gpu"
+    """Whether single GPUs or whole nodes are split."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _other_spellings(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        result = dict(values)
+        for spelling, name in SPELLINGS.items():
+            if spelling in result:
+                logger.warning("another name of an option", extra={"used": spelling, "is": name})
+                if name in result:
+                    raise ValueError(
+                        f"topology.{spelling} is another name of topology.{name}; keep one of them"
+                    )
+                result[name] = result.pop(spelling)
+        return result
+
+    @field_validator("task_groups", mode="before")
+    @classmethod
+    def _task_or_tasks(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            return value
+        groups = [[group] if isinstance(group, str) else group for group in value]
+        return [
+            [ALIASES.get(name, name) if isinstance(name, str) else name for name in group]
+            if isinstance(group, list | tuple)
+            else group
+            for group in groups
+        ]
+
+    @model_validator(mode="after")
+    def _groups_have_gpus(self) -> Self:
+        if not self.task_groups:
+            if self.ratios or self.gpus:
+                raise ValueError(
+                    "topology.ratios and topology.gpus are for task groups, but topology.task_groups is "
+                    "empty; name the groups, or set trainer.world_size and rollout.replicas instead"
+                )
+            return self
+        if self.gpus == 0:
+            raise ValueError("topology.task_groups needs topology.gpus: the number that is split")
+        self.place()
+        return self
+
+    def place(self, parallelism: Mapping[str, int] | None = None) -> Placement:
+        """The groups with their GPUs.
+
+        Args:
+            parallelism: GPUs that one instance of a task takes.
+
+        Raises:
+            TaskGroupError: If they cannot be placed.
+        """
+        return place_groups(
+            self.task_groups,
+            self.ratios,
+            total_gpus=self.gpus,
+            gpus_per_node=self.gpus_per_node,
+            granularity=self.granularity,
+            parallelism=parallelism,
+        )
+
+    def gpus_of(self, task: str) -> int:
+        """GPUs of a task's group; 0 if no group lists it."""
+        group = self.place().group_of(task) if self.task_groups else None
+        return group.gpus if group is not None else 0
+
+    def own_gpus(self, task: str) -> int:
+        """GPUs of a task that does not run inside the trainer; 0 if it does."""
+        group = self.place().group_of(task) if self.task_groups else None
+        return group.gpus if group is not None and "train" not in group.tasks else 0

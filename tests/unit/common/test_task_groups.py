@@ -1,0 +1,174 @@
+"""Splitting GPUs among task groups, and what a specification may ask of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.common.spec.loader import SpecError, canonical_json, parse_spec
+from services.common.spec.task_groups import TaskGroupError, TaskGroupFault, place_groups
+
+SMALLEST = {
+    "name": "smallest",
+    "model": {"path": "tiny:qwen2-0.4m"},
+    "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
+    "rollout": {"rewards": [{"name": "exact_match"}]},
+    "trainer": {"steps": 1, "prompts_per_step": 4},
+}
+CASES = json.loads((Path(__file__).parents[2] / "vectors" / "task_groups.json").read_text())
+
+
+@pytest.mark.parametrize("case", CASES["cases"], ids=lambda case: case["name"])
+def test_golden_placements(case):
+    inputs, expected = case["inputs"], case["expected"]
+    numbers = {key: inputs[key] for key in ("total_gpus", "gpus_per_node")}
+    if "error" in expected:
+        with pytest.raises(TaskGroupError) as caught:
+            place_groups(inputs["task_groups"], inputs["ratios"], **numbers)
+        assert caught.value.fault == expected["error"]
+        return
+    placed = place_groups(inputs["task_groups"], inputs["ratios"], **numbers)
+    assert placed.unused_gpus == expected["unused_gpus"]
+    assert [
+        {"tasks": list(group.tasks), "gpus": group.gpus, "pods": list(group.pods)}
+        for group in placed.groups
+    ] == expected["groups"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "ratios", "options", "fault"),
+    [
+        (["train", [], "generate"], [0.4, 0.2, 0.4], {}, "EMPTY_GROUP"),
+        (["train", "generate"], [0.5, float("nan")], {}, "BAD_RATIO"),
+        (["train", "generate"], [0.5, 0.0], {}, "BAD_RATIO"),
+        (["logp", "generate"], [0.5, 0.5], {}, "MISSING_TASK"),
+        (
+            ["train", "generate"],
+            [0.5, 0.5],
+            {"granularity": "node", "total_gpus": 12},
+            "TOTAL_NOT_MULTIPLE_OF_NODE",
+        ),
+        (
+            ["train", "generate"],
+            [0.625, 0.375],
+            {"parallelism": {"train": 2}},
+            "NOT_DIVISIBLE_BY_PARALLELISM",
+        ),
+    ],
+)
+def test_each_fault_has_a_name(groups, ratios, options, fault):
+    arguments = {"total_gpus": 8, "gpus_per_node": 8, **options}
+    with pytest.raises(TaskGroupError) as caught:
+        place_groups(groups, ratios, **arguments)
+    assert caught.value.fault is TaskGroupFault(fault)
+
+
+def test_whole_nodes_can_be_split_and_a_part_left_unused():
+    placed = place_groups(
+        ["actor-train", "rollout"],
+        [0.5, 0.25],
+        total_gpus=32,
+        gpus_per_node=8,
+        granularity="node",
+    )
+    assert [(group.tasks, group.gpus, group.pods) for group in placed.groups] == [
+        (("train",), 16, (8, 8)),
+        (("generate",), 8, (8,)),
+    ]
+    assert placed.unused_gpus == 8
+
+
+TOPOLOGY = {"task_groups": [["train", "logp"], "ref_logp", "generate"], "ratios": [0.5, 0.25, 0.25]}
+
+
+def spec_with(topology, **changes):
+    document = {**SMALLEST, "topology": topology}
+    for key, value in changes.items():
+        document[key] = {**document.get(key, {}), **value}
+    return parse_spec(document)
+
+
+def test_the_split_gives_the_numbers_of_processes():
+    spec = spec_with({**TOPOLOGY, "gpus": 8}, algorithm={"kl": {"coefficient": 0.1}})
+    assert (spec.trainer.world_size, spec.rollout.replicas) == (4, 2)
+    assert spec.topology.own_gpus("ref_logp") == 2
+    assert spec.topology.own_gpus("logp") == 0
+    assert parse_spec(canonical_json(spec)) == spec
+
+
+def test_an_engine_of_several_gpus_gives_fewer_replicas():
+    spec = spec_with(
+        {"task_groups": ["train", "generate"], "ratios": [0.5, 0.5], "gpus": 8},
+        rollout={"engine_arguments": {"tensor_parallel_size": 2}},
+    )
+    assert spec.rollout.replicas == 2
+
+
+@pytest.mark.parametrize("spelling", ["separated", "sperated"])
+def test_the_spellings_of_dots_rl_are_accepted(spelling):
+    spec = spec_with(
+        {
+            f"{spelling}_node_tasks": [["actor-train", "logp", "ref"], "rollout"],
+            f"{spelling}_node_ratios": [0.5, 0.5],
+            "gpus": 4,
+        }
+    )
+    assert spec.topology.task_groups == (("train", "logp", "ref_logp"), ("generate",))
+
+
+@pytest.mark.parametrize(
+    ("topology", "changes", "message"),
+    [
+        ({**TOPOLOGY, "gpus": 8}, {}, "algorithm.kl.coefficient is 0"),
+        (
+            {"task_groups": ["train", "logp", "generate"], "ratios": [0.5, 0.25, 0.25], "gpus": 4},
+            {},
+            "nothing needs proximal logprobs",
+        ),
+        (
+            {"task_groups": ["train", "logp", "generate"], "ratios": [0.5, 0.25, 0.25], "gpus": 4},
+            {
+                "trainer": {"updates_per_step": 2},
+                "weight_sync": {"publish_every": 2},
+            },
+            "must get the weights of every step",
+        ),
+        (
+            {"task_groups": [["train", "generate"]], "ratios": [1.0], "gpus": 4},
+            {},
+            "an engine needs its GPUs for itself",
+        ),
+        (
+            {
+                "task_groups": ["train", "critic", "generate"],
+                "ratios": [0.5, 0.25, 0.25],
+                "gpus": 4,
+            },
+            {},
+            "runs inside the processes of train",
+        ),
+        (
+            {"task_groups": ["train", "generate"], "ratios": [0.5, 0.5], "gpus": 4},
+            {"trainer": {"world_size": 1}},
+            "trainer.world_size is 1, but topology gives 2",
+        ),
+        ({"task_groups": ["train", "rollot"], "ratios": [0.5, 0.5], "gpus": 4}, {}, "UNKNOWN_TASK"),
+        ({"task_groups": ["train", "generate"], "ratios": [0.5, 0.5]}, {}, "topology.gpus"),
+        ({"gpus": 4}, {}, "name the groups"),
+    ],
+)
+def test_what_cannot_run_is_refused(topology, changes, message):
+    with pytest.raises(SpecError, match=message):
+        spec_with(topology, **changes)
+
+
+def test_task_groups_among_the_trainers_options_are_those_of_dots_rl():
+    trainer = {
+        **SMALLEST["trainer"],
+        "sperated_node_tasks": [["logp", "actor-train"], "generate"],
+        "sperated_node_ratios": [0.75, 0.25],
+        "nnodes": 2,
+        "n_gpus_per_node": 8,
+    }
+    spec = parse_spec({**SMALLEST, "trainer": trainer})
+    assert (spec.trainer.world_size, spec.rollout.replicas) == (12, 4)
