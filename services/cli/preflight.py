@@ -17,7 +17,7 @@ from services.rollout.data import open_sources
 from services.rollout.workflows.load import load_workflow
 
 _ENGINE_PACKAGES = {"vllm": "vllm", "sglang": "sglang"}
-_BUILT_IN_REWARDS = ("exact_match", "math_verify", "reasoning_gym")
+_BUILT_IN_REWARDS = ("exact_match", "math_verify", "reasoning_gym", "code_tests")
 
 
 def check(spec: RunSpec) -> None:
@@ -58,7 +58,7 @@ def _check_data(spec: RunSpec) -> None:
 
 def _check_rewards(spec: RunSpec) -> None:
     for index, reward in enumerate(spec.rollout.rewards):
-        if reward.name in _BUILT_IN_REWARDS:
+        if reward.name in _BUILT_IN_REWARDS or "://" in reward.name:
             continue
         key = f"rollout.rewards.{index}.name"
         if ":" not in reward.name:
@@ -71,6 +71,13 @@ def _check_rewards(spec: RunSpec) -> None:
 
 def _check_workflow(spec: RunSpec) -> None:
     load_workflow(spec.rollout)
+    arguments = spec.rollout.workflow_arguments
+    named = {"agent": arguments.get("agent"), "tools": arguments.get("tools", ())}
+    if spec.rollout.workflow == "agent" and "://" not in str(named["agent"]):
+        _check_callable("rollout.workflow_arguments.agent", str(named["agent"]))
+    if spec.rollout.workflow == "multi_turn":
+        for tool in named["tools"]:
+            _check_callable("rollout.workflow_arguments.tools", str(tool))
 
 
 def _check_engine(spec: RunSpec) -> None:

@@ -35,6 +35,7 @@ from services.rollout.sampling import Failure, GroupSampler
 from services.rollout.server import RolloutServicer
 from services.rollout.settings import RolloutSettings
 from services.rollout.weights import WeightReceiver
+from services.rollout.workflows.agent import Agent
 from services.rollout.workflows.load import load_workflow
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
@@ -68,7 +69,7 @@ async def run(settings: RolloutSettings) -> None:
             WorkerSession(settings, role="rollout", port=port)
         )
         session.report(state="loading", activity="loading model and data")
-        engine, sampler, publisher = await _load(stack, session, settings.run_id, device)
+        engine, sampler, publisher = await _load(stack, session, settings, device)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         background = [
             tasks.create_task(engine.run()),
@@ -93,7 +94,7 @@ async def run(settings: RolloutSettings) -> None:
 
 
 async def _load(
-    stack: AsyncExitStack, session: WorkerSession, run_id: str, device: torch.device
+    stack: AsyncExitStack, session: WorkerSession, settings: RolloutSettings, device: torch.device
 ) -> tuple[Engine, GroupSampler, GroupPublisher]:
     """Load model, data and rewards as the run's specification says."""
     spec: RunSpec = session.spec
@@ -114,18 +115,29 @@ async def _load(
     data = await stack.enter_async_context(DataClient.connect(address, put_timeout_s=put_timeout_s))
     metadata = await stack.enter_async_context(TransferQueueClient.connect(address))
     publisher = GroupPublisher(data)
+    workflow = load_workflow(spec.rollout)
+    if isinstance(workflow, Agent):
+        await stack.enter_async_context(
+            workflow.serving(
+                settings.agent_bind,
+                host=settings.advertise_host,
+                temperature=spec.rollout.sampling.temperature,
+            )
+        )
     sampler = GroupSampler(
         PromptBook(spec.data, sources, tokenizer),
         Tools(
             engine=engine,
             tokenizer=tokenizer,
-            workflow=load_workflow(spec.rollout),
+            workflow=workflow,
             reward=scorer,
             calls=calls,
         ),
         spec.rollout,
         publisher=publisher,
-        cache=TransferQueueCache(partition_id(run_id, "partial"), data=data, metadata=metadata),
+        cache=TransferQueueCache(
+            partition_id(settings.run_id, "partial"), data=data, metadata=metadata
+        ),
         report_failures=partial(_report_failures, session),
     )
     return engine, await stack.enter_async_context(sampler), publisher

@@ -17,7 +17,8 @@ from services.rollout.partial import GroupProgress, MemberProgress
 from services.rollout.prompts import Prompt
 from services.rollout.rewards.base import Reward, RewardInput
 from services.rollout.samples import Sample
-from services.rollout.workflows.base import Episode, EpisodeLimits, Interrupted, Turn, Workflow
+from services.rollout.workflows.base import Episode, EpisodeLimits, Interrupted, Workflow
+from services.rollout.workflows.turns import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -93,9 +94,9 @@ class RunningGroup:
         self.is_interrupted = True
         for member, episode in self._episodes.items():
             episode.is_interrupted = True
-            if not episode.is_generating:
+            if not episode.request_ids:
                 self._members[member].cancel()
-        return [episode.request_id for episode in self._episodes.values() if episode.is_generating]
+        return [name for episode in self._episodes.values() for name in episode.request_ids]
 
     def progress(self, running: Mapping[str, GenerationResult]) -> GroupProgress:
         """What the members have so far.
@@ -105,7 +106,7 @@ class RunningGroup:
         """
         progress: dict[int, MemberProgress] = {}
         for member, episode in self._episodes.items():
-            turns = episode.recorded(running.get(episode.request_id))
+            turns = episode.recorded(running)
             failed = self._num_failed_scores[member]
             if turns:
                 progress[member] = MemberProgress(
@@ -122,22 +123,20 @@ class RunningGroup:
             self._num_failed_scores[member] = num_failed
             episode = self._episodes[member] = self._episode(prompt, member, num_failed, recorded)
             recorded = ()
-            if not await self._run_workflow(episode):
-                return None
-            self._check_segments(episode)
             try:
-                if earlier.reward is None:
-                    self._rewards[member] = await self._score(episode)
-                else:
-                    self._rewards[member] = earlier.reward
+                if not await self._run_workflow(episode):
+                    return None
+                self._check_segments(episode)
+                score = await self._score(episode) if earlier.reward is None else earlier.reward
             except CallError as error:
-                metrics.REWARD_FAILURES.labels(kind=error.kind).inc()
                 failure = error
                 continue
-            return self._sample(member, episode, reward=self._rewards[member], failed=False)
-        if self._spec.on_reward_failure == "mask":
+            self._rewards[member] = score
+            return self._sample(member, episode, reward=score, failed=False)
+        if self._spec.on_reward_failure == "mask" and episode.response_ids:
             return self._sample(member, episode, reward=0.0, failed=True)
-        raise GroupError(f"reward_{failure.kind}", failure.message, retryable=True)
+        source = "reward" if episode.is_complete else "workflow"
+        raise GroupError(f"{source}_{failure.kind}", failure.message, retryable=True)
 
     def _episode(
         self, prompt: Prompt, member: int, num_failed: int, recorded: Sequence[Turn]
@@ -168,6 +167,9 @@ class RunningGroup:
             await self._tools.workflow.run(episode)
         except Interrupted:
             return False
+        except CallError as error:
+            metrics.WORKFLOW_FAILURES.labels(kind=error.kind).inc()
+            raise
         except GroupError:
             raise
         except Exception as error:  # a workflow may be the user's code
@@ -175,6 +177,7 @@ class RunningGroup:
             raise GroupError(
                 "workflow_error", f"{type(error).__name__}: {error}", retryable=True
             ) from error
+        episode.is_complete = True
         return not self.is_interrupted
 
     def _check_segments(self, episode: Episode) -> None:
@@ -190,20 +193,24 @@ class RunningGroup:
 
     async def _score(self, episode: Episode) -> float:
         prompt = episode.prompt
-        with metrics.REWARD_SECONDS.time():
-            return await self._tools.reward.score(
-                RewardInput(
-                    prompt=prompt.text,
-                    response=episode.response_text,
-                    answer=prompt.answer,
-                    row=prompt.row,
-                )
-            )
+        given = RewardInput(
+            prompt=prompt.text,
+            response=episode.response_text,
+            answer=prompt.answer,
+            row=prompt.row,
+        )
+        try:
+            with metrics.REWARD_SECONDS.time():
+                return await self._tools.reward.score(given)
+        except CallError as error:
+            metrics.REWARD_FAILURES.labels(kind=error.kind).inc()
+            raise
 
     def _sample(self, member: int, episode: Episode, *, reward: float, failed: bool) -> Sample:
         sample = Sample(
             member=member,
-            turns=tuple(episode.turns),
+            prompt_ids=episode.prompt_ids,
+            turns=episode.response_turns,
             reward=reward,
             finish_reason="failed" if failed else episode.finish_reason,
             is_greedy=self.assignment.temperatures[member] == 0,

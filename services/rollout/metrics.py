@@ -15,11 +15,20 @@ SAMPLES = Counter(
 REWARD_FAILURES = Counter(
     "slipstream_rollout_reward_failures_total", "Rewards that could not be computed", ["kind"]
 )
+WORKFLOW_FAILURES = Counter(
+    "slipstream_rollout_workflow_failures_total",
+    "Episodes that the user's agent or tool server could not finish",
+    ["kind"],
+)
 LATE_GROUPS = Counter(
     "slipstream_rollout_late_groups_total", "Finished groups that the transferqueue had already"
 )
 CACHE_FAILURES = Counter(
     "slipstream_rollout_cache_failures_total", "Times that progress could not be cached"
+)
+UNUSED_AGENT_TOKENS = Counter(
+    "slipstream_rollout_unused_agent_tokens_total",
+    "Tokens that agents had sampled outside the conversation that became the sample",
 )
 RESPONSE_TOKENS = Histogram(
     "slipstream_rollout_response_tokens", "Length of finished responses", buckets=TOKENS

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from services.rollout.engines.base import FinishReason
-from services.rollout.workflows.base import Turn
+from services.rollout.workflows.turns import Turn
 
 _FINISH_CODES: dict[FinishReason | None, int] = {None: 0, "stop": 1, "length": 2, "aborted": 3}
 _FINISH_REASONS = {code: reason for reason, code in _FINISH_CODES.items()}

@@ -7,7 +7,7 @@ from services.rollout import metrics
 from services.rollout.client import GroupAssignment
 from services.rollout.failures import GroupError
 from services.rollout.prompts import Prompt
-from services.rollout.samples import Sample, prompt_field, sample_fields, sample_tags
+from services.rollout.samples import Sample, prompt_fields, sample_fields, sample_tags
 from services.transferqueue.dataclient import DataClient
 
 
@@ -34,15 +34,18 @@ class GroupPublisher:
         group_id = assignment.group_id
         self._waiting[group_id] = time.monotonic()
         try:
+            prompts = prompt_fields(samples)
+            is_shared = len(prompts) < len(samples)
+            fields = sample_fields(samples) | ({} if is_shared else {"prompt_ids": prompts})
             with metrics.PUBLISH_SECONDS.time():
                 await self._data.put(
                     assignment.partition_id,
                     [f"{group_id}.{sample.member}" for sample in samples],
-                    sample_fields(samples),
+                    fields,
                     tags=sample_tags(
                         samples, prompt, group_id=group_id, attempt=assignment.attempt
                     ),
-                    shared={"prompt_ids": prompt_field(prompt)},
+                    shared={"prompt_ids": prompts[0]} if is_shared else None,
                 )
         except AlreadyExistsError:
             # A lease that was taken from this replica and given to another finished there first.

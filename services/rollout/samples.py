@@ -9,7 +9,7 @@ from torch import Tensor
 
 from services.rollout.engines.base import VersionRun
 from services.rollout.prompts import Prompt
-from services.rollout.workflows.base import TOOL_VERSION, Turn, sampled_versions, version_runs
+from services.rollout.workflows.turns import TOOL_VERSION, Turn, sampled_versions, version_runs
 
 Tag = int | float | str
 
@@ -20,6 +20,8 @@ class Sample:
 
     member: int
     """Index in the group."""
+    prompt_ids: tuple[int, ...]
+    """Tokens before the response."""
     turns: tuple[Turn, ...]
     """The response."""
     reward: float
@@ -45,9 +47,11 @@ class Sample:
         return sampled_versions(self.turns)
 
 
-def prompt_field(prompt: Prompt) -> Tensor:
-    """Tokens of the prompt, ``[P]`` int32; all samples of a group share them."""
-    return torch.tensor(prompt.token_ids, dtype=torch.int32)
+def prompt_fields(samples: Sequence[Sample]) -> list[Tensor]:
+    """Tokens of the prompts, ``[P]`` int32 each: one row if all samples of the group share it."""
+    prompts = [sample.prompt_ids for sample in samples]
+    rows = prompts[:1] if len(set(prompts)) == 1 else prompts
+    return [torch.tensor(row, dtype=torch.int32) for row in rows]
 
 
 def sample_fields(samples: Sequence[Sample]) -> dict[str, list[Tensor]]:
@@ -97,7 +101,7 @@ def _tags(sample: Sample, prompt: Prompt, *, group_id: str, attempt: int) -> dic
         "v_max": max(versions),
         "v_first": versions[0],
         "num_segments": len(versions),
-        "prompt_tokens": len(prompt.token_ids),
+        "prompt_tokens": len(sample.prompt_ids),
         "response_tokens": len(sample.response_ids),
         "reward": sample.reward,
         "finish_reason": sample.finish_reason,

@@ -16,6 +16,9 @@ class RolloutSettings(WorkerSettings):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the engine runs; ``auto`` takes the GPU if there is one."""
+    agent_bind: str = "127.0.0.1:0"
+    """``host:port`` where agents reach the policy (``rollout.workflow: agent``). Loopback serves agents on
+    this machine or in this pod; bind to all interfaces only for an agent that runs elsewhere."""
     drain_timeout_s: float = Field(3.0, gt=0)
     """At SIGTERM, time to store what is unfinished; below the grace period of whoever sends it."""
 

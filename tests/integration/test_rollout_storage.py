@@ -11,7 +11,7 @@ from services.rollout.progress_cache import TransferQueueCache
 from services.rollout.prompts import Prompt
 from services.rollout.publish import GroupPublisher
 from services.rollout.samples import Sample
-from services.rollout.workflows.base import Turn
+from services.rollout.workflows.turns import Turn
 from services.transferqueue.__main__ import transferqueue
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
@@ -67,6 +67,7 @@ async def test_a_published_group_is_complete_and_comes_once(
     samples = [
         Sample(
             member=member,
+            prompt_ids=PROMPT.token_ids,
             turns=(SAMPLED, OBSERVED, SAMPLED)[: 1 + 2 * member],
             reward=float(member),
             finish_reason="stop",

@@ -63,7 +63,8 @@ class RolloutSpec(SpecPart):
     max_segments: int = Field(16, ge=1)
     """Most weight versions in one response before it is finished or dropped."""
     workflow: str = "single_turn"
-    """``single_turn``, ``multi_turn``, or ``module:Class`` of your own."""
+    """``single_turn``, ``multi_turn``, ``agent`` (your agent over an OpenAI-compatible endpoint), or
+    ``module:Class`` of your own."""
     workflow_arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the workflow."""
     rewards: tuple[RewardSpec, ...] = Field(min_length=1)
@@ -71,7 +72,7 @@ class RolloutSpec(SpecPart):
     reward_concurrency: int = Field(8, ge=1)
     """Reward evaluations at once in one replica."""
     on_reward_failure: Literal["regenerate", "mask"] = "regenerate"
-    """What happens to a sample whose reward failed: generated again, or kept out of the loss."""
+    """What happens to a sample whose reward, or agent, failed: generated again, or kept out of the loss."""
     max_attempts: int = Field(3, ge=1)
     """Times a group is tried before its prompt is quarantined."""
 

@@ -6,7 +6,8 @@ handed back without generating or calling anything, and generation goes on in th
 was cut.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import itertools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -17,37 +18,21 @@ from services.rollout.engines.base import (
     FinishReason,
     GenerationRequest,
     GenerationResult,
-    VersionRun,
-    append_version,
 )
 from services.rollout.failures import GroupError
 from services.rollout.prompts import Prompt
-
-TOOL_VERSION = -1
-"""Weight version of tokens that no policy sampled."""
+from services.rollout.workflows.turns import (
+    NOTHING_SAMPLED,
+    Turn,
+    num_sampled,
+    observed,
+    sampled_versions,
+    token_ids,
+)
 
 
 class Interrupted(Exception):  # noqa: N818 -- an order, not an error
     """Generation was interrupted; the episode keeps everything that it has."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """A stretch of the response that was either sampled or observed."""
-
-    token_ids: tuple[int, ...]
-    """Tokens of the turn."""
-    logprobs: tuple[float, ...]
-    """Log-probability of each sampled token; 0 for observed ones."""
-    version_runs: tuple[VersionRun, ...]
-    """Weight versions, run-length coded; observed tokens have version -1."""
-    finish_reason: FinishReason | None
-    """How sampling ended; None for an observed turn."""
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether the policy sampled these tokens."""
-        return self.finish_reason is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +51,33 @@ class EpisodeLimits:
     """Tokens after which the episode is interrupted, wherever it is; None never is."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """How one turn is drawn."""
+
+    seed: int
+    """Seed of the turn's random stream."""
+    offset: int
+    """Tokens drawn from the stream before the turn."""
+    max_tokens: int
+    """Most tokens of the turn."""
+    stop_texts: tuple[str, ...]
+    """Texts that end it."""
+
+
 class Episode:
     """One prompt and its growing response.
 
     Attributes:
         prompt: What is answered.
+        limits: How its tokens are drawn.
         turns: What happened so far.
-        request_id: Names the episode's requests in the engine, one at a time.
-        is_generating: Whether the engine works on it.
+        is_complete: Whether the workflow has finished.
+        is_full: Whether something did not fit into the response.
+        is_served: Whether an agent shapes it over HTTP. Then the first turn is the prompt, as the agent
+            wrote it; see :mod:`services.rollout.openai.record`.
         is_interrupted: Whether it was told to stop at the next chance.
+        tokenizer: The model's.
         call: Calls a function of the user's in a process of its own; see
             :meth:`services.rollout.calls.pool.CallPool.call`.
     """
@@ -91,33 +94,51 @@ class Episode:
         recorded: Sequence[Turn] = (),
     ) -> None:
         self.prompt = prompt
+        self.limits = limits
         self.turns: list[Turn] = []
-        self.request_id = request_id
-        self.is_generating = False
+        self.is_full = False
+        self.is_complete = False
+        self.is_served = False
         self.is_interrupted = False
-        self._limits = limits
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._is_full = False
+        self.tokenizer = tokenizer
         self.call = calls.call
-        self._recorded = list(recorded)
-        self._started = _EMPTY
+        self._engine = engine
+        self._request_id = request_id
+        self._numbers = itertools.count()
+        self._recorded = tuple(recorded)
+        self._active: dict[str, tuple[tuple[Turn, ...], Turn]] = {}
 
     @property
-    def response_ids(self) -> list[int]:
+    def request_ids(self) -> list[str]:
+        """What the engine is generating for this episode."""
+        return list(self._active)
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """Tokens before the response."""
+        if not self.is_served:
+            return self.prompt.token_ids
+        return self.turns[0].token_ids if self.turns else ()
+
+    @property
+    def response_turns(self) -> tuple[Turn, ...]:
+        """The response."""
+        return tuple(self.turns[1:] if self.is_served else self.turns)
+
+    @property
+    def response_ids(self) -> tuple[int, ...]:
         """All tokens after the prompt."""
-        return [token for turn in self.turns for token in turn.token_ids]
+        return token_ids(self.response_turns)
 
     @property
     def remaining_tokens(self) -> int:
         """Tokens that the response may still grow by."""
-        used = sum(len(turn.token_ids) for turn in self.turns)
-        return self._limits.max_response_tokens - used
+        return self.limits.max_response_tokens - len(self.response_ids)
 
     @property
     def finish_reason(self) -> FinishReason:
         """How the last sampled turn ended; ``length`` if something did not fit into the response."""
-        if self._is_full:
+        if self.is_full:
             return "length"
         sampled = [turn.finish_reason for turn in self.turns if turn.finish_reason is not None]
         return sampled[-1] if sampled else "length"
@@ -130,24 +151,33 @@ class Episode:
 
     @property
     def sampled_versions(self) -> list[int]:
-        """Weight versions of the sampled stretches; see :func:`sampled_versions`."""
+        """Weight versions of the sampled stretches; see :func:`~.turns.sampled_versions`."""
         return sampled_versions(self.turns)
 
     def text(self, turn: Turn) -> str:
         """Text of a turn, special tokens left out."""
-        return self._tokenizer.decode(turn.token_ids)
+        return self.tokenizer.decode(turn.token_ids)
 
-    def recorded(self, running: GenerationResult | None = None) -> tuple[Turn, ...]:
-        """All turns, those that wait to be handed back included.
+    def recorded(self, running: Mapping[str, GenerationResult]) -> tuple[Turn, ...]:
+        """All turns: what another attempt needs to go on from here.
 
         Args:
-            running: What the engine has so far of the turn that is being sampled.
+            running: What the engine has so far of the requests that it works on.
         """
-        turns = [*self.turns]
-        if self.is_generating:
-            turns.append(self._started if running is None else _continued(self._started, running))
-        turns += self._recorded
-        return tuple(turn for turn in turns if turn.token_ids or turn.finish_reason != "aborted")
+        turns = tuple(self.turns)
+        for request_id, (before, started) in self._active.items():
+            result = running.get(request_id)
+            turns = (*before, started if result is None else started.continued(result))
+        if self._recorded[: len(turns)] == turns:
+            turns = self._recorded
+        return tuple(turn for turn in turns if turn.token_ids or not turn.is_cut)
+
+    def replayed(self, turns: Sequence[Turn]) -> Turn | None:
+        """The turn that followed these ones before an interruption; None if none did."""
+        place = len(turns)
+        if place < len(self._recorded) and self._recorded[:place] == tuple(turns):
+            return self._recorded[place]
+        return None
 
     async def generate(self, *, max_tokens: int | None = None) -> Turn:
         """Sample a turn.
@@ -159,19 +189,19 @@ class Episode:
             Interrupted: If generation was interrupted; what was sampled is recorded.
             ValueError: If the response has no room left.
         """
-        recorded = self._next_recorded(sampled=True)
-        if recorded is not None and recorded.finish_reason != "aborted":
-            self.turns.append(recorded)
-            return recorded
+        started = self._next_recorded(sampled=True)
         room = self.remaining_tokens
-        if room < 1:
+        if started is None and room < 1:
             raise ValueError("the response has no room left; look at remaining_tokens first")
-        if max_tokens is not None:
-            room = min(room, max_tokens)
-        self._started = recorded or _EMPTY
-        turn = self._started if self.is_interrupted else await self._sample(room)
+        draw = Draw(
+            seed=self.limits.seed,
+            offset=num_sampled(self.turns),
+            max_tokens=room if max_tokens is None else min(room, max_tokens),
+            stop_texts=self.limits.stop_texts,
+        )
+        turn = await self.sample_after(self.turns, draw, started=started)
         self.turns.append(turn)
-        if turn.finish_reason == "aborted":
+        if turn.is_cut:
             raise Interrupted
         return turn
 
@@ -186,97 +216,77 @@ class Episode:
         """
         turn = self._next_recorded(sampled=False)
         if turn is None:
-            token_ids = tuple(self._tokenizer.encode(await call()))
-            if len(token_ids) > self.remaining_tokens:
-                self._is_full = True
+            turn = observed(self.tokenizer.encode(await call()))
+            if len(turn.token_ids) > self.remaining_tokens:
+                self.is_full = True
                 return None
-            turn = Turn(
-                token_ids=token_ids,
-                logprobs=(0.0,) * len(token_ids),
-                version_runs=((TOOL_VERSION, len(token_ids)),) if token_ids else (),
-                finish_reason=None,
-            )
         self.turns.append(turn)
         return turn
 
-    def _within_segment(self, num_tokens: int) -> int:
+    async def sample_after(
+        self, turns: Sequence[Turn], draw: Draw, *, started: Turn | None = None
+    ) -> Turn:
+        """Sample the turn that follows given ones, which need not be the episode's own.
+
+        Args:
+            turns: What came before.
+            draw: How the turn is drawn.
+            started: What is there of the turn already.
+
+        Returns:
+            The turn; it is cut if the episode was interrupted.
+
+        Raises:
+            GroupError: If the engine refuses the context.
+        """
+        started = started or NOTHING_SAMPLED
+        if self.is_interrupted or not started.is_cut:
+            return started
+        wanted = draw.max_tokens - len(started.token_ids)
+        request = self._request(tuple(turns), started, draw, wanted)
+        self._active[request.request_id] = (tuple(turns), started)
+        try:
+            result = await self._engine.generate(request)
+        except ValueError as error:
+            raise GroupError("request_refused", str(error), retryable=False) from error
+        finally:
+            del self._active[request.request_id]
+        if result.finish_reason == "length" and request.max_tokens < wanted:
+            result = replace(result, finish_reason="aborted")
+        return started.continued(result)
+
+    def _request(
+        self, turns: tuple[Turn, ...], started: Turn, draw: Draw, wanted: int
+    ) -> GenerationRequest:
+        before = () if self.is_served else self.prompt.token_ids
+        versions = sampled_versions((*turns, started))
+        return GenerationRequest(
+            request_id=f"{self._request_id}#{next(self._numbers)}",
+            context_ids=(*before, *token_ids(turns), *started.token_ids),
+            max_tokens=self._within_segment(wanted, num_sampled((*turns, started))),
+            seed=draw.seed,
+            draw_offset=draw.offset + len(started.token_ids),
+            oldest_version=min(versions, default=None),
+            temperature=self.limits.temperature,
+            stop_token_ids=frozenset({self.tokenizer.eos_id}),
+            stop_texts=draw.stop_texts,
+        )
+
+    def _within_segment(self, wanted: int, done: int) -> int:
         """Cut a number of new tokens to what is left of this segment."""
-        if self._limits.segment_tokens is None:
-            return num_tokens
-        sampled = sum(len(turn.token_ids) for turn in self.turns if turn.is_sampled)
-        total = sampled + len(self._started.token_ids)
-        return min(num_tokens, self._limits.segment_tokens - total % self._limits.segment_tokens)
+        segment = self.limits.segment_tokens
+        return wanted if segment is None else min(wanted, segment - done % segment)
 
     def _next_recorded(self, *, sampled: bool) -> Turn | None:
-        """Take the next recorded turn; a workflow that changed its mind is a fault of its own."""
-        if not self._recorded:
-            return None
-        turn = self._recorded.pop(0)
-        if turn.is_sampled != sampled:
+        """The next recorded turn; a workflow that changed its mind is a fault of its own."""
+        turn = self.replayed(self.turns)
+        if turn is not None and turn.is_sampled != sampled:
             raise ValueError(
                 "the workflow took another course when it was resumed: a turn was "
                 f"{'sampled' if turn.is_sampled else 'observed'} before the interruption and is "
                 f"{'sampled' if sampled else 'observed'} now; workflows must not depend on time or chance"
             )
         return turn
-
-    async def _sample(self, room: int) -> Turn:
-        """Generate the rest of the turn that was started."""
-        started = self._started
-        sampled = [turn for turn in (*self.turns, started) if turn.is_sampled]
-        versions = [version for turn in sampled for version, _ in turn.version_runs]
-        request = GenerationRequest(
-            request_id=self.request_id,
-            context_ids=(*self.prompt.token_ids, *self.response_ids, *started.token_ids),
-            max_tokens=self._within_segment(room - len(started.token_ids)),
-            seed=self._limits.seed,
-            draw_offset=sum(len(turn.token_ids) for turn in sampled),
-            oldest_version=min(versions, default=None),
-            temperature=self._limits.temperature,
-            stop_token_ids=frozenset({self._tokenizer.eos_id}),
-            stop_texts=self._limits.stop_texts,
-        )
-        self.is_generating = True
-        try:
-            result = await self._engine.generate(request)
-        except ValueError as error:
-            raise GroupError("request_refused", str(error), retryable=False) from error
-        finally:
-            self.is_generating = False
-        if result.finish_reason == "length" and request.max_tokens < room - len(started.token_ids):
-            result = replace(result, finish_reason="aborted")
-        return _continued(started, result)
-
-
-def version_runs(turns: Iterable[Turn]) -> list[VersionRun]:
-    """Weight versions of all tokens of some turns, run-length coded."""
-    runs: list[VersionRun] = []
-    for turn in turns:
-        for version, num_tokens in turn.version_runs:
-            append_version(runs, version, num_tokens)
-    return runs
-
-
-def sampled_versions(turns: Iterable[Turn]) -> list[int]:
-    """Weight versions of the sampled stretches, in order, without repeats in a row."""
-    versions: list[int] = []
-    for version, _ in version_runs(turn for turn in turns if turn.is_sampled):
-        if versions[-1:] != [version]:
-            versions.append(version)
-    return versions
-
-
-def _continued(started: Turn, result: GenerationResult) -> Turn:
-    """A turn and what was sampled after it."""
-    runs = list(started.version_runs)
-    for version, num_tokens in result.version_runs:
-        append_version(runs, version, num_tokens)
-    return Turn(
-        token_ids=started.token_ids + result.token_ids,
-        logprobs=started.logprobs + result.logprobs,
-        version_runs=tuple(runs),
-        finish_reason=result.finish_reason,
-    )
 
 
 class Workflow(Protocol):
@@ -288,6 +298,3 @@ class Workflow(Protocol):
     async def run(self, episode: Episode) -> None:
         """Ask the episode for turns until the response is complete."""
         ...
-
-
-_EMPTY = Turn(token_ids=(), logprobs=(), version_runs=(), finish_reason="aborted")

@@ -6,6 +6,7 @@ from services.rollout.workflows.base import Workflow
 
 _BUILT_IN = {
     "single_turn": "services.rollout.workflows.single_turn:SingleTurn",
+    "agent": "services.rollout.workflows.agent:Agent",
     "multi_turn": "services.rollout.workflows.multi_turn:MultiTurn",
 }
 

@@ -23,8 +23,9 @@ from services.rollout.prompts import Prompt, PromptBook
 from services.rollout.rewards.base import RewardInput
 from services.rollout.samples import Sample, sample_fields, sample_tags
 from services.rollout.sampling import Failure, GroupSampler
-from services.rollout.workflows.base import Episode, Turn
+from services.rollout.workflows.base import Episode
 from services.rollout.workflows.single_turn import SingleTurn
+from services.rollout.workflows.turns import Turn
 from tests.unit.rollout.builders import make_engine, running, until, weights_of
 
 ROWS = [{"prompt": text, "answer": "x"} for text in ("12=", "345=", "", "6" * 40, "é", 7)]
@@ -361,6 +362,8 @@ async def test_responses_over_too_many_versions_fail_with_the_reason() -> None:
 
 def test_a_sample_whose_logprobs_do_not_cover_its_tokens_is_refused() -> None:
     turn = Turn(token_ids=(1, 2), logprobs=(0.0,), version_runs=((0, 2),), finish_reason="stop")
-    sample = Sample(member=0, turns=(turn,), reward=0.0, finish_reason="stop", is_greedy=False)
+    sample = Sample(
+        member=0, prompt_ids=(1,), turns=(turn,), reward=0.0, finish_reason="stop", is_greedy=False
+    )
     with pytest.raises(ValueError, match="2 tokens, 1 logprobs"):
         sample_fields([sample])

@@ -15,9 +15,10 @@ from services.common.spec.rollout import RolloutSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.prompts import Prompt
-from services.rollout.workflows.base import Episode, EpisodeLimits, Interrupted, Turn
+from services.rollout.workflows.base import Episode, EpisodeLimits, Interrupted
 from services.rollout.workflows.load import load_workflow
 from services.rollout.workflows.multi_turn import MultiTurn
+from services.rollout.workflows.turns import Turn
 
 TOKENIZER = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes"))
 PROMPT = Prompt(token_ids=(5, 6), text="p", answer=None, row={}, data_source="test")
@@ -156,7 +157,7 @@ async def test_a_resumed_episode_repeats_no_call_and_goes_on_inside_the_cut_turn
         with pytest.raises(Interrupted):
             await workflow.run(cut)
         rest = Scripted([lines[1][3:]])
-        resumed = episode(rest, calls, recorded=cut.recorded())
+        resumed = episode(rest, calls, recorded=cut.recorded({}))
         await workflow.run(resumed)
         whole = episode(Scripted(lines), calls)
         await workflow.run(whole)

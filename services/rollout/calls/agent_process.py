@@ -1,0 +1,75 @@
+"""A process that runs the user's agent, many episodes at once.
+
+One JSON line in for each episode, ``{"id", "keywords"}`` or ``{"cancel": id}``; one out when it ended,
+``{"id"}`` or ``{"id", "error"}``. Coroutines share the event loop; plain functions get a thread each.
+"""
+
+import asyncio
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TextIO
+
+from services.common.callables import load_callable
+
+_LINE_BYTES = 64 << 20
+_MAX_THREADS = 512
+
+
+async def serve(reference: str, answers: TextIO) -> None:
+    """Run episodes until the input ends."""
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(_MAX_THREADS))
+    lines = asyncio.StreamReader(limit=_LINE_BYTES)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    running: dict[int, asyncio.Task[None]] = {}
+    try:
+        agent = load_callable(reference)
+    except Exception as error:  # noqa: BLE001 -- the edge to user code: every fault becomes an answer
+        _answer(answers, {"id": None, "error": f"{type(error).__name__}: {error}"})
+        return
+    _answer(answers, {"id": None})
+    async with asyncio.TaskGroup() as tasks:
+        while line := await lines.readline():
+            message = json.loads(line)
+            if "cancel" in message:
+                if (task := running.get(message["cancel"])) is not None:
+                    task.cancel()
+                continue
+            number = message["id"]
+            running[number] = tasks.create_task(_run(agent, message, answers))
+            running[number].add_done_callback(lambda _, number=number: running.pop(number))
+        for task in running.values():
+            task.cancel()
+
+
+async def _run(agent: Callable[..., Any], message: dict[str, Any], answers: TextIO) -> None:
+    """Run one episode and answer how it ended."""
+    answer: dict[str, Any] = {"id": message["id"]}
+    try:
+        if inspect.iscoroutinefunction(agent):
+            await agent(**message["keywords"])
+        else:
+            await asyncio.to_thread(agent, **message["keywords"])
+    except Exception as error:  # noqa: BLE001 -- the edge to user code: every fault becomes an answer
+        answer["error"] = f"{type(error).__name__}: {error}"
+    _answer(answers, answer)
+
+
+def _answer(answers: TextIO, answer: dict[str, Any]) -> None:
+    answers.write(json.dumps(answer) + "\n")
+
+
+def main() -> None:
+    """Entry point of ``python -m services.rollout.calls.agent_process REFERENCE``."""
+    # The answers keep the original standard output; whatever the agent prints goes to standard error.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    asyncio.run(serve(sys.argv[1], answers))
+
+
+if __name__ == "__main__":
+    main()

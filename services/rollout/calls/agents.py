@@ -1,0 +1,169 @@
+"""Runs the user's agent: a function in processes of its own, or a service."""
+
+import asyncio
+import itertools
+import json
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Protocol
+
+import httpx
+
+from services.rollout.failures import CallError
+
+_LOAD_TIMEOUT_S = 120.0
+_LINE_BYTES = 1 << 20
+
+
+class AgentRunner(Protocol):
+    """Runs one episode of an agent."""
+
+    async def run(self, keywords: Mapping[str, Any]) -> None:
+        """Return when the agent has finished. Raises CallError if it fails."""
+        ...
+
+
+class AgentProcess:
+    """One process that runs many episodes of a function at once; started again if it dies."""
+
+    def __init__(self, reference: str, tasks: asyncio.TaskGroup) -> None:
+        self._reference = reference
+        self._tasks = tasks
+        self._numbers = itertools.count()
+        self._pending: dict[int | None, asyncio.Future[None]] = {}
+        self._process: Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+
+    @property
+    def num_running(self) -> int:
+        """Episodes that it works on."""
+        return len(self._pending)
+
+    async def start(self) -> None:
+        """Start it, if it does not run, and load the function. Raises CallError if that fails."""
+        async with self._starting:
+            if self._process is not None and self._process.returncode is None:
+                return
+            process = self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "services.rollout.calls.agent_process", self._reference),
+                stdin=PIPE,
+                stdout=PIPE,
+                limit=_LINE_BYTES,
+            )
+            loaded = self._pending[None] = asyncio.Future()
+            self._reader = self._tasks.create_task(self._read(process))
+            try:
+                async with asyncio.timeout(_LOAD_TIMEOUT_S):
+                    await loaded
+            except TimeoutError as error:
+                process.kill()
+                raise CallError(
+                    "timeout", f"{self._reference!r} was not loaded in {_LOAD_TIMEOUT_S:g} s"
+                ) from error
+
+    async def run(self, keywords: Mapping[str, Any]) -> None:
+        """Run one episode; cancelling this cancels the agent."""
+        await self.start()
+        number = next(self._numbers)
+        ended = self._pending[number] = asyncio.Future()
+        self._send({"id": number, "keywords": dict(keywords)})
+        try:
+            await ended
+        finally:
+            if self._pending.pop(number, None) is not None:
+                self._send({"cancel": number})
+
+    async def stop(self) -> None:
+        """Kill it."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+        if self._reader is not None:
+            await asyncio.wait([self._reader])
+
+    async def _read(self, process: Process) -> None:
+        """Take answers until the process ends; then whatever it worked on has failed."""
+        assert process.stdout is not None
+        async for line in process.stdout:
+            answer = json.loads(line)
+            future = self._pending.pop(answer["id"], None)
+            if future is None or future.done():
+                continue
+            if "error" in answer:
+                future.set_exception(
+                    CallError("exception", f"{self._reference!r} raised {answer['error']}")
+                )
+            else:
+                future.set_result(None)
+        status = await process.wait()
+        for future in self._pending.values():
+            if not future.done():
+                message = f"the process of {self._reference!r} died (exit status {status})"
+                future.set_exception(CallError("sandbox_killed", message))
+        self._pending.clear()
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        if not self._process.stdin.is_closing():
+            self._process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
+
+
+class AgentProcesses:
+    """Several processes; an episode goes to the one with the fewest."""
+
+    def __init__(self, processes: list[AgentProcess]) -> None:
+        self._processes = processes
+
+    async def run(self, keywords: Mapping[str, Any]) -> None:
+        """Run one episode."""
+        await min(self._processes, key=lambda process: process.num_running).run(keywords)
+
+
+class AgentService:
+    """An agent behind a URL: gets the keywords as JSON and answers when it has finished."""
+
+    def __init__(self, url: str, http: httpx.AsyncClient) -> None:
+        self._url = url
+        self._http = http
+
+    async def run(self, keywords: Mapping[str, Any]) -> None:
+        """Run one episode."""
+        try:
+            response = await self._http.post(self._url, json=dict(keywords))
+        except httpx.TransportError as error:
+            raise CallError("exception", f"{self._url} does not answer: {error}") from error
+        if not response.is_success:
+            raise CallError(
+                "exception", f"{self._url} answered {response.status_code}: {response.text[:200]}"
+            )
+
+
+@asynccontextmanager
+async def agent_runner(agent: str, processes: int) -> AsyncIterator[AgentRunner]:
+    """What runs an agent, while the block runs.
+
+    Raises:
+        ValueError: If there is no such function.
+    """
+    if agent.startswith(("http://", "https://")):
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=None, limits=limits) as http:  # noqa: S113 -- the caller's
+            yield AgentService(agent, http)
+        return
+    async with AsyncExitStack() as stack:
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        hosts = [AgentProcess(agent, tasks) for _ in range(processes)]
+        for host in hosts:
+            stack.push_async_callback(host.stop)
+        try:
+            await hosts[0].start()
+        except CallError as error:
+            problem = error.message
+        else:
+            yield AgentProcesses(hosts)
+            return
+    raise ValueError(f"rollout.workflow_arguments.agent: {problem}")

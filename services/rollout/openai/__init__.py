@@ -1,0 +1,1 @@
+"""An OpenAI-compatible endpoint in front of the engine; what agents sample through it is recorded."""

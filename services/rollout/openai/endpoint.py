@@ -1,0 +1,224 @@
+"""The HTTP side: routes, keys, and one session per episode.
+
+::
+
+    agent --POST /v1/chat/completions, Bearer key--> Session of that key --> Record --> Episode --> Engine
+"""
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from services.common.http_server import serve_http
+from services.rollout import metrics
+from services.rollout.openai.errors import ApiError, invalid
+from services.rollout.openai.record import Record, Replies
+from services.rollout.openai.replies import Formatter
+from services.rollout.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    parse_chat,
+    parse_completion,
+)
+from services.rollout.workflows.base import Episode, Interrupted
+
+MODEL_NAME = "policy"
+"""The one model that the endpoint has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """How an agent reaches its episode."""
+
+    base_url: str
+    """As OpenAI's clients take it; ends with ``/v1``."""
+    api_key: str
+    """Valid while the episode lasts, for this episode only."""
+    model: str = MODEL_NAME
+    """The model to name."""
+
+
+class _Session:
+    """One episode and the replies that are being made for it."""
+
+    def __init__(self, episode: Episode, tasks: asyncio.TaskGroup, temperature: float) -> None:
+        self.episode = episode
+        self.record = Record(episode)
+        self._tasks = tasks
+        self._temperature = temperature
+        self._running: set[asyncio.Task[Replies | ApiError]] = set()
+
+    async def answer(self, request: ChatRequest | CompletionRequest) -> Replies:
+        """Sample in a task of the episode's, which ends with it, whatever the connection does."""
+        self._check(request)
+        task = self._tasks.create_task(self._replies(request))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        await asyncio.wait([task])
+        if task.cancelled() or task.exception() is not None:
+            raise ApiError(503, "the episode was ended by its rollout", code="episode_ended")
+        result = task.result()
+        if isinstance(result, ApiError):
+            raise result
+        return result
+
+    def close(self) -> None:
+        """Give up what is still being sampled."""
+        for task in self._running:
+            task.cancel()
+
+    async def _replies(self, request: ChatRequest | CompletionRequest) -> Replies | ApiError:
+        try:
+            if isinstance(request, ChatRequest):
+                return await self.record.chat(request)
+            return await self.record.complete(request)
+        except ApiError as error:
+            return error
+
+    def _check(self, request: GenerateRequest) -> None:
+        if request.model != MODEL_NAME:
+            raise ApiError(
+                404,
+                f"there is no model {request.model!r}; the policy is {MODEL_NAME!r}",
+                param="model",
+                code="model_not_found",
+            )
+        if request.temperature not in (None, self._temperature):
+            raise invalid(
+                f"the run samples at temperature {self._temperature:g}, not {request.temperature:g}; leave "
+                "temperature out, or set rollout.sampling.temperature",
+                param="temperature",
+            )
+
+
+class Endpoint:
+    """Serves the episodes that are open.
+
+    Args:
+        base_url: Under which agents reach it.
+        temperature: Of the run; requests may repeat it.
+    """
+
+    def __init__(self, base_url: str, *, temperature: float) -> None:
+        self._base_url = base_url
+        self._temperature = temperature
+        self._sessions: dict[str, _Session] = {}
+        self._numbers = itertools.count()
+
+    @classmethod
+    @asynccontextmanager
+    async def serve(cls, bind: str, *, host: str, temperature: float) -> AsyncIterator["Endpoint"]:
+        """Listen until the block ends.
+
+        Args:
+            bind: ``host:port``; port 0 takes a free one.
+            host: Host name under which agents reach it.
+            temperature: Of the run.
+        """
+        endpoint = cls("", temperature=temperature)
+        async with serve_http(bind, endpoint.app()) as port:
+            endpoint._base_url = f"http://{host}:{port}/v1"
+            yield endpoint
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        return Starlette(
+            routes=[
+                Route("/v1/models", self._answers(self._models)),
+                Route("/v1/models/{name}", self._answers(self._models)),
+                Route("/v1/chat/completions", self._answers(self._chat), methods=["POST"]),
+                Route("/v1/completions", self._answers(self._complete), methods=["POST"]),
+            ]
+        )
+
+    @asynccontextmanager
+    async def open(self, episode: Episode) -> AsyncIterator[Access]:
+        """Let an agent shape an episode while the block runs.
+
+        Raises:
+            Interrupted: If the episode was interrupted; what was sampled is recorded.
+        """
+        key = f"ep-{secrets.token_urlsafe(32)}"
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                session = self._sessions[key] = _Session(episode, tasks, self._temperature)
+                try:
+                    yield Access(base_url=self._base_url, api_key=key)
+                finally:
+                    del self._sessions[key]
+                    session.close()
+                    metrics.UNUSED_AGENT_TOKENS.inc(session.record.num_unused_tokens)
+        except BaseExceptionGroup as errors:
+            raise _cause(errors) from None
+
+    def _answers(
+        self, handle: Callable[[Request, _Session], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            try:
+                return await handle(request, self._session(request))
+            except ApiError as error:
+                return JSONResponse(error.body, error.status)
+
+        return answer
+
+    def _session(self, request: Request) -> _Session:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        session = self._sessions.get(key) if scheme.lower() == "bearer" else None
+        if session is None:
+            raise ApiError(
+                401,
+                "this API key belongs to no running episode; use the one that the agent was given",
+                code="invalid_api_key",
+            )
+        return session
+
+    async def _models(self, request: Request, session: _Session) -> Response:
+        model = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "slipstream"}
+        name = request.path_params.get("name")
+        if name is None:
+            return JSONResponse({"object": "list", "data": [model]})
+        if name != MODEL_NAME:
+            raise ApiError(404, f"there is no model {name!r}", code="model_not_found")
+        return JSONResponse(model)
+
+    async def _chat(self, request: Request, session: _Session) -> Response:
+        return await self._reply(parse_chat(await request.body()), session)
+
+    async def _complete(self, request: Request, session: _Session) -> Response:
+        return await self._reply(parse_completion(await request.body()), session)
+
+    async def _reply(self, request: ChatRequest | CompletionRequest, session: _Session) -> Response:
+        replies = await session.answer(request)
+        prefix = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
+        formatter = Formatter(
+            request,
+            replies,
+            tokenizer=session.episode.tokenizer,
+            reply_id=f"{prefix}-{next(self._numbers)}",
+            created=int(time.time()),
+        )
+        if request.stream:
+            return StreamingResponse(formatter.events(), media_type="text/event-stream")
+        return JSONResponse(formatter.body())
+
+
+def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one error that matters: an interruption before what it caused."""
+    interrupted, rest = errors.split(Interrupted)
+    if interrupted is not None:
+        return Interrupted()
+    error: BaseException = rest or errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,246 @@
+"""What an agent sampled in one episode: exact tokens, conversation by conversation.
+
+A request that repeats a recorded conversation and adds to it continues its tokens; only what was added is
+turned into tokens. A request that continues none begins another conversation. The one that was continued
+last becomes the sample: it led to what the reward judges.
+"""
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.rollout.failures import GroupError
+from services.rollout.openai.chat import first_tokens, following_tokens, reply, visible_text
+from services.rollout.openai.errors import invalid, too_long
+from services.rollout.openai.requests import ChatRequest, CompletionRequest, Message
+from services.rollout.workflows.base import Draw, Episode, Interrupted
+from services.rollout.workflows.turns import Turn, num_sampled, observed, token_ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One reply to a request."""
+
+    turn: Turn
+    """What was sampled."""
+    message: Message
+    """What the agent sees of it."""
+
+    @property
+    def finish_reason(self) -> str:
+        """As OpenAI names it."""
+        return "tool_calls" if self.message.tool_calls else str(self.turn.finish_reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replies:
+    """All replies to a request."""
+
+    num_prompt_tokens: int
+    """Tokens before the replies."""
+    choices: tuple[Choice, ...]
+    """The replies."""
+
+    @property
+    def num_reply_tokens(self) -> int:
+        """Tokens of the replies."""
+        return sum(len(choice.turn.token_ids) for choice in self.choices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Conversation:
+    """Recorded turns, and what the agent saw of them."""
+
+    turns: tuple[Turn, ...]
+    meanings: tuple[Any, ...] = ()
+    """Of a chat: its tools, then the meaning of each message."""
+    text: str = ""
+    """Of completions: prompt and replies."""
+    has_visible_reply: bool = True
+    """Whether the last reply has text."""
+
+
+class Record:
+    """Everything that was sampled for one episode.
+
+    Args:
+        episode: Gets the turns of the conversation that was continued last.
+    """
+
+    def __init__(self, episode: Episode) -> None:
+        episode.is_served = True
+        self._episode = episode
+        self._chats: list[_Conversation] = []
+        self._texts: list[_Conversation] = []
+        self._num_asked: Counter[tuple[int, ...]] = Counter()
+        self._num_sampled = 0
+
+    @property
+    def num_unused_tokens(self) -> int:
+        """Sampled tokens of conversations that do not become the sample."""
+        return self._num_sampled - num_sampled(self._episode.turns)
+
+    async def chat(self, request: ChatRequest) -> Replies:
+        """Answer a chat."""
+        meanings = (repr(request.tools), *(message.meaning for message in request.messages))
+        earlier = _longest(self._chats, lambda seen: _begins(meanings[:-1], seen.meanings))
+        turns = self._chat_turns(request, earlier)
+        has_tools = bool(request.tools) and (request.model_extra or {}).get("tool_choice") != "none"
+        choices = [
+            Choice(
+                turn=turn,
+                message=reply(
+                    self._episode.tokenizer,
+                    turn,
+                    stop_texts=request.stop_texts,
+                    name=f"{len(turns)}_{index}",
+                    has_tools=has_tools,
+                ),
+            )
+            for index, turn in enumerate(await self._sample(turns, request, request.reply_tokens))
+        ]
+        self._chats += [
+            _Conversation(turns=(*turns, choice.turn), meanings=(*meanings, choice.message.meaning))
+            for choice in choices
+        ]
+        return Replies(num_prompt_tokens=len(token_ids(turns)), choices=tuple(choices))
+
+    async def complete(self, request: CompletionRequest) -> Replies:
+        """Continue a text or tokens."""
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            earlier = _longest(self._texts, lambda seen: _continues(prompt, seen))
+            seen_text = earlier.text if earlier else ""
+            added = self._encoded(prompt.removeprefix(seen_text))
+        else:
+            known = [*self._texts, *self._chats]
+            earlier = _longest(known, lambda seen: _begins(prompt, token_ids(seen.turns)))
+            added = list(prompt[len(token_ids(earlier.turns)) :] if earlier else prompt)
+        turns = self._extended(earlier, added)
+        sampled = await self._sample(turns, request, request.max_tokens)
+        tokenizer = self._episode.tokenizer
+        choices = [
+            Choice(
+                turn=turn,
+                message=Message(
+                    role="assistant", content=visible_text(tokenizer, turn, request.stop_texts)
+                ),
+            )
+            for turn in sampled
+        ]
+        text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+        self._texts += [
+            _Conversation(
+                turns=(*turns, choice.turn),
+                text=text + choice.message.text,
+                has_visible_reply=bool(choice.message.text),
+            )
+            for choice in choices
+        ]
+        return Replies(num_prompt_tokens=len(token_ids(turns)), choices=tuple(choices))
+
+    def _chat_turns(self, request: ChatRequest, earlier: _Conversation | None) -> tuple[Turn, ...]:
+        """The turns before the reply."""
+        tokenizer = self._episode.tokenizer
+        if earlier is None:
+            return self._extended(None, first_tokens(tokenizer, request.messages, request.tools))
+        added = following_tokens(
+            tokenizer,
+            request.messages,
+            request.tools,
+            # The first meaning is that of the tools, the last one that of the reply.
+            reply_index=len(earlier.meanings) - 2,
+            has_eos=earlier.turns[-1].token_ids[-1:] == (tokenizer.eos_id,),
+        )
+        return self._extended(earlier, added)
+
+    def _extended(self, earlier: _Conversation | None, added: Sequence[int]) -> tuple[Turn, ...]:
+        """Recorded turns and what was added to them; with nothing added, the last reply goes on."""
+        turns = earlier.turns if earlier else ()
+        if not turns and not added:
+            raise invalid("the prompt has no tokens; give at least one", param="prompt")
+        turns = (*turns, observed(added)) if added else turns
+        if self._room(turns) < 1:
+            self._episode.is_full = True
+            raise too_long(
+                f"the conversation has {len(token_ids(turns[1:]))} tokens after its first messages, and "
+                f"rollout.max_response_tokens ({self._episode.limits.max_response_tokens}) leaves no room "
+                "for a reply"
+            )
+        return turns
+
+    def _room(self, turns: Sequence[Turn]) -> int:
+        return self._episode.limits.max_response_tokens - len(token_ids(turns[1:]))
+
+    async def _sample(
+        self,
+        turns: tuple[Turn, ...],
+        request: ChatRequest | CompletionRequest,
+        max_tokens: int | None,
+    ) -> list[Turn]:
+        """Sample all replies at once.
+
+        Raises:
+            Interrupted: If the episode was interrupted.
+        """
+        room = self._room(turns)
+        number = self._num_asked[token_ids(turns)]
+        self._num_asked[token_ids(turns)] += request.n
+        draws = [
+            Draw(
+                seed=self._seed(turns, request.seed, number=number, index=index),
+                offset=0,
+                max_tokens=room if max_tokens is None else min(room, max_tokens),
+                stop_texts=(*self._episode.limits.stop_texts, *request.stop_texts),
+            )
+            for index in range(request.n)
+        ]
+        begun = [self._episode.replayed(turns) if number == 0 else None] + [None] * (request.n - 1)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(self._episode.sample_after(turns, draw, started=started))
+                    for draw, started in zip(draws, begun, strict=True)
+                ]
+        except* GroupError as errors:
+            raise invalid(str(errors.exceptions[0])) from None
+        sampled = [task.result() for task in running]
+        self._num_sampled += num_sampled(sampled)
+        self._episode.turns = [*turns, sampled[0]]
+        if any(turn.is_cut for turn in sampled):
+            raise Interrupted
+        return sampled
+
+    def _seed(self, turns: Sequence[Turn], asked: int | None, *, number: int, index: int) -> int:
+        """A seed of its own for each reply, the same whenever the agent does the same."""
+        which = f"{number + index}" if asked is None else f"{asked}+{index}"
+        text = f"{self._episode.limits.seed}/{which}/{token_ids(turns)}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+    def _encoded(self, text: str) -> list[int]:
+        try:
+            return self._episode.tokenizer.encode(text)
+        except ValueError as error:
+            raise invalid(str(error), param="prompt") from error
+
+
+def _longest(
+    conversations: Iterable[_Conversation], fits: Callable[[_Conversation], bool]
+) -> _Conversation | None:
+    """The longest conversation that a request continues."""
+    fitting = [conversation for conversation in conversations if fits(conversation)]
+    return max(fitting, key=lambda found: len(token_ids(found.turns)), default=None)
+
+
+def _begins(whole: Sequence[Any], part: Sequence[Any]) -> bool:
+    return tuple(whole[: len(part)]) == tuple(part)
+
+
+def _continues(prompt: str, seen: _Conversation) -> bool:
+    """Whether a text goes on where a reply ended that the agent could see."""
+    if prompt == seen.text:
+        return seen.turns[-1].finish_reason == "length"
+    return prompt.startswith(seen.text) and seen.has_visible_reply

@@ -1,0 +1,187 @@
+"""Requests of the endpoint: the part of OpenAI's API that a recorded policy can serve."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from services.rollout.openai.errors import ApiError, invalid
+
+# Whatever would change the distribution that tokens are drawn from, with the values that do not.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "functions": ([],),
+    "modalities": (["text"],),
+}
+_MAX_CHOICES = 64
+_Request = TypeVar("_Request", bound="GenerateRequest")
+
+
+class ContentPart(BaseModel):
+    """One part of a message."""
+
+    model_config = ConfigDict(frozen=True)
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(BaseModel):
+    """The function that an assistant called."""
+
+    model_config = ConfigDict(frozen=True)
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(BaseModel):
+    """A call in an assistant's message."""
+
+    model_config = ConfigDict(frozen=True)
+    id: str = ""
+    function: FunctionCall
+
+
+class Message(BaseModel):
+    """One message of a chat; two are the same if they say the same."""
+
+    model_config = ConfigDict(frozen=True)
+    role: str
+    content: str | tuple[ContentPart, ...] | None = None
+    name: str | None = None
+    tool_calls: tuple[ToolCall, ...] | None = None
+    tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "".join(part.text for part in self.content)
+
+    @property
+    def meaning(self) -> tuple[Any, ...]:
+        """What has to be equal in two messages that say the same."""
+        calls = [(call.function.name, _parsed(call.function)) for call in self.tool_calls or ()]
+        calls_text = json.dumps(calls, sort_keys=True)
+        return (self.role, self.text.strip(), self.name, calls_text, self.tool_call_id)
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it: arguments are objects."""
+        message: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": _parsed(call.function)},
+                }
+                for call in self.tool_calls
+            ]
+        return message
+
+
+class GenerateRequest(BaseModel):
+    """What both kinds of requests have."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    model: str
+    n: int = Field(1, ge=1, le=_MAX_CHOICES)
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    seed: int | None = None
+    stop: str | tuple[str, ...] | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """Texts that end the reply."""
+        if isinstance(self.stop, str):
+            return (self.stop,)
+        return self.stop or ()
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with the token counts."""
+        return bool((self.stream_options or {}).get("include_usage"))
+
+    @model_validator(mode="after")
+    def _changes_no_distribution(self) -> Self:
+        given = self.model_extra or {}
+        for name, neutral in _NEUTRAL.items():
+            if given.get(name) is not None and given[name] not in neutral:
+                raise ValueError(
+                    f"{name}={given[name]!r} is not supported: what is recorded for training must be "
+                    f"drawn from the policy itself; leave {name} out"
+                )
+        return self
+
+
+class ChatRequest(GenerateRequest):
+    """``POST /v1/chat/completions``."""
+
+    messages: tuple[Message, ...] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    tools: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def reply_tokens(self) -> int | None:
+        """Most tokens of the reply."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+class CompletionRequest(GenerateRequest):
+    """``POST /v1/completions``."""
+
+    prompt: str | tuple[int, ...]
+    logprobs: int | None = Field(None, ge=0, le=0)
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """A chat request. Raises ApiError naming the parameter that is wrong."""
+    return _parse(ChatRequest, body)
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """A completion request. Raises ApiError naming the parameter that is wrong."""
+    return _parse(CompletionRequest, body)
+
+
+def _parse(kind: type[_Request], body: bytes) -> _Request:
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _refused(error.errors(include_url=False)) from error
+
+
+def _refused(problems: Sequence[Any]) -> ApiError:
+    first = problems[0]
+    param = ".".join(str(part) for part in first["loc"]) or None
+    message = f"{param}: {first['msg']}" if param else str(first["msg"])
+    return invalid(message, param=param)
+
+
+def _parsed(function: FunctionCall) -> Any:
+    """Arguments as an object, or as they are if they are none."""
+    try:
+        return json.loads(function.arguments)
+    except ValueError:
+        return function.arguments

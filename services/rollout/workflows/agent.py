@@ -1,0 +1,83 @@
+"""An existing agent shapes the episode through an OpenAI-compatible endpoint."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from services.rollout.calls.agents import AgentRunner, agent_runner
+from services.rollout.failures import CallError
+from services.rollout.openai.endpoint import Endpoint
+from services.rollout.workflows.base import Episode
+
+
+class Agent:
+    """Runs an agent per sample; whatever it samples under its key becomes the sample.
+
+    The agent is called with ``base_url``, ``api_key``, ``model``, ``prompt`` and ``row``, and talks to the
+    policy with any OpenAI client. Its conversation is recorded token by token: the first messages are the
+    prompt, later ones are observed and not trained. The reward judges the last reply.
+
+    An interrupted sample is resumed by running the agent again. As long as it asks the same, it is given
+    what was recorded; from where it asks something else on, it is sampled anew.
+
+    Args:
+        agent: ``module:function`` or ``file.py:function``, a coroutine or a plain function; or the URL of a
+            service that gets the same as JSON and answers when it has finished.
+        timeout_s: Deadline of one episode.
+        processes: Processes that a function runs in; each runs many episodes at once.
+    """
+
+    def __init__(self, *, agent: str, timeout_s: float = 600.0, processes: int = 1) -> None:
+        if timeout_s <= 0 or processes < 1:
+            raise ValueError(
+                "rollout.workflow_arguments: timeout_s must be positive and processes at least 1, but are "
+                f"{timeout_s} and {processes}"
+            )
+        self._agent = agent
+        self._timeout_s = timeout_s
+        self._processes = processes
+        self._parts: tuple[Endpoint, AgentRunner] | None = None
+
+    @asynccontextmanager
+    async def serving(self, bind: str, *, host: str, temperature: float) -> AsyncIterator[None]:
+        """Serve the endpoint and hold the agent's processes while the block runs.
+
+        Args:
+            bind: ``host:port`` of the endpoint.
+            host: Host name under which the agent reaches it.
+            temperature: Of the run.
+        """
+        async with (
+            agent_runner(self._agent, self._processes) as runner,
+            Endpoint.serve(bind, host=host, temperature=temperature) as endpoint,
+        ):
+            self._parts = endpoint, runner
+            yield
+
+    async def run(self, episode: Episode) -> None:
+        """Run the agent.
+
+        Raises:
+            CallError: If it fails, takes too long, or samples nothing.
+        """
+        assert self._parts is not None, "the workflow must be serving"
+        endpoint, runner = self._parts
+        try:
+            async with endpoint.open(episode) as access, asyncio.timeout(self._timeout_s):
+                await runner.run(
+                    {
+                        "base_url": access.base_url,
+                        "api_key": access.api_key,
+                        "model": access.model,
+                        "prompt": episode.prompt.text,
+                        "row": dict(episode.prompt.row),
+                    }
+                )
+        except TimeoutError as error:
+            raise CallError(
+                "timeout", f"the agent took longer than {self._timeout_s:g} s"
+            ) from error
+        if not any(turn.is_sampled for turn in episode.turns):
+            raise CallError(
+                "exception", "the agent finished without asking the policy for anything"
+            )

@@ -1,0 +1,92 @@
+"""Turns: what an episode is made of."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from services.rollout.engines.base import (
+    FinishReason,
+    GenerationResult,
+    VersionRun,
+    append_version,
+)
+
+TOOL_VERSION = -1
+"""Weight version of tokens that no policy sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A stretch of the response that was either sampled or observed."""
+
+    token_ids: tuple[int, ...]
+    """Tokens of the turn."""
+    logprobs: tuple[float, ...]
+    """Log-probability of each sampled token; 0 for observed ones."""
+    version_runs: tuple[VersionRun, ...]
+    """Weight versions, run-length coded; observed tokens have version -1."""
+    finish_reason: FinishReason | None
+    """How sampling ended; None for an observed turn."""
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the policy sampled these tokens."""
+        return self.finish_reason is not None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether sampling was interrupted and has to go on."""
+        return self.finish_reason == "aborted"
+
+    def continued(self, result: GenerationResult) -> "Turn":
+        """This turn and what was sampled after it."""
+        runs = list(self.version_runs)
+        for version, num_tokens in result.version_runs:
+            append_version(runs, version, num_tokens)
+        return Turn(
+            token_ids=self.token_ids + result.token_ids,
+            logprobs=self.logprobs + result.logprobs,
+            version_runs=tuple(runs),
+            finish_reason=result.finish_reason,
+        )
+
+
+NOTHING_SAMPLED = Turn(token_ids=(), logprobs=(), version_runs=(), finish_reason="aborted")
+"""A turn before its first token."""
+
+
+def observed(token_ids: Sequence[int]) -> Turn:
+    """A turn of tokens that no policy sampled."""
+    return Turn(
+        token_ids=tuple(token_ids),
+        logprobs=(0.0,) * len(token_ids),
+        version_runs=((TOOL_VERSION, len(token_ids)),) if token_ids else (),
+        finish_reason=None,
+    )
+
+
+def token_ids(turns: Iterable[Turn]) -> tuple[int, ...]:
+    """Tokens of all turns."""
+    return tuple(token for turn in turns for token in turn.token_ids)
+
+
+def num_sampled(turns: Iterable[Turn]) -> int:
+    """Tokens that the policy sampled."""
+    return sum(len(turn.token_ids) for turn in turns if turn.is_sampled)
+
+
+def version_runs(turns: Iterable[Turn]) -> list[VersionRun]:
+    """Weight versions of all tokens of some turns, run-length coded."""
+    runs: list[VersionRun] = []
+    for turn in turns:
+        for version, num_tokens in turn.version_runs:
+            append_version(runs, version, num_tokens)
+    return runs
+
+
+def sampled_versions(turns: Iterable[Turn]) -> list[int]:
+    """Weight versions of the sampled stretches, in order, without repeats in a row."""
+    versions: list[int] = []
+    for version, _ in version_runs(turn for turn in turns if turn.is_sampled):
+        if versions[-1:] != [version]:
+            versions.append(version)
+    return versions

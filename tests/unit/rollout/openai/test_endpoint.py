@@ -1,0 +1,152 @@
+"""The HTTP side: keys, errors, streams."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from services.rollout.openai.endpoint import Endpoint
+from tests.unit.rollout.openai.served import Scripted, chat, client_of, make_episode, user
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"temperature": 0.3}, "temperature"),
+        ({"top_p": 0.9}, None),
+        ({"logit_bias": {"1": 2}}, None),
+        ({"top_logprobs": 3}, None),
+        ({"n": 0}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    ],
+)
+async def test_what_cannot_be_recorded_is_refused_in_openais_format(changes, param):
+    async with client_of(make_episode(Scripted([]))) as client:
+        body = {"model": "policy", "messages": [user("x")], **changes}
+        response = await client.post("/chat/completions", json=body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    if param is not None:
+        assert error["param"].startswith(param)
+    assert next(iter(changes)) in error["message"]
+
+
+async def test_neutral_values_of_unsupported_parameters_are_taken():
+    async with client_of(make_episode(Scripted(["ok"]))) as client:
+        await chat(client, user("x"), temperature=1.0, top_p=1.0, presence_penalty=0, seed=3)
+
+
+async def test_a_greedy_evaluation_takes_the_runs_temperature_and_stays_greedy():
+    engine = Scripted(["ok"])
+    async with client_of(make_episode(engine, temperature=0.0)) as client:
+        await chat(client, user("x"), temperature=1.0)
+    assert engine.requests[0].temperature == 0.0
+
+
+async def test_a_conversation_that_does_not_fit_is_refused_and_the_sample_truncated():
+    episode = make_episode(Scripted(["abc", "never"]), room=10)
+    async with client_of(episode) as client:
+        first = await chat(client, user("x"))
+        body = {
+            "model": "policy",
+            "messages": [user("x"), first["choices"][0]["message"], user("long" * 10)],
+        }
+        response = await client.post("/chat/completions", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert episode.finish_reason == "length"
+
+
+async def test_an_engine_that_refuses_the_context_answers_with_its_reason():
+    class Refusing:
+        async def generate(self, request):
+            raise ValueError("the context has too many tokens")
+
+    async with client_of(make_episode(Refusing())) as client:
+        body = {"model": "policy", "messages": [user("x")]}
+        response = await client.post("/chat/completions", json=body)
+    assert response.status_code == 400
+    assert "too many tokens" in response.json()["error"]["message"]
+
+
+async def test_keys_open_their_own_episode_while_it_lasts_and_nothing_else():
+    endpoint = Endpoint("http://policy/v1", temperature=1.0)
+    transport = httpx.ASGITransport(endpoint.app())
+    async with httpx.AsyncClient(transport=transport, base_url="http://policy/v1") as client:
+        async with endpoint.open(make_episode(Scripted(["a"]))) as access:
+            good = {"Authorization": f"Bearer {access.api_key}"}
+            assert (await client.get("/models")).status_code == 401
+            wrong = {"Authorization": "Bearer ep-guess"}
+            assert (await client.get("/models", headers=wrong)).status_code == 401
+            models = (await client.get("/models", headers=good)).json()
+            assert [model["id"] for model in models["data"]] == ["policy"]
+            body = {"model": "gpt-x", "messages": [user("x")]}
+            unknown = await client.post("/chat/completions", json=body, headers=good)
+            assert unknown.status_code == 404
+            assert unknown.json()["error"]["code"] == "model_not_found"
+        late = await client.get("/models", headers=good)
+    assert late.status_code == 401
+    assert late.json()["error"]["code"] == "invalid_api_key"
+
+
+async def test_streams_are_server_sent_events_that_add_up_to_the_reply():
+    async with client_of(make_episode(Scripted(["hi", "yo"]))) as client:
+        body = {
+            "model": "policy",
+            "messages": [user("x")],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "logprobs": True,
+        }
+        response = await client.post("/chat/completions", json=body)
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in response.text.split("\n\n") if line]
+        assert lines[-1] == "data: [DONE]"
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+        assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+        deltas = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+        assert "".join(delta["delta"].get("content") or "" for delta in deltas) == "hi"
+        assert deltas[-1]["finish_reason"] == "stop"
+        assert [item["logprob"] for item in deltas[0]["logprobs"]["content"]] == [-0.25] * 3
+        assert chunks[-1]["usage"]["completion_tokens"] == 3
+        body = {"model": "policy", "prompt": "x", "stream": True, "logprobs": 0}
+        text = (await client.post("/completions", json=body)).text
+        first = json.loads(text.split("\n\n")[0].removeprefix("data: "))
+        assert first["object"] == "text_completion"
+        assert first["choices"][0]["text"] == "yo"
+        assert first["choices"][0]["logprobs"]["tokens"][:2] == ["y", "o"]
+
+
+async def test_requests_of_an_ended_episode_are_given_up():
+    class Stuck:
+        async def generate(self, request):
+            started.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+    started, ended = asyncio.Event(), asyncio.Event()
+    async with asyncio.TaskGroup() as tasks, client_of(make_episode(Stuck())) as client:
+        body = {"model": "policy", "messages": [user("x")]}
+        request = tasks.create_task(client.post("/chat/completions", json=body))
+        await started.wait()
+    assert ended.is_set()
+    assert (await request).status_code == 503
+
+
+async def test_real_sockets_serve_on_loopback():
+    async with (
+        Endpoint.serve("127.0.0.1:0", host="127.0.0.1", temperature=1.0) as endpoint,
+        endpoint.open(make_episode(Scripted(["hi"]))) as access,
+        httpx.AsyncClient(headers={"Authorization": f"Bearer {access.api_key}"}) as client,
+    ):
+        assert access.base_url.startswith("http://127.0.0.1:")
+        body = {"model": access.model, "messages": [user("x")]}
+        response = await client.post(f"{access.base_url}/chat/completions", json=body)
+    assert response.json()["choices"][0]["message"]["content"] == "hi"
