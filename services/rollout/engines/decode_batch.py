@@ -1,6 +1,6 @@
 """The requests that are being decoded: prefill, decode steps, recomputation."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,11 +15,10 @@ from services.rollout.engines.base import (
     VersionRun,
     append_version,
 )
-from services.rollout.engines.draw import draw_tokens, uniforms
+from services.rollout.engines.draw import Truncation, draw_tokens, uniforms
 from services.rollout.engines.kv_slots import SlotCache
+from services.rollout.engines.stop_texts import Decode, ends_in_stop_text
 
-Decode = Callable[[Sequence[int]], str]
-"""Token ids to text."""
 _MAX_PREFILL_TOKENS = 16_384
 """Padded tokens of one prefill pass; bounds the memory of activations."""
 
@@ -133,23 +132,33 @@ class DecodeBatch:
         )
         temperatures = torch.tensor([request.temperature for request in requests])
         numbers = torch.from_numpy(uniforms(seeds, drawn))
-        return draw_tokens(logits, temperatures.to(self._device), numbers.to(self._device))
+        return draw_tokens(
+            logits,
+            temperatures.to(self._device),
+            numbers.to(self._device),
+            truncation=self._truncation(requests),
+        )
+
+    def _truncation(self, requests: Sequence[GenerationRequest]) -> Truncation | None:
+        if not any(request.is_truncated for request in requests):
+            return None
+        top_p = torch.tensor([request.top_p for request in requests], device=self._device)
+        min_p = torch.tensor([request.min_p for request in requests], device=self._device)
+        top_k = self._tensor([request.top_k for request in requests])
+        return Truncation(top_p=top_p, top_k=top_k, min_p=min_p)
 
     def _finish_reason(self, row: _Row) -> FinishReason | None:
         request = row.request
         if row.tokens[-1] in request.stop_token_ids:
             return "stop"
-        if request.stop_texts and self._ends_in_stop_text(row):
-            return "stop"
+        if request.stop_texts:
+            assert self._decode is not None, (
+                "requests with stop texts are refused without a decoder"
+            )
+            response = row.tokens[len(request.context_ids) :]
+            if ends_in_stop_text(request.stop_texts, response, self._decode):
+                return "stop"
         return "length" if len(row.logprobs) >= request.max_tokens else None
-
-    def _ends_in_stop_text(self, row: _Row) -> bool:
-        """Look for a stop text near the end: a token holds at least a byte of it."""
-        assert self._decode is not None, "requests with stop texts are refused without a decoder"
-        longest = max(len(text.encode()) for text in row.request.stop_texts)
-        num_tokens = min(longest + 1, len(row.logprobs))
-        tail = self._decode(row.tokens[len(row.tokens) - num_tokens :])
-        return any(text in tail for text in row.request.stop_texts)
 
     def _prefill(self, slots: Sequence[int]) -> None:
         """Compute each different context once and store it in every slot that has it."""

@@ -21,6 +21,7 @@ from services.rollout.engines.base import (
     append_version,
     check_request,
     check_scorable,
+    check_supported,
 )
 
 if TYPE_CHECKING:
@@ -71,7 +72,11 @@ class FakeEngine:
     """
 
     capabilities = EngineCapabilities(
-        name="fake", kv_policies=frozenset({"recompute", "keep"}), stop_texts=False
+        name="fake",
+        kv_policies=frozenset({"recompute", "keep"}),
+        stop_texts=False,
+        truncation=False,
+        seeds=True,
     )
 
     def __init__(
@@ -119,6 +124,7 @@ class FakeEngine:
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Decode one request."""
         check_request(request, vocab_size=self._vocab_size, max_model_tokens=MAX_MODEL_TOKENS)
+        check_supported(request, self.capabilities)
         num_left = max(1, self._lengths.length(request.seed) - request.draw_offset)
         row = _Row(request, min(num_left, request.max_tokens), num_left > request.max_tokens)
         oldest = request.oldest_version

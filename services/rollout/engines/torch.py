@@ -20,7 +20,8 @@ from services.rollout.engines.base import (
     check_scorable,
     check_tensors,
 )
-from services.rollout.engines.decode_batch import Decode, DecodeBatch
+from services.rollout.engines.decode_batch import DecodeBatch
+from services.rollout.engines.stop_texts import Decode
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -45,7 +46,11 @@ class TorchEngine:
     """
 
     capabilities = EngineCapabilities(
-        name="torch", kv_policies=frozenset({"recompute", "keep"}), stop_texts=True
+        name="torch",
+        kv_policies=frozenset({"recompute", "keep"}),
+        stop_texts=True,
+        truncation=True,
+        seeds=True,
     )
 
     def __init__(
@@ -176,6 +181,10 @@ class TorchEngine:
             )
             for name, parameter in self._model.named_parameters()
         ]
+
+    def live_weights(self) -> Mapping[str, Tensor]:
+        """The model's own parameters."""
+        return dict(self._model.named_parameters())
 
     async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
         """Copy new weights into the live parameters between two steps."""

@@ -1,18 +1,24 @@
-"""Runs inside vLLM's worker processes: loads a version that the rollout process left in a file."""
+"""Runs inside vLLM's worker processes: copies a version that the rollout process shares into the model."""
 
-from collections.abc import Iterator, Sequence
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.config import set_current_vllm_config
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
 
-Entry = tuple[str, str, Sequence[int], int]
-"""Name, dtype, shape and byte offset of a tensor in the file."""
+from services.rollout.engines.layout import UnknownLayoutError, copy_pieces, plan_pieces
+from services.rollout.engines.shared_tensors import open_shared
+
+logger = logging.getLogger(__name__)
 
 
 class WeightLoader:
@@ -26,32 +32,48 @@ class WeightLoader:
     vllm_config: Any
     device: torch.device
 
-    def load_slipstream_weights(self, path: str, size_bytes: int, entries: Sequence[Entry]) -> None:
-        """Replace all weights.
+    def load_slipstream_weights(self, description: str) -> bool:
+        """Replace all weights; returns whether they were copied straight into the parameters.
 
         Args:
-            path: File that holds the tensors.
-            size_bytes: Its size.
-            entries: Where each tensor lies.
+            description: Of the shared tensors.
         """
-        # Private and copy-on-write: the file may go as soon as this returns.
-        buffer = torch.from_file(path, shared=False, size=size_bytes, dtype=torch.uint8)
+        tensors = open_shared(description)
         model = self.model_runner.model
-        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+        with torch.no_grad():
+            is_direct = _copy(model, tensors)
+            if not is_direct:
+                self._reload(model, tensors)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return is_direct
+
+    def _reload(self, model: Any, tensors: dict[str, Tensor]) -> None:
+        """Load as vLLM loads a checkpoint."""
+        loaded = ((name, tensor.to(self.device)) for name, tensor in tensors.items())
+        with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
-            model.load_weights(_tensors(buffer, entries, self.device))
+            model.load_weights(loaded)
             finalize_layerwise_reload(model, self.vllm_config.model_config)
         if self.device.type == "cpu":
             _repack_head(model)
 
 
-def _tensors(
-    buffer: Tensor, entries: Sequence[Entry], device: torch.device
-) -> Iterator[tuple[str, Tensor]]:
-    for name, dtype_name, shape, offset in entries:
-        dtype = getattr(torch, dtype_name)
-        size = torch.Size(shape).numel() * dtype.itemsize
-        yield name, buffer[offset : offset + size].view(dtype).view(*shape).to(device)
+def _copy(model: Any, tensors: dict[str, Tensor]) -> bool:
+    """Copy tensors into parameters whose layout is known."""
+    parameters = dict(model.named_parameters())
+    try:
+        pieces = plan_pieces(
+            {name: tuple(tensor.shape) for name, tensor in tensors.items()},
+            {name: tuple(parameter.shape) for name, parameter in parameters.items()},
+            rank=get_tensor_model_parallel_rank(),
+            ranks=get_tensor_model_parallel_world_size(),
+        )
+    except UnknownLayoutError as error:
+        logger.info("weights go through vLLM's loader", extra={"why": str(error)})
+        return False
+    copy_pieces(pieces, tensors, parameters)
+    return True
 
 
 def _repack_head(model: Any) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from services.rollout.engines.draw import draw_tokens, uniforms
+from services.rollout.engines.draw import Truncation, draw_tokens, uniforms
 
 
 def test_numbers_depend_on_seed_and_counter_alone() -> None:
@@ -44,3 +44,25 @@ def test_the_ends_of_the_interval_never_draw_an_impossible_token() -> None:
     numbers = torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64)
     tokens, _ = draw_tokens(logits, torch.ones(2), numbers)
     assert tokens.tolist() == [1, 2]
+
+
+def test_truncation_leaves_out_tokens_but_not_logprobs() -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.25, 0.15, 0.1]])).expand(4, -1)
+    count = 400
+    numbers = torch.linspace(0, 1, count + 1, dtype=torch.float64)[:-1]
+    truncation = Truncation(
+        top_p=torch.tensor([1.0, 0.6, 1.0, 1.0]),
+        top_k=torch.tensor([0, 0, 3, 0]),
+        min_p=torch.tensor([0.0, 0.0, 0.0, 0.25]),
+    )
+    for row, allowed in enumerate([{0, 1, 2, 3}, {0, 1}, {0, 1, 2}, {0, 1, 2}]):
+        part = Truncation(
+            top_p=truncation.top_p[row].expand(count),
+            top_k=truncation.top_k[row].expand(count),
+            min_p=truncation.min_p[row].expand(count),
+        )
+        tokens, logprobs = draw_tokens(
+            logits[:1].expand(count, -1), torch.ones(count), numbers, truncation=part
+        )
+        assert set(tokens.tolist()) == allowed
+        torch.testing.assert_close(logprobs, logits[0][tokens])

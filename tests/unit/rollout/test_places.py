@@ -42,7 +42,7 @@ async def test_those_who_wait_can_be_turned_away() -> None:
 
 async def test_a_gate_closes_behind_those_inside_and_holds_back_the_others() -> None:
     async def passenger(name: str) -> None:
-        async with gate.passage():
+        async with gate.passage(give_up=lambda: False):
             events.append(f"{name} in")
             await asyncio.sleep(0)
             events.append(f"{name} out")
@@ -60,3 +60,24 @@ async def test_a_gate_closes_behind_those_inside_and_holds_back_the_others() -> 
         tasks.create_task(passenger("c"))
     assert events.index("alone") > max(events.index("a out"), events.index("b out"))
     assert events.index("c in") > events.index("alone")
+
+
+async def test_a_held_gate_lets_only_those_through_who_give_up_and_can_be_closed() -> None:
+    async def passenger(name: str) -> None:
+        async with gate.passage(give_up=lambda: name in quitting):
+            events.append(name)
+
+    gate, events, quitting = Gate(), list[str](), set[str]()
+    gate.hold()
+    async with asyncio.TaskGroup() as tasks:
+        for name in ("a", "b"):
+            tasks.create_task(passenger(name))
+        await asyncio.sleep(0)
+        quitting.add("b")
+        async with gate.closed():
+            events.append("alone")
+        await gate.reconsider()
+        await asyncio.sleep(0.001)
+        events.append("released")
+        await gate.release()
+    assert events == ["alone", "b", "released", "a"]

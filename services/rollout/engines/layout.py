@@ -1,0 +1,154 @@
+"""How an engine's parameters are made of checkpoint tensors: pure functions, no engine.
+
+Engines fuse tensors that they multiply together, and split them over the ranks of tensor parallelism::
+
+    checkpoint              engine, rank r of R
+    q, k, v proj (+ bias)   qkv_proj      rows: heads of q, of k, of v; too few key heads are repeated
+    gate, up proj           gate_up_proj  rows: a slice of gate, the same slice of up
+    o_proj, down_proj       same name     columns
+    embed_tokens, lm_head   same name     rows, padded at the end
+    norms                   same name     whole
+
+Everything follows from the shapes, so a model is known if all its names and shapes fit these rules.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+class UnknownLayoutError(ValueError):
+    """The parameters are not made of the tensors by the rules of this module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Part of a checkpoint tensor and its place in an engine's parameter; both are dense blocks."""
+
+    source: str
+    """Checkpoint name."""
+    dim: int
+    """Dimension that is cut."""
+    start: int
+    """First row or column in the source."""
+    length: int
+    """Rows or columns."""
+    target: str
+    """Parameter."""
+    target_start: int
+    """First row or column in the parameter."""
+
+
+def plan_pieces(
+    sources: Mapping[str, Shape], targets: Mapping[str, Shape], *, rank: int = 0, ranks: int = 1
+) -> list[Piece]:
+    """Say how parameters are put together.
+
+    Args:
+        sources: Shapes of the checkpoint tensors, tied ones once.
+        targets: Shapes of this rank's parameters.
+        rank: This rank of tensor parallelism.
+        ranks: Number of them.
+
+    Returns:
+        Pieces that fill all parameters, but for the padding of vocabularies.
+
+    Raises:
+        UnknownLayoutError: If they do not.
+    """
+    pieces = [
+        _place(name, shape, sources, targets, rank=rank, ranks=ranks)
+        for name, shape in sources.items()
+    ]
+    _check_filled(pieces, targets)
+    return pieces
+
+
+def copy_pieces(
+    pieces: Sequence[Piece], sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]
+) -> None:
+    """Copy tensors into parameters, in place."""
+    for piece in pieces:
+        source = sources[piece.source].narrow(piece.dim, piece.start, piece.length)
+        target = targets[piece.target].narrow(piece.dim, piece.target_start, piece.length)
+        target.copy_(source, non_blocking=True)
+
+
+def _place(
+    name: str,
+    shape: Shape,
+    sources: Mapping[str, Shape],
+    targets: Mapping[str, Shape],
+    *,
+    rank: int,
+    ranks: int,
+) -> Piece:
+    if name in targets:
+        return _place_alone(name, shape, targets[name], rank=rank, ranks=ranks)
+    prefix, _, end = name.rpartition("_proj.")
+    module, _, part = prefix.rpartition(".")
+    if part in ("q", "k", "v"):
+        target = f"{module}.qkv_proj.{end}"
+        queries = sources.get(f"{module}.q_proj.{end}", (0,))[0] // ranks
+        start, length = 0, queries
+        if part != "q":
+            length = (_rows(targets, target, name) - queries) // 2
+            start = queries + (length if part == "v" else 0)
+    elif part in ("gate", "up"):
+        target = f"{module}.gate_up_proj.{end}"
+        length = _rows(targets, target, name) // 2
+        start = length if part == "up" else 0
+    else:
+        raise UnknownLayoutError(f"no parameter takes the tensor {name!r}")
+    if length < 1 or length * ranks % shape[0] or targets.get(target, ())[1:] != shape[1:]:
+        raise UnknownLayoutError(f"{name!r} of shape {shape} does not fit into {target!r}")
+    copies = length * ranks // shape[0]
+    return Piece(
+        source=name,
+        dim=0,
+        start=rank // copies * length,
+        length=length,
+        target=target,
+        target_start=start,
+    )
+
+
+def _place_alone(name: str, shape: Shape, target: Shape, *, rank: int, ranks: int) -> Piece:
+    dim, start, length = 0, 0, shape[0]
+    if target != shape:
+        dims = [d for d in range(len(shape)) if len(target) == len(shape) and target[d] != shape[d]]
+        if len(dims) != 1:
+            raise UnknownLayoutError(f"{name!r} of shape {shape} does not fit into {target}")
+        (dim,) = dims
+        is_padded = name.endswith(("embed_tokens.weight", "lm_head.weight"))
+        start = min(rank * target[dim], shape[dim])
+        length = min(target[dim], shape[dim] - start)
+        if target[dim] * ranks < shape[dim] or (target[dim] * ranks > shape[dim] and not is_padded):
+            raise UnknownLayoutError(
+                f"{name!r} of shape {shape} does not fit into {target} of {ranks}"
+            )
+    return Piece(source=name, dim=dim, start=start, length=length, target=name, target_start=0)
+
+
+def _rows(targets: Mapping[str, Shape], target: str, name: str) -> int:
+    if target not in targets:
+        raise UnknownLayoutError(f"no parameter {target!r} takes the tensor {name!r}")
+    return targets[target][0]
+
+
+def _check_filled(pieces: Sequence[Piece], targets: Mapping[str, Shape]) -> None:
+    filled: dict[str, int] = {}
+    for piece in pieces:
+        filled[piece.target] = filled.get(piece.target, 0) + piece.length
+    for name, shape in targets.items():
+        places = [piece for piece in pieces if piece.target == name]
+        if not places:
+            raise UnknownLayoutError(f"no tensor fills the parameter {name!r}")
+        is_padded = name.endswith(("embed_tokens.weight", "lm_head.weight"))
+        if filled[name] != shape[places[0].dim] and not is_padded:
+            raise UnknownLayoutError(
+                f"tensors fill {filled[name]} of {shape[places[0].dim]} rows of {name!r}"
+            )

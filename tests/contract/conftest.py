@@ -1,0 +1,14 @@
+"""Engines that tests share end with the session."""
+
+from collections.abc import AsyncIterator
+
+import pytest_asyncio
+
+from tests.contract.engines import close_shared
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session", autouse=True)
+async def shared_engines() -> AsyncIterator[None]:
+    """Close what was opened."""
+    yield
+    await close_shared()

@@ -1,0 +1,118 @@
+"""Checkpoint tensors land where engines keep them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.rollout.engines.layout import UnknownLayoutError, copy_pieces, plan_pieces
+
+HIDDEN, HEADS, KV_HEADS, HEAD, FF, VOCAB = 16, 8, 2, 4, 24, 40
+LAYER = "model.layers.0"
+
+
+def checkpoint() -> dict[str, Tensor]:
+    shapes = {
+        "model.embed_tokens.weight": (VOCAB, HIDDEN),
+        f"{LAYER}.self_attn.q_proj.weight": (HEADS * HEAD, HIDDEN),
+        f"{LAYER}.self_attn.q_proj.bias": (HEADS * HEAD,),
+        f"{LAYER}.self_attn.k_proj.weight": (KV_HEADS * HEAD, HIDDEN),
+        f"{LAYER}.self_attn.k_proj.bias": (KV_HEADS * HEAD,),
+        f"{LAYER}.self_attn.v_proj.weight": (KV_HEADS * HEAD, HIDDEN),
+        f"{LAYER}.self_attn.v_proj.bias": (KV_HEADS * HEAD,),
+        f"{LAYER}.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD),
+        f"{LAYER}.mlp.gate_proj.weight": (FF, HIDDEN),
+        f"{LAYER}.mlp.up_proj.weight": (FF, HIDDEN),
+        f"{LAYER}.mlp.down_proj.weight": (HIDDEN, FF),
+        f"{LAYER}.input_layernorm.weight": (HIDDEN,),
+        "model.norm.weight": (HIDDEN,),
+    }
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def engine_parameters(ranks: int, padded_vocab: int) -> dict[str, Tensor]:
+    kv_rows = max(KV_HEADS // ranks, 1) * HEAD
+    qkv_rows = HEADS * HEAD // ranks + 2 * kv_rows
+    shapes = {
+        "model.embed_tokens.weight": (padded_vocab // ranks, HIDDEN),
+        f"{LAYER}.self_attn.qkv_proj.weight": (qkv_rows, HIDDEN),
+        f"{LAYER}.self_attn.qkv_proj.bias": (qkv_rows,),
+        f"{LAYER}.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD // ranks),
+        f"{LAYER}.mlp.gate_up_proj.weight": (2 * FF // ranks, HIDDEN),
+        f"{LAYER}.mlp.down_proj.weight": (HIDDEN, FF // ranks),
+        f"{LAYER}.input_layernorm.weight": (HIDDEN,),
+        "model.norm.weight": (HIDDEN,),
+    }
+    return {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
+
+
+def shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def adopt(source: dict[str, Tensor], rank: int, ranks: int, padded_vocab: int) -> dict[str, Tensor]:
+    target = engine_parameters(ranks, padded_vocab)
+    pieces = plan_pieces(shapes(source), shapes(target), rank=rank, ranks=ranks)
+    copy_pieces(pieces, source, target)
+    return target
+
+
+def test_one_rank_holds_everything_fused() -> None:
+    source = checkpoint()
+    target = adopt(source, 0, 1, VOCAB)
+    for part in ("weight", "bias"):
+        fused = [source[f"{LAYER}.self_attn.{name}_proj.{part}"] for name in "qkv"]
+        assert torch.equal(target[f"{LAYER}.self_attn.qkv_proj.{part}"], torch.cat(fused))
+    fused = [source[f"{LAYER}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    assert torch.equal(target[f"{LAYER}.mlp.gate_up_proj.weight"], torch.cat(fused))
+    for name in target.keys() & source.keys():
+        assert torch.equal(target[name], source[name])
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_hold_their_heads_rows_and_columns(ranks: int) -> None:
+    source = checkpoint()
+    padded = 48
+    for rank in range(ranks):
+        target = adopt(source, rank, ranks, padded)
+
+        def own(tensor: Tensor, dim: int = 0, rank: int = rank) -> Tensor:
+            return tensor.chunk(ranks, dim)[rank]
+
+        kv_head = rank * KV_HEADS // ranks
+        num_kv = max(KV_HEADS // ranks, 1)
+        for part in ("weight", "bias"):
+            query, key, value = (source[f"{LAYER}.self_attn.{name}_proj.{part}"] for name in "qkv")
+            rows = slice(kv_head * HEAD, (kv_head + num_kv) * HEAD)
+            expected = torch.cat([own(query), key[rows], value[rows]])
+            assert torch.equal(target[f"{LAYER}.self_attn.qkv_proj.{part}"], expected)
+        gate, up = (source[f"{LAYER}.mlp.{name}_proj.weight"] for name in ("gate", "up"))
+        expected = torch.cat([own(gate), own(up)])
+        assert torch.equal(target[f"{LAYER}.mlp.gate_up_proj.weight"], expected)
+        for name in (f"{LAYER}.self_attn.o_proj.weight", f"{LAYER}.mlp.down_proj.weight"):
+            assert torch.equal(target[name], own(source[name], 1))
+        rows = target["model.embed_tokens.weight"]
+        start = rank * padded // ranks
+        kept = min(len(rows), max(VOCAB - start, 0))
+        expected = source["model.embed_tokens.weight"][start : start + kept]
+        assert torch.equal(rows[:kept], expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.norm.weight", (HIDDEN + 1,)),
+        (f"{LAYER}.mlp.gate_up_proj.weight", (0,)),
+        (f"{LAYER}.self_attn.qkv_proj.weight", (49, HIDDEN)),
+        ("model.extra.weight", (3,)),
+    ],
+)
+def test_what_does_not_fit_the_rules_is_unknown(name: str, shape: tuple[int, ...]) -> None:
+    targets = shapes(engine_parameters(1, VOCAB)) | {name: shape}
+    with pytest.raises(UnknownLayoutError):
+        plan_pieces(shapes(checkpoint()), targets)
+
+
+def test_a_tensor_without_a_parameter_is_unknown() -> None:
+    targets = shapes(engine_parameters(1, VOCAB))
+    with pytest.raises(UnknownLayoutError, match="lm_head"):
+        plan_pieces(shapes(checkpoint()) | {"lm_head.weight": (VOCAB, HIDDEN)}, targets)

@@ -1,0 +1,170 @@
+"""The adapter of foreign engines, over a scripted one."""
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import pytest
+from torch import Tensor
+
+from services.common.weightsync.plan import TensorSpec
+from services.rollout.engines.base import EngineCapabilities, GenerationResult
+from services.rollout.engines.model_shape import ModelShape
+from services.rollout.engines.parted import EngineDiedError, PartedEngine
+from services.rollout.engines.request_parts import Chunk, Part
+from tests.unit.rollout.builders import request, running, until
+
+
+class ScriptedStream:
+    """One token for every turn of the loop; token ``i`` of a context is its length."""
+
+    def __init__(self, part: Part, backend: "ScriptedBackend") -> None:
+        self.part = part
+        self._backend = backend
+        self._num_done = 0
+
+    async def next(self) -> Chunk:
+        await self._backend.step.wait()
+        await asyncio.sleep(0)
+        if self.part.part_id in self._backend.cuts:
+            return Chunk(token_ids=(), logprobs=(), finish_reason="abort")
+        self._num_done += 1
+        is_last = self._num_done == self.part.max_tokens
+        token = len(self.part.context_ids) + self._num_done - 1
+        return Chunk(
+            token_ids=(token,), logprobs=(-1.0,), finish_reason="length" if is_last else None
+        )
+
+    async def close(self) -> None:
+        self._backend.running.discard(self.part.part_id)
+
+
+class ScriptedBackend:
+    """Remembers what it was asked for."""
+
+    capabilities = EngineCapabilities(
+        name="scripted",
+        kv_policies=frozenset({"recompute"}),
+        stop_texts=True,
+        truncation=False,
+        seeds=True,
+    )
+    kv_capacity_tokens = 1000
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self.running: set[str] = set()
+        self.cuts: set[str] = set()
+        self.running_at_load: list[int] = []
+        self.step = asyncio.Event()
+        self.step.set()
+
+    async def serve(self, started: Callable[[], None]) -> None:
+        started()
+        await asyncio.Event().wait()
+
+    async def submit(self, part: Part) -> ScriptedStream:
+        self.parts.append(part)
+        self.running.add(part.part_id)
+        return ScriptedStream(part, self)
+
+    async def cut(self, part_ids: Collection[str]) -> None:
+        self.cuts |= set(part_ids)
+        self.step.set()
+
+    async def load(self, tensors: Mapping[str, Tensor]) -> None:
+        self.running_at_load.append(len(self.running))
+
+    async def score(self, name: str, token_ids: Sequence[int]) -> tuple[float, ...]:
+        return (-1.0,) * (len(token_ids) - 1)
+
+
+def make_engine(backend: ScriptedBackend) -> PartedEngine:
+    specs: list[TensorSpec] = []
+    shape = ModelShape(specs=specs, vocab_size=1000, max_tokens=500)
+    return PartedEngine(
+        backend, shape, max_running=4, decode=lambda ids: "".join(f"<{i}>" for i in ids)
+    )
+
+
+async def test_parts_of_different_adoptions_never_share_a_prefix() -> None:
+    backend = ScriptedBackend()
+    engine = make_engine(backend)
+    async with running(engine):
+        await engine.adopt_weights(3, {})
+        task = asyncio.ensure_future(engine.generate(request("r", (1, 2), max_tokens=50)))
+        await until(lambda: engine.stats().tokens_total >= 5)
+        # The same number with other weights: the trainer went back to a checkpoint.
+        await engine.adopt_weights(3, {})
+        result = await task
+    assert result.token_ids == tuple(range(2, 52))
+    assert result.version_runs == ((3, 50),)
+    assert backend.running_at_load == [0, 0]
+    first, second = backend.parts
+    assert first.cache_salt != second.cache_salt
+    assert second.context_ids == [1, 2, *range(2, 2 + second.draw_offset)]
+    assert first.max_tokens - second.max_tokens == second.draw_offset > 0
+
+
+async def test_a_paused_request_can_be_aborted_and_scored_around() -> None:
+    backend = ScriptedBackend()
+    engine = make_engine(backend)
+    async with running(engine):
+        await engine.adopt_weights(0, {})
+        tasks = [
+            asyncio.ensure_future(engine.generate(request(name, (1,), max_tokens=400)))
+            for name in ("a", "b")
+        ]
+        await until(lambda: engine.stats().tokens_total >= 10)
+        await engine.pause()
+        assert not backend.running
+        assert await engine.score((1, 2, 3)) == (-1.0, -1.0)
+        await engine.abort({"a"})
+        aborted = await tasks[0]
+        await engine.adopt_weights(1, {})
+        assert not backend.running
+        await engine.resume()
+        other = await tasks[1]
+    assert aborted.finish_reason == "aborted"
+    assert len(aborted.token_ids) >= 5
+    assert [version for version, _ in other.version_runs] == [0, 1]
+    assert len(other.token_ids) == 400
+
+
+async def test_stop_texts_cut_a_response_where_they_are_complete() -> None:
+    backend = ScriptedBackend()
+    engine = make_engine(backend)
+    async with running(engine):
+        result: GenerationResult = await engine.generate(
+            request("r", (1, 2), max_tokens=50, stop_texts=("4><5",))
+        )
+        assert engine.stats().num_running == 0
+    assert result.token_ids == (2, 3, 4, 5)
+    assert result.finish_reason == "stop"
+
+
+async def test_an_engine_that_does_not_end_a_request_is_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Stuck(ScriptedBackend):
+        async def cut(self, part_ids: Collection[str]) -> None:
+            """Ignore it."""
+
+    monkeypatch.setattr("services.rollout.engines.parted._CUT_TIMEOUT_S", 0.01)
+    backend = Stuck()
+    backend.step.clear()
+    engine = make_engine(backend)
+    async with running(engine):
+        task = asyncio.ensure_future(engine.generate(request("r", (1,), max_tokens=400)))
+        await until(lambda: bool(backend.running))
+        with pytest.raises(EngineDiedError, match="did not end 1 requests"):
+            await engine.adopt_weights(1, {})
+        assert backend.running_at_load == []
+        task.cancel()
+
+
+async def test_what_the_engine_cannot_do_is_refused_with_its_name() -> None:
+    engine = make_engine(ScriptedBackend())
+    async with running(engine):
+        for changes in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}):
+            with pytest.raises(ValueError, match="scripted"):
+                await engine.generate(request("r", (1,), **changes))

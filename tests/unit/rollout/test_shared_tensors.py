@@ -1,0 +1,20 @@
+"""Tensors in shared memory come out as they went in."""
+
+import torch
+
+from services.rollout.engines.shared_tensors import open_shared, shared
+
+
+def test_tensors_of_any_type_and_shape_survive_the_end_of_sharing() -> None:
+    tensors = {
+        "a": torch.randn(3, 5).to(torch.bfloat16),
+        "b": torch.arange(7)[::2],
+        "c": torch.randn(()),
+        "d": torch.randn(4, 6).t(),
+    }
+    with shared(tensors) as description:
+        found = open_shared(description)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
