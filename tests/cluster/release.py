@@ -1,5 +1,6 @@
 """An installed release on the test cluster, and its REST API."""
 
+import base64
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -119,7 +120,10 @@ def install(cluster: Cluster) -> Installed:
     )  # fmt: skip
     install_s = time.monotonic() - begin
     service = cluster.core.read_namespaced_service("demo-slipstream-controller", NAMESPACE)
+    secret = cluster.core.read_namespaced_secret("demo-slipstream-admin-token", NAMESPACE)
+    token = base64.b64decode(secret.data["token"]).decode()
     api = httpx.Client(
+        headers={"Authorization": f"Bearer {token}"},
         base_url=f"http://{service.spec.cluster_ip}:8080",
         timeout=30,
         trust_env=False,

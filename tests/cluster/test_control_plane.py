@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 NAMESPACE = "train"
 DEPLOYMENT = "demo-slipstream-controller"
-_KINDS = "all,configmap,serviceaccount,role,rolebinding,networkpolicy,pdb,pvc"
+_KINDS = "all,configmap,secret,serviceaccount,role,rolebinding,networkpolicy,pdb,pvc"
 
 
 def helm(cluster: Cluster, *arguments: str) -> str:
@@ -93,7 +93,10 @@ def test_install_upgrade_rollback_uninstall_leave_nothing(
         ("controller", "get", "deployments/other", False),
         ("controller", "patch", "pods", False),
         ("controller", "create", "pods --subresource=exec", False),
+        ("controller", "create", "secrets", True),
+        ("controller", "delete", "secrets", True),
         ("controller", "get", "secrets", False),
+        ("controller", "list", "secrets", False),
         ("controller", "list", "configmaps", False),
         ("controller", "create", "deployments", False),
         ("worker", "list", "pods", False),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from services.common.credentials import current_identity
 from services.common.spec.run import RunSpec
 from services.controller.launch import pod_state
 from services.controller.launch.launcher import ExitHandler, WorkerExit
@@ -21,6 +22,8 @@ from services.controller.launch.worker_pods import (
     RUN_LABEL,
     build_pods,
     load_templates,
+    secret_name,
+    token_secret,
 )
 
 logger = logging.getLogger(__name__)
@@ -104,6 +107,9 @@ class KubernetesLauncher:
             controller_address=self._controller_address,
             owner=self._owner,
         )
+        if any(body["metadata"]["name"] not in known for body in bodies):
+            token = current_identity().token_for(run_id)
+            await self._api.put_secret(token_secret(run_id, token, owner=self._owner))
         for body in bodies:
             name = body["metadata"]["name"]
             if name not in known:
@@ -136,6 +142,7 @@ class KubernetesLauncher:
                 await self._remove(run_id, name)
         finally:
             self._runs.pop(run_id, None)
+        await self._api.delete_secret(secret_name(run_id))
 
     async def watch(self, seen: "asyncio.Queue[PodSeen]") -> None:
         """Take in what is seen of the pods until cancelled."""

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, cast
 
-from kubernetes.client import ApiException, AppsV1Api, CoreV1Api, V1Pod
+from kubernetes.client import ApiException, AppsV1Api, CoreV1Api, V1Pod, V1Secret
 from urllib3.exceptions import HTTPError
 
 from services.common.errors import FailedPreconditionError, UnavailableError
@@ -14,7 +14,7 @@ _TIMEOUT_S = 10
 
 
 class PodApi:
-    """Creates, lists and deletes pods of one namespace.
+    """Creates, lists and deletes pods of one namespace, and writes the secrets that they need.
 
     Args:
         core: Client of the core API.
@@ -90,6 +90,49 @@ class PodApi:
         except HTTPError as error:
             raise UnavailableError(f"the Kubernetes API does not answer: {error}") from error
         return True
+
+    async def put_secret(self, secret: Mapping[str, Any]) -> None:
+        """Write a secret in place of any of its name.
+
+        Raises:
+            FailedPreconditionError: If Kubernetes refuses it, with its explanation.
+            UnavailableError: If the API server does not answer.
+        """
+        name = secret["metadata"]["name"]
+        # Deleting first needs no right to read or change secrets.
+        await self.delete_secret(name)
+        try:
+            await asyncio.to_thread(
+                self._core.create_namespaced_secret,
+                self._namespace,
+                cast("V1Secret", dict(secret)),
+                _request_timeout=_TIMEOUT_S,
+            )
+        except ApiException as error:
+            raise FailedPreconditionError(
+                f"Kubernetes refused secret {name}: {_explanation(error)}", secret=name
+            ) from error
+        except HTTPError as error:
+            raise UnavailableError(f"the Kubernetes API does not answer: {error}") from error
+
+    async def delete_secret(self, name: str) -> None:
+        """Delete a secret, if it is there.
+
+        Raises:
+            UnavailableError: If Kubernetes did not do it.
+        """
+        try:
+            await asyncio.to_thread(
+                self._core.delete_namespaced_secret,
+                name,
+                self._namespace,
+                _request_timeout=_TIMEOUT_S,
+            )
+        except (ApiException, HTTPError) as error:
+            if not (isinstance(error, ApiException) and error.status == 404):
+                raise UnavailableError(
+                    f"Kubernetes did not delete secret {name}: {error}", secret=name
+                ) from error
 
 
 async def deployment_reference(core: CoreV1Api, namespace: str, name: str) -> dict[str, str]:

@@ -19,6 +19,7 @@ WORKER_LABEL = "slipstream.dev/worker"
 _GRPC_PORT = 50051
 _METRICS_PORT = 9090
 _RUNS = "/var/lib/slipstream"
+_TOKEN_KEY = "token"  # noqa: S105 -- its name inside the secret
 
 Pod = dict[str, Any]
 
@@ -31,6 +32,26 @@ class WorkerTemplates:
     """A pod per worker, or all workers of a run in one pod."""
     pods: Mapping[WorkerRole, Pod]
     """Pod of one worker, by role."""
+
+
+def token_secret(run_id: str, token: str, *, owner: Mapping[str, str]) -> Pod:
+    """The secret from which the pods of a run take its token."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {
+            "name": secret_name(run_id),
+            "labels": {RUN_LABEL: run_id},
+            "ownerReferences": [dict(owner)],
+        },
+        "type": "Opaque",
+        "stringData": {_TOKEN_KEY: token},
+    }
+
+
+def secret_name(run_id: str) -> str:
+    """Name of the secret with a run's token."""
+    return f"{run_id.replace('_', '-')}-token"
 
 
 def load_templates(folder: Path) -> WorkerTemplates:
@@ -81,6 +102,7 @@ def build_pods(
         container["name"] = worker_id
         _add_ports(container, role, index)
         _name_worker(container, role, run_id, worker_id, controller_address)
+        _add_readiness(container, role, worker_id)
         if role == "trainer" and spec.trainer.world_size > 1:
             processes = f"--nproc-per-node={spec.trainer.world_size}"
             container["command"] = ["torchrun", "--standalone", processes, "-m", "services.trainer"]
@@ -112,6 +134,18 @@ def _name_worker(
     container["env"] += [
         {"name": f"{prefix}_{name}", "value": value} for name, value in values.items()
     ]
+    token = {"secretKeyRef": {"name": secret_name(run_id), "key": _TOKEN_KEY}}
+    container["env"].append({"name": f"{prefix}_RUN_TOKEN", "valueFrom": token})
+
+
+def _add_readiness(container: Pod, role: WorkerRole, worker_id: str) -> None:
+    """A worker is ready once it has loaded, which it says with a file of its own."""
+    ready_file = f"/tmp/{worker_id}.ready"  # noqa: S108 -- a volume of the pod
+    container["env"].append({"name": f"SLIPSTREAM_{role.upper()}_READY_FILE", "value": ready_file})
+    container["readinessProbe"] = {
+        "exec": {"command": ["test", "-e", ready_file]},
+        "periodSeconds": 5,
+    }
 
 
 def _bundle(run_id: str, pods: list[Pod]) -> Pod:

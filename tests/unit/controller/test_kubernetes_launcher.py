@@ -1,6 +1,7 @@
 """KubernetesLauncher: pods in, exits and obstacles out."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from services.common.credentials import Identity, acting_as
 from services.common.errors import FailedPreconditionError
+from services.common.run_tokens import bearer_of
 from services.common.spec.loader import parse_spec
 from services.controller.launch.kubernetes import KubernetesLauncher
 from services.controller.launch.launcher import WorkerExit
@@ -37,6 +40,13 @@ class FakeCluster:
     refuses: str = ""
     ignores_deletion: bool = False
     deletions: list[tuple[str, int | None]] = field(default_factory=list)
+    secrets: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    async def put_secret(self, secret: Mapping[str, Any]) -> None:
+        self.secrets[secret["metadata"]["name"]] = dict(secret)
+
+    async def delete_secret(self, name: str) -> None:
+        self.secrets.pop(name, None)
 
     async def create(self, pod: Mapping[str, Any]) -> None:
         name = pod["metadata"]["name"]
@@ -133,6 +143,24 @@ async def test_a_pod_per_worker_is_created_and_stop_waits_until_all_are_gone(
         await launcher.stop(RUN)
         assert cluster.pods == {}
         assert heard.exits == []
+
+
+async def test_pods_take_the_token_of_their_run_from_a_secret_that_goes_with_the_run(
+    tmp_path: Path,
+) -> None:
+    cluster = FakeCluster()
+    with acting_as(Identity(key=b"k" * 32)):
+        async with launching(cluster, write_templates(tmp_path)) as (launcher, _):
+            await launcher.start(RUN, SPEC)
+            secret = cluster.secrets["run-01-token"]
+            token = secret["stringData"]["token"]
+            assert bearer_of(b"k" * 32, token) == RUN
+            assert secret["metadata"]["ownerReferences"] == [{"uid": "u1"}]
+            for pod in cluster.pods.values():
+                assert token not in json.dumps(pod)
+                assert '{"name": "run-01-token", "key": "token"}' in json.dumps(pod)
+            await launcher.stop(RUN)
+            assert cluster.secrets == {}
 
 
 async def test_bundled_workers_share_one_pod_and_differ_in_ports(tmp_path: Path) -> None:

@@ -72,3 +72,9 @@ EVERYTHING = (
     "monitoring.dashboards.enabled=true",
 )
 """Switches on what is off by default."""
+
+EXISTING = (
+    "--set",
+    "serviceKey.existingSecret=key,controller.adminToken.existingSecret=token,tls.mode=existing",
+)
+"""Takes everything secret from secrets that somebody else makes."""

@@ -1,16 +1,19 @@
 """The chart: lints, renders over a matrix, refuses bad values, and keeps what the checklist promises."""
 
+import base64
 import json
 from pathlib import Path
 
 import kubernetes_validate
 import pytest
 import yaml
+from cryptography import x509
 
 from deploy.values_table import table
 from tests.unit.deploy.chart import (
     CHART,
     EVERYTHING,
+    EXISTING,
     PROFILES,
     Manifest,
     helm,
@@ -40,6 +43,8 @@ _BAD_VALUES = [
     ("trainer.resources.limits.memory=many", ("limits", "memory")),
     ("monitoring.prometheusRule.queueFillRatio=2", ("queueFillRatio",)),
     ("transferqueue.capacityMiB=0", ("capacityMiB",)),
+    ("tls.mode=certManager", ("tls", "issuer")),
+    ("controller.oidc.issuer=id.example.com", ("oidc", "issuer")),
 ]
 
 
@@ -75,7 +80,52 @@ def test_manifests_fit_the_schemas_of_kubernetes(
 
 
 def test_helm_3_and_4_render_the_same() -> None:
-    assert render(*EVERYTHING, version="helm3") == render(*EVERYTHING, version="helm4")
+    def rendered(version: str) -> list[Manifest]:
+        found = render(*EVERYTHING, version=version)
+        return [m | {"data": set(m["data"])} if m["kind"] == "Secret" else m for m in found]
+
+    assert rendered("helm3") == rendered("helm4")
+
+
+def test_a_release_makes_what_its_services_know_each_other_by() -> None:
+    made = {m["metadata"]["name"]: m for m in render() if m["kind"] == "Secret"}
+    data = {name.removeprefix("demo-slipstream-"): m["data"] for name, m in made.items()}
+    peers = ("controller", "transferqueue", "worker")
+    assert set(data) == {"service-key", "admin-token", *(f"tls-{peer}" for peer in peers)}
+    assert len(base64.b64decode(data["service-key"]["key"])) == 64
+    authorities = {data[f"tls-{peer}"]["ca.crt"] for peer in peers}
+    assert len(authorities) == 1
+    for peer in peers:
+        certificate = x509.load_pem_x509_certificate(
+            base64.b64decode(data[f"tls-{peer}"]["tls.crt"])
+        )
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        assert names.value.get_values_for_type(x509.DNSName) == [f"{peer}.slipstream"]
+    assert not [m for m in render(*EXISTING) if m["kind"] == "Secret"]
+
+
+def test_cert_manager_makes_the_certificates_where_it_is_asked_to() -> None:
+    manifests = render("--set", "tls.mode=certManager,tls.issuer=ours")
+    names = [m["spec"]["dnsNames"] for m in manifests if m["kind"] == "Certificate"]
+    peers = ("controller", "transferqueue", "worker")
+    assert names == [[f"{peer}.slipstream"] for peer in peers]
+
+
+@pytest.mark.parametrize("mode", ["self", "existing", "off"])
+def test_every_pod_shows_a_certificate_unless_tls_is_off(mode: str) -> None:
+    for component, pod in pods(render("--set", f"tls.mode={mode}")).items():
+        volumes = {volume["name"]: volume for volume in pod["spec"].get("volumes", [])}
+        if mode == "off":
+            assert "tls" not in volumes
+            continue
+        peer = component if component in ("controller", "transferqueue") else "worker"
+        assert volumes["tls"]["secret"]["secretName"] == f"demo-slipstream-tls-{peer}"
+
+
+def test_the_key_is_with_the_services_and_no_worker() -> None:
+    for component, pod in pods(render("--set", "transferqueue.shards=2")).items():
+        has_key = "service-key" in json.dumps(pod)
+        assert has_key is component.startswith(("controller", "transferqueue"))
 
 
 def test_old_kubernetes_gets_what_it_knows() -> None:
@@ -85,6 +135,11 @@ def test_old_kubernetes_gets_what_it_knows() -> None:
     )
     probes = pods(manifests)["transferqueue"]["spec"]["containers"][0]
     assert probes["readinessProbe"]["tcpSocket"] == {"port": "grpc"}
+
+
+def test_kubernetes_asks_the_health_service_where_it_can() -> None:
+    plain = pods(render("--set", "tls.mode=off"))["transferqueue"]["spec"]["containers"][0]
+    assert plain["readinessProbe"]["grpc"] == {"port": 50051}
 
 
 @pytest.mark.parametrize("profiles", _PROFILES, ids="+".join)
@@ -161,6 +216,7 @@ def test_controller_may_do_nothing_but_run_worker_pods() -> None:
     role = one(render(), "Role", "demo-slipstream-controller")
     assert role["rules"] == [
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["create", "delete", "list", "watch"]},
+        {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create", "delete"]},
         {
             "apiGroups": ["apps"],
             "resources": ["deployments"],
@@ -168,7 +224,7 @@ def test_controller_may_do_nothing_but_run_worker_pods() -> None:
             "verbs": ["get"],
         },
     ]
-    assert not [m for m in render() if m["kind"] in ("ClusterRole", "ClusterRoleBinding", "Secret")]
+    assert not [m for m in render() if m["kind"] in ("ClusterRole", "ClusterRoleBinding")]
 
 
 def test_gpu_and_rdma_devices_are_asked_for_as_text() -> None:

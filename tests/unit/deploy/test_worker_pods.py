@@ -64,6 +64,16 @@ def test_separate_workers_learn_who_they_are(tmp_path: Path) -> None:
     )
 
 
+def test_workers_are_ready_once_they_say_so(tmp_path: Path) -> None:
+    (pod,) = build(tmp_path, profiles=("one-gpu-node",))
+    files = set()
+    for container in pod["spec"]["containers"]:
+        (file,) = [v for k, v in environment(container).items() if k.endswith("_READY_FILE")]
+        assert container["readinessProbe"]["exec"]["command"] == ["test", "-e", file]
+        files.add(file)
+    assert len(files) == 3
+
+
 def test_bundled_workers_ask_for_a_gpu_each_in_one_pod(tmp_path: Path) -> None:
     (pod,) = build(tmp_path, profiles=("one-gpu-node",))
     limits = [container["resources"]["limits"] for container in pod["spec"]["containers"]]

@@ -91,11 +91,52 @@ priorityClassName: {{ . }}
 {{- end }}
 {{- end -}}
 
-{{/* Kubernetes asks the gRPC health service since 1.24; before that, only whether the port is open. */}}
+{{/*
+Kubernetes asks the gRPC health service since 1.24, but not over TLS; otherwise, only whether the port is open.
+*/}}
 {{- define "slipstream.grpcProbe" -}}
-{{- if semverCompare ">=1.24-0" .Capabilities.KubeVersion.Version -}}
+{{- if and (eq .Values.tls.mode "off") (semverCompare ">=1.24-0" .Capabilities.KubeVersion.Version) -}}
 grpc: {port: 50051}
 {{- else -}}
 tcpSocket: {port: grpc}
 {{- end -}}
+{{- end -}}
+
+{{/* Name of the secret with a part of the identity that all services share. Needs: root, settings, part */}}
+{{- define "slipstream.secretName" -}}
+{{- default (printf "%s-%s" (include "slipstream.fullname" .root) .part) .settings.existingSecret -}}
+{{- end -}}
+
+{{/* Environment that names the TLS files. Needs: root, prefix */}}
+{{- define "slipstream.tlsEnv" -}}
+{{- if ne .root.Values.tls.mode "off" }}
+- name: {{ .prefix }}_TLS_CERTIFICATE
+  value: /etc/slipstream/tls/tls.crt
+- name: {{ .prefix }}_TLS_KEY
+  value: /etc/slipstream/tls/tls.key
+- name: {{ .prefix }}_TLS_AUTHORITY
+  value: /etc/slipstream/tls/ca.crt
+{{- end }}
+{{- end -}}
+
+{{- define "slipstream.tlsMount" -}}
+{{- if ne .Values.tls.mode "off" }}
+- {name: tls, mountPath: /etc/slipstream/tls, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{/* Needs: root, peer */}}
+{{- define "slipstream.tlsVolume" -}}
+{{- if ne .root.Values.tls.mode "off" }}
+- name: tls
+  secret: {secretName: {{ include "slipstream.fullname" .root }}-tls-{{ .peer }}, defaultMode: 0440}
+{{- end }}
+{{- end -}}
+
+{{- define "slipstream.keyVolume" -}}
+- name: service-key
+  secret:
+    secretName: {{ include "slipstream.secretName" (dict "root" . "settings" .Values.serviceKey "part" "service-key") }}
+    items: [{key: {{ .Values.serviceKey.key }}, path: key}]
+    defaultMode: 0440
 {{- end -}}

@@ -72,6 +72,9 @@ spec:
               value: {{ $values.logLevel }}
             - name: SLIPSTREAM_TRANSFERQUEUE_LOG_FORMAT
               value: json
+            - name: SLIPSTREAM_TRANSFERQUEUE_SERVICE_KEY_FILE
+              value: /etc/slipstream/service-key/key
+            {{- include "slipstream.tlsEnv" (dict "root" .root "prefix" "SLIPSTREAM_TRANSFERQUEUE") | nindent 12 }}
             {{- include "slipstream.env" $values.env | nindent 12 }}
           ports:
             {{- if $isIndex }}
@@ -99,6 +102,8 @@ spec:
             - {name: tmp, mountPath: /tmp}
             - {name: spill, mountPath: /var/spool/slipstream}
             - {name: snapshots, mountPath: /var/lib/slipstream}
+            - {name: service-key, mountPath: /etc/slipstream/service-key, readOnly: true}
+            {{- include "slipstream.tlsMount" .root | nindent 12 }}
       volumes:
         - name: tmp
           emptyDir: {sizeLimit: 1Gi}
@@ -106,6 +111,8 @@ spec:
           emptyDir: {}
         - name: snapshots
           {{- include "slipstream.claimOrScratch" $values.snapshots.existingClaim | nindent 10 }}
+        {{- include "slipstream.keyVolume" .root | nindent 8 }}
+        {{- include "slipstream.tlsVolume" (dict "root" .root "peer" "transferqueue") | nindent 8 }}
 {{- end -}}
 
 {{/* A storage shard beside the index serves no gRPC. */}}

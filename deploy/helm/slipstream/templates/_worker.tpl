@@ -69,6 +69,12 @@ spec:
           value: {{ $workers.logLevel }}
         - name: {{ $prefix }}_LOG_FORMAT
           value: json
+        {{- include "slipstream.tlsEnv" (dict "root" .root "prefix" $prefix) | nindent 8 }}
+        {{- if eq .role "rollout" }}
+        # Before the grace period ends, unfinished responses are stored.
+        - name: SLIPSTREAM_ROLLOUT_DRAIN_TIMEOUT_S
+          value: {{ max 3 (sub (int $workers.terminationGracePeriodSeconds) 10) | quote }}
+        {{- end }}
         {{- if eq .role "trainer" }}
         - name: SLIPSTREAM_TRAINER_MODEL_CACHE
           value: /var/cache/slipstream/models
@@ -98,6 +104,7 @@ spec:
         - {name: shm, mountPath: /dev/shm}
         - {name: cache, mountPath: /var/cache/slipstream}
         - {name: runs, mountPath: /var/lib/slipstream}
+        {{- include "slipstream.tlsMount" .root | nindent 8 }}
         {{- if $workers.codeConfigMap }}
         - {name: code, mountPath: /opt/slipstream/code, readOnly: true}
         {{- end }}
@@ -110,6 +117,7 @@ spec:
       {{- include "slipstream.claimOrScratch" $workers.modelCache.existingClaim | nindent 6 }}
     - name: runs
       {{- include "slipstream.claimOrScratch" $workers.checkpoints.existingClaim | nindent 6 }}
+    {{- include "slipstream.tlsVolume" (dict "root" .root "peer" "worker") | nindent 4 }}
     {{- with $workers.codeConfigMap }}
     - name: code
       configMap: {name: {{ . }}}
