@@ -24,8 +24,9 @@ class RewardSpec(SpecPart):
     """One term of the reward."""
 
     name: str
-    """``exact_match``, ``math_verify``, ``reasoning_gym``, ``code_tests``, the URL of a reward service, or
-    ``module:function`` / ``file.py:function`` called with ``(prompt, response, answer, row)``."""
+    """``exact_match``, ``math_verify``, ``reasoning_gym``, ``code_tests``, the URL of a reward service
+    (``http://``, ``https://``, ``grpc://``, ``grpcs://``), or ``module:function`` / ``file.py:function``
+    called with ``(prompt, response, answer, row)``."""
     weight: float = 1.0
     """Factor of this term in the sum."""
     timeout_s: float = Field(30.0, gt=0)

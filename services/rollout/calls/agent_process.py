@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TextIO
 
 from services.common.callables import load_callable
@@ -41,7 +42,7 @@ async def serve(reference: str, answers: TextIO) -> None:
                 continue
             number = message["id"]
             running[number] = tasks.create_task(_run(agent, message, answers))
-            running[number].add_done_callback(lambda _, number=number: running.pop(number))
+            running[number].add_done_callback(partial(_forget, running, number))
         for task in running.values():
             task.cancel()
 
@@ -57,6 +58,12 @@ async def _run(agent: Callable[..., Any], message: dict[str, Any], answers: Text
     except Exception as error:  # noqa: BLE001 -- the edge to user code: every fault becomes an answer
         answer["error"] = f"{type(error).__name__}: {error}"
     _answer(answers, answer)
+
+
+def _forget(
+    running: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[None]
+) -> None:
+    del running[number]
 
 
 def _answer(answers: TextIO, answer: dict[str, Any]) -> None:

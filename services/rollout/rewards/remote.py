@@ -5,9 +5,7 @@ import random
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
-
-import httpx
+from typing import Any, Protocol, Self
 
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput
@@ -50,30 +48,49 @@ class CircuitBreaker:
             self._closes_at = self._now() + self._open_s
 
 
-class RemoteReward:
-    """Posts ``{"prompt", "response", "answer", "row"}`` and expects ``{"score": number}``.
+class BusyError(Exception):
+    """The service cannot answer now; another try may succeed."""
 
-    Answers 429 and 5xx and broken connections are tried again until the deadline.
+
+class RewardService(Protocol):
+    """Another process that scores."""
+
+    async def ask(self, given: RewardInput) -> Any:
+        """Return what the service gives as score.
+
+        Raises:
+            BusyError: If another try may succeed.
+            CallError: If not.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close the connections."""
+        ...
+
+
+class RemoteReward:
+    """Asks a service, again while it is busy, until the deadline.
 
     Args:
-        url: ``http://`` or ``https://``.
+        url: Names the service in messages.
+        service: Is asked.
         concurrency: Most calls at once.
         breaker: Remembers failures.
-        transport: Replaces the network in tests.
     """
 
     def __init__(
         self,
         url: str,
+        service: RewardService,
         *,
         concurrency: int,
         breaker: CircuitBreaker | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._url = url
+        self._service = service
         self._places = asyncio.Semaphore(concurrency)
         self._breaker = breaker or CircuitBreaker()
-        self._http = httpx.AsyncClient(transport=transport, timeout=None)  # noqa: S113 -- see score
 
     async def __aenter__(self) -> Self:
         return self
@@ -85,57 +102,41 @@ class RemoteReward:
         traceback: TracebackType | None,
     ) -> None:
         """Close the connections."""
-        await self._http.aclose()
+        await self._service.close()
 
     async def score(self, given: RewardInput, *, timeout_s: float) -> Any:
         """Return what the service answered as score.
 
         Raises:
-            CallError: ``timeout`` past the deadline; ``exception`` if the service refuses, answers no
-                score, or failed so often that it is left alone for a while.
+            CallError: ``timeout`` past the deadline; ``exception`` if the service refuses or failed so often
+                that it is left alone for a while; ``invalid_value`` if it answers no score.
         """
         if self._breaker.is_open:
             raise CallError(
                 "exception", f"{self._url} failed many times in a row and is left alone for a while"
             )
-        body = {
-            "prompt": given.prompt,
-            "response": given.response,
-            "answer": given.answer,
-            "row": dict(given.row),
-        }
         async with self._places:
             try:
                 async with asyncio.timeout(timeout_s):
-                    response = await self._post(body)
+                    score = await self._ask(given)
             except TimeoutError as error:
                 self._breaker.record(succeeded=False)
                 raise CallError(
                     "timeout", f"{self._url} gave no answer in {timeout_s:g} s"
                 ) from error
-        self._breaker.record(succeeded=response.is_success)
-        if not response.is_success:
-            raise CallError(
-                "exception",
-                f"{self._url} answered {response.status_code}: {response.text[:200]}",
-            )
-        try:
-            return response.json()["score"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CallError(
-                "invalid_value",
-                f'{self._url} must answer {{"score": number}}, but answered {response.text[:200]}',
-            ) from error
+            except CallError as error:
+                # A service that answers, if only with nonsense, is not down.
+                self._breaker.record(succeeded=error.kind == "invalid_value")
+                raise
+        self._breaker.record(succeeded=True)
+        return score
 
-    async def _post(self, body: dict[str, Any]) -> httpx.Response:
-        """Post until there is an answer that another try would not change."""
+    async def _ask(self, given: RewardInput) -> Any:
+        """Ask until there is an answer that another try would not change."""
         delay_s = _FIRST_DELAY_S
         while True:
             try:
-                response = await self._http.post(self._url, json=body)
-            except httpx.TransportError:
-                response = None
-            if response is not None and response.status_code != 429 and response.status_code < 500:
-                return response
-            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))  # noqa: S311 -- jitter
-            delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
+                return await self._service.ask(given)
+            except BusyError:
+                await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))  # noqa: S311 -- jitter
+                delay_s = min(2 * delay_s, _LONGEST_DELAY_S)

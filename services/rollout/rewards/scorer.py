@@ -8,7 +8,11 @@ from services.common.spec.rollout import RewardSpec, RolloutSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput, checked_score
-from services.rollout.rewards.remote import RemoteReward
+from services.rollout.rewards.grpc_client import GrpcRewardService
+from services.rollout.rewards.http_service import HttpRewardService
+from services.rollout.rewards.remote import RemoteReward, RewardService
+
+_HTTP, _GRPC = ("http://", "https://"), ("grpc://", "grpcs://")
 
 # By reference, because a process loads only what its run names: math-verify alone takes seconds.
 _BUILT_IN = {
@@ -50,7 +54,9 @@ class Scorer:
         async with AsyncExitStack() as stack:
             remotes = {
                 term.name: await stack.enter_async_context(
-                    RemoteReward(term.name, concurrency=spec.reward_concurrency)
+                    RemoteReward(
+                        term.name, _service(term.name), concurrency=spec.reward_concurrency
+                    )
                 )
                 for term in spec.rewards
                 if is_url(term.name)
@@ -104,7 +110,11 @@ class Scorer:
 
 def is_url(name: str) -> bool:
     """Whether a reward is named by the address of a service."""
-    return name.startswith(("http://", "https://"))
+    return name.startswith((*_HTTP, *_GRPC))
+
+
+def _service(url: str) -> RewardService:
+    return GrpcRewardService(url) if url.startswith(_GRPC) else HttpRewardService(url)
 
 
 def _reference(spec: RewardSpec) -> str:

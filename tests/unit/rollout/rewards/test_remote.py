@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
+import grpc
 import httpx
 import pytest
 
@@ -10,15 +12,20 @@ from services.common.spec.rollout import RewardSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput
+from services.rollout.rewards.grpc_client import GrpcRewardService
+from services.rollout.rewards.http_service import HttpRewardService
 from services.rollout.rewards.remote import CircuitBreaker, RemoteReward
 from services.rollout.rewards.scorer import Scorer
+from slipstream.reward.v1 import reward_pb2 as pb
+from slipstream.reward.v1 import reward_pb2_grpc
 
 GIVEN = RewardInput(prompt="p", response="r", answer="a", row={"x": 1})
 URL = "http://reward/score"
 
 
 def service(handler: Callable[[httpx.Request], httpx.Response], **changes: object) -> RemoteReward:
-    return RemoteReward(URL, concurrency=2, transport=httpx.MockTransport(handler), **changes)  # type: ignore[arg-type]
+    http = HttpRewardService(URL, transport=httpx.MockTransport(handler))
+    return RemoteReward(URL, http, concurrency=2, **changes)  # type: ignore[arg-type]
 
 
 async def test_a_score_comes_back_weighted() -> None:
@@ -74,3 +81,45 @@ async def test_a_service_that_keeps_failing_is_left_alone_for_a_while() -> None:
             1,
             1,
         ]
+
+
+class Judge(reward_pb2_grpc.RewardServiceServicer):
+    """Busy at first; then scores, or refuses a response that is empty."""
+
+    def __init__(self) -> None:
+        self.requests: list[pb.ScoreResponseRequest] = []
+
+    async def ScoreResponse(self, request, context):
+        self.requests.append(request)
+        if len(self.requests) == 1:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "loading")
+        if not request.response:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "an empty response")
+        if request.response == "slow":
+            await asyncio.Event().wait()
+        return pb.ScoreResponseResponse(score=0.5)
+
+
+async def test_a_grpc_service_scores_and_its_failures_are_typed() -> None:
+    judge, server = Judge(), grpc.aio.server()
+    reward_pb2_grpc.add_RewardServiceServicer_to_server(judge, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    url = f"grpc://127.0.0.1:{port}"
+    try:
+        async with (
+            CallPool(1) as pool,
+            RemoteReward(url, GrpcRewardService(url), concurrency=2) as remote,
+        ):
+            scorer = Scorer([RewardSpec(name=url, weight=2.0)], pool, {url: remote})
+            assert await scorer.score(GIVEN) == 1.0
+            assert judge.requests[1].answer_json == '"a"'
+            assert judge.requests[1].row_json == '{"x": 1}'
+            with pytest.raises(CallError, match="INVALID_ARGUMENT: an empty response") as caught:
+                await remote.score(replace(GIVEN, response=""), timeout_s=5)
+            assert caught.value.kind == "exception"
+            with pytest.raises(CallError) as caught:
+                await remote.score(replace(GIVEN, response="slow"), timeout_s=0.2)
+            assert caught.value.kind == "timeout"
+    finally:
+        await server.stop(None)

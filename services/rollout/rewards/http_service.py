@@ -1,0 +1,54 @@
+"""A reward service over HTTP."""
+
+from typing import Any
+
+import httpx
+
+from services.rollout.failures import CallError
+from services.rollout.rewards.base import RewardInput
+from services.rollout.rewards.remote import BusyError
+
+
+class HttpRewardService:
+    """Posts ``{"prompt", "response", "answer", "row"}`` and expects ``{"score": number}``.
+
+    Answers 429 and 5xx and broken connections are worth another try.
+
+    Args:
+        url: ``http://`` or ``https://``.
+        transport: Replaces the network in tests.
+    """
+
+    def __init__(self, url: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self._url = url
+        self._http = httpx.AsyncClient(transport=transport, timeout=None)  # noqa: S113 -- the caller's
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def ask(self, given: RewardInput) -> Any:
+        """Return what the service gives as score."""
+        body = {
+            "prompt": given.prompt,
+            "response": given.response,
+            "answer": given.answer,
+            "row": dict(given.row),
+        }
+        try:
+            response = await self._http.post(self._url, json=body)
+        except httpx.TransportError as error:
+            raise BusyError from error
+        if response.status_code == 429 or response.status_code >= 500:
+            raise BusyError
+        if not response.is_success:
+            raise CallError(
+                "exception", f"{self._url} answered {response.status_code}: {response.text[:200]}"
+            )
+        try:
+            return response.json()["score"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CallError(
+                "invalid_value",
+                f'{self._url} must answer {{"score": number}}, but answered {response.text[:200]}',
+            ) from error
