@@ -200,7 +200,7 @@ class Evaluator:
     async def _start(self, groups: Sequence[GroupAssignment]) -> None:
         by_worker: dict[str, list[GroupAssignment]] = defaultdict(list)
         for group in groups:
-            worker_id, _ = self._replicas.choose()
+            worker_id, _ = self._replicas.choose(group.group_id)
             self._replicas.assigned(worker_id)
             by_worker[worker_id].append(group)
         await self._replicas.start(by_worker)

@@ -129,6 +129,7 @@ class Generation:
                 continue
             self._replicas.finished(group.worker_id)
             if failure.reason == "interrupted":
+                self._replicas.put_aside(failure.group_id, group.worker_id)
                 self._ledger.interrupt(
                     group, num_unfinished=failure.num_unfinished, num_tokens=failure.num_tokens
                 )

@@ -66,7 +66,7 @@ class Handout:
             return
         by_worker: dict[str, list[GroupAssignment]] = defaultdict(list)
         for group in groups:
-            worker_id, version = self._replicas.choose()
+            worker_id, version = self._replicas.choose(group.group_id)
             self._replicas.assigned(worker_id)
             self._ledger.lease(group, worker_id, version=version, now=self._clock.monotonic())
             by_worker[worker_id].append(self.assignment(group))

@@ -8,21 +8,20 @@ from contextlib import AsyncExitStack
 from services.common.errors import ServiceError, UnavailableError
 from services.common.grpc_client import open_channel
 from services.controller.membership import Worker
+from services.controller.run.placement import Placement
 from services.rollout.client import GroupAssignment, RolloutClient
 
 logger = logging.getLogger(__name__)
 
 
 class Replicas:
-    """Connected rollouts; least load first."""
+    """Connected rollouts."""
 
     def __init__(self) -> None:
         self._stack = AsyncExitStack()
         self._clients: dict[str, RolloutClient] = {}
         self._workers: dict[str, Worker] = {}
-        self._load: dict[str, int] = {}
-        # Rollouts by the number of groups that they have, so that nobody searches for the least.
-        self._by_load: dict[int, dict[str, None]] = {}
+        self._placement = Placement()
 
     async def open(self, workers: Iterable[Worker]) -> None:
         """Connect to the rollouts."""
@@ -32,7 +31,7 @@ class Replicas:
             )
             self._clients[worker.worker_id] = RolloutClient(channel)
             self._workers[worker.worker_id] = worker
-            self._place(worker.worker_id, 0)
+            self._placement.add(worker.worker_id)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -61,41 +60,47 @@ class Replicas:
         """Tokens generated so far."""
         return sum(worker.gauges.get("tokens_total", 0.0) for worker in self._workers.values())
 
-    def choose(self) -> tuple[str, int]:
-        """The rollout with the least load, and the weight version it serves.
+    def choose(self, group_id: str) -> tuple[str, int]:
+        """The rollout for a group, and the weight version it serves.
 
         Raises:
             UnavailableError: If there is none.
         """
-        if not self._clients:
+        worker_id = self._placement.choose(
+            group_id, lambda name: self._workers[name].weight_version
+        )
+        if worker_id is None:
             raise UnavailableError("no rollout is connected, so no group can start")
-        worker_id = next(iter(self._by_load[min(self._by_load)]))
         return worker_id, self._workers[worker_id].weight_version
 
     def assigned(self, worker_id: str) -> None:
         """A group was assigned to a rollout."""
-        self._place(worker_id, self._load.get(worker_id, 0) + 1)
+        self._placement.assigned(worker_id)
 
     def finished(self, worker_id: str) -> None:
         """A group of a rollout ended."""
-        self._place(worker_id, self._load.get(worker_id, 0) - 1)
+        self._placement.finished(worker_id)
 
-    def _place(self, worker_id: str, load: int) -> None:
-        if worker_id not in self._clients:  # a group of a rollout that is gone
-            return
-        known = self._load.get(worker_id)
-        if known is not None:
-            del self._by_load[known][worker_id]
-            if not self._by_load[known]:
-                del self._by_load[known]
-        self._load[worker_id] = load
-        self._by_load.setdefault(load, {})[worker_id] = None
+    def put_aside(self, group_id: str, worker_id: str) -> None:
+        """A rollout stopped a group, and holds its prefix for as long as its weights stay."""
+        if worker_id in self._workers:
+            version = self._workers[worker_id].weight_version
+            self._placement.put_aside(group_id, worker_id, version=version)
 
     async def start(self, by_worker: dict[str, list[GroupAssignment]]) -> None:
         """Hand groups to the rollouts that they were assigned to."""
         async with asyncio.TaskGroup() as tasks:
             for worker_id, groups in by_worker.items():
                 tasks.create_task(self._clients[worker_id].start_groups(groups))
+
+    async def interrupt(self) -> None:
+        """Stop all groups; what they have is cached, and each is reported as interrupted."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for client in self._clients.values():
+                    tasks.create_task(client.interrupt_groups())
+        except* ServiceError as errors:
+            logger.warning("a rollout did not answer", extra={"why": str(errors)})
 
     async def cancel(self, group_ids: Sequence[str]) -> None:
         """End groups wherever they run. A rollout that does not answer is found dead elsewhere."""

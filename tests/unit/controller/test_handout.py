@@ -41,7 +41,7 @@ class OneRollout:
     def __init__(self):
         self.started = []
 
-    def choose(self):
+    def choose(self, group_id):
         return "rollout-0", 0
 
     def assigned(self, worker_id):

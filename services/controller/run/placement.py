@@ -1,0 +1,64 @@
+"""Where a group goes: to the least loaded rollout, or to one that still holds its prefix."""
+
+from collections.abc import Callable
+
+
+class Placement:
+    """Loads of the rollouts of a run, and which of them holds the prefix of which group.
+
+    All members of a group go to one rollout, where they share their prompt's prefix. A group that was put
+    aside goes back to where it was, if that rollout serves the weights that computed the prefix and has
+    at most a quarter more groups than the least loaded one, or one more.
+    """
+
+    def __init__(self) -> None:
+        self._load: dict[str, int] = {}
+        # Rollouts by the number of groups that they have, so that nobody searches for the least.
+        self._by_load: dict[int, dict[str, None]] = {}
+        self._holders: dict[str, tuple[str, int]] = {}
+
+    def add(self, worker_id: str) -> None:
+        """A rollout is there, without groups."""
+        self._move(worker_id, 0)
+
+    def assigned(self, worker_id: str) -> None:
+        """A rollout got a group."""
+        if worker_id in self._load:
+            self._move(worker_id, self._load[worker_id] + 1)
+
+    def finished(self, worker_id: str) -> None:
+        """A group of a rollout ended."""
+        if worker_id in self._load:
+            self._move(worker_id, self._load[worker_id] - 1)
+
+    def put_aside(self, group_id: str, worker_id: str, *, version: int) -> None:
+        """A rollout holds the prefix of a group that it does not work on, computed under ``version``."""
+        self._holders[group_id] = (worker_id, version)
+
+    def choose(self, group_id: str, version_of: Callable[[str], int]) -> str | None:
+        """The rollout for a group; None if there is none.
+
+        Args:
+            group_id: The group.
+            version_of: The weight version that a rollout serves.
+        """
+        if not self._by_load:
+            return None
+        least = min(self._by_load)
+        holder, version = self._holders.pop(group_id, ("", -1))
+        if (
+            holder in self._load
+            and version_of(holder) == version
+            and self._load[holder] <= least + max(1, least // 4)
+        ):
+            return holder
+        return next(iter(self._by_load[least]))
+
+    def _move(self, worker_id: str, load: int) -> None:
+        known = self._load.get(worker_id)
+        if known is not None:
+            del self._by_load[known][worker_id]
+            if not self._by_load[known]:
+                del self._by_load[known]
+        self._load[worker_id] = load
+        self._by_load.setdefault(load, {})[worker_id] = None
