@@ -14,7 +14,7 @@ import bisect
 import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,7 +73,7 @@ class _Reward:
 
 
 class _NoCache:
-    async def load(self, group_id: str) -> GroupProgress:
+    async def load(self, group_ids: Collection[str]) -> Mapping[str, GroupProgress]:
         return {}
 
     async def save(self, groups: Sequence[tuple[GroupAssignment, GroupProgress]]) -> None: ...

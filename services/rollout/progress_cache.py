@@ -1,10 +1,10 @@
 """Progress of unfinished groups in the transferqueue."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from services.common.batch import KVBatchMeta
-from services.common.errors import NotFoundError, ServiceError
+from services.common.errors import AlreadyExistsError, ServiceError
 from services.rollout.client import GroupAssignment
 from services.rollout.failures import GroupError
 from services.rollout.partial import (
@@ -40,21 +40,27 @@ class TransferQueueCache:
         self._metadata = metadata
         self._serials: dict[str, int] = {}
 
-    async def load(self, group_id: str) -> GroupProgress:
-        """Return the newest progress; empty if there is none that can be used."""
+    async def load(self, group_ids: Collection[str]) -> Mapping[str, GroupProgress]:
+        """Return the newest progress of those groups that have some that can be used."""
         try:
-            meta = await self._find([_key(group_id, slot) for slot in _SLOTS])
-            if meta is None:
+            newest = _newest(await self._metadata.get_batch(self._partition_id), group_ids)
+            if newest.num_keys == 0:
                 return {}
-            serials = [int(serial) for serial in meta.tag("serial")]
-            newest = serials.index(max(serials))
-            rows = await self._data.get(meta.select([newest]), PARTIAL_FIELDS)
-            progress = decode_progress({name: rows[name].unbind()[0] for name in PARTIAL_FIELDS})
-        except (ServiceError, ValueError) as error:
+            rows = await self._data.get(newest, PARTIAL_FIELDS)
+        except ServiceError as error:
             logger.warning("cached progress is not usable", extra={"why": str(error)})
             return {}
-        self._serials[group_id] = serials[newest]
-        return progress
+        columns = {name: rows[name].unbind() for name in PARTIAL_FIELDS}
+        found: dict[str, GroupProgress] = {}
+        for index, group_id in enumerate(newest.tag("group_id")):
+            self._serials[str(group_id)] = int(newest.tag("serial")[index])
+            try:
+                found[str(group_id)] = decode_progress(
+                    {name: column[index] for name, column in columns.items()}
+                )
+            except ValueError as error:
+                logger.warning("cached progress is not usable", extra={"why": str(error)})
+        return found
 
     async def save(self, groups: Sequence[tuple[GroupAssignment, GroupProgress]]) -> None:
         """Store progress in place of older progress.
@@ -69,14 +75,17 @@ class TransferQueueCache:
         rows = [encode_progress(progress) for _, progress in groups]
         keys = [_key(group_id, serial % 2) for group_id, serial in serials.items()]
         try:
-            # A row that a crash left in this slot is older than the one that takes its place.
-            await self._metadata.release(self._partition_id, keys)
-            await self._data.put(
-                self._partition_id,
-                keys,
-                {name: [row[name] for row in rows] for name in PARTIAL_FIELDS},
-                tags={"group_id": list(serials), "serial": list(serials.values())},
-            )
+            fields = {name: [row[name] for row in rows] for name in PARTIAL_FIELDS}
+            tags: dict[str, Sequence[int] | Sequence[float] | Sequence[str]] = {
+                "group_id": list(serials),
+                "serial": list(serials.values()),
+            }
+            try:
+                await self._data.put(self._partition_id, keys, fields, tags=tags)
+            except AlreadyExistsError:
+                # A row that a crash left in this slot is older than the one that takes its place.
+                await self._metadata.release(self._partition_id, keys)
+                await self._data.put(self._partition_id, keys, fields, tags=tags)
             await self._release(_key(name, 1 - serial % 2) for name, serial in serials.items())
         except ServiceError as error:
             raise GroupError("cache_failed", error.message, retryable=True) from error
@@ -91,17 +100,6 @@ class TransferQueueCache:
         except ServiceError as error:
             logger.warning("cached progress was not deleted", extra={"why": str(error)})
 
-    async def _find(self, keys: Sequence[str]) -> KVBatchMeta | None:
-        """Describe those of the keys that exist."""
-        try:
-            return await self._metadata.get_batch(self._partition_id, keys)
-        except NotFoundError as error:
-            missing = _missing(error.metadata)
-        found = [key for key in keys if key not in missing]
-        if not found or not missing:
-            return None
-        return await self._metadata.get_batch(self._partition_id, found)
-
     async def _release(self, keys: Iterable[str]) -> None:
         await self._metadata.release(self._partition_id, list(keys))
 
@@ -110,5 +108,16 @@ def _key(group_id: str, slot: int) -> str:
     return f"{group_id}.{slot}"
 
 
-def _missing(metadata: Mapping[str, str]) -> set[str]:
-    return set(metadata.get("keys", "").split(",")) - {""}
+def _newest(stored: KVBatchMeta, group_ids: Collection[str]) -> KVBatchMeta:
+    """Of each of the groups that is stored, the row with the highest serial."""
+    wanted = set(group_ids)
+    places: dict[str, int] = {}
+    if stored.num_keys == 0:
+        return stored
+    names, serials = stored.tag("group_id"), stored.tag("serial")
+    for place, name in enumerate(map(str, names)):
+        if name in wanted and (
+            name not in places or int(serials[place]) > int(serials[places[name]])
+        ):
+            places[name] = place
+    return stored.select(list(places.values()))

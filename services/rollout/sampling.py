@@ -10,7 +10,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -44,8 +44,8 @@ class Publisher(Protocol):
 class ProgressCache(Protocol):
     """Keeps the progress of unfinished groups where every replica finds it."""
 
-    async def load(self, group_id: str) -> GroupProgress:
-        """Return the newest progress; empty if there is none."""
+    async def load(self, group_ids: Collection[str]) -> Mapping[str, GroupProgress]:
+        """Return the newest progress of those groups that have any."""
         ...
 
     async def save(self, groups: Sequence[tuple[GroupAssignment, GroupProgress]]) -> None:
@@ -102,6 +102,7 @@ class GroupSampler:
         self._groups: dict[str, RunningGroup] = {}
         self._attempts: dict[str, int] = {}
         self._caching = asyncio.Lock()
+        self._parked: list[RunningGroup] = []
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -128,16 +129,18 @@ class GroupSampler:
 
     def start(self, assignments: Iterable[GroupAssignment]) -> None:
         """Start groups; an attempt that was started before is left as it is."""
-        for assignment in assignments:
+        new = [a for a in assignments if self._attempts.get(a.group_id, 0) < a.attempt]
+        loading = self._load_progress(new)
+        for assignment in new:
             group_id = assignment.group_id
-            if self._attempts.get(group_id, 0) >= assignment.attempt:
-                continue
             self.cancel([group_id])
             self._attempts[group_id] = assignment.attempt
             if len(self._attempts) > _NUM_REMEMBERED:
                 del self._attempts[next(iter(self._attempts))]
             group = self._groups[group_id] = RunningGroup(assignment, self._tools, self._spec)
-            self._running[group_id] = self._tasks.create_task(self._run_group(group), name=group_id)
+            self._running[group_id] = self._tasks.create_task(
+                self._run_group(group, loading), name=group_id
+            )
 
     def cancel(self, group_ids: Iterable[str]) -> None:
         """End groups without results; unknown ones are ignored."""
@@ -177,11 +180,20 @@ class GroupSampler:
         self._tasks.create_task(self.checkpoint())
 
     async def _park(self, groups: Sequence[RunningGroup]) -> None:
-        """Cache what groups have and give them back to the controller."""
+        """Cache what groups have and give them back to the controller.
+
+        Whoever comes while others are being cached goes with the next ones, in one call.
+        """
+        self._parked += groups
         async with self._caching:
-            await self._save(groups, {})
-        metrics.GROUPS.labels(outcome="interrupted").inc(len(groups))
-        await self._report_failures([(group.assignment, _interruption(group)) for group in groups])
+            parked, self._parked = self._parked, []
+            if not parked:
+                return
+            await self._save(parked, {})
+            metrics.GROUPS.labels(outcome="interrupted").inc(len(parked))
+            await self._report_failures(
+                [(group.assignment, _interruption(group)) for group in parked]
+            )
 
     async def _save(
         self, groups: Sequence[RunningGroup], running: Mapping[str, GenerationResult]
@@ -203,14 +215,26 @@ class GroupSampler:
         if self._groups.get(group_id) is group:
             del self._running[group_id], self._groups[group_id]
 
-    async def _run_group(self, group: RunningGroup) -> None:
+    def _load_progress(
+        self, assignments: Sequence[GroupAssignment]
+    ) -> "asyncio.Task[Mapping[str, GroupProgress]] | None":
+        """Read what earlier attempts left of all these groups, in one go; None if none had one."""
+        resumed = [a.group_id for a in assignments if a.attempt > 1 and self._spec.partial_rollout]
+        if not resumed:
+            return None
+        return self._tasks.create_task(self._cache.load(resumed))
+
+    async def _run_group(
+        self, group: RunningGroup, loading: "asyncio.Task[Mapping[str, GroupProgress]] | None"
+    ) -> None:
         assignment = group.assignment
         group_id = assignment.group_id
-        is_resumed = assignment.attempt > 1 and self._spec.partial_rollout
         try:
             prompt = self._prompts.prompt(assignment.split, assignment.row)
+            # A group that is cancelled meanwhile must not cancel the reading for the others.
+            loaded = await asyncio.shield(loading) if loading is not None else {}
+            progress = loaded.get(group_id, {})
             async with self.admission.admitted():
-                progress = await self._cache.load(group_id) if is_resumed else {}
                 samples = await group.sample(prompt, progress)
                 if not group.is_cut:
                     await self._publisher.publish(assignment, prompt, samples)

@@ -102,15 +102,15 @@ async def test_cached_progress_is_found_by_another_replica_until_it_is_forgotten
         0: MemberProgress(num_failed_scores=2, turns=(SAMPLED, OBSERVED, CUT)),
         1: MemberProgress(num_failed_scores=0, turns=(SAMPLED,), reward=0.1),
     }
-    assert await one.load("g") == {}
+    assert await one.load(["g"]) == {}
     for _ in range(3):
         await one.save([(assignment("g"), early), (assignment("h"), early)])
     await one.save([(assignment("g"), late)])
-    assert await other.load("g") == late
-    assert await other.load("h") == early
+    assert await other.load(["g"]) == {"g": late}
+    assert await other.load(["h"]) == {"h": early}
     assert len((await metadata.get_batch(PARTIAL)).keys) == 2
     await other.save([(assignment("g", 2), early)])
-    assert await one.load("g") == early
+    assert await one.load(["g"]) == {"g": early}
     await other.forget("g")
-    assert await one.load("g") == {}
-    assert await one.load("h") == early
+    assert await one.load(["g"]) == {}
+    assert await one.load(["h"]) == {"h": early}

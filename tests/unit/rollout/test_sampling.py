@@ -1,7 +1,7 @@
 """Groups: concurrency, failures, regeneration, cancellation."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -61,8 +61,8 @@ class MemoryCache:
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, Tensor]] = {}
 
-    async def load(self, group_id: str) -> GroupProgress:
-        return decode_progress(self.rows[group_id]) if group_id in self.rows else {}
+    async def load(self, group_ids: Collection[str]) -> Mapping[str, GroupProgress]:
+        return {name: decode_progress(self.rows[name]) for name in group_ids if name in self.rows}
 
     async def save(self, groups: Sequence[tuple[GroupAssignment, GroupProgress]]) -> None:
         for assignment, progress in groups:
