@@ -5,11 +5,13 @@ from typing import Any
 
 import grpc
 
+from services.common.access import caller_run
 from services.transferqueue.facts import AcquireRequest, ShardStats
 from services.transferqueue.index.index import Index
 from services.transferqueue.shards.registry_client import shard_to_proto
 from services.transferqueue.shards.shards import Shards
 from services.transferqueue.snapshots.snapshots import Snapshots
+from services.transferqueue.storage.admission import ALL_RUNS
 from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
 
@@ -132,7 +134,7 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
         self, request: pb.ConnectClientRequest, context: Context
     ) -> AsyncIterator[pb.ConnectClientResponse]:
         """Admit a client and push the shards."""
-        async for shards in self._shards.connect(request.public_key):
+        async for shards in self._shards.connect(request.public_key, caller_run() or ALL_RUNS):
             yield pb.ConnectClientResponse(shards=[shard_to_proto(shard) for shard in shards])
 
     async def DrainShard(  # noqa: N802

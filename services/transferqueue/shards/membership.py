@@ -39,9 +39,9 @@ class RemoteIndex:
         """Make a put visible."""
         return await self._client.commit(self._shard_id, meta, put_id=put_id)
 
-    async def is_admitted(self, public_key: str) -> bool:
-        """Whether a client may use the data socket."""
-        return await self._client.is_admitted(public_key)
+    async def admitted_as(self, public_key: str) -> str | None:
+        """Run of a client that may use the data socket; None if it may not."""
+        return await self._client.admitted_as(public_key)
 
     @asynccontextmanager
     async def joined(

@@ -69,13 +69,13 @@ class ShardRegistryClient:
         response = await call(self._stub.CommitPut, request, timeout_s=_TIMEOUT_S, idempotent=True)
         return response.revision
 
-    async def is_admitted(self, public_key: str) -> bool:
-        """Whether a client may use the data sockets."""
+    async def admitted_as(self, public_key: str) -> str | None:
+        """Run of a client that may use the data sockets; None if it may not."""
         request = pb.CheckClientRequest(public_key=public_key)
         response = await call(
             self._stub.CheckClient, request, timeout_s=_TIMEOUT_S, idempotent=True
         )
-        return response.admitted
+        return response.run_id if response.admitted else None
 
 
 def shard_to_proto(shard: Shard) -> pb.Shard:

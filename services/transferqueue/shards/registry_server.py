@@ -77,5 +77,5 @@ class ShardRegistryServicer(pb_grpc.ShardRegistryServiceServicer):
         self, request: pb.CheckClientRequest, context: Context
     ) -> pb.CheckClientResponse:
         """Tell whether a client is admitted."""
-        admitted = await self._shards.is_admitted(request.public_key)
-        return pb.CheckClientResponse(admitted=admitted)
+        run_id = await self._shards.admitted_as(request.public_key)
+        return pb.CheckClientResponse(admitted=run_id is not None, run_id=run_id or "")

@@ -10,6 +10,7 @@ from services.common.columns import BlobRef
 from services.common.errors import NotFoundError
 from services.transferqueue.facts import Shard, ShardStats
 from services.transferqueue.index.index import Index
+from services.transferqueue.storage.admission import ALL_RUNS
 from services.transferqueue.waiters import Waiters
 
 HEARTBEAT_S = 1.0
@@ -42,7 +43,7 @@ class Shards:
     def __init__(self, index: Index) -> None:
         self._index = index
         self._members: dict[str, _Member] = {}
-        self._clients: Counter[str] = Counter()
+        self._clients: Counter[tuple[str, str]] = Counter()
         self._waiters = Waiters()
         self._num_keepers = 0
         self._kept: list[BlobRef] = []
@@ -118,19 +119,29 @@ class Shards:
         member.shard = replace(member.shard, is_draining=True)
         self._waiters.wake(_CHANGED)
 
-    async def connect(self, public_key: str) -> AsyncGenerator[list[Shard], None]:
-        """Admit a client for as long as this runs; yields the shards whenever they change."""
-        self._clients[public_key] += 1
+    async def connect(
+        self, public_key: str, run_id: str = ALL_RUNS
+    ) -> AsyncGenerator[list[Shard], None]:
+        """Admit a client for as long as this runs; yields the shards whenever they change.
+
+        Args:
+            public_key: Its CURVE key.
+            run_id: The run that it works for.
+        """
+        client = (public_key, run_id)
+        self._clients[client] += 1
         try:
             while True:
                 yield self.list_shards()
                 await self._waiters.wait(_CHANGED, timeout_s=None)
         finally:
-            self._clients[public_key] -= 1
+            self._clients[client] -= 1
+            if not self._clients[client]:
+                del self._clients[client]
 
-    async def is_admitted(self, public_key: str) -> bool:
-        """Whether a client may use the data sockets."""
-        return self._clients[public_key] > 0
+    async def admitted_as(self, public_key: str) -> str | None:
+        """Run of a client that may use the data sockets; None if it may not."""
+        return next((run_id for key, run_id in self._clients if key == public_key), None)
 
     def list_shards(self) -> list[Shard]:
         """The shards."""

@@ -12,31 +12,41 @@ from services.transferqueue import metrics
 logger = logging.getLogger(__name__)
 
 ENDPOINT = "inproc://zeromq.zap.01"
+ALL_RUNS = "*"
+"""What a client is known as that belongs to no run: a service, or anybody where nobody is asked."""
 _KEY_BYTES = 32
 
 
-async def answer(frames: list[bytes], is_admitted: Callable[[str], Awaitable[bool]]) -> list[bytes]:
+async def answer(
+    frames: list[bytes], admitted_as: Callable[[str], Awaitable[str | None]]
+) -> list[bytes]:
     """Answer one request.
 
     Args:
         frames: Request as a ROUTER receives it: route, empty, version, request id, domain, address,
             identity, mechanism, credentials.
-        is_admitted: Looks a public key in Z85 up.
+        admitted_as: Tells the run of a public key in Z85.
 
     Returns:
         The frames to send back.
     """
     route, request_id, mechanism, credentials = frames[0], frames[3], frames[7], frames[8:]
-    admitted = False
+    run_id: str | None = None
     if mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == _KEY_BYTES:
         try:
-            admitted = await is_admitted(z85.encode(credentials[0]).decode())
+            run_id = await admitted_as(z85.encode(credentials[0]).decode())
         except ServiceError as error:
             logger.warning("client could not be checked", extra={"error": str(error)})
-    if not admitted:
+    if run_id is None:
         metrics.REJECTED.labels("data", "unauthenticated").inc()
-    code, text = (b"200", b"OK") if admitted else (b"400", b"not admitted")
-    return [route, b"", b"1.0", request_id, code, text, b"client", b""]
+        return [route, b"", b"1.0", request_id, b"400", b"not admitted", b"", b""]
+    return [route, b"", b"1.0", request_id, b"200", b"OK", run_id.encode(), b""]
+
+
+def run_of_peer(frame: zmq.Frame) -> str | None:
+    """Run of the client that sent a frame to an encrypted socket; None if it may use all."""
+    run_id = str(frame.get("User-Id"))
+    return None if run_id == ALL_RUNS else run_id
 
 
 def encrypt(socket: zmq.Socket[bytes], secret_key: bytes) -> None:

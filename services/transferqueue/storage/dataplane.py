@@ -14,7 +14,12 @@ from typing import Protocol
 
 import zmq
 
-from services.common.errors import InternalError, InvalidArgumentError, ServiceError
+from services.common.errors import (
+    InternalError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    ServiceError,
+)
 from services.transferqueue import metrics
 from services.transferqueue.concurrency import unwrapped
 from services.transferqueue.storage import admission
@@ -33,8 +38,8 @@ _PACK_BELOW_BYTES = 64 << 10
 class Admission(Protocol):
     """Knows the clients."""
 
-    async def is_admitted(self, public_key: str) -> bool:
-        """Whether the client with this CURVE key may use the data sockets."""
+    async def admitted_as(self, public_key: str) -> str | None:
+        """Run of the client with this CURVE key, or ``admission.ALL_RUNS``; None if it may not connect."""
 
 
 class DataPlane:
@@ -50,6 +55,7 @@ class DataPlane:
         self._storage = storage
         self._puts = puts
         self._clients = clients
+        self._knows_peers = False
         self._running: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
@@ -71,6 +77,7 @@ class DataPlane:
                     socket = context.socket(zmq.ROUTER)
                     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
                     set_limits(socket, receive_queue=_RECEIVE_QUEUE)
+                    self._knows_peers = secret_key is not None
                     if secret_key is not None:
                         admission.encrypt(socket, secret_key)
                     socket.bind(f"tcp://{bind}")
@@ -92,7 +99,7 @@ class DataPlane:
         request = [frame.bytes for frame in frames]
 
         async def admit() -> None:
-            gate.send_multipart(await admission.answer(request, self._clients.is_admitted))
+            gate.send_multipart(await admission.answer(request, self._clients.admitted_as))
 
         self._spawn(admit())
 
@@ -101,10 +108,13 @@ class DataPlane:
         request_id = 0
         try:
             message, request_id = codec.decode(frames[1].bytes if len(frames) > 1 else b"")
+            run_id = admission.run_of_peer(frames[1]) if self._knows_peers else None
+            if run_id is not None and isinstance(message, codec.Request):
+                self._puts.demand_own(run_id, message)
             self._dispatch(peer, request_id, message, frames[2:])
         except ValueError as error:
             self._refuse(peer, request_id, InvalidArgumentError(str(error)))
-        except InvalidArgumentError as error:
+        except (InvalidArgumentError, PermissionDeniedError) as error:
             self._refuse(peer, request_id, error)
 
     def _dispatch(
@@ -187,8 +197,9 @@ class DataPlane:
         payload += _frames(await self._storage.views(ranges))
         return codec.Data(codec.checksum_of(payload) if message.with_checksum else 0)
 
-    def _refuse(self, peer: bytes, request_id: int, error: InvalidArgumentError) -> None:
-        metrics.REJECTED.labels("data", "malformed").inc()
+    def _refuse(self, peer: bytes, request_id: int, error: ServiceError) -> None:
+        is_foreign = isinstance(error, PermissionDeniedError)
+        metrics.REJECTED.labels("data", "foreign" if is_foreign else "malformed").inc()
         self._send(peer, request_id, _failed(error), ())
 
     def _send(

@@ -26,6 +26,7 @@ from services.common.errors import (
 from services.transferqueue import metrics
 from services.transferqueue.index.quotas import run_of
 from services.transferqueue.storage.blobs import BlobStore, Grant
+from services.transferqueue.storage.ownership import Ownership, demand_run
 from services.transferqueue.transport import codec
 from services.transferqueue.waiters import Waiters
 
@@ -70,7 +71,25 @@ class Puts:
         self._open: dict[str, _OpenPut] = {}
         self._reserving: set[str] = set()
         self._given_up: set[str] = set()
+        self._owners = Ownership()
         metrics.CAPACITY_BYTES.set(storage.capacity_bytes)
+
+    def demand_own(self, run_id: str, request: codec.Request) -> None:
+        """See that a request of a worker is about data of its run.
+
+        Raises:
+            PermissionDeniedError: If it is not.
+        """
+        match request:
+            case codec.Reserve() | codec.Store():
+                demand_run(run_id, run_of(request.partition_id))
+            case codec.Commit() | codec.Abort():
+                if (put := self._open.get(request.put_id)) is not None:
+                    demand_run(run_id, run_of(put.partition_id))
+            case codec.Write():
+                self._owners.demand(run_id, (request.blob_id,))
+            case codec.Read():
+                self._owners.demand(run_id, request.ranges[::3])
 
     async def reserve(self, request: codec.Reserve) -> codec.Granted:
         """Find room, waiting for it.
@@ -95,6 +114,7 @@ class Puts:
         waited_s = time.monotonic() - started
         metrics.BACKPRESSURE.labels(run_of(request.partition_id)).inc(waited_s)
         timer = asyncio.get_running_loop().call_later(codec.GRANT_S, self._drop, request.put_id)
+        self._owners.give(grant.blob_ids, run_of(request.partition_id))
         self._open[request.put_id] = _OpenPut(request.partition_id, size, grant, timer)
         metrics.STORED_BYTES.set(self._storage.used_bytes)
         return codec.Granted(grant.blob_ids, grant.positions)
@@ -145,6 +165,7 @@ class Puts:
     def free(self, blob_ids: Sequence[int]) -> None:
         """Delete blobs and let waiting puts in."""
         self._storage.free(blob_ids)
+        self._owners.forget(blob_ids)
         metrics.STORED_BYTES.set(self._storage.used_bytes)
         self._waiters.wake(_ROOM)
 

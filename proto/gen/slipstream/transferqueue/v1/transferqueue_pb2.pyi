@@ -1190,16 +1190,20 @@ class CheckClientResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ADMITTED_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
     admitted: _builtins.bool
     """Says whether it is admitted."""
+    run_id: _builtins.str
+    """Names the run whose data it may use; "*" for all."""
     def __init__(
         self,
         *,
         admitted: _builtins.bool = ...,
+        run_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

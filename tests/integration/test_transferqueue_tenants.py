@@ -1,0 +1,123 @@
+"""Workers of two runs share a transferqueue of two shards, and neither reaches the other's data."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common.batch import KVBatchMeta
+from services.common.credentials import Identity, acting_as
+from services.common.errors import PermissionDeniedError, ServiceError, UnauthenticatedError
+from services.common.run_tokens import issue_token
+from services.transferqueue.__main__ import transferqueue
+from services.transferqueue.client import TransferQueueClient
+from services.transferqueue.dataclient import DataClient
+from services.transferqueue.settings import TransferQueueSettings
+from services.transferqueue.transport import codec
+
+KEY = b"k" * 32
+SERVICE = Identity(key=KEY)
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A worker of one run."""
+
+    metadata: TransferQueueClient
+    data: DataClient
+
+
+def settings(folder: Path, **changes: object) -> TransferQueueSettings:
+    return TransferQueueSettings(
+        capacity_bytes=4 << 20, snapshot_folder=folder, arena_folder=None, use_curve=True, **changes
+    )
+
+
+@asynccontextmanager
+async def two_shards(folder: Path) -> AsyncIterator[str]:
+    with acting_as(SERVICE):
+        async with (
+            transferqueue(settings(folder)) as address,
+            transferqueue(settings(folder, index_address=address, shard_id="shard-1")),
+        ):
+            yield address
+
+
+@asynccontextmanager
+async def tenant(address: str, run_id: str) -> AsyncIterator[Tenant]:
+    with acting_as(Identity(run_token=issue_token(KEY, run_id))):
+        async with (
+            TransferQueueClient.connect(address) as metadata,
+            DataClient.connect(address, put_timeout_s=0.5) as data,
+        ):
+            async with asyncio.timeout(10):
+                while len(data.shards) < 2:  # noqa: ASYNC110  another process decides when
+                    await asyncio.sleep(0.01)
+            yield Tenant(metadata, data)
+
+
+@asynccontextmanager
+async def two_tenants(folder: Path) -> AsyncIterator[tuple[Tenant, Tenant, KVBatchMeta]]:
+    """Workers of runs a and b, and what a stored."""
+    async with AsyncExitStack() as stack:
+        address = await stack.enter_async_context(two_shards(folder))
+        ours = await stack.enter_async_context(tenant(address, "run_a"))
+        theirs = await stack.enter_async_context(tenant(address, "run_b"))
+        for worker, run_id in ((ours, "run_a"), (theirs, "run_b")):
+            await worker.metadata.create_partition(f"{run_id}/train", required_fields=["tokens"])
+        keys = [f"g{number}.0" for number in range(8)]
+        rows = [torch.full((8,), number + 1, dtype=torch.int32) for number in range(8)]
+        meta = await ours.data.put("run_a/train", keys, {"tokens": rows})
+        assert {blob.shard_id for blob in meta.blobs} == {"shard-0", "shard-1"}
+        yield ours, theirs, meta
+
+
+async def test_a_run_reads_its_own_samples_from_every_shard(tmp_path: Path) -> None:
+    async with two_tenants(tmp_path) as (ours, _, meta):
+        fetched = await ours.data.get(meta, ["tokens"])
+        assert fetched["tokens"].values.tolist() == [n + 1 for n in range(8) for _ in range(8)]
+
+
+async def test_another_run_sees_neither_metadata_nor_bytes(tmp_path: Path) -> None:
+    async with two_tenants(tmp_path) as (_, theirs, meta):
+        for call in (
+            theirs.metadata.get_batch("run_a/train"),
+            theirs.metadata.drop_partition("run_a/train"),
+            theirs.metadata.create_partition("run_a/more", required_fields=[]),
+            theirs.metadata.save_snapshot("run_a", "s1"),
+            theirs.metadata.stats(),
+        ):
+            with pytest.raises(PermissionDeniedError):
+                await call
+        for blob in meta.blobs:
+            link = theirs.data._links.to(blob.shard_id)
+            with pytest.raises(PermissionDeniedError):
+                await link.connection.ask(
+                    codec.Read((blob.blob_id, 0, blob.size_bytes), in_arena=False), timeout_s=5
+                )
+
+
+async def test_another_run_cannot_write(tmp_path: Path) -> None:
+    async with two_tenants(tmp_path) as (ours, theirs, meta):
+        with pytest.raises(PermissionDeniedError):
+            await theirs.data.put("run_a/train", ["x.0"], {"tokens": [torch.zeros(2)]})
+        blob = meta.blobs[0]
+        link = theirs.data._links.to(blob.shard_id)
+        link.connection.tell(codec.Write(blob.blob_id, 0), [b"\0" * blob.size_bytes])
+        forged = replace(meta, partition_id="run_b/train")
+        with pytest.raises(ServiceError):
+            await link.connection.ask(codec.Commit("put_x", forged.to_bytes()), timeout_s=5)
+        fetched = await ours.data.get(meta, ["tokens"])
+        assert fetched["tokens"].values[:8].tolist() == [1] * 8
+
+
+async def test_nobody_connects_without_a_token(tmp_path: Path) -> None:
+    async with two_shards(tmp_path) as address:
+        with acting_as(Identity()):
+            async with TransferQueueClient.connect(address) as metadata:
+                with pytest.raises(UnauthenticatedError):
+                    await metadata.stats()
