@@ -7,8 +7,8 @@ async with WorkerSession(settings, role="rollout", port=port) as session:
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
@@ -226,6 +226,15 @@ class WorkerSession:
             self._stopped.set()
         elif response.order == pb.HeartbeatResponse.ORDER_REGISTER:
             await self._register()
+
+
+@asynccontextmanager
+async def open_rendezvous(address: str) -> AsyncIterator[Callable[[str], "Rendezvous"]]:
+    """Rendezvous by scope for a process that is no registered worker: a trainer rank beside rank 0."""
+    async with open_channel(address, "controller") as channel:
+        meetings = membership_pb2_grpc.RendezvousServiceStub(channel)
+        loop = asyncio.get_running_loop()
+        yield lambda scope: Rendezvous(meetings, loop, scope)
 
 
 class Rendezvous:

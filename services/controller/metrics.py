@@ -1,11 +1,14 @@
 """Prometheus metrics of the controller."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.common.metrics import SYNC
-from services.controller.run.weight_sync import SyncReport
+
+if TYPE_CHECKING:
+    from services.controller.run.weight_sync import SyncReport
 
 RUN_STEP = Gauge("slipstream_run_step", "Finished trainer steps.", ["run"])
 PROMPTS = Gauge("slipstream_prompts", "Groups by ledger state.", ["run", "state"])
@@ -24,6 +27,17 @@ WEIGHT_SYNC_SECONDS = Histogram(
 WEIGHT_SYNC_BYTES = Counter(
     "slipstream_weight_sync_bytes_total", "Bytes of published versions.", ["run"]
 )
+WEIGHT_SYNCS = Counter(
+    "slipstream_weight_syncs_total",
+    "Tries to publish a version, by outcome: ok, or the reason of the failure.",
+    ["run", "outcome"],
+)
+WEIGHT_GROUP_EPOCH = Gauge(
+    "slipstream_weight_sync_group_epoch", "Number of the weight group.", ["run"]
+)
+WEIGHT_GROUP_SIZE = Gauge(
+    "slipstream_weight_sync_group_size", "Trainer ranks and rollouts in the weight group.", ["run"]
+)
 
 
 def observe_step(
@@ -38,14 +52,22 @@ def observe_step(
             PROMPTS.labels(run, state).set(count)
 
 
-def observe_sync(run: str, report: SyncReport) -> None:
+def observe_sync(run: str, report: "SyncReport") -> None:
     """Record a published version."""
     phases = {
         "prepare": report.prepare_s,
         "transfer": report.transfer_s,
         "adopt": report.adopt_s,
+        "check": report.check_s,
         "total": report.total_s,
     }
     for phase, seconds in phases.items():
         WEIGHT_SYNC_SECONDS.labels(run, phase).observe(seconds)
     WEIGHT_SYNC_BYTES.labels(run).inc(report.num_bytes)
+    WEIGHT_SYNCS.labels(run, "ok").inc()
+
+
+def observe_group(run: str, epoch: int, size: int) -> None:
+    """Record a formed weight group."""
+    WEIGHT_GROUP_EPOCH.labels(run).set(epoch)
+    WEIGHT_GROUP_SIZE.labels(run).set(size)

@@ -48,14 +48,19 @@ logger = logging.getLogger(__name__)
 async def run(settings: RolloutSettings) -> None:
     """Serve one run."""
     device = _device(settings)
-    servicer, receiver = RolloutServicer(), WeightReceiver()
+    servicer = RolloutServicer()
     async with AsyncExitStack() as stack:
+        receiver = WeightReceiver(
+            on_refused=lambda reason: session.report(state="loaded", activity=reason)
+        )
         member = WeightMember(
             sink=receiver,
             device=device,
             host=settings.advertise_host,
             rendezvous=lambda scope: session.rendezvous(scope),
-            on_adopted=lambda version: session.report(state="ready", weight_version=version),
+            on_ready=lambda version: session.report(
+                state="ready", activity="", weight_version=version
+            ),
         )
 
         def register(server: grpc.aio.Server) -> None:

@@ -1,13 +1,13 @@
 """The engine's side of weight sync: when a received version goes into service."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
 from services.common.errors import InvalidArgumentError, UnavailableError
 from services.rollout import metrics
-from services.rollout.engines.base import Engine
+from services.rollout.engines.base import Engine, OpenEngine
 from services.rollout.sampling import GroupSampler
 
 
@@ -16,9 +16,13 @@ class WeightReceiver:
 
     With partial rollout, running responses go on under the new weights in the middle of a sentence.
     Without it they finish under the old ones first, while new responses wait.
+
+    Args:
+        on_refused: Hears why this rollout serves nothing until it gets other weights.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_refused: Callable[[str], None] = lambda reason: None) -> None:
+        self._on_refused = on_refused
         self._engine: Engine | None = None
         self._sampler: GroupSampler | None = None
         self._is_partial = False
@@ -35,9 +39,7 @@ class WeightReceiver:
 
     async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
         """Put a version into service; returns the seconds in which no token was produced."""
-        engine, sampler = self._engine, self._sampler
-        if engine is None or sampler is None:
-            raise UnavailableError("this rollout worker still loads its model; try again")
+        engine, sampler = self._attached()
         started_at = time.monotonic()
         try:
             if not self._is_partial:
@@ -53,3 +55,39 @@ class WeightReceiver:
         if self._is_partial:
             sampler.checkpoint_soon()
         return stall_s
+
+    async def score(self, token_ids: Sequence[int]) -> Sequence[float]:
+        """Logprob of each token but the first under the live weights."""
+        engine, _ = self._attached()
+        return await engine.score(token_ids)
+
+    async def refuse_weights(self, reason: str) -> None:
+        """Serve nothing until other weights are adopted."""
+        engine, _ = self._attached()
+        await engine.pause()
+        self._on_refused(reason)
+
+    async def open_weights(self) -> Mapping[str, Tensor]:
+        """Pause and give the engine's live tensors.
+
+        Raises:
+            InvalidArgumentError: If the engine keeps them to itself.
+        """
+        engine, _ = self._attached()
+        if not isinstance(engine, OpenEngine):
+            raise InvalidArgumentError(
+                f"weight_sync.mode inplace writes into live weights, which engine "
+                f"{engine.capabilities.name!r} keeps to itself; choose mode shadow"
+            )
+        await engine.pause(drain=not self._is_partial)
+        return engine.live_weights()
+
+    async def close_weights(self) -> None:
+        """Go on after a pause in which nothing was written."""
+        engine, _ = self._attached()
+        await engine.resume()
+
+    def _attached(self) -> tuple[Engine, GroupSampler]:
+        if self._engine is None or self._sampler is None:
+            raise UnavailableError("this rollout worker still loads its model; try again")
+        return self._engine, self._sampler

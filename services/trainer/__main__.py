@@ -8,8 +8,8 @@ import asyncio
 import json
 import logging
 import signal
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc
 import torch
@@ -27,12 +27,12 @@ from services.common.metrics import serve_metrics
 from services.common.spec.loader import canonical_json, parse_spec
 from services.common.weightsync.member import WeightMember
 from services.common.weightsync.server import WeightSyncServicer
-from services.controller.client import WorkerSession
+from services.controller.client import WorkerSession, open_rendezvous
 from services.trainer import metrics
 from services.trainer.model.parallel import join_processes
-from services.trainer.ranks.build import build_rank, device_of
+from services.trainer.ranks.build import Built, build_rank, device_of
 from services.trainer.ranks.crew import Crew, Kind, Order
-from services.trainer.ranks.follower import follow
+from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
 from services.trainer.ranks.rank import Fetch
 from services.trainer.server import TrainerServicer
@@ -75,7 +75,13 @@ async def lead(settings: TrainerSettings) -> None:
         session = await stack.enter_async_context(
             WorkerSession(settings, role="trainer", port=port)
         )
-        await _load(stack, session, leader, crew, settings)
+        built = await _load(stack, session, leader, crew, settings)
+        addresses = await asyncio.to_thread(crew.gather, f"{settings.advertise_host}:{port}")
+        if built.weights.sends_rows:
+            member.source_addresses = addresses
+        leader.attach(built.rank, built.weights, crew, step=built.step)
+        announce(settings.ready_file, {"role": "trainer"})
+        session.report(state="ready", activity="", weight_version=built.step)
         stack.push_async_callback(asyncio.to_thread, leader.stop)
         await _until_stopped(session)
 
@@ -86,8 +92,8 @@ async def _load(
     leader: Leader,
     crew: Crew,
     settings: TrainerSettings,
-) -> None:
-    """Bring all ranks up, and attach rank 0 to the service."""
+) -> Built:
+    """Bring all ranks up."""
     loop = asyncio.get_running_loop()
 
     def progress(step: int, steps: int) -> None:
@@ -102,16 +108,13 @@ async def _load(
         "transferqueue_address": session.transferqueue_address,
     }
     await asyncio.to_thread(crew.tell, Order(Kind.START, payload=json.dumps(start).encode()))
-    built = await asyncio.to_thread(
+    return await asyncio.to_thread(
         build_rank,
         session.spec,
         settings,
         fetch=_blocking_fetch(data, loop),
         progress=progress,
     )
-    leader.attach(built.rank, built.weights, crew, step=built.step)
-    announce(settings.ready_file, {"role": "trainer"})
-    session.report(state="ready", activity="", weight_version=built.step)
 
 
 async def run_follower(settings: TrainerSettings) -> None:
@@ -128,7 +131,32 @@ async def run_follower(settings: TrainerSettings) -> None:
             fetch=_blocking_fetch(data, loop),
             progress=lambda step, steps: None,
         )
-        await asyncio.to_thread(follow, crew, built.rank, built.weights)
+        follower = Follower(crew, built.rank, built.weights)
+        async with _serve_rows(settings, follower) as address:
+            await asyncio.to_thread(crew.gather, address)
+            await asyncio.to_thread(follower.follow)
+
+
+@asynccontextmanager
+async def _serve_rows(settings: TrainerSettings, follower: Follower) -> AsyncIterator[str]:
+    """Serve this rank's rows to weight sessions; yields the address."""
+    async with open_rendezvous(settings.controller_address) as rendezvous:
+        member = WeightMember(
+            source=follower,
+            device=device_of(settings),
+            host=settings.advertise_host,
+            rendezvous=rendezvous,
+        )
+
+        def register(server: grpc.aio.Server) -> None:
+            weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server(
+                WeightSyncServicer(member), server
+            )
+
+        # Ranks share their settings, and the port that these name is that of rank 0.
+        host = settings.bind.rpartition(":")[0]
+        async with serve(f"{host}:0", register) as port:
+            yield f"{settings.advertise_host}:{port}"
 
 
 def _blocking_fetch(data: DataClient, loop: asyncio.AbstractEventLoop) -> Fetch:

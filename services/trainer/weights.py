@@ -1,31 +1,54 @@
 """The policy's weights as the rollouts receive them: Hugging Face names, one dtype, in one order."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.distributed.tensor import DTensor, Shard
 
+from services.common.jagged import Jagged
+from services.common.weightsync.canary import Canary, canary_text
 from services.common.weightsync.plan import TensorSpec
+from services.trainer.batch.packing import pack
 from services.trainer.model.lora import merged_parameters, merged_shapes
+from services.trainer.model.parallel import free_gathered
+from services.trainer.model.policy import Policy
+
+_CPU = torch.device("cpu")
 
 
 class WeightExport:
-    """Describes and gathers the weights of a model.
+    """Describes the weights of a policy and reads them, whole or in the rows of this rank.
 
     Args:
-        model: The policy's Hugging Face model, sharded or not.
+        policy: The policy, sharded or not.
         dtype: Element type on the wire.
+        device: Of the policy.
+        senders: Value of ``weight_sync.senders``.
     """
 
-    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype) -> None:
-        self._model = model
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        dtype: torch.dtype,
+        device: torch.device = _CPU,
+        senders: str = "ranks",
+    ) -> None:
+        self._policy = policy
         self._dtype = dtype
+        self._device = device
+        self.sends_rows = senders == "ranks" and _is_divided_by_rows(policy)
+        """Whether every rank sends its own rows; otherwise rank 0 gathers and sends all."""
 
     def weight_specs(self) -> list[TensorSpec]:
-        """What :meth:`weight_tensors` yields, in its order."""
+        """What is sent, in sending order."""
         dtype = str(self._dtype).removeprefix("torch.")
-        return [TensorSpec(name, tuple(shape), dtype) for name, shape in merged_shapes(self._model)]
+        return [
+            TensorSpec(name, tuple(shape), dtype)
+            for name, shape in merged_shapes(self._policy.model)
+        ]
 
     @torch.no_grad()
     def weight_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -33,5 +56,36 @@ class WeightExport:
 
         Where they are sharded, every rank must iterate.
         """
-        for name, value in merged_parameters(self._model):
+        for name, value in merged_parameters(self._policy.model):
             yield name, value.to(self._dtype)
+
+    @torch.no_grad()
+    def weight_rows(self) -> Iterator[tuple[str, Tensor]]:
+        """The rows that this rank holds, without a gather; what it has no row of is left out."""
+        for name, parameter in self._policy.model.named_parameters():
+            rows = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if rows.shape[0] > 0:
+                yield name, rows
+
+    @torch.no_grad()
+    def score_canary(self) -> Canary:
+        """Score a short text at temperature 1. Where the weights are sharded, every rank must call it."""
+        config: Any = self._policy.model.config
+        token_ids = canary_text(config.vocab_size)
+        tokens = torch.tensor(token_ids, dtype=torch.int32)
+        packed = pack(
+            Jagged.from_list([tokens[:1]]), Jagged.from_list([tokens[1:]]), device=self._device
+        )
+        logprobs, _ = self._policy(packed, temperature=1.0)
+        free_gathered(self._policy)
+        return Canary(token_ids, tuple(logprobs.tolist()))
+
+
+def _is_divided_by_rows(policy: Policy) -> bool:
+    """Whether each parameter is divided by FSDP2 alone, in whole rows, and sent as it is."""
+    return not any("lora_" in name for name, _ in policy.named_parameters()) and all(
+        isinstance(parameter, DTensor)
+        and parameter.device_mesh.size() > 1
+        and tuple(parameter.placements) == (Shard(0),)
+        for parameter in policy.parameters()
+    )

@@ -99,5 +99,5 @@ def test_every_option_trains_and_exports_weights(options: dict[str, Any]) -> Non
         assert math.isfinite(metrics["loss"])
         assert metrics["grad_norm"] > 0
     assert metrics["rollout_logprob_abs_diff"] < 0.05
-    for name, tensor in WeightExport(policy.model, dtype=torch.bfloat16).weight_tensors():
+    for name, tensor in WeightExport(policy, dtype=torch.bfloat16).weight_tensors():
         assert torch.isfinite(tensor).all(), name

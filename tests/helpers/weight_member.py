@@ -7,7 +7,7 @@ adoption, so that a test can compare it.
 import asyncio
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from services.common.grpc_client import open_channel
 from services.common.grpc_server import serve
 from services.common.logging import configure
+from services.common.weightsync.canary import Canary
 from services.common.weightsync.member import WeightMember
 from services.common.weightsync.plan import TensorSpec
 from services.common.weightsync.server import WeightSyncServicer
@@ -38,6 +39,9 @@ class Trainer:
         for spec in self._specs:
             yield spec.name, torch.full(spec.shape, float(self._version))
 
+    def score_canary(self) -> Canary:
+        return Canary((1, 2, 3), (-1.0, -2.0))
+
 
 class Rollout:
     """Reports what it serves."""
@@ -46,6 +50,12 @@ class Rollout:
         content = b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))
         print(f"serves {version} {hashlib.sha256(content).hexdigest()[:16]}", flush=True)
         return 0.0
+
+    async def score(self, token_ids: Sequence[int]) -> Sequence[float]:
+        return (-1.0, -2.0)
+
+    async def refuse_weights(self, reason: str) -> None:
+        print(f"refuses {reason}", flush=True)
 
 
 async def main(role: str, address: str, num_bytes: int) -> None:

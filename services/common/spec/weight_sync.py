@@ -11,7 +11,14 @@ class WeightSyncSpec(SpecPart):
     """Transport, buckets and deadlines of the weight plane."""
 
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """Collective backend; ``auto`` takes NCCL when every member has a GPU, else Gloo."""
+    """Collective backend; ``auto`` takes NCCL when every member has a GPU, and Gloo when none has."""
+    mode: Literal["shadow", "inplace", "cpu_async", "delta"] = "shadow"
+    """How weights travel. ``shadow``: into a second copy while generation goes on. ``inplace``: straight into
+    the live weights under a pause, where there is no memory for a second copy. ``cpu_async``: through host
+    memory and Gloo, where members share no NCCL. ``delta``: only what changed, for slow links."""
+    senders: Literal["ranks", "leader"] = "ranks"
+    """Who sends. ``ranks``: every trainer rank its own rows. ``leader``: rank 0, after a gather; so it is also
+    where adapters are merged or tensors divided by columns."""
     bucket_bytes: int = Field(64 << 20, ge=1 << 16)
     """Bytes sent by one collective."""
     publish_every: int = Field(1, ge=1)
@@ -20,7 +27,7 @@ class WeightSyncSpec(SpecPart):
     """Deadline for building the group."""
     transfer_timeout_s: float | None = Field(None, gt=0)
     """Deadline of one transfer, verification included. Default: 1.5 s and the time that the bytes take on a
-    slow wire (100 MB/s over Gloo, 5 GB/s over NCCL)."""
+    slow wire (100 MB/s over Gloo, 5 GB/s over NCCL). A member that is gone is noticed earlier."""
     adopt_timeout_s: float = Field(300.0, gt=0)
     """Deadline for a rollout to put a received version into service. Without partial rollout it finishes
     its running responses first, so this bounds the longest response."""

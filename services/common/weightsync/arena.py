@@ -51,14 +51,14 @@ class WeightArena:
         bucket = self.plan.sources[source].buckets[index]
         return self.buffers[source][bucket.start : bucket.stop]
 
-    def checksum(self, source: int, index: int) -> Tensor:
-        """Checksums of one bucket: ``[2]`` int64."""
-        return bucket_checksum(self.bucket(source, index))
+    def checksum(self, source: int, index: int, *, alone: bool = False) -> Tensor:
+        """Checksum of one bucket: ``[2]`` int64; see :func:`bucket_checksum`."""
+        return bucket_checksum(self.bucket(source, index), alone=alone)
 
     def checksums(self, source: int) -> Tensor:
         """Checksums of all buckets of a source: ``[num_buckets, 2]`` int64."""
         count = len(self.plan.sources[source].buckets)
-        return torch.stack([self.checksum(source, index) for index in range(count)])
+        return torch.stack([self.checksum(source, index, alone=True) for index in range(count)])
 
 
 def whole_tensors(arena: WeightArena) -> Mapping[str, Tensor]:

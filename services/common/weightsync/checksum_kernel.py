@@ -6,15 +6,21 @@ import triton.language as tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def weighted_sums(words, sums, num_rows, block_rows: tl.constexpr, row_words: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Add one block's share to ``sums``: ``[2]`` int64, by row factors and by column factors.
+    """Add the share of one program to ``sums``: ``[2]`` int64, by row factors and by column factors.
 
-    Integer sums modulo 2**64 are the same in any order, so atomic additions change nothing.
+    Each program takes every n-th block of rows. Integer sums modulo 2**64 are the same in any order, so
+    atomic additions change nothing.
     """
-    row = tl.program_id(0) * block_rows + tl.arange(0, block_rows)[:, None]
-    column = tl.arange(0, row_words)[None, :]
-    place = row.to(tl.int64) * row_words + column
-    values = tl.load(words + place, mask=(row < num_rows) & (column < row_words), other=0)
-    by_row = values * (2 * row.to(tl.int64) + 1)
-    by_column = values * (2 * column.to(tl.int64) + 1)
-    tl.atomic_add(sums, tl.sum(tl.sum(by_row, axis=1), axis=0))
-    tl.atomic_add(sums + 1, tl.sum(tl.sum(by_column, axis=1), axis=0))
+    column = tl.arange(0, row_words)
+    rows = tl.arange(0, block_rows)
+    by_row = tl.zeros((block_rows,), dtype=tl.int64)
+    by_column = tl.zeros((row_words,), dtype=tl.int64)
+    first = tl.program_id(0) * block_rows
+    for start in range(first, num_rows, tl.num_programs(0) * block_rows):
+        row = (start + rows).to(tl.int64)
+        places = row[:, None] * row_words + column[None, :]
+        values = tl.load(words + places, mask=row[:, None] < num_rows, other=0)
+        by_row += tl.sum(values, axis=1) * (2 * row + 1)
+        by_column += tl.sum(values, axis=0)
+    tl.atomic_add(sums, tl.sum(by_row, axis=0))
+    tl.atomic_add(sums + 1, tl.sum(by_column * (2 * column.to(tl.int64) + 1), axis=0))

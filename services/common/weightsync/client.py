@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.grpc_client import call
+from services.common.weightsync.canary import Canary
 from services.common.weightsync.plan import TensorSpec
 from slipstream.weightsync.v1 import weightsync_pb2 as pb
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
@@ -27,22 +29,54 @@ class TransferResult:
     """The member's own time."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """What a trainer sends."""
+
+    tensors: tuple[TensorSpec, ...]
+    """In sending order."""
+    source_addresses: tuple[str, ...]
+    """Of the ranks that send, in the order of their rows; empty if the one that was asked sends all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreed:
+    """A member's answer to a plan."""
+
+    plan_hash: str
+    """Of the plan that it made."""
+    device: str
+    """Where its weights lie: ``cpu`` or ``cuda``."""
+
+
 class WeightSyncClient:
     """Calls one member."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = weightsync_pb2_grpc.WeightSyncServiceStub(channel)
+        self._health = health_pb2_grpc.HealthStub(channel)
 
-    async def describe(self) -> tuple[TensorSpec, ...]:
-        """What the trainer sends, in sending order."""
+    async def alive(self, *, timeout_s: float) -> None:
+        """Return if the member's process answers.
+
+        Raises:
+            ServiceError: If it does not.
+        """
+        await call(self._health.Check, health_pb2.HealthCheckRequest(), timeout_s=timeout_s)
+
+    async def describe(self) -> Described:
+        """What the trainer sends, in sending order, and from where."""
         response = await call(
             self._stub.DescribeWeights,
             pb.DescribeWeightsRequest(),
             timeout_s=_CONTROL_TIMEOUT_S,
             idempotent=True,
         )
-        return tuple(
-            TensorSpec(spec.name, tuple(spec.shape), spec.dtype) for spec in response.tensors
+        return Described(
+            tensors=tuple(
+                TensorSpec(spec.name, tuple(spec.shape), spec.dtype) for spec in response.tensors
+            ),
+            source_addresses=tuple(response.source_addresses),
         )
 
     async def agree_plan(
@@ -52,8 +86,9 @@ class WeightSyncClient:
         *,
         num_sources: int,
         source: int | None,
-    ) -> str:
-        """Propose a plan to a source, or to a receiver; returns the hash of what the member made of it."""
+        mode: str,
+    ) -> Agreed:
+        """Propose a plan to a source, or to a receiver."""
         response = await call(
             self._stub.AgreePlan,
             pb.AgreePlanRequest(
@@ -64,11 +99,12 @@ class WeightSyncClient:
                 bucket_bytes=bucket_bytes,
                 source_count=num_sources,
                 source=-1 if source is None else source,
+                mode=mode,
             ),
             timeout_s=_CONTROL_TIMEOUT_S,
             idempotent=True,
         )
-        return response.plan_hash
+        return Agreed(plan_hash=response.plan_hash, device=response.device)
 
     async def form(
         self,
@@ -94,19 +130,24 @@ class WeightSyncClient:
             timeout_s=timeout_s + _MARGIN_S,
         )
 
-    async def prepare(self, epoch: int, version: int, plan_hash: str, *, timeout_s: float) -> None:
-        """Have the member get ready."""
-        await call(
+    async def prepare(self, epoch: int, version: int, plan_hash: str, *, timeout_s: float) -> int:
+        """Have the member get ready; returns the version that it still holds, or -1."""
+        response = await call(
             self._stub.PrepareTransfer,
             pb.PrepareTransferRequest(epoch=epoch, version=version, plan_hash=plan_hash),
             timeout_s=timeout_s,
         )
+        return response.held_version
 
-    async def transfer(self, epoch: int, version: int, timeout_s: float) -> TransferResult:
-        """Have the member send or receive a version."""
+    async def transfer(
+        self, epoch: int, version: int, *, base_version: int, timeout_s: float
+    ) -> TransferResult:
+        """Have the member send or receive a version, or what changed since ``base_version``."""
         response = await call(
             self._stub.TransferWeights,
-            pb.TransferWeightsRequest(epoch=epoch, version=version, timeout_s=timeout_s),
+            pb.TransferWeightsRequest(
+                epoch=epoch, version=version, timeout_s=timeout_s, base_version=base_version
+            ),
             timeout_s=timeout_s + _MARGIN_S,
         )
         return TransferResult(
@@ -124,6 +165,33 @@ class WeightSyncClient:
             idempotent=True,
         )
         return response.stall_s
+
+    async def score(self, *, timeout_s: float) -> Canary:
+        """Have the trainer score the canary."""
+        response = await call(
+            self._stub.ScoreWeights,
+            pb.ScoreWeightsRequest(),
+            timeout_s=timeout_s,
+            idempotent=True,
+        )
+        return Canary(tuple(response.token_ids), tuple(response.logprobs))
+
+    async def check(
+        self, version: int, canary: Canary, tolerance: float, *, timeout_s: float
+    ) -> float:
+        """Have a rollout score the canary and compare; returns the mean absolute difference."""
+        response = await call(
+            self._stub.CheckWeights,
+            pb.CheckWeightsRequest(
+                version=version,
+                token_ids=canary.token_ids,
+                logprobs=canary.logprobs,
+                tolerance=tolerance,
+            ),
+            timeout_s=timeout_s,
+            idempotent=True,
+        )
+        return response.difference
 
     async def abort(self, epoch: int, reason: str, *, timeout_s: float) -> None:
         """Have the member give up an epoch."""

@@ -1,14 +1,18 @@
 """Where weights come from and where they go: the two ends of a transfer inside a member's process."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from services.common.weightsync.arena import WeightArena
+from services.common.weightsync.canary import Canary
 from services.common.weightsync.plan import TensorSpec
+
+T = TypeVar("T")
 
 
 class WeightSource(Protocol):
@@ -19,6 +23,9 @@ class WeightSource(Protocol):
 
     def weight_tensors(self) -> Iterable[tuple[str, Tensor]]:
         """The current rows that this source holds, by name; cast to the wire's dtype if they differ."""
+
+    def score_canary(self) -> Canary:
+        """Score a short text under the current weights. Blocks; only the first source is asked."""
 
 
 class WeightSink(Protocol):
@@ -31,31 +38,21 @@ class WeightSink(Protocol):
             Seconds in which no token was produced.
         """
 
+    async def score(self, token_ids: Sequence[int]) -> Sequence[float]:
+        """Logprob of each token but the first under the live weights."""
 
-@torch.no_grad()
-def pack_weights(source: WeightSource, arena: WeightArena) -> Tensor:
-    """Copy a source's rows into its arena; returns when the weights may change again.
+    async def refuse_weights(self, reason: str) -> None:
+        """The live weights are not the trainer's: serve nothing until others are adopted."""
 
-    Returns:
-        Checksums of the arena's buckets.
+    async def open_weights(self) -> Mapping[str, Tensor]:
+        """Pause and give the live tensors by name, to be written in place; adopting them goes on.
 
-    Raises:
-        ValueError: If the source does not hold what the plan says.
-    """
-    (number,) = arena.buffers
-    current = dict(source.weight_tensors())
-    views = {name: view for name, _, view in arena.pieces(number)}
-    if views.keys() != current.keys():
-        raise ValueError(
-            f"the trainer must hold {sorted(views.keys() - current.keys())[:3]} and not "
-            f"{sorted(current.keys() - views.keys())[:3]}, according to the plan"
-        )
-    with on_device(arena.device):
-        torch._foreach_copy_(list(views.values()), [current[name] for name in views])
-        checksums = arena.checksums(number)
-        if arena.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-    return checksums
+        Raises:
+            ValueError: If the engine keeps its tensors to itself.
+        """
+
+    async def close_weights(self) -> None:
+        """Go on with the live tensors: nothing was written."""
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
@@ -64,3 +61,32 @@ def on_device(device: torch.device) -> AbstractContextManager[None]:
         return nullcontext()
     context: AbstractContextManager[None] = torch.cuda.device(device)
     return context
+
+
+async def in_own_thread(work: Callable[[], T]) -> T:
+    """Run ``work`` in a thread of its own.
+
+    A collective whose peers are gone may hang for its whole deadline; in a shared pool it would take a place.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]  # set together with its type
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001  it is raised where the result is awaited
+            failure = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name="weights", daemon=True).start()
+    return await future

@@ -6,7 +6,6 @@ store that the controller serves over gRPC, so no rendezvous port is open to str
 on GPUs take the same store.
 """
 
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -15,9 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_POLL_S = 0.0002
+from services.common.weightsync.plan import WeightPlan
+
 # Deadlines are ours: we wait and abort ourselves. This one only keeps torch's own watchdog out of the way.
 _NCCL_TIMEOUT = timedelta(hours=1)
+# Gloo cannot be aborted from outside, so each of its collectives has a deadline: this long, and the time of
+# a bucket over a slow wire in bytes per second. A stopped peer is noticed by then.
+_GLOO_TIMEOUT_S = 1.0
+_GLOO_RATE = 100e6
 
 
 class KeyValueStore(Protocol):
@@ -82,7 +86,7 @@ class Channel:
         return work
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Bound the collectives that start from now on; only Gloo keeps to it by itself."""
+        """Bound each collective that starts from now on (Gloo)."""
         self._backend._set_default_timeout(timedelta(seconds=timeout_s))  # noqa: SLF001  no public name
 
     def abort(self) -> None:
@@ -102,27 +106,19 @@ class WeightGroup:
         self.channels = channels
         self.device = device
 
-    def bound(self, timeout_s: float) -> None:
-        """Give the coming transfer a deadline."""
+    def bound(self, plan: WeightPlan) -> None:
+        """Give each collective of the coming transfer a deadline; on a GPU, aborting ends them."""
         if self.device.type == "cpu":
+            longest = max(
+                bucket.stop - bucket.start for source in plan.sources for bucket in source.buckets
+            )
             for channel in self.channels.values():
-                channel.set_timeout(timeout_s)
+                channel.set_timeout(_GLOO_TIMEOUT_S + longest / _GLOO_RATE)
 
-    def settle(self, timeout_s: float) -> None:
-        """Wait until everything that was started is done.
-
-        Raises:
-            TimeoutError: If it takes longer; the group must be aborted then.
-        """
-        if self.device.type == "cpu":
-            return
-        done = torch.cuda.Event()
-        done.record()
-        deadline = time.monotonic() + timeout_s
-        while not done.query():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the transfer did not end within {timeout_s} s")
-            time.sleep(_POLL_S)
+    def settle(self) -> None:
+        """Wait until everything that was started is done, or the group is aborted."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
 
     def abort(self) -> None:
         """End the group; pending and later collectives fail."""
@@ -156,7 +152,6 @@ def form_group(
     Raises:
         ValueError: If the backend is unknown.
         RuntimeError: If not all members came in time.
-        TimeoutError: Likewise, on a GPU.
     """
     store = RendezvousStore(values, timeout_s)
     channels = {
@@ -177,7 +172,7 @@ def form_group(
     probe = torch.zeros(1, device=device)
     for channel in channels.values():
         channel.broadcast(probe).wait()
-        group.settle(timeout_s)
+        group.settle()
     return group
 
 

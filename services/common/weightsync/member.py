@@ -1,19 +1,19 @@
 """A member's side of a weight-sync session: what trainer and rollouts do when the controller asks.
 
-    agree_plan -> form -> [prepare -> transfer -> adopt]* ; abort from any point
+    agree_plan -> form -> [prepare -> transfer -> adopt -> check]* ; abort from any point
 
-The live weights of a receiver change in ``adopt`` only, and only to a version whose digest the sender
-reported. Calls of an older epoch are refused.
+What a receiver serves changes in ``adopt`` only, and only to a version whose digest the sources reported; it
+is ready only after ``check``. Calls of an older epoch are refused.
 """
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from services.common.errors import (
     DataLossError,
@@ -21,32 +21,22 @@ from services.common.errors import (
     FailedPreconditionError,
     UnavailableError,
 )
-from services.common.weightsync.arena import WeightArena, whole_tensors
+from services.common.weightsync import metrics
+from services.common.weightsync.canary import Canary, difference
 from services.common.weightsync.endpoints import (
     WeightSink,
     WeightSource,
+    in_own_thread,
     on_device,
-    pack_weights,
 )
-from services.common.weightsync.group import KeyValueStore, WeightGroup, form_group
-from services.common.weightsync.plan import (
-    TensorSpec,
-    WeightPlan,
-    fsdp_shards,
-    make_plan,
-    version_digest,
-)
-from services.common.weightsync.transfer import (
-    TransferError,
-    Transferred,
-    receive_version,
-    send_version,
-)
+from services.common.weightsync.epochs import Epochs
+from services.common.weightsync.group import KeyValueStore, WeightGroup
+from services.common.weightsync.modes.base import Receiver, Sender
+from services.common.weightsync.modes.build import build_receiver, build_sender, wire_device
+from services.common.weightsync.plan import TensorSpec, fsdp_shards, make_plan, version_digest
+from services.common.weightsync.transfer import TransferError, TransferOrder, Transferred
 
 logger = logging.getLogger(__name__)
-
-# The transfer keeps its deadline by itself; this much later it is given up from outside.
-_MARGIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +52,16 @@ class TransferReport:
 
 
 class WeightMember:
-    """Takes part in weight sessions as sender (with a source) or receiver (with a sink)."""
+    """Takes part in weight sessions as sender (with a source) or receiver (with a sink).
+
+    Args:
+        source: The weights that are sent; None for a receiver.
+        sink: Takes the weights; None for a sender.
+        device: Where they lie.
+        host: Address of this host, as the other members reach it.
+        rendezvous: The store of a scope, in which members meet.
+        on_ready: Hears of each version that is in service, verified and checked.
+    """
 
     def __init__(
         self,
@@ -72,25 +71,33 @@ class WeightMember:
         device: torch.device,
         host: str,
         rendezvous: Callable[[str], KeyValueStore],
-        on_adopted: Callable[[int], None] = lambda version: None,
+        on_ready: Callable[[int], None] = lambda version: None,
     ) -> None:
         if (source is None) == (sink is None):
             raise ValueError("a weight member has either a source or a sink")
         self._source = source
         self._sink = sink
         self._device = device
-        self._host = host
-        self._rendezvous = rendezvous
-        self._on_adopted = on_adopted
-        self._arena: WeightArena | None = None
-        self._number: int | None = None
-        self._checksums: Tensor | None = None
+        self._on_ready = on_ready
+        self._epochs = Epochs(device, host, rendezvous)
+        self._agreed: tuple[str, int | None, str] | None = None
+        self._sender: Sender | None = None
+        self._receiver: Receiver | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._group: WeightGroup | None = None
-        self._epoch = 0
+        # A thread that an abort left behind ends before the next one touches the buffers.
+        self._buffers = threading.Lock()
+        # What is being adopted is not overwritten.
+        self._adopting = asyncio.Lock()
         self._staged: tuple[int, str] | None = None
         self._adopted: tuple[int, str] | None = None
         self._stall_s = 0.0
+        self.source_addresses: Sequence[str] = ()
+        """``host:port`` of all trainer ranks that send, if this is the first of several."""
+
+    @property
+    def device_type(self) -> str:
+        """Where this member's weights lie: ``cpu`` or ``cuda``."""
+        return self._device.type
 
     def describe(self) -> Sequence[TensorSpec]:
         """What this member can send.
@@ -109,27 +116,32 @@ class WeightMember:
         *,
         num_sources: int = 1,
         source: int | None = None,
+        mode: str = "shadow",
     ) -> str:
-        """Make the plan and its arena; returns the plan's hash.
+        """Make the plan and its buffers; returns the plan's hash.
 
         Args:
             tensors: In sending order.
             bucket_bytes: Most bytes of one collective.
             num_sources: Trainer ranks that send; each holds the rows that FSDP2 gives it.
             source: Number of this member among them; None for a receiver.
+            mode: How weights travel.
 
         Raises:
-            ValueError: If there is no such plan.
+            ValueError: If there is no such plan, or this member cannot take part in it.
         """
-        if (source is None) != (self._source is None):
-            raise ValueError(
-                "a member with a source sends, and only that; the controller mixed them up"
-            )
         plan = make_plan(tensors, bucket_bytes, fsdp_shards(tensors, num_sources))
-        if self._arena is None or (self._number, self._arena.plan) != (source, plan):
-            self._arena = WeightArena(plan, self._device, source=source)
-            self._number = source
-            self._staged = None
+        agreed = (plan.plan_hash, source, mode)
+        if self._agreed == agreed:
+            return plan.plan_hash
+        self._sender = self._receiver = self._staged = self._agreed = None
+        if self._source is not None and source is not None:
+            self._sender = build_sender(mode, plan, self._device, source)
+        elif self._sink is not None and source is None:
+            self._receiver = build_receiver(mode, plan, self._device, self._sink)
+        else:
+            raise ValueError("a member with a source sends, and only that; sides are mixed up")
+        self._agreed = agreed
         return plan.plan_hash
 
     async def form(
@@ -142,7 +154,7 @@ class WeightMember:
         scope: str,
         timeout_s: float,
     ) -> None:
-        """Join the group of an epoch, leaving an older one.
+        """Join the group of an epoch, leaving an older one; see :meth:`Epochs.form`.
 
         Args:
             epoch: Number of the group; higher than any before.
@@ -151,58 +163,37 @@ class WeightMember:
             backend: ``gloo`` or ``nccl``.
             scope: Where the members meet.
             timeout_s: Deadline.
-
-        Raises:
-            FailedPreconditionError: If a group of this or a newer epoch was formed before, or no plan is
-                agreed on.
-            UnavailableError: If not all members came in time.
         """
-        if self._arena is None:
-            raise FailedPreconditionError(
-                "no plan is agreed on; agree on one before forming a group"
-            )
-        if epoch <= self._epoch:
-            raise FailedPreconditionError(
-                f"epoch must grow: {epoch} was asked, but this member is at {self._epoch}",
-                epoch=epoch,
-                current=self._epoch,
-            )
-        self._leave()
-        self._epoch = epoch
-        try:
-            group = await asyncio.to_thread(
-                form_group,
-                backend,
-                self._rendezvous(scope),
-                sources=tuple(self._arena.buffers),
-                rank=0 if self._source is not None else receiver + 1,
-                num_receivers=num_receivers,
-                host=self._host,
-                device=self._device,
-                timeout_s=timeout_s,
-            )
-        except (RuntimeError, TimeoutError) as error:
-            raise UnavailableError(
-                f"weight group of epoch {epoch} was not formed within {timeout_s} s: {error}",
-                epoch=epoch,
-            ) from error
-        if epoch != self._epoch:
-            group.abort()
-            raise FailedPreconditionError(f"epoch {epoch} was aborted while it formed", epoch=epoch)
-        self._group = group
-        logger.info("weight group formed", extra={"epoch": epoch, "receivers": num_receivers})
+        side = self._side()
+        assert self._agreed is not None
+        _, source, mode = self._agreed
+        await self._leave()
+        await self._epochs.form(
+            epoch,
+            sources=range(len(side.plan.sources)) if source is None else (source,),
+            rank=receiver + 1 if source is None else 0,
+            num_receivers=num_receivers,
+            backend=backend,
+            device=wire_device(mode, self._device),
+            scope=scope,
+            timeout_s=timeout_s,
+        )
 
-    async def prepare(self, epoch: int, version: int, plan_hash: str) -> None:
-        """Get ready for a transfer; the trainer copies its weights into the arena here.
+    async def prepare(self, epoch: int, version: int, plan_hash: str) -> int:
+        """Get ready for a transfer; the trainer copies its weights here.
+
+        Returns:
+            The version whose bytes are still held, so that only changes need to be sent; -1 for none.
 
         Raises:
             FailedPreconditionError: If epoch or plan are not this member's.
         """
-        _, plan = self._member_of(epoch)
-        if plan.plan_hash != plan_hash:
+        self._epochs.group(epoch)
+        side = self._side()
+        if side.plan.plan_hash != plan_hash:
             raise FailedPreconditionError(
                 f"plan {plan_hash[:12]} was asked, but this member agreed to "
-                f"{plan.plan_hash[:12]}; agree again"
+                f"{side.plan.plan_hash[:12]}; agree again"
             )
         # The version in service may come again: for the sake of a member that joined since.
         if self._adopted is not None and version < self._adopted[0]:
@@ -210,112 +201,155 @@ class WeightMember:
                 f"weight versions only grow: {version} was announced, but {self._adopted[0]} is in service",
                 version=version,
             )
-        if self._source is not None and self._arena is not None:
-            self._checksums = await asyncio.to_thread(pack_weights, self._source, self._arena)
+        with metrics.MEMBER_SECONDS.labels("prepare").time():
+            if self._receiver is not None:
+                await self._receiver.prepare()
+            else:
+                await in_own_thread(lambda: self._pack(version))
+        return side.held_version
 
-    async def transfer(self, epoch: int, version: int, timeout_s: float) -> TransferReport:
+    async def transfer(self, order: TransferOrder) -> TransferReport:
         """Send or receive a version; a receiver stages it beside the live weights.
 
         Raises:
             DataLossError: If what arrived is not what was sent.
-            DeadlineExceededError: If it took longer than ``timeout_s``.
+            DeadlineExceededError: If it took longer than the order allows.
             UnavailableError: If a member was lost.
         """
-        group, _ = self._member_of(epoch)
-        assert self._arena is not None
-        self._staged = None
+        group = self._epochs.group(order.epoch)
+        if self._staged is not None:
+            metrics.SUPERSEDED.inc()
+            self._staged = None
         start = time.perf_counter()
-        try:
-            async with asyncio.timeout(timeout_s + _MARGIN_S):
-                done = await asyncio.to_thread(self._exchange, group, epoch, version, timeout_s)
-        except TransferError as error:
-            raise DataLossError(str(error), version=version) from error
-        except TimeoutError as error:
-            self._leave()
-            raise DeadlineExceededError(
-                f"transfer of version {version} took longer than {timeout_s} s; the group was ended",
-                version=version,
-            ) from error
-        except RuntimeError as error:
-            self._leave()
-            raise UnavailableError(
-                f"transfer of version {version} lost a member: {error}", version=version
-            ) from error
+        async with self._adopting:
+            try:
+                async with asyncio.timeout(order.timeout_s):
+                    done = await in_own_thread(lambda: self._exchange(group, order))
+            except BaseException as error:
+                await self._leave()
+                raise _explained(error, order) from error
+        if not self._epochs.holds(group):
+            raise UnavailableError(f"epoch {order.epoch} was aborted during its transfer")
+        seconds = time.perf_counter() - start
+        metrics.MEMBER_SECONDS.labels("transfer").observe(seconds)
+        metrics.MEMBER_BYTES.inc(done.num_bytes)
         if self._sink is not None:
-            self._staged = (version, version_digest(done.digests))
-        return TransferReport(
-            digests=done.digests, num_bytes=done.num_bytes, seconds=time.perf_counter() - start
-        )
+            self._staged = (order.version, version_digest(done.digests))
+        return TransferReport(digests=done.digests, num_bytes=done.num_bytes, seconds=seconds)
 
     async def adopt(self, version: int, digest: str) -> float:
         """Put the staged version into service; returns the seconds without a token.
 
         Raises:
             FailedPreconditionError: If that version is not staged.
-            DataLossError: If the staged bytes are not those that the sender reported.
+            DataLossError: If the staged bytes are not those that the sources reported.
         """
-        if self._adopted == (version, digest):
-            return self._stall_s
-        if self._staged is None or self._staged[0] != version:
-            raise FailedPreconditionError(
-                f"version {version} is not staged here (staged: {self._staged}); transfer it first"
-            )
-        if self._staged[1] != digest:
-            raise DataLossError(
-                f"version {version} arrived with digest {self._staged[1][:12]}, but was sent "
-                f"with {digest[:12]}; it is refused",
-                version=version,
-            )
-        assert self._sink is not None and self._arena is not None
-        self._stall_s = await self._sink.adopt_weights(version, whole_tensors(self._arena))
-        self._adopted = (version, digest)
-        self._staged = None
-        self._on_adopted(version)
+        async with self._adopting:
+            if self._adopted == (version, digest) and self._staged is None:
+                return self._stall_s
+            if self._staged is None or self._staged[0] != version or self._receiver is None:
+                raise FailedPreconditionError(
+                    f"version {version} is not staged here (staged: {self._staged}); transfer it first"
+                )
+            if self._staged[1] != digest:
+                metrics.REFUSED.labels("digest").inc()
+                raise DataLossError(
+                    f"version {version} arrived with digest {self._staged[1][:12]}, but was sent "
+                    f"with {digest[:12]}; it is refused",
+                    version=version,
+                )
+            with metrics.MEMBER_SECONDS.labels("adopt").time():
+                self._stall_s = await self._receiver.adopt(version)
+            self._adopted = (version, digest)
+            self._staged = None
         return self._stall_s
 
-    def abort(self, epoch: int, reason: str) -> None:
-        """Give up an epoch. Live weights stay as they are."""
-        if epoch < self._epoch:
-            return
-        self._epoch = epoch
-        self._leave()
-        logger.warning("weight group aborted", extra={"epoch": epoch, "reason": reason})
+    async def score(self) -> Canary:
+        """Score the canary under the weights that were sent.
 
-    def _exchange(
-        self, group: WeightGroup, epoch: int, version: int, timeout_s: float
-    ) -> Transferred:
+        Raises:
+            FailedPreconditionError: If this member is a receiver.
+        """
+        if self._source is None:
+            raise FailedPreconditionError("only the trainer scores the canary; ask the trainer")
+        return await in_own_thread(self._source.score_canary)
+
+    async def check(self, version: int, canary: Canary, tolerance: float) -> float:
+        """Compare the live weights with the trainer's; ready if they agree.
+
+        Returns:
+            The mean absolute difference of the logprobs.
+
+        Raises:
+            FailedPreconditionError: If the version is not in service.
+            DataLossError: If they differ by more than ``tolerance``; nothing is served until an adoption.
+        """
+        if self._sink is None or self._adopted is None or self._adopted[0] != version:
+            raise FailedPreconditionError(f"version {version} is not in service here; adopt it")
+        found = difference(canary.logprobs, await self._sink.score(canary.token_ids))
+        metrics.CANARY_DIFFERENCE.set(found)
+        if found > tolerance:
+            metrics.REFUSED.labels("canary").inc()
+            message = (
+                f"under version {version} the canary's logprobs differ from the trainer's by {found:.3g} "
+                f"on average, more than {tolerance:.3g}: weights went to the wrong places"
+            )
+            self._adopted = None
+            await self._sink.refuse_weights(message)
+            raise DataLossError(message, version=version)
+        self._on_ready(version)
+        return found
+
+    async def abort(self, epoch: int, reason: str) -> None:
+        """Give up an epoch. Live weights stay as they are."""
+        if await self._leave(epoch):
+            logger.warning("weight group aborted", extra={"epoch": epoch, "reason": reason})
+
+    def _pack(self, version: int) -> None:
+        assert self._sender is not None and self._source is not None
+        with self._buffers:
+            self._sender.pack(self._source, version)
+
+    def _exchange(self, group: WeightGroup, order: TransferOrder) -> Transferred:
         """Send or receive, on a stream of its own beside whatever else the device does."""
-        assert self._arena is not None
         if self._stream is None and self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)
-        with on_device(self._device), torch.cuda.stream(self._stream):
-            if self._source is None:
-                return receive_version(
-                    group, self._arena, epoch=epoch, version=version, timeout_s=timeout_s
-                )
-            if self._checksums is None:
-                raise TransferError(f"version {version} was not prepared here; prepare it first")
-            return send_version(
-                group,
-                self._arena,
-                self._checksums,
-                epoch=epoch,
-                version=version,
-                timeout_s=timeout_s,
-            )
+        with self._buffers, on_device(self._device), torch.cuda.stream(self._stream):
+            if self._sender is not None:
+                return self._sender.send(group, order)
+            assert self._receiver is not None
+            return self._receiver.receive(group, order)
 
-    def _leave(self) -> None:
-        group, self._group = self._group, None
+    async def _leave(self, epoch: int | None = None) -> bool:
+        """Leave the group; returns whether there was one."""
+        had_group = self._epochs.leave(epoch)
         self._staged = None
-        if group is not None:
-            group.abort()
+        if had_group and self._receiver is not None:
+            await self._receiver.give_up()
+        return had_group
 
-    def _member_of(self, epoch: int) -> tuple[WeightGroup, WeightPlan]:
-        if epoch != self._epoch or self._group is None or self._arena is None:
+    def _side(self) -> Sender | Receiver:
+        side = self._sender or self._receiver
+        if side is None:
             raise FailedPreconditionError(
-                f"this member is not in a weight group of epoch {epoch} (its epoch is "
-                f"{self._epoch}); form it first",
-                epoch=epoch,
-                current=self._epoch,
+                "no plan is agreed on; agree on one before forming a group"
             )
-        return self._group, self._arena.plan
+        return side
+
+
+def _explained(error: BaseException, order: TransferOrder) -> BaseException:
+    """What a failed transfer means to the controller."""
+    match error:
+        case TransferError():
+            metrics.REFUSED.labels("checksum").inc()
+            return DataLossError(str(error), version=order.version)
+        case TimeoutError():
+            return DeadlineExceededError(
+                f"transfer of version {order.version} took longer than {order.timeout_s} s",
+                version=order.version,
+            )
+        case RuntimeError():
+            return UnavailableError(
+                f"transfer of version {order.version} lost a member: {error}", version=order.version
+            )
+    return error

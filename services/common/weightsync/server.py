@@ -5,8 +5,10 @@ from typing import Any
 import grpc
 
 from services.common.errors import InvalidArgumentError
+from services.common.weightsync.canary import Canary
 from services.common.weightsync.member import WeightMember
 from services.common.weightsync.plan import TensorSpec
+from services.common.weightsync.transfer import TransferOrder
 from slipstream.weightsync.v1 import weightsync_pb2 as pb
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
 
@@ -27,7 +29,8 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
             tensors=[
                 pb.TensorSpec(name=spec.name, shape=spec.shape, dtype=spec.dtype)
                 for spec in self._member.describe()
-            ]
+            ],
+            source_addresses=self._member.source_addresses,
         )
 
     async def AgreePlan(  # noqa: N802
@@ -43,10 +46,11 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
                 request.bucket_bytes,
                 num_sources=request.source_count,
                 source=None if request.source < 0 else request.source,
+                mode=request.mode,
             )
         except ValueError as error:
             raise InvalidArgumentError(str(error)) from error
-        return pb.AgreePlanResponse(plan_hash=plan_hash)
+        return pb.AgreePlanResponse(plan_hash=plan_hash, device=self._member.device_type)
 
     async def FormGroup(  # noqa: N802
         self, request: pb.FormGroupRequest, context: _Context
@@ -66,14 +70,24 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
         self, request: pb.PrepareTransferRequest, context: _Context
     ) -> pb.PrepareTransferResponse:
         """Get ready for a transfer."""
-        await self._member.prepare(request.epoch, request.version, request.plan_hash)
-        return pb.PrepareTransferResponse()
+        try:
+            held = await self._member.prepare(request.epoch, request.version, request.plan_hash)
+        except ValueError as error:
+            raise InvalidArgumentError(str(error)) from error
+        return pb.PrepareTransferResponse(held_version=held)
 
     async def TransferWeights(  # noqa: N802
         self, request: pb.TransferWeightsRequest, context: _Context
     ) -> pb.TransferWeightsResponse:
         """Send or receive a version."""
-        report = await self._member.transfer(request.epoch, request.version, request.timeout_s)
+        report = await self._member.transfer(
+            TransferOrder(
+                epoch=request.epoch,
+                version=request.version,
+                timeout_s=request.timeout_s,
+                base_version=request.base_version,
+            )
+        )
         return pb.TransferWeightsResponse(
             digests=report.digests, size_bytes=report.num_bytes, duration_s=report.seconds
         )
@@ -86,9 +100,24 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
             stall_s=await self._member.adopt(request.version, request.digest)
         )
 
+    async def ScoreWeights(  # noqa: N802
+        self, request: pb.ScoreWeightsRequest, context: _Context
+    ) -> pb.ScoreWeightsResponse:
+        """Score the canary."""
+        canary = await self._member.score()
+        return pb.ScoreWeightsResponse(token_ids=canary.token_ids, logprobs=canary.logprobs)
+
+    async def CheckWeights(  # noqa: N802
+        self, request: pb.CheckWeightsRequest, context: _Context
+    ) -> pb.CheckWeightsResponse:
+        """Compare with the trainer."""
+        canary = Canary(tuple(request.token_ids), tuple(request.logprobs))
+        found = await self._member.check(request.version, canary, request.tolerance)
+        return pb.CheckWeightsResponse(difference=found)
+
     async def AbortGroup(  # noqa: N802
         self, request: pb.AbortGroupRequest, context: _Context
     ) -> pb.AbortGroupResponse:
         """Give up an epoch."""
-        self._member.abort(request.epoch, request.reason)
+        await self._member.abort(request.epoch, request.reason)
         return pb.AbortGroupResponse()

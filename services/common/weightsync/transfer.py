@@ -2,7 +2,7 @@
 
     source                                  receivers
     (weights are packed in its arena)       -
-    header: magic, epoch, version, plan     compared at the end, before anything is adopted
+    header: magic, epoch, version, ...      compared at the end, before anything is adopted
     bucket 0 .. n-1                         received into a shadow arena; live weights untouched
     checksums of all buckets                recomputed from the received bytes, bucket by bucket
                                             while the next one is on the wire, and compared
@@ -12,6 +12,7 @@ for the device until the end.
 """
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,12 +22,27 @@ from services.common.weightsync.arena import WeightArena, source_digest
 from services.common.weightsync.group import Channel, WeightGroup
 from services.common.weightsync.plan import WeightPlan
 
-_HEADER = struct.Struct("<8sqqq32s")
+_HEADER = struct.Struct("<8sqqqqq32s")
 _MAGIC = b"SLIPSYNC"
+HEADER_BYTES = _HEADER.size
 
 
 class TransferError(RuntimeError):
     """A transfer that must not be adopted; the message says what differed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferOrder:
+    """What the controller asked for."""
+
+    epoch: int
+    """Of the group."""
+    version: int
+    """Weight version."""
+    timeout_s: float
+    """Deadline."""
+    base_version: int = -1
+    """Version that all members hold and whose changes are sent; -1 sends everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +56,7 @@ class Transferred:
 
 
 def send_version(
-    group: WeightGroup,
-    arena: WeightArena,
-    checksums: Tensor,
-    *,
-    epoch: int,
-    version: int,
-    timeout_s: float,
+    group: WeightGroup, arena: WeightArena, checksums: Tensor, order: TransferOrder
 ) -> Transferred:
     """Send what the arena of a source holds. Blocks until all receivers have it.
 
@@ -54,18 +64,14 @@ def send_version(
         group: The formed group.
         arena: The source's packed weights.
         checksums: ``[num_buckets, 2]`` int64 of the arena.
-        epoch: Of the group.
-        version: Weight version.
-        timeout_s: Deadline.
+        order: What to send.
 
     Raises:
-        RuntimeError: If a member was lost or the deadline passed (Gloo).
-        TimeoutError: If the deadline passed (NCCL).
+        RuntimeError: If a member was lost or the group aborted.
     """
     ((source, channel),) = group.channels.items()
-    group.bound(timeout_s)
-    header = _header(arena.plan, epoch, version, source).to(group.device)
-    works = [channel.broadcast(header)]
+    group.bound(arena.plan)
+    works = [channel.broadcast(make_header(arena.plan, order, source).to(arena.device))]
     works += [
         channel.broadcast(arena.bucket(source, index))
         for index in range(len(arena.plan.sources[source].buckets))
@@ -73,24 +79,21 @@ def send_version(
     works.append(channel.broadcast(checksums))
     for work in works:
         work.wait()
-    group.settle(timeout_s)
+    group.settle()
     return Transferred(
-        digests=(source_digest(arena.plan.plan_hash, version, source, checksums),),
+        digests=(source_digest(arena.plan.plan_hash, order.version, source, checksums),),
         num_bytes=arena.plan.sources[source].arena_bytes,
     )
 
 
-def receive_version(
-    group: WeightGroup, shadow: WeightArena, *, epoch: int, version: int, timeout_s: float
-) -> Transferred:
+def receive_version(group: WeightGroup, shadow: WeightArena, order: TransferOrder) -> Transferred:
     """Receive from all sources into ``shadow`` and verify every bucket.
 
     Raises:
         TransferError: If a header or bytes are not the expected ones.
-        RuntimeError: If a source was lost or the deadline passed (Gloo).
-        TimeoutError: If the deadline passed (NCCL).
+        RuntimeError: If a source was lost or the group aborted.
     """
-    group.bound(timeout_s)
+    group.bound(shadow.plan)
     arriving = [
         _Arriving(source, channel, shadow) for source, channel in sorted(group.channels.items())
     ]
@@ -103,10 +106,9 @@ def receive_version(
             one.check(index)
     for one in arriving:
         one.finish()
-    group.settle(timeout_s)
+    group.settle()
     return Transferred(
-        digests=tuple(one.verified(epoch, version) for one in arriving),
-        num_bytes=shadow.plan.num_bytes,
+        digests=tuple(one.verified(order) for one in arriving), num_bytes=shadow.plan.num_bytes
     )
 
 
@@ -118,7 +120,7 @@ class _Arriving:
         self._channel = channel
         self._shadow = shadow
         self._num_buckets = len(shadow.plan.sources[source].buckets)
-        self._header = torch.zeros(_HEADER.size, dtype=torch.uint8, device=shadow.device)
+        self._header = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=shadow.device)
         self._stated = torch.zeros(self._num_buckets, 2, dtype=torch.int64, device=shadow.device)
         self._computed: list[Tensor] = []
         self._works = [channel.broadcast(self._header)]
@@ -135,35 +137,79 @@ class _Arriving:
         """Compute the checksum of a bucket once it is here."""
         if index < self._num_buckets:
             self._works[1 + index].wait()
-            self._computed.append(self._shadow.checksum(self._source, index))
+            # Behind the last bucket the wire is free, and the rest of the GPU may help.
+            is_last = index == self._num_buckets - 1
+            self._computed.append(self._shadow.checksum(self._source, index, alone=is_last))
 
     def finish(self) -> None:
         """Wait for the header and the checksums that the source states."""
         self._works[0].wait()
         self._works[-1].wait()
 
-    def verified(self, epoch: int, version: int) -> str:
-        """Compare; returns the digest of what arrived.
-
-        Raises:
-            TransferError: If anything differs.
-        """
-        plan = self._shadow.plan
-        if not torch.equal(self._header.cpu(), _header(plan, epoch, version, self._source)):
-            raise TransferError(
-                f"expected epoch {epoch}, version {version}, source {self._source} and plan "
-                f"{plan.plan_hash[:12]}, but the source announced something else; it is refused"
-            )
-        computed = torch.stack(self._computed)
-        damaged = (computed != self._stated).any(1).nonzero().flatten().tolist()
-        if damaged:
-            raise TransferError(
-                f"version {version}: buckets {damaged[:8]} of source {self._source} differ from what was "
-                "sent; it is refused"
-            )
-        return source_digest(plan.plan_hash, version, self._source, computed)
+    def verified(self, order: TransferOrder) -> str:
+        """Compare; returns the digest of what arrived."""
+        check_header(self._header, self._shadow.plan, order, self._source)
+        return check_buckets(
+            self._computed, self._stated, self._shadow.plan, order, source=self._source
+        )
 
 
-def _header(plan: WeightPlan, epoch: int, version: int, source: int) -> Tensor:
-    packed = _HEADER.pack(_MAGIC, epoch, version, source, bytes.fromhex(plan.plan_hash))
+def make_header(
+    plan: WeightPlan, order: TransferOrder, source: int, num_changed: int = 0
+) -> Tensor:
+    """What a source announces: ``[HEADER_BYTES]`` uint8.
+
+    Args:
+        plan: The layout.
+        order: What is sent.
+        source: Who sends.
+        num_changed: With a base version, words that differ from it; -1 if everything is sent after all.
+    """
+    packed = _HEADER.pack(
+        _MAGIC,
+        order.epoch,
+        order.version,
+        order.base_version,
+        source,
+        num_changed,
+        bytes.fromhex(plan.plan_hash),
+    )
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+
+def check_header(header: Tensor, plan: WeightPlan, order: TransferOrder, source: int) -> int:
+    """Compare an announcement with what was asked for; returns its number of changed words.
+
+    Raises:
+        TransferError: If it announces something else.
+    """
+    num_changed = _HEADER.unpack(header.cpu().numpy().tobytes())[5]
+    if not torch.equal(header.cpu(), make_header(plan, order, source, num_changed)):
+        raise TransferError(
+            f"expected epoch {order.epoch}, version {order.version}, source {source} and plan "
+            f"{plan.plan_hash[:12]}, but the source announced something else; it is refused"
+        )
+    return int(num_changed)
+
+
+def check_buckets(
+    computed: Sequence[Tensor],
+    stated: Tensor,
+    plan: WeightPlan,
+    order: TransferOrder,
+    *,
+    source: int,
+) -> str:
+    """Compare the checksums of what arrived with those of what was sent; returns the digest.
+
+    Raises:
+        TransferError: If a bucket differs.
+    """
+    found = torch.stack(list(computed))
+    damaged = (found != stated).any(1).nonzero().flatten().tolist()
+    if damaged:
+        raise TransferError(
+            f"version {order.version}: buckets {damaged[:8]} of source {source} differ from what was "
+            "sent; it is refused"
+        )
+    return source_digest(plan.plan_hash, order.version, source, found)

@@ -201,7 +201,6 @@ class RunLoop:
         for worker in self._membership.workers(self._run_id, "rollout"):
             worker.weight_version = version
         state.progress.synced(report)
-        metrics.observe_sync(self._run_id, report)
         message = f"weight version {version} is served by every rollout"
         facts = sync_facts(report)
         await self._note(state, "WeightsPublished", message, facts, weight_version=version)

@@ -1,10 +1,11 @@
 """Weight sessions of one run: agree, form, then publish version after version.
 
     agree_plan   every member answers with the hash of the plan that it made: all must be equal
-    form         one group of trainer and rollouts, under a higher epoch each time
-    prepare      everybody is ready, or no collective starts
+    form         one group of trainer ranks and rollouts, under a higher epoch each time
+    prepare      everybody is ready, or no collective starts; the trainer copies its weights
     transfer     receivers verify what arrived and hold it beside their live weights
     adopt        each rollout puts the verified version into service
+    check        each rollout scores a short text as the trainer does: now it is ready
 
 Any failure aborts the epoch. Members that do not answer the abort are lost; the others form the next epoch
 and the version is sent again. Live weights change in adopt only, so nobody serves half a version meanwhile.
@@ -13,27 +14,23 @@ and the version is sent again. Live weights change in adopt only, so nobody serv
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Mapping
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import TypeVar
 
-from services.common.errors import DataLossError, ServiceError, UnavailableError
-from services.common.grpc_client import open_channel
+from services.common.errors import ServiceError, UnavailableError
 from services.common.spec.weight_sync import WeightSyncSpec
-from services.common.weightsync.client import WeightSyncClient
-from services.common.weightsync.plan import fsdp_shards, make_plan, version_digest
+from services.common.weightsync.canary import Canary, canary_tolerance
+from services.common.weightsync.plan import version_digest
+from services.controller import metrics
 from services.controller.membership import Worker
+from services.controller.run.weight_members import WeightMembers, first_error
 
 logger = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 
 # Slowest wire that a deadline still allows for, in bytes per second.
 _LEAST_RATE = {"gloo": 100e6, "nccl": 5e9}
 _LEAST_TIMEOUT_S = 1.5
-# A member that does not answer an abort within this time is lost.
-_ABORT_TIMEOUT_S = 1.0
+# Tries of one version while nobody is lost: a busy machine misses a deadline, a bit flips.
+_MAX_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +40,15 @@ class SyncReport:
     version: int
     digest: str
     num_bytes: int
+    """On the wire, from all sources."""
     prepare_s: float
     """Until everybody was ready; the trainer copies its weights here."""
     transfer_s: float
     """Until every rollout had verified what it received."""
     adopt_s: float
     """Until every rollout served the version."""
+    check_s: float
+    """Until every rollout had scored the canary like the trainer."""
     stall_s: float
     """Longest time in which a rollout produced no token."""
     lost: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class WeightSession:
     """The weight plane of one run, seen from the controller.
 
     Args:
-        spec: Buckets and deadlines.
+        spec: Mode, buckets and deadlines.
         run_id: Names the rendezvous scopes.
         first_epoch: Epochs begin above it, so that members which knew an earlier session take part.
     """
@@ -74,13 +74,10 @@ class WeightSession:
         self._run_id = run_id
         self._epoch = first_epoch
         self._is_formed = False
-        self._plan_hash = ""
-        self._backend = "gloo" if spec.backend == "auto" else spec.backend
+        self._members = WeightMembers(run_id, spec)
+        self._backend = ""
         self._timeout_s = _LEAST_TIMEOUT_S
-        self._adopt_timeout_s = spec.adopt_timeout_s
-        self._stack = AsyncExitStack()
-        self._trainer: WeightSyncClient
-        self._rollouts: dict[str, WeightSyncClient] = {}
+        self._canary: tuple[int, Canary] | None = None
         # Held while a version is being replaced, and by an evaluation while it needs its version.
         self.pin = asyncio.Lock()
 
@@ -91,163 +88,164 @@ class WeightSession:
             DataLossError: If they made different plans.
             ServiceError: If a member does not answer or the group is not formed.
         """
-        self._trainer = await self._connect(trainer)
-        self._rollouts = {worker.worker_id: await self._connect(worker) for worker in rollouts}
-        tensors = await self._trainer.describe()
-        plan = make_plan(tensors, self._spec.bucket_bytes, fsdp_shards(tensors, 1))
-        self._plan_hash = plan.plan_hash
+        await self._members.open(trainer, rollouts)
+        self._backend = self._members.backend()
         self._timeout_s = self._spec.transfer_timeout_s or (
-            _LEAST_TIMEOUT_S + plan.num_bytes / _LEAST_RATE[self._backend]
+            _LEAST_TIMEOUT_S + self._members.plan.num_bytes / _LEAST_RATE[self._backend]
         )
-        hashes = await _all(
-            {
-                name: member.agree_plan(
-                    tensors,
-                    self._spec.bucket_bytes,
-                    num_sources=1,
-                    source=0 if member is self._trainer else None,
-                )
-                for name, member in self._members().items()
-            }
-        )
-        others = {name: found[:12] for name, found in hashes.items() if found != plan.plan_hash}
-        if others:
-            raise DataLossError(
-                f"the controller made plan {plan.plan_hash[:12]}, but members made {others} of the same "
-                "tensors; install the same release in all of them"
-            )
         await self._form()
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._stack.aclose()
+        await self._members.close()
+
+    async def admit(self, worker: Worker) -> None:
+        """Take in a rollout that came later.
+
+        It gets the next published version, or the current one if that is published once more.
+
+        Raises:
+            ServiceError: If it cannot take part.
+        """
+        async with self.pin:
+            await self._members.admit(worker)
+            self._members.backend()
+            self._is_formed = False
+
+    async def dismiss(self, worker_id: str) -> None:
+        """Go on without a rollout that is gone."""
+        async with self.pin:
+            self._members.dismiss([worker_id])
+            self._is_formed = False
 
     async def publish(self, version: int) -> SyncReport:
         """Bring a version from the trainer into service on every rollout that lives.
+
+        A version that the trainer has sent before is sent from its copy, also while it trains.
 
         Raises:
             ServiceError: If the trainer or all rollouts are lost, or if it fails although nobody is.
         """
         lost: list[str] = []
+        tries = 0
         async with self.pin:
             while True:
                 try:
                     if not self._is_formed:
                         await self._form()
-                    return await self._publish(version, tuple(lost))
+                    report = await self._publish(version, tuple(lost))
                 except ServiceError as error:
+                    metrics.WEIGHT_SYNCS.labels(self._run_id, error.reason).inc()
                     logger.warning(
                         "weight sync failed", extra={"why": str(error), "version": version}
                     )
-                    gone = await self._abort(str(error))
-                    self._leave_behind(gone, error, is_repeated=bool(lost))
-                    lost += gone or [""]
+                    self._is_formed = False
+                    gone = await self._members.abort(self._epoch, str(error))
+                    lost += gone
+                    tries = 0 if gone else tries + 1
+                    self._go_on_without(gone, error, tries)
+                else:
+                    metrics.observe_sync(self._run_id, report)
+                    return report
 
     async def _publish(self, version: int, lost: tuple[str, ...]) -> SyncReport:
-        epoch = self._epoch
+        epoch, members = self._epoch, self._members
         start = time.perf_counter()
-        await _all(
+        held = await members.ask(
             {
-                name: member.prepare(epoch, version, self._plan_hash, timeout_s=self._timeout_s)
-                for name, member in self._members().items()
+                name: member.prepare(
+                    epoch, version, members.plan.plan_hash, timeout_s=self._spec.adopt_timeout_s
+                )
+                for name, member in members.all().items()
             }
         )
+        base = min(held.values()) if len(set(held.values())) == 1 else -1
         prepared = time.perf_counter()
-        transfers = await _all(
+        sent = await members.ask(
             {
-                name: member.transfer(epoch, version, self._timeout_s)
-                for name, member in self._members().items()
+                name: member.transfer(
+                    epoch,
+                    version,
+                    base_version=base if base < version else -1,
+                    timeout_s=self._timeout_s,
+                )
+                for name, member in members.all().items()
             }
         )
-        sent = transfers["trainer"]
-        digest = version_digest(sent.digests)
+        digest = version_digest(
+            [digest for name in members.sources for digest in sent[name].digests]
+        )
         transferred = time.perf_counter()
-        stalls = await _all(
-            {
-                name: member.adopt(epoch, version, digest, timeout_s=self._adopt_timeout_s)
-                for name, member in self._rollouts.items()
-            }
-        )
+        with first_error():
+            async with asyncio.TaskGroup() as tasks:
+                scoring = tasks.create_task(self._score(version))
+                stalls = await members.ask(
+                    {
+                        name: member.adopt(
+                            epoch, version, digest, timeout_s=self._spec.adopt_timeout_s
+                        )
+                        for name, member in members.rollouts.items()
+                    }
+                )
+                adopted = time.perf_counter()
+        await self._check(version, scoring.result())
         return SyncReport(
             version=version,
             digest=digest,
-            num_bytes=sent.num_bytes,
+            num_bytes=sum(sent[name].num_bytes for name in members.sources),
             prepare_s=prepared - start,
             transfer_s=transferred - prepared,
-            adopt_s=time.perf_counter() - transferred,
+            adopt_s=adopted - transferred,
+            check_s=time.perf_counter() - adopted,
             stall_s=max(stalls.values()),
-            lost=tuple(name for name in lost if name),
+            lost=lost,
+        )
+
+    async def _score(self, version: int) -> Canary:
+        """What the trainer says about the canary; asked once, before it trains on."""
+        if self._canary is None or self._canary[0] != version:
+            name, trainer = next(iter(self._members.sources.items()))
+            answers = await self._members.ask(
+                {name: trainer.score(timeout_s=self._spec.adopt_timeout_s)}
+            )
+            self._canary = (version, answers[name])
+        return self._canary[1]
+
+    async def _check(self, version: int, canary: Canary) -> None:
+        tolerance = canary_tolerance([spec.dtype for spec in self._members.plan.tensors])
+        await self._members.ask(
+            {
+                name: member.check(version, canary, tolerance, timeout_s=self._spec.adopt_timeout_s)
+                for name, member in self._members.rollouts.items()
+            }
         )
 
     async def _form(self) -> None:
         self._epoch += 1
-        numbers = {name: number for number, name in enumerate(self._rollouts)}
-        await _all(
+        members = self._members
+        numbers = {name: number for number, name in enumerate(members.rollouts)}
+        await members.ask(
             {
                 name: member.form(
                     self._epoch,
                     receiver=numbers.get(name),
-                    num_receivers=len(self._rollouts),
+                    num_receivers=len(members.rollouts),
                     backend=self._backend,
                     scope=f"{self._run_id}/{self._epoch}",
                     timeout_s=self._spec.form_timeout_s,
                 )
-                for name, member in self._members().items()
+                for name, member in members.all().items()
             }
         )
         self._is_formed = True
+        metrics.observe_group(self._run_id, self._epoch, len(members.all()))
 
-    async def _abort(self, reason: str) -> list[str]:
-        """End the epoch everywhere; returns who does not answer."""
-        self._is_formed = False
-        members = self._members()
-        answers = await asyncio.gather(
-            *(
-                member.abort(self._epoch, reason, timeout_s=_ABORT_TIMEOUT_S)
-                for member in members.values()
-            ),
-            return_exceptions=True,
-        )
-        return [
-            name
-            for name, answer in zip(members, answers, strict=True)
-            if isinstance(answer, ServiceError)
-        ]
-
-    def _leave_behind(self, gone: list[str], error: ServiceError, *, is_repeated: bool) -> None:
-        """Go on without lost rollouts, or give up."""
-        for name in gone:
-            self._rollouts.pop(name, None)
-        if "trainer" in gone or not self._rollouts:
+    def _go_on_without(self, gone: list[str], error: ServiceError, tries: int) -> None:
+        """Leave lost rollouts behind, or give up."""
+        self._members.dismiss(gone)
+        if any(name in self._members.sources for name in gone) or not self._members.rollouts:
             raise UnavailableError(
                 f"{' and '.join(gone)} did not answer, so no version can be published"
             ) from error
-        if not gone and is_repeated:
+        if tries == _MAX_TRIES:
             raise error
-
-    def _members(self) -> Mapping[str, WeightSyncClient]:
-        return {"trainer": self._trainer, **self._rollouts}
-
-    async def _connect(self, worker: Worker) -> WeightSyncClient:
-        return WeightSyncClient(
-            await self._stack.enter_async_context(
-                open_channel(worker.address, "worker", run_id=self._run_id)
-            )
-        )
-
-
-async def _all(calls: Mapping[str, Awaitable[_T]]) -> dict[str, _T]:
-    """Results by member, once all have answered.
-
-    Raises:
-        ServiceError: The first one, naming its member. All calls have ended by then.
-    """
-    answers = await asyncio.gather(*calls.values(), return_exceptions=True)
-    results: dict[str, _T] = {}
-    for name, answer in zip(calls, answers, strict=True):
-        if isinstance(answer, BaseException):
-            if isinstance(answer, ServiceError):
-                answer.message = f"{name}: {answer.message}"
-            raise answer
-        results[name] = answer
-    return results

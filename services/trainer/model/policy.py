@@ -43,15 +43,23 @@ class Policy(nn.Module):
         self.model = model
         self._temperature = temperature
 
-    def forward(self, packed: PackedTokens) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, packed: PackedTokens, *, temperature: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Score the response tokens of a micro-batch.
+
+        Args:
+            packed: The micro-batch.
+            temperature: Divides the logits; None is that of sampling.
 
         Returns:
             ``[R]`` float32 logprobs and ``[R]`` float32 entropies, both with gradients.
         """
         hidden = decoder_states(self.model, packed)[packed.predictors]
         weight = _untyped(self.model).get_output_embeddings().weight
-        return token_logprobs(hidden, weight, packed.targets, temperature=self._temperature)
+        return token_logprobs(
+            hidden, weight, packed.targets, temperature=temperature or self._temperature
+        )
 
 
 class Critic(nn.Module):

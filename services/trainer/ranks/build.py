@@ -94,7 +94,12 @@ def build_rank(
         cost=cost,
         checkpointer=checkpointer,
     )
-    weights = WeightExport(policy.model, dtype=getattr(torch, spec.trainer.dtype))
+    weights = WeightExport(
+        policy,
+        dtype=getattr(torch, spec.trainer.dtype),
+        device=topology.device,
+        senders=spec.weight_sync.senders,
+    )
     # A checkpoint of this very run is there if its trainer was lost before: then training goes on from it.
     is_continued = settings.resume or any(checkpoint_root(spec, settings).glob(f"{STEP_PREFIX}*"))
     return Built(rank=rank, weights=weights, step=rank.restore() if is_continued else 0)

@@ -11,6 +11,7 @@ import torch
 from torch import distributed
 
 _HEADER = struct.Struct("<qqqq")
+_LONGEST_TEXT = 512
 
 
 class Kind(IntEnum):
@@ -26,6 +27,8 @@ class Kind(IntEnum):
     """Save a checkpoint of a step."""
     STOP = 5
     """End."""
+    SCORE = 6
+    """Score the canary together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,16 @@ class Crew:
         _broadcast(bytearray(header))
         if order.payload:
             _broadcast(bytearray(order.payload))
+
+    def gather(self, text: str) -> list[str]:
+        """Texts of all ranks, in their order. Every rank calls it."""
+        if self._size == 1:
+            return [text]
+        mine = torch.zeros(_LONGEST_TEXT, dtype=torch.uint8)
+        mine[: len(text)] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        found = [torch.zeros_like(mine) for _ in range(self._size)]
+        distributed.all_gather(found, mine)
+        return [bytes(each.tolist()).rstrip(b"\0").decode() for each in found]
 
     def hear(self) -> Order:
         """Wait for rank 0's next order."""

@@ -1,11 +1,17 @@
-"""Every rank but 0: does what rank 0 orders, step by step."""
+"""Every rank but 0: does what rank 0 orders, step by step, and sends its own rows of the weights."""
 
 import logging
+import threading
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from torch import Tensor
+
 from services.common.batch import KVBatchMeta
-from services.common.errors import ServiceError
+from services.common.errors import FailedPreconditionError, ServiceError
+from services.common.weightsync.canary import Canary
+from services.common.weightsync.plan import TensorSpec
 from services.trainer.ranks.crew import Crew, Kind, Order
 from services.trainer.ranks.rank import Rank
 from services.trainer.weights import WeightExport
@@ -13,28 +19,59 @@ from services.trainer.weights import WeightExport
 logger = logging.getLogger(__name__)
 
 
-def follow(crew: Crew, rank: Rank, weights: WeightExport) -> None:
-    """Take part in whatever rank 0 starts, until it ends. Blocks; runs in a thread."""
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint") as writer:
-        writing: Future[Path] | None = None
-        while (order := crew.hear()).kind is not Kind.STOP:
-            if order.kind is Kind.SAVE:
-                if writing is not None:
-                    writing.result()  # its buffers are used again
-                snapshot = rank.snapshot(order.step)
-                writing = writer.submit(rank.checkpointer.write, snapshot)
-            else:
-                _take_part(order, rank, weights)
+class Follower:
+    """Takes part in whatever rank 0 starts.
 
+    Args:
+        crew: Brings rank 0's orders.
+        rank: This process's part.
+        weights: The policy's weights.
+    """
 
-def _take_part(order: Order, rank: Rank, weights: WeightExport) -> None:
-    try:
-        if order.kind is Kind.TRAIN:
-            meta = KVBatchMeta.from_bytes(order.payload)
-            rank.train(order.step, meta, weight_version=order.weight_version)
-        elif order.kind is Kind.GATHER:
-            for _ in weights.weight_tensors():
-                pass
-    except (ServiceError, ValueError) as error:
-        # Rank 0 met the same and reports it; the next order may be a good one.
-        logger.warning("order failed", extra={"order": order.kind.name, "error": str(error)})
+    def __init__(self, crew: Crew, rank: Rank, weights: WeightExport) -> None:
+        self._crew = crew
+        self._rank = rank
+        self._weights = weights
+        # Training changes the rows that a transfer copies; both run in threads.
+        self._turn = threading.Lock()
+
+    def follow(self) -> None:
+        """Obey until the end. Blocks; runs in a thread."""
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint") as writer:
+            writing: Future[Path] | None = None
+            while (order := self._crew.hear()).kind is not Kind.STOP:
+                with self._turn:
+                    if order.kind is Kind.SAVE:
+                        if writing is not None:
+                            writing.result()  # its buffers are used again
+                        snapshot = self._rank.snapshot(order.step)
+                        writing = writer.submit(self._rank.checkpointer.write, snapshot)
+                    else:
+                        self._take_part(order)
+
+    def weight_specs(self) -> list[TensorSpec]:
+        """All tensors of the model, in sending order."""
+        return self._weights.weight_specs()
+
+    def weight_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The rows of this rank; training waits until they are read."""
+        with self._turn:
+            yield from self._weights.weight_rows()
+
+    def score_canary(self) -> Canary:
+        """Only rank 0 is asked; this rank takes part when rank 0 orders it."""
+        raise FailedPreconditionError("ask rank 0 for the canary: all ranks score it together")
+
+    def _take_part(self, order: Order) -> None:
+        try:
+            if order.kind is Kind.TRAIN:
+                meta = KVBatchMeta.from_bytes(order.payload)
+                self._rank.train(order.step, meta, weight_version=order.weight_version)
+            elif order.kind is Kind.GATHER:
+                for _ in self._weights.weight_tensors():
+                    pass
+            elif order.kind is Kind.SCORE:
+                self._weights.score_canary()
+        except (ServiceError, ValueError) as error:
+            # Rank 0 met the same and reports it; the next order may be a good one.
+            logger.warning("order failed", extra={"order": order.kind.name, "error": str(error)})

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from services.common.batch import KVBatchMeta
 from services.common.errors import FailedPreconditionError, UnavailableError
+from services.common.weightsync.canary import Canary
 from services.common.weightsync.plan import TensorSpec
 from services.trainer.checkpoint.checkpointer import Snapshot
 from services.trainer.ranks.crew import Crew, Kind, Order
@@ -128,11 +129,21 @@ class Leader:
         return weights.weight_specs()
 
     def weight_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The current weights; training waits until they are read."""
+        """The current weights, or this rank's rows of them; training waits until they are read."""
         _, weights = self._attached()
         with self._turn:
-            self._crew.tell(Order(Kind.GATHER))
-            yield from weights.weight_tensors()
+            if weights.sends_rows:
+                yield from weights.weight_rows()
+            else:
+                self._crew.tell(Order(Kind.GATHER))
+                yield from weights.weight_tensors()
+
+    def score_canary(self) -> Canary:
+        """Score a short text under the current weights, with all ranks."""
+        _, weights = self._attached()
+        with self._turn:
+            self._crew.tell(Order(Kind.SCORE))
+            return weights.score_canary()
 
     def stop(self) -> None:
         """End the other ranks."""

@@ -21,7 +21,7 @@ async def test_steps_are_trained_once_and_in_order() -> None:
     with pytest.raises(UnavailableError, match="still loads"):
         await leader.train_step(1, queue.meta)
     leader.attach(
-        rank_of(spec, policy, queue), WeightExport(policy.model, dtype=torch.float32), Crew(1)
+        rank_of(spec, policy, queue), WeightExport(policy, dtype=torch.float32), Crew(1)
     )
     with pytest.raises(FailedPreconditionError, match="train step 1 next"):
         await leader.train_step(2, queue.meta)
@@ -33,7 +33,7 @@ async def test_steps_are_trained_once_and_in_order() -> None:
 
 def test_weights_come_once_by_their_names_in_the_order_of_the_specs() -> None:
     policy = policy_of(spec_of())
-    export = WeightExport(policy.model, dtype=torch.bfloat16)
+    export = WeightExport(policy, dtype=torch.bfloat16)
     specs, tensors = export.weight_specs(), dict(export.weight_tensors())
     assert [spec.name for spec in specs] == list(tensors)
     assert "lm_head.weight" not in tensors  # tied to the embedding
@@ -49,7 +49,7 @@ async def test_only_the_newest_step_is_saved(tmp_path: Path) -> None:
     leader = Leader()
     leader.attach(
         rank_of(spec, policy, queue, root=tmp_path),
-        WeightExport(policy.model, dtype=torch.float32),
+        WeightExport(policy, dtype=torch.float32),
         Crew(1),
     )
     await leader.train_step(1, queue.meta)

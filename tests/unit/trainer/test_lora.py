@@ -21,7 +21,7 @@ def test_merged_weights_are_the_trained_policy(tmp_path: Path) -> None:
     queue = random_queue(policy)
     plain = [
         (spec.name, spec.shape)
-        for spec in WeightExport(policy.model, dtype=torch.float32).weight_specs()
+        for spec in WeightExport(policy, dtype=torch.float32).weight_specs()
     ]
     frozen = policy.model.get_input_embeddings().weight.clone()
     add_adapters(policy.model, SPEC.trainer.lora)
@@ -29,7 +29,7 @@ def test_merged_weights_are_the_trained_policy(tmp_path: Path) -> None:
     rank.train(1, queue.meta)
     rank.train(2, queue.meta)
     assert torch.equal(policy.model.get_input_embeddings().weight, frozen)
-    export = WeightExport(policy.model, dtype=torch.float32)
+    export = WeightExport(policy, dtype=torch.float32)
     assert [(spec.name, spec.shape) for spec in export.weight_specs()] == plain
     merged = policy_of(SPEC)
     merged.model.load_state_dict(dict(export.weight_tensors()), strict=False)

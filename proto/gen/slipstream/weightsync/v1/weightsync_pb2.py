@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)slipstream/weightsync/v1/weightsync.proto\x12\x18slipstream.weightsync.v1\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\r\n\x05\x64type\x18\x03 \x01(\t\"\x18\n\x16\x44\x65scribeWeightsRequest\"P\n\x17\x44\x65scribeWeightsResponse\x12\x35\n\x07tensors\x18\x01 \x03(\x0b\x32$.slipstream.weightsync.v1.TensorSpec\"\x85\x01\n\x10\x41greePlanRequest\x12\x35\n\x07tensors\x18\x01 \x03(\x0b\x32$.slipstream.weightsync.v1.TensorSpec\x12\x14\n\x0c\x62ucket_bytes\x18\x02 \x01(\x03\x12\x14\n\x0csource_count\x18\x03 \x01(\x05\x12\x0e\n\x06source\x18\x04 \x01(\x05\"&\n\x11\x41greePlanResponse\x12\x11\n\tplan_hash\x18\x01 \x01(\t\"~\n\x10\x46ormGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x10\n\x08receiver\x18\x02 \x01(\x05\x12\x16\n\x0ereceiver_count\x18\x03 \x01(\x05\x12\x0f\n\x07\x62\x61\x63kend\x18\x04 \x01(\t\x12\r\n\x05scope\x18\x05 \x01(\t\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\"\x13\n\x11\x46ormGroupResponse\"K\n\x16PrepareTransferRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x11\n\tplan_hash\x18\x03 \x01(\t\"\x19\n\x17PrepareTransferResponse\"K\n\x16TransferWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"R\n\x17TransferWeightsResponse\x12\x0f\n\x07\x64igests\x18\x01 \x03(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x12\n\nduration_s\x18\x03 \x01(\x01\"E\n\x13\x41\x64optWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"\'\n\x14\x41\x64optWeightsResponse\x12\x0f\n\x07stall_s\x18\x01 \x01(\x01\"2\n\x11\x41\x62ortGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x14\n\x12\x41\x62ortGroupResponse2\x9f\x06\n\x11WeightSyncService\x12v\n\x0f\x44\x65scribeWeights\x12\x30.slipstream.weightsync.v1.DescribeWeightsRequest\x1a\x31.slipstream.weightsync.v1.DescribeWeightsResponse\x12\x64\n\tAgreePlan\x12*.slipstream.weightsync.v1.AgreePlanRequest\x1a+.slipstream.weightsync.v1.AgreePlanResponse\x12\x64\n\tFormGroup\x12*.slipstream.weightsync.v1.FormGroupRequest\x1a+.slipstream.weightsync.v1.FormGroupResponse\x12v\n\x0fPrepareTransfer\x12\x30.slipstream.weightsync.v1.PrepareTransferRequest\x1a\x31.slipstream.weightsync.v1.PrepareTransferResponse\x12v\n\x0fTransferWeights\x12\x30.slipstream.weightsync.v1.TransferWeightsRequest\x1a\x31.slipstream.weightsync.v1.TransferWeightsResponse\x12m\n\x0c\x41\x64optWeights\x12-.slipstream.weightsync.v1.AdoptWeightsRequest\x1a..slipstream.weightsync.v1.AdoptWeightsResponse\x12g\n\nAbortGroup\x12+.slipstream.weightsync.v1.AbortGroupRequest\x1a,.slipstream.weightsync.v1.AbortGroupResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)slipstream/weightsync/v1/weightsync.proto\x12\x18slipstream.weightsync.v1\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\r\n\x05\x64type\x18\x03 \x01(\t\"\x18\n\x16\x44\x65scribeWeightsRequest\"j\n\x17\x44\x65scribeWeightsResponse\x12\x35\n\x07tensors\x18\x01 \x03(\x0b\x32$.slipstream.weightsync.v1.TensorSpec\x12\x18\n\x10source_addresses\x18\x02 \x03(\t\"\x93\x01\n\x10\x41greePlanRequest\x12\x35\n\x07tensors\x18\x01 \x03(\x0b\x32$.slipstream.weightsync.v1.TensorSpec\x12\x14\n\x0c\x62ucket_bytes\x18\x02 \x01(\x03\x12\x14\n\x0csource_count\x18\x03 \x01(\x05\x12\x0e\n\x06source\x18\x04 \x01(\x05\x12\x0c\n\x04mode\x18\x05 \x01(\t\"6\n\x11\x41greePlanResponse\x12\x11\n\tplan_hash\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\"~\n\x10\x46ormGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x10\n\x08receiver\x18\x02 \x01(\x05\x12\x16\n\x0ereceiver_count\x18\x03 \x01(\x05\x12\x0f\n\x07\x62\x61\x63kend\x18\x04 \x01(\t\x12\r\n\x05scope\x18\x05 \x01(\t\x12\x11\n\ttimeout_s\x18\x06 \x01(\x01\"\x13\n\x11\x46ormGroupResponse\"K\n\x16PrepareTransferRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x11\n\tplan_hash\x18\x03 \x01(\t\"/\n\x17PrepareTransferResponse\x12\x14\n\x0cheld_version\x18\x01 \x01(\x03\"a\n\x16TransferWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\x12\x14\n\x0c\x62\x61se_version\x18\x04 \x01(\x03\"R\n\x17TransferWeightsResponse\x12\x0f\n\x07\x64igests\x18\x01 \x03(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x12\n\nduration_s\x18\x03 \x01(\x01\"E\n\x13\x41\x64optWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"\'\n\x14\x41\x64optWeightsResponse\x12\x0f\n\x07stall_s\x18\x01 \x01(\x01\"\x15\n\x13ScoreWeightsRequest\";\n\x14ScoreWeightsResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"^\n\x13\x43heckWeightsRequest\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x11\n\ttolerance\x18\x04 \x01(\x01\"*\n\x14\x43heckWeightsResponse\x12\x12\n\ndifference\x18\x01 \x01(\x01\"2\n\x11\x41\x62ortGroupRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x14\n\x12\x41\x62ortGroupResponse2\xfd\x07\n\x11WeightSyncService\x12v\n\x0f\x44\x65scribeWeights\x12\x30.slipstream.weightsync.v1.DescribeWeightsRequest\x1a\x31.slipstream.weightsync.v1.DescribeWeightsResponse\x12\x64\n\tAgreePlan\x12*.slipstream.weightsync.v1.AgreePlanRequest\x1a+.slipstream.weightsync.v1.AgreePlanResponse\x12\x64\n\tFormGroup\x12*.slipstream.weightsync.v1.FormGroupRequest\x1a+.slipstream.weightsync.v1.FormGroupResponse\x12v\n\x0fPrepareTransfer\x12\x30.slipstream.weightsync.v1.PrepareTransferRequest\x1a\x31.slipstream.weightsync.v1.PrepareTransferResponse\x12v\n\x0fTransferWeights\x12\x30.slipstream.weightsync.v1.TransferWeightsRequest\x1a\x31.slipstream.weightsync.v1.TransferWeightsResponse\x12m\n\x0c\x41\x64optWeights\x12-.slipstream.weightsync.v1.AdoptWeightsRequest\x1a..slipstream.weightsync.v1.AdoptWeightsResponse\x12m\n\x0cScoreWeights\x12-.slipstream.weightsync.v1.ScoreWeightsRequest\x1a..slipstream.weightsync.v1.ScoreWeightsResponse\x12m\n\x0c\x43heckWeights\x12-.slipstream.weightsync.v1.CheckWeightsRequest\x1a..slipstream.weightsync.v1.CheckWeightsResponse\x12g\n\nAbortGroup\x12+.slipstream.weightsync.v1.AbortGroupRequest\x1a,.slipstream.weightsync.v1.AbortGroupResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,31 +36,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBEWEIGHTSREQUEST']._serialized_start=129
   _globals['_DESCRIBEWEIGHTSREQUEST']._serialized_end=153
   _globals['_DESCRIBEWEIGHTSRESPONSE']._serialized_start=155
-  _globals['_DESCRIBEWEIGHTSRESPONSE']._serialized_end=235
-  _globals['_AGREEPLANREQUEST']._serialized_start=238
-  _globals['_AGREEPLANREQUEST']._serialized_end=371
-  _globals['_AGREEPLANRESPONSE']._serialized_start=373
-  _globals['_AGREEPLANRESPONSE']._serialized_end=411
-  _globals['_FORMGROUPREQUEST']._serialized_start=413
-  _globals['_FORMGROUPREQUEST']._serialized_end=539
-  _globals['_FORMGROUPRESPONSE']._serialized_start=541
-  _globals['_FORMGROUPRESPONSE']._serialized_end=560
-  _globals['_PREPARETRANSFERREQUEST']._serialized_start=562
-  _globals['_PREPARETRANSFERREQUEST']._serialized_end=637
-  _globals['_PREPARETRANSFERRESPONSE']._serialized_start=639
-  _globals['_PREPARETRANSFERRESPONSE']._serialized_end=664
-  _globals['_TRANSFERWEIGHTSREQUEST']._serialized_start=666
-  _globals['_TRANSFERWEIGHTSREQUEST']._serialized_end=741
-  _globals['_TRANSFERWEIGHTSRESPONSE']._serialized_start=743
-  _globals['_TRANSFERWEIGHTSRESPONSE']._serialized_end=825
-  _globals['_ADOPTWEIGHTSREQUEST']._serialized_start=827
-  _globals['_ADOPTWEIGHTSREQUEST']._serialized_end=896
-  _globals['_ADOPTWEIGHTSRESPONSE']._serialized_start=898
-  _globals['_ADOPTWEIGHTSRESPONSE']._serialized_end=937
-  _globals['_ABORTGROUPREQUEST']._serialized_start=939
-  _globals['_ABORTGROUPREQUEST']._serialized_end=989
-  _globals['_ABORTGROUPRESPONSE']._serialized_start=991
-  _globals['_ABORTGROUPRESPONSE']._serialized_end=1011
-  _globals['_WEIGHTSYNCSERVICE']._serialized_start=1014
-  _globals['_WEIGHTSYNCSERVICE']._serialized_end=1813
+  _globals['_DESCRIBEWEIGHTSRESPONSE']._serialized_end=261
+  _globals['_AGREEPLANREQUEST']._serialized_start=264
+  _globals['_AGREEPLANREQUEST']._serialized_end=411
+  _globals['_AGREEPLANRESPONSE']._serialized_start=413
+  _globals['_AGREEPLANRESPONSE']._serialized_end=467
+  _globals['_FORMGROUPREQUEST']._serialized_start=469
+  _globals['_FORMGROUPREQUEST']._serialized_end=595
+  _globals['_FORMGROUPRESPONSE']._serialized_start=597
+  _globals['_FORMGROUPRESPONSE']._serialized_end=616
+  _globals['_PREPARETRANSFERREQUEST']._serialized_start=618
+  _globals['_PREPARETRANSFERREQUEST']._serialized_end=693
+  _globals['_PREPARETRANSFERRESPONSE']._serialized_start=695
+  _globals['_PREPARETRANSFERRESPONSE']._serialized_end=742
+  _globals['_TRANSFERWEIGHTSREQUEST']._serialized_start=744
+  _globals['_TRANSFERWEIGHTSREQUEST']._serialized_end=841
+  _globals['_TRANSFERWEIGHTSRESPONSE']._serialized_start=843
+  _globals['_TRANSFERWEIGHTSRESPONSE']._serialized_end=925
+  _globals['_ADOPTWEIGHTSREQUEST']._serialized_start=927
+  _globals['_ADOPTWEIGHTSREQUEST']._serialized_end=996
+  _globals['_ADOPTWEIGHTSRESPONSE']._serialized_start=998
+  _globals['_ADOPTWEIGHTSRESPONSE']._serialized_end=1037
+  _globals['_SCOREWEIGHTSREQUEST']._serialized_start=1039
+  _globals['_SCOREWEIGHTSREQUEST']._serialized_end=1060
+  _globals['_SCOREWEIGHTSRESPONSE']._serialized_start=1062
+  _globals['_SCOREWEIGHTSRESPONSE']._serialized_end=1121
+  _globals['_CHECKWEIGHTSREQUEST']._serialized_start=1123
+  _globals['_CHECKWEIGHTSREQUEST']._serialized_end=1217
+  _globals['_CHECKWEIGHTSRESPONSE']._serialized_start=1219
+  _globals['_CHECKWEIGHTSRESPONSE']._serialized_end=1261
+  _globals['_ABORTGROUPREQUEST']._serialized_start=1263
+  _globals['_ABORTGROUPREQUEST']._serialized_end=1313
+  _globals['_ABORTGROUPRESPONSE']._serialized_start=1315
+  _globals['_ABORTGROUPRESPONSE']._serialized_end=1335
+  _globals['_WEIGHTSYNCSERVICE']._serialized_start=1338
+  _globals['_WEIGHTSYNCSERVICE']._serialized_end=2359
 # @@protoc_insertion_point(module_scope)

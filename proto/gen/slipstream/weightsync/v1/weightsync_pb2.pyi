@@ -74,18 +74,26 @@ class DescribeWeightsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TENSORS_FIELD_NUMBER: _builtins.int
+    SOURCE_ADDRESSES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
         """Lists the tensors in sending order."""
+
+    @_builtins.property
+    def source_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Gives host:port of every trainer rank that sends, in the order of their rows; empty if the member
+        that answers sends everything.
+        """
 
     def __init__(
         self,
         *,
         tensors: _abc.Iterable[Global___TensorSpec] | None = ...,
+        source_addresses: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["source_addresses", b"source_addresses", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -101,12 +109,15 @@ class AgreePlanRequest(_message.Message):
     BUCKET_BYTES_FIELD_NUMBER: _builtins.int
     SOURCE_COUNT_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
     bucket_bytes: _builtins.int
     """Bounds the bytes of one collective."""
     source_count: _builtins.int
     """Counts the trainer ranks that send; each holds the rows that FSDP2 gives it."""
     source: _builtins.int
     """Gives this member's number among them, from 0; -1 for a receiver."""
+    mode: _builtins.str
+    """Names how weights travel: "shadow", "inplace", "cpu_async" or "delta"."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
         """Lists the tensors in sending order."""
@@ -118,10 +129,11 @@ class AgreePlanRequest(_message.Message):
         bucket_bytes: _builtins.int = ...,
         source_count: _builtins.int = ...,
         source: _builtins.int = ...,
+        mode: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_bytes", b"bucket_bytes", "source", b"source", "source_count", b"source_count", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_bytes", b"bucket_bytes", "mode", b"mode", "source", b"source", "source_count", b"source_count", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -134,16 +146,20 @@ class AgreePlanResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PLAN_HASH_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     plan_hash: _builtins.str
     """Holds the hash of the plan that this member made from the request."""
+    device: _builtins.str
+    """Names where this member's weights lie: "cpu" or "cuda"."""
     def __init__(
         self,
         *,
         plan_hash: _builtins.str = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan_hash", b"plan_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "plan_hash", b"plan_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -244,12 +260,19 @@ class PrepareTransferResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    HELD_VERSION_FIELD_NUMBER: _builtins.int
+    held_version: _builtins.int
+    """Names the version whose bytes this member still holds, so that only changes need to be sent; -1 for
+    none.
+    """
     def __init__(
         self,
+        *,
+        held_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_version", b"held_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -264,22 +287,26 @@ class TransferWeightsRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    BASE_VERSION_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Names the group."""
     version: _builtins.int
     """Names the version."""
     timeout_s: _builtins.float
     """Bounds the transfer in seconds."""
+    base_version: _builtins.int
+    """Names the version that all members hold and whose changes are sent; -1 to send everything."""
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         version: _builtins.int = ...,
         timeout_s: _builtins.float = ...,
+        base_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "timeout_s", b"timeout_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "epoch", b"epoch", "timeout_s", b"timeout_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -368,6 +395,113 @@ class AdoptWeightsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AdoptWeightsResponse: _TypeAlias = AdoptWeightsResponse  # noqa: Y015
+
+@_typing.final
+class ScoreWeightsRequest(_message.Message):
+    """Asks for the trainer's logprobs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreWeightsRequest: _TypeAlias = ScoreWeightsRequest  # noqa: Y015
+
+@_typing.final
+class ScoreWeightsResponse(_message.Message):
+    """Holds the trainer's logprobs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Holds the text."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Holds the logprob of each token but the first, at temperature 1."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreWeightsResponse: _TypeAlias = ScoreWeightsResponse  # noqa: Y015
+
+@_typing.final
+class CheckWeightsRequest(_message.Message):
+    """Compares a receiver with the trainer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOLERANCE_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Names the version in service."""
+    tolerance: _builtins.float
+    """Bounds the mean absolute difference."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Holds the text."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Holds the trainer's logprob of each token but the first."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        tolerance: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids", "tolerance", b"tolerance", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckWeightsRequest: _TypeAlias = CheckWeightsRequest  # noqa: Y015
+
+@_typing.final
+class CheckWeightsResponse(_message.Message):
+    """Reports the comparison."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIFFERENCE_FIELD_NUMBER: _builtins.int
+    difference: _builtins.float
+    """Gives the mean absolute difference."""
+    def __init__(
+        self,
+        *,
+        difference: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["difference", b"difference"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckWeightsResponse: _TypeAlias = CheckWeightsResponse  # noqa: Y015
 
 @_typing.final
 class AbortGroupRequest(_message.Message):

@@ -67,6 +67,16 @@ class WeightSyncServiceStub:
                 request_serializer=slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.AdoptWeightsRequest.SerializeToString,
                 response_deserializer=slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.AdoptWeightsResponse.FromString,
                 _registered_method=True)
+        self.ScoreWeights = channel.unary_unary(
+                '/slipstream.weightsync.v1.WeightSyncService/ScoreWeights',
+                request_serializer=slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.ScoreWeightsRequest.SerializeToString,
+                response_deserializer=slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.ScoreWeightsResponse.FromString,
+                _registered_method=True)
+        self.CheckWeights = channel.unary_unary(
+                '/slipstream.weightsync.v1.WeightSyncService/CheckWeights',
+                request_serializer=slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.CheckWeightsRequest.SerializeToString,
+                response_deserializer=slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.CheckWeightsResponse.FromString,
+                _registered_method=True)
         self.AbortGroup = channel.unary_unary(
                 '/slipstream.weightsync.v1.WeightSyncService/AbortGroup',
                 request_serializer=slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.AbortGroupRequest.SerializeToString,
@@ -102,7 +112,8 @@ class WeightSyncServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PrepareTransfer(self, request, context):
-        """Asks whether the member can take part in a transfer now; no collective starts before all can.
+        """Asks whether the member can take part in a transfer now; no collective starts before all can. A
+        source copies its weights here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -117,6 +128,21 @@ class WeightSyncServiceServicer:
 
     def AdoptWeights(self, request, context):
         """Puts a received version into service. Safe to repeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ScoreWeights(self, request, context):
+        """Has the trainer score a short text of its choice under the weights that it sent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckWeights(self, request, context):
+        """Has a receiver score the same text; if its logprobs differ too much, it is not ready any more and
+        answers DATA_LOSS. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -161,6 +187,16 @@ def add_WeightSyncServiceServicer_to_server(servicer, server):
                     servicer.AdoptWeights,
                     request_deserializer=slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.AdoptWeightsRequest.FromString,
                     response_serializer=slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.AdoptWeightsResponse.SerializeToString,
+            ),
+            'ScoreWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScoreWeights,
+                    request_deserializer=slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.ScoreWeightsRequest.FromString,
+                    response_serializer=slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.ScoreWeightsResponse.SerializeToString,
+            ),
+            'CheckWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckWeights,
+                    request_deserializer=slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.CheckWeightsRequest.FromString,
+                    response_serializer=slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.CheckWeightsResponse.SerializeToString,
             ),
             'AbortGroup': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortGroup,
@@ -333,6 +369,60 @@ class WeightSyncService:
             '/slipstream.weightsync.v1.WeightSyncService/AdoptWeights',
             slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.AdoptWeightsRequest.SerializeToString,
             slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.AdoptWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScoreWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.weightsync.v1.WeightSyncService/ScoreWeights',
+            slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.ScoreWeightsRequest.SerializeToString,
+            slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.ScoreWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.weightsync.v1.WeightSyncService/CheckWeights',
+            slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.CheckWeightsRequest.SerializeToString,
+            slipstream_dot_weightsync_dot_v1_dot_weightsync__pb2.CheckWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

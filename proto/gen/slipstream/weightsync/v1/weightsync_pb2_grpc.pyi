@@ -43,11 +43,19 @@ class WeightSyncServiceStub:
     FormGroup: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.FormGroupRequest, _weightsync_pb2.FormGroupResponse]
     """Builds the collective group of an epoch. All members are asked at once."""
     PrepareTransfer: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.PrepareTransferRequest, _weightsync_pb2.PrepareTransferResponse]
-    """Asks whether the member can take part in a transfer now; no collective starts before all can."""
+    """Asks whether the member can take part in a transfer now; no collective starts before all can. A
+    source copies its weights here.
+    """
     TransferWeights: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.TransferWeightsRequest, _weightsync_pb2.TransferWeightsResponse]
     """Sends or receives a version. Receivers verify it and hold it beside the live weights."""
     AdoptWeights: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.AdoptWeightsRequest, _weightsync_pb2.AdoptWeightsResponse]
     """Puts a received version into service. Safe to repeat."""
+    ScoreWeights: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.ScoreWeightsRequest, _weightsync_pb2.ScoreWeightsResponse]
+    """Has the trainer score a short text of its choice under the weights that it sent."""
+    CheckWeights: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.CheckWeightsRequest, _weightsync_pb2.CheckWeightsResponse]
+    """Has a receiver score the same text; if its logprobs differ too much, it is not ready any more and
+    answers DATA_LOSS. Safe to repeat.
+    """
     AbortGroup: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.AbortGroupRequest, _weightsync_pb2.AbortGroupResponse]
     """Gives up an epoch; live weights stay as they are. Safe to repeat."""
 
@@ -66,11 +74,19 @@ class WeightSyncServiceAsyncStub(WeightSyncServiceStub):
     FormGroup: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.FormGroupRequest, _weightsync_pb2.FormGroupResponse]  # type: ignore[assignment]
     """Builds the collective group of an epoch. All members are asked at once."""
     PrepareTransfer: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.PrepareTransferRequest, _weightsync_pb2.PrepareTransferResponse]  # type: ignore[assignment]
-    """Asks whether the member can take part in a transfer now; no collective starts before all can."""
+    """Asks whether the member can take part in a transfer now; no collective starts before all can. A
+    source copies its weights here.
+    """
     TransferWeights: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.TransferWeightsRequest, _weightsync_pb2.TransferWeightsResponse]  # type: ignore[assignment]
     """Sends or receives a version. Receivers verify it and hold it beside the live weights."""
     AdoptWeights: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.AdoptWeightsRequest, _weightsync_pb2.AdoptWeightsResponse]  # type: ignore[assignment]
     """Puts a received version into service. Safe to repeat."""
+    ScoreWeights: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.ScoreWeightsRequest, _weightsync_pb2.ScoreWeightsResponse]  # type: ignore[assignment]
+    """Has the trainer score a short text of its choice under the weights that it sent."""
+    CheckWeights: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.CheckWeightsRequest, _weightsync_pb2.CheckWeightsResponse]  # type: ignore[assignment]
+    """Has a receiver score the same text; if its logprobs differ too much, it is not ready any more and
+    answers DATA_LOSS. Safe to repeat.
+    """
     AbortGroup: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.AbortGroupRequest, _weightsync_pb2.AbortGroupResponse]  # type: ignore[assignment]
     """Gives up an epoch; live weights stay as they are. Safe to repeat."""
 
@@ -110,7 +126,9 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.PrepareTransferRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.PrepareTransferResponse, _abc.Awaitable[_weightsync_pb2.PrepareTransferResponse]]:
-        """Asks whether the member can take part in a transfer now; no collective starts before all can."""
+        """Asks whether the member can take part in a transfer now; no collective starts before all can. A
+        source copies its weights here.
+        """
 
     @_abc_1.abstractmethod
     def TransferWeights(
@@ -127,6 +145,24 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.AdoptWeightsResponse, _abc.Awaitable[_weightsync_pb2.AdoptWeightsResponse]]:
         """Puts a received version into service. Safe to repeat."""
+
+    @_abc_1.abstractmethod
+    def ScoreWeights(
+        self,
+        request: _weightsync_pb2.ScoreWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weightsync_pb2.ScoreWeightsResponse, _abc.Awaitable[_weightsync_pb2.ScoreWeightsResponse]]:
+        """Has the trainer score a short text of its choice under the weights that it sent."""
+
+    @_abc_1.abstractmethod
+    def CheckWeights(
+        self,
+        request: _weightsync_pb2.CheckWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weightsync_pb2.CheckWeightsResponse, _abc.Awaitable[_weightsync_pb2.CheckWeightsResponse]]:
+        """Has a receiver score the same text; if its logprobs differ too much, it is not ready any more and
+        answers DATA_LOSS. Safe to repeat.
+        """
 
     @_abc_1.abstractmethod
     def AbortGroup(

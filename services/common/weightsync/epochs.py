@@ -1,0 +1,127 @@
+"""The group that a member is in now: one per epoch, and epochs only grow."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from services.common.errors import FailedPreconditionError, UnavailableError
+from services.common.weightsync.endpoints import in_own_thread, on_device
+from services.common.weightsync.group import KeyValueStore, WeightGroup, form_group
+
+logger = logging.getLogger(__name__)
+
+
+class Epochs:
+    """A member's groups, one after the other.
+
+    Args:
+        device: Where the member's weights lie.
+        host: Address of this host, as the other members reach it.
+        rendezvous: The store of a scope, in which members meet.
+    """
+
+    def __init__(
+        self, device: torch.device, host: str, rendezvous: Callable[[str], KeyValueStore]
+    ) -> None:
+        self._device = device
+        self._host = host
+        self._rendezvous = rendezvous
+        self._group: WeightGroup | None = None
+        self._epoch = 0
+
+    def group(self, epoch: int) -> WeightGroup:
+        """The group of an epoch.
+
+        Raises:
+            FailedPreconditionError: If this member is in none of that epoch.
+        """
+        if epoch != self._epoch or self._group is None:
+            raise FailedPreconditionError(
+                f"this member is not in a weight group of epoch {epoch} (its epoch is "
+                f"{self._epoch}); form it first",
+                epoch=epoch,
+                current=self._epoch,
+            )
+        return self._group
+
+    def holds(self, group: WeightGroup) -> bool:
+        """Whether a group is still the one of this epoch."""
+        return self._group is group
+
+    async def form(
+        self,
+        epoch: int,
+        *,
+        sources: Sequence[int],
+        rank: int,
+        num_receivers: int,
+        backend: str,
+        device: torch.device,
+        scope: str,
+        timeout_s: float,
+    ) -> None:
+        """Join the group of an epoch; an older one was left before.
+
+        Args:
+            epoch: Number of the group; higher than any before.
+            sources: Channels to join.
+            rank: In each of these channels.
+            num_receivers: Receivers in the group.
+            backend: ``gloo`` or ``nccl``.
+            device: Where what travels lies.
+            scope: Where the members meet.
+            timeout_s: Deadline.
+
+        Raises:
+            FailedPreconditionError: If a group of this or a newer epoch was formed or aborted before.
+            UnavailableError: If not all members came in time.
+        """
+        if epoch <= self._epoch:
+            raise FailedPreconditionError(
+                f"epoch must grow: {epoch} was asked, but this member is at {self._epoch}",
+                epoch=epoch,
+                current=self._epoch,
+            )
+        self._epoch = epoch
+        values = self._rendezvous(scope)
+
+        def join() -> WeightGroup:
+            with on_device(self._device):
+                return form_group(
+                    backend,
+                    values,
+                    sources=sources,
+                    rank=rank,
+                    num_receivers=num_receivers,
+                    host=self._host,
+                    device=device,
+                    timeout_s=timeout_s,
+                )
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                group = await in_own_thread(join)
+        except (RuntimeError, TimeoutError) as error:
+            raise UnavailableError(
+                f"weight group of epoch {epoch} was not formed within {timeout_s} s: {error}",
+                epoch=epoch,
+            ) from error
+        if epoch != self._epoch:
+            group.abort()
+            raise FailedPreconditionError(f"epoch {epoch} was aborted while it formed", epoch=epoch)
+        self._group = group
+        logger.info("weight group formed", extra={"epoch": epoch, "receivers": num_receivers})
+
+    def leave(self, epoch: int | None = None) -> bool:
+        """End the group of this epoch, or of all up to ``epoch``; returns whether there was one."""
+        if epoch is not None:
+            if epoch < self._epoch:
+                return False
+            self._epoch = epoch
+        group, self._group = self._group, None
+        if group is None:
+            return False
+        group.abort()
+        return True

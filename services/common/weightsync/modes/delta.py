@@ -1,0 +1,181 @@
+"""``delta``: only the words that changed since the version that everybody holds, for slow links.
+
+    source      header (how many words changed) | places | words | checksums of all whole buckets
+    receiver    writes them into its shadow, which has the version before, and verifies the whole buckets
+
+If more than a third of the words changed, or somebody does not hold the base, everything is sent.
+"""
+
+import torch
+from torch import Tensor
+
+from services.common.weightsync.arena import WeightArena, source_digest, whole_tensors
+from services.common.weightsync.endpoints import WeightSink, WeightSource
+from services.common.weightsync.group import Channel, WeightGroup
+from services.common.weightsync.modes.base import pack_weights
+from services.common.weightsync.plan import WeightPlan
+from services.common.weightsync.transfer import (
+    HEADER_BYTES,
+    TransferError,
+    TransferOrder,
+    Transferred,
+    check_buckets,
+    check_header,
+    make_header,
+    receive_version,
+    send_version,
+)
+
+_EVERYTHING = -1
+# A changed word travels with its place: three times its own size.
+_WORTHWHILE = 3
+_WORD, _PLACE = torch.int32, torch.int64
+
+
+class DeltaSender:
+    """Keeps what it sent last, to find what changed."""
+
+    def __init__(self, plan: WeightPlan, device: torch.device, source: int) -> None:
+        self.plan = plan
+        self.held_version = -1
+        self._arena, self._sent = (WeightArena(plan, device, source=source) for _ in range(2))
+        self._packed_version = -1
+        self._checksums: Tensor | None = None
+
+    def pack(self, source: WeightSource, version: int) -> None:
+        """Copy the current weights; what was sent before is kept beside them."""
+        if version == self._packed_version:
+            return
+        if self.held_version == self._packed_version:
+            self._arena, self._sent = self._sent, self._arena
+        self._packed_version = -1
+        self._checksums = pack_weights(source, self._arena)
+        self._packed_version = version
+
+    def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
+        """Send what changed since ``order.base_version``."""
+        if self._checksums is None:
+            raise TransferError(f"version {order.version} was not prepared here; prepare it first")
+        if order.base_version not in (-1, self.held_version):
+            raise TransferError(
+                f"changes of version {order.base_version} were asked for, but {self.held_version} is held"
+            )
+        if order.base_version < 0:
+            done = send_version(group, self._arena, self._checksums, order)
+        else:
+            done = self._send_changes(group, self._checksums, order)
+        self.held_version = order.version
+        return done
+
+    def _send_changes(
+        self, group: WeightGroup, checksums: Tensor, order: TransferOrder
+    ) -> Transferred:
+        ((source, channel),) = group.channels.items()
+        group.bound(self.plan)
+        now = self._arena.buffers[source].view(_WORD)
+        places = (now != self._sent.buffers[source].view(_WORD)).nonzero().flatten()
+        is_worthwhile = places.numel() * _WORTHWHILE < now.numel()
+        num_changed = places.numel() if is_worthwhile else _EVERYTHING
+        header = make_header(self.plan, order, source, num_changed).to(now.device)
+        parts = [places, now[places]] if is_worthwhile else [now]
+        works = [channel.broadcast(header)]
+        works += [channel.broadcast(piece) for part in parts for piece in _pieces(part, self.plan)]
+        works.append(channel.broadcast(checksums))
+        for work in works:
+            work.wait()
+        group.settle()
+        return Transferred(
+            digests=(source_digest(self.plan.plan_hash, order.version, source, checksums),),
+            num_bytes=sum(part.nbytes for part in parts),
+        )
+
+
+class DeltaReceiver:
+    """Keeps the adopted version in its shadow, to apply changes to."""
+
+    def __init__(self, plan: WeightPlan, device: torch.device, sink: WeightSink) -> None:
+        self.plan = plan
+        self.held_version = -1
+        self._sink = sink
+        self._shadow = WeightArena(plan, device)
+
+    async def prepare(self) -> None:
+        """The shadow is always ready."""
+
+    def receive(self, group: WeightGroup, order: TransferOrder) -> Transferred:
+        """Bring the shadow to the new version."""
+        if order.base_version not in (-1, self.held_version):
+            raise TransferError(
+                f"changes of version {order.base_version} came, but {self.held_version} is held here"
+            )
+        # Until it is verified, the shadow is of no version.
+        self.held_version = -1
+        shadow = self._shadow
+        if order.base_version < 0:
+            done = receive_version(group, shadow, order)
+        else:
+            done = self._receive_changes(group, shadow, order)
+        if shadow is self._shadow:
+            self.held_version = order.version
+        return done
+
+    async def adopt(self, version: int) -> float:
+        """Copy the shadow into the live weights."""
+        return await self._sink.adopt_weights(version, whole_tensors(self._shadow))
+
+    async def give_up(self) -> None:
+        """Collectives over Gloo that were given up may still write, so they keep the old shadow."""
+        self.held_version = -1
+        if self._shadow.device.type == "cpu":
+            self._shadow = WeightArena(self.plan, self._shadow.device)
+
+    def _receive_changes(
+        self, group: WeightGroup, shadow: WeightArena, order: TransferOrder
+    ) -> Transferred:
+        group.bound(self.plan)
+        digests: list[str] = []
+        num_bytes = 0
+        for source, channel in sorted(group.channels.items()):
+            num_bytes += self._apply(source, channel, shadow, order)
+            count = len(self.plan.sources[source].buckets)
+            stated = torch.zeros(count, 2, dtype=torch.int64, device=shadow.device)
+            channel.broadcast(stated).wait()
+            group.settle()
+            computed = shadow.checksums(source)
+            digests.append(check_buckets(list(computed), stated, self.plan, order, source=source))
+        return Transferred(digests=tuple(digests), num_bytes=num_bytes)
+
+    def _apply(
+        self, source: int, channel: Channel, shadow: WeightArena, order: TransferOrder
+    ) -> int:
+        """Receive one source's changes into the shadow; returns their bytes."""
+        device = shadow.device
+        header = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=device)
+        channel.broadcast(header).wait()
+        num_changed = check_header(header, self.plan, order, source)
+        words = shadow.buffers[source].view(_WORD)
+        if num_changed == _EVERYTHING:
+            self._fill(channel, words)
+            return words.nbytes
+        places = torch.zeros(num_changed, dtype=_PLACE, device=device)
+        changed = torch.zeros(num_changed, dtype=_WORD, device=device)
+        self._fill(channel, places)
+        self._fill(channel, changed)
+        if ((places < 0) | (places >= words.numel())).any():
+            raise TransferError(
+                f"version {order.version}: source {source} changes words outside of its weights; it is "
+                "refused"
+            )
+        words[places] = changed
+        return places.nbytes + changed.nbytes
+
+    def _fill(self, channel: Channel, part: Tensor) -> None:
+        for work in [channel.broadcast(piece) for piece in _pieces(part, self.plan)]:
+            work.wait()
+
+
+def _pieces(part: Tensor, plan: WeightPlan) -> tuple[Tensor, ...]:
+    """A part in collectives of at most a bucket; none if it is empty."""
+    first = plan.sources[0].buckets[0]
+    step = (first.stop - first.start) // part.element_size()
+    return part.split(step) if part.numel() else ()

@@ -1,0 +1,153 @@
+"""Transfers through two small buffers per source: the wire needs no second copy of the weights.
+
+source      copy bucket i+1 into a slot          receiver   copy bucket i-1 out of its slot
+while bucket i is on the wire                   while bucket i is on the wire
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from services.common.weightsync.arena import WeightArena, source_digest
+from services.common.weightsync.checksum import bucket_checksum
+from services.common.weightsync.group import Channel, WeightGroup, Work
+from services.common.weightsync.plan import WeightPlan
+from services.common.weightsync.transfer import (
+    HEADER_BYTES,
+    TransferOrder,
+    Transferred,
+    check_buckets,
+    check_header,
+    make_header,
+)
+
+_SLOTS = 2
+
+Place = Callable[[int, int, Tensor], None]
+"""Copies a received bucket (source, index, bytes) to where it belongs."""
+
+
+class Slots:
+    """Two buffers of a bucket's size for each source."""
+
+    def __init__(self, plan: WeightPlan, device: torch.device, *, pinned: bool = False) -> None:
+        self.plan = plan
+        self.device = device
+        self._pinned = pinned
+        self._buffers = [
+            [
+                torch.zeros(
+                    max(bucket.stop - bucket.start for bucket in source.buckets),
+                    dtype=torch.uint8,
+                    device=device,
+                    pin_memory=pinned,
+                )
+                for _ in range(_SLOTS)
+            ]
+            for source in plan.sources
+        ]
+
+    def renewed(self) -> "Slots":
+        """Other buffers: a collective that was given up may still write into these."""
+        return Slots(self.plan, self.device, pinned=self._pinned)
+
+    def slot(self, source: int, index: int) -> Tensor:
+        """Where a bucket of a source lies while it travels."""
+        bucket = self.plan.sources[source].buckets[index]
+        return self._buffers[source][index % _SLOTS][: bucket.stop - bucket.start]
+
+
+def send_staged(
+    group: WeightGroup, arena: WeightArena, slots: Slots, order: TransferOrder
+) -> Transferred:
+    """Send an arena through the slots; see :func:`services.common.weightsync.transfer.send_version`."""
+    ((source, channel),) = group.channels.items()
+    plan = arena.plan
+    group.bound(plan)
+    works = [channel.broadcast(make_header(plan, order, source).to(slots.device))]
+    checksums: list[Tensor] = []
+    for index in range(len(plan.sources[source].buckets)):
+        if index >= _SLOTS:
+            works[1 + index - _SLOTS].wait()
+        slot = slots.slot(source, index)
+        slot.copy_(arena.bucket(source, index))
+        checksums.append(bucket_checksum(slot))
+        works.append(channel.broadcast(slot))
+    stated = torch.stack(checksums)
+    works.append(channel.broadcast(stated))
+    for work in works:
+        work.wait()
+    group.settle()
+    return Transferred(
+        digests=(source_digest(plan.plan_hash, order.version, source, stated),),
+        num_bytes=plan.sources[source].arena_bytes,
+    )
+
+
+def receive_staged(
+    group: WeightGroup, slots: Slots, order: TransferOrder, place: Place
+) -> Transferred:
+    """Receive through the slots and verify; see :func:`services.common.weightsync.transfer.receive_version`.
+
+    A bucket is placed before its checksum can be compared: the source states them at the end. Where it was
+    placed must not be used if this raises.
+    """
+    group.bound(slots.plan)
+    arriving = [
+        _Arriving(source, channel, slots, place)
+        for source, channel in sorted(group.channels.items())
+    ]
+    for index in range(max(len(source.buckets) for source in slots.plan.sources)):
+        for one in arriving:
+            one.take(index)
+    for one in arriving:
+        one.finish()
+    group.settle()
+    return Transferred(
+        digests=tuple(one.verified(order) for one in arriving), num_bytes=slots.plan.num_bytes
+    )
+
+
+class _Arriving:
+    """What comes from one source."""
+
+    def __init__(self, source: int, channel: Channel, slots: Slots, place: Place) -> None:
+        self._source = source
+        self._channel = channel
+        self._slots = slots
+        self._place = place
+        self._num_buckets = len(slots.plan.sources[source].buckets)
+        self._header = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=slots.device)
+        self._stated = torch.zeros(self._num_buckets, 2, dtype=torch.int64, device=slots.device)
+        self._computed: list[Tensor] = []
+        self._works: list[Work] = [channel.broadcast(self._header)]
+        for index in range(_SLOTS):
+            self._start(index)
+
+    def take(self, index: int) -> None:
+        """Place a bucket, and start to receive the next one into its slot."""
+        if index >= self._num_buckets:
+            return
+        self._works[1 + index].wait()
+        slot = self._slots.slot(self._source, index)
+        self._computed.append(bucket_checksum(slot))
+        self._place(self._source, index, slot)
+        self._start(index + _SLOTS)
+
+    def finish(self) -> None:
+        """Receive the checksums that the source states."""
+        self._works.append(self._channel.broadcast(self._stated))
+        for work in (self._works[0], self._works[-1]):
+            work.wait()
+
+    def verified(self, order: TransferOrder) -> str:
+        """Compare; returns the digest of what arrived."""
+        plan = self._slots.plan
+        check_header(self._header, plan, order, self._source)
+        return check_buckets(self._computed, self._stated, plan, order, source=self._source)
+
+    def _start(self, index: int) -> None:
+        if index < self._num_buckets:
+            slot = self._slots.slot(self._source, index)
+            self._works.append(self._channel.broadcast(slot))

@@ -1,0 +1,212 @@
+"""The members of a run's weight group as the controller reaches them: calls to many at once, watched."""
+
+import asyncio
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from typing import TypeVar
+
+from services.common.errors import (
+    DataLossError,
+    FailedPreconditionError,
+    ServiceError,
+    UnavailableError,
+)
+from services.common.grpc_client import open_channel
+from services.common.spec.weight_sync import WeightSyncSpec
+from services.common.weightsync.client import WeightSyncClient
+from services.common.weightsync.plan import TensorSpec, WeightPlan, fsdp_shards, make_plan
+from services.controller.membership import Worker
+
+_T = TypeVar("_T")
+
+# While a call lasts, its member's process is asked for a sign of life this often, and answers in this time.
+_PROBE_EVERY_S = 0.5
+_PROBE_TIMEOUT_S = 1.5
+# A member that does not answer an abort within this time is lost.
+_ABORT_TIMEOUT_S = 0.7
+
+
+class WeightMembers:
+    """Connected sources and rollouts.
+
+    Args:
+        run_id: The run.
+        spec: Mode and buckets.
+    """
+
+    def __init__(self, run_id: str, spec: WeightSyncSpec) -> None:
+        self._run_id = run_id
+        self._spec = spec
+        self._stack = AsyncExitStack()
+        self._tensors: tuple[TensorSpec, ...] = ()
+        self._devices: dict[str, str] = {}
+        self.sources: dict[str, WeightSyncClient] = {}
+        """Trainer ranks that send, in the order of their rows."""
+        self.rollouts: dict[str, WeightSyncClient] = {}
+        """Receivers, by worker."""
+        self.plan: WeightPlan
+        """Available once the trainer is in."""
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._stack.aclose()
+
+    async def open(self, trainer: Worker, rollouts: Sequence[Worker]) -> None:
+        """Connect to all members and agree on a plan with them.
+
+        Raises:
+            DataLossError: If they made different plans.
+            ServiceError: If a member does not answer or cannot take part.
+        """
+        first = await self._connect(trainer.address)
+        described = await first.describe()
+        self.sources = {trainer.worker_id: first}
+        for number, address in enumerate(described.source_addresses[1:], 1):
+            self.sources[f"{trainer.worker_id}/{number}"] = await self._connect(address)
+        self._tensors = described.tensors
+        shards = fsdp_shards(self._tensors, len(self.sources))
+        self.plan = make_plan(self._tensors, self._spec.bucket_bytes, shards)
+        self.rollouts = {w.worker_id: await self._connect(w.address) for w in rollouts}
+        await self._agree(self.all())
+
+    async def admit(self, worker: Worker) -> None:
+        """Take in a rollout that came later."""
+        member = await self._connect(worker.address)
+        await self._agree({worker.worker_id: member})
+        self.rollouts[worker.worker_id] = member
+
+    def dismiss(self, names: Sequence[str]) -> None:
+        """Go on without rollouts."""
+        for name in names:
+            self.rollouts.pop(name, None)
+            self._devices.pop(name, None)
+
+    def all(self) -> dict[str, WeightSyncClient]:
+        """Every member by name."""
+        return {**self.sources, **self.rollouts}
+
+    def backend(self) -> str:
+        """The collective backend that all members share.
+
+        Raises:
+            FailedPreconditionError: If there is none, saying who has what.
+        """
+        wanted, mode = self._spec.backend, self._spec.mode
+        if mode == "cpu_async":
+            if wanted == "nccl":
+                raise FailedPreconditionError(
+                    "weight_sync.mode cpu_async goes through host memory, which NCCL does not reach; set "
+                    "weight_sync.backend to auto"
+                )
+            return "gloo"
+        found = set(self._devices.values())
+        if len(found) > 1:
+            raise FailedPreconditionError(
+                f"trainer and rollouts keep their weights on different devices: {self._devices}; give all of "
+                "them a GPU or none, or set weight_sync.mode to cpu_async"
+            )
+        (device,) = found
+        fitting = "nccl" if device == "cuda" else "gloo"
+        if wanted not in ("auto", fitting):
+            raise FailedPreconditionError(
+                f"weight_sync.backend is {wanted}, but the weights of all members lie on {device}, which "
+                f"{fitting} carries; set it to auto, or weight_sync.mode to cpu_async"
+            )
+        return fitting
+
+    async def ask(self, calls: Mapping[str, Awaitable[_T]]) -> dict[str, _T]:
+        """Results by member, once all have answered.
+
+        Raises:
+            ServiceError: At the first failure, naming its member, or as soon as a member's process does not
+                answer any more; the other calls are cancelled.
+        """
+        results: dict[str, _T] = {}
+
+        async def answer(name: str, call: Awaitable[_T]) -> None:
+            try:
+                results[name] = await call
+            except ServiceError as error:
+                error.message = f"{name}: {error.message}"
+                raise
+
+        with first_error():
+            async with asyncio.TaskGroup() as tasks:
+                answers = [tasks.create_task(answer(*item)) for item in calls.items()]
+                watch = tasks.create_task(self._watch(list(calls)))
+                await asyncio.wait(answers)
+                watch.cancel()
+        return results
+
+    async def abort(self, epoch: int, reason: str) -> list[str]:
+        """End an epoch everywhere; returns who does not answer."""
+        members = self.all()
+        answers = await asyncio.gather(
+            *(m.abort(epoch, reason, timeout_s=_ABORT_TIMEOUT_S) for m in members.values()),
+            return_exceptions=True,
+        )
+        return [
+            name
+            for name, answer in zip(members, answers, strict=True)
+            if isinstance(answer, ServiceError)
+        ]
+
+    async def _watch(self, names: Sequence[str]) -> None:
+        members = {name: member for name, member in self.all().items() if name in names}
+        while True:
+            await asyncio.sleep(_PROBE_EVERY_S)
+            async with asyncio.TaskGroup() as probes:
+                for name, member in members.items():
+                    probes.create_task(_probe(name, member))
+
+    async def _agree(self, members: Mapping[str, WeightSyncClient]) -> None:
+        numbers = {name: number for number, name in enumerate(self.sources)}
+        answers = await self.ask(
+            {
+                name: member.agree_plan(
+                    self._tensors,
+                    self._spec.bucket_bytes,
+                    num_sources=len(self.sources),
+                    source=numbers.get(name),
+                    mode=self._spec.mode,
+                )
+                for name, member in members.items()
+            }
+        )
+        self._devices |= {name: answer.device for name, answer in answers.items()}
+        expected = self.plan.plan_hash
+        others = {
+            name: answer.plan_hash[:12]
+            for name, answer in answers.items()
+            if answer.plan_hash != expected
+        }
+        if others:
+            raise DataLossError(
+                f"the controller made plan {expected[:12]}, but members made {others} of the same tensors; "
+                "install the same release in all of them"
+            )
+
+    async def _connect(self, address: str) -> WeightSyncClient:
+        channel = open_channel(address, "worker", run_id=self._run_id)
+        return WeightSyncClient(await self._stack.enter_async_context(channel))
+
+
+@contextmanager
+def first_error() -> Iterator[None]:
+    """Raise the first service error of a task group by itself."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if not isinstance(error, ServiceError):
+            raise
+        raise error from group
+
+
+async def _probe(name: str, member: WeightSyncClient) -> None:
+    try:
+        await member.alive(timeout_s=_PROBE_TIMEOUT_S)
+    except ServiceError as error:
+        raise UnavailableError(f"{name} does not answer: {error}") from error

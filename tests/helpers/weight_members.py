@@ -1,0 +1,212 @@
+"""Weight members in one process: sources that hold the same weights, sinks that adopt them."""
+
+import asyncio
+import threading
+
+import torch
+
+from services.common.weightsync.canary import Canary
+from services.common.weightsync.member import WeightMember
+from services.common.weightsync.plan import TensorSpec, fsdp_shards, version_digest
+from services.common.weightsync.transfer import TransferOrder
+
+SPECS = (
+    TensorSpec("embed", (333, 16), "float32"),
+    TensorSpec("norm", (16,), "bfloat16"),
+    TensorSpec("scale", (), "float64"),
+)
+
+
+class MemoryStore:
+    """A key-value store for members in one process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, timeout_s):
+                raise RuntimeError(f"{key} was not set in {timeout_s} s")
+            return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        with self._changed:
+            value = int(self._values.get(key, b"0")) + amount
+            self._values[key] = str(value).encode()
+            self._changed.notify_all()
+            return value
+
+
+class Source:
+    """A trainer rank that holds its FSDP2 rows of the same weights as all other ranks."""
+
+    def __init__(self, number=0, num_sources=1, weights=None) -> None:
+        self.shards = fsdp_shards(SPECS, num_sources)[number]
+        self.num_reads = 0
+        self.weights = weights or {
+            spec.name: torch.randn(spec.shape, dtype=torch.float64).to(getattr(torch, spec.dtype))
+            for spec in SPECS
+        }
+
+    def weight_specs(self):
+        return SPECS
+
+    def weight_tensors(self):
+        self.num_reads += 1
+        for shard in self.shards:
+            name = SPECS[shard.tensor].name
+            whole = self.weights[name]
+            yield name, whole[shard.start : shard.stop] if whole.dim() else whole
+
+    def score_canary(self):
+        return Canary((0, 1, 2, 3), tuple(score(self.weights)))
+
+
+class Sink:
+    """An engine whose logprobs depend on all of its weights."""
+
+    def __init__(self) -> None:
+        self.live = {
+            spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in SPECS
+        }
+        self.version = -1
+        self.num_adoptions = 0
+        self.is_paused = False
+
+    async def adopt_weights(self, version, tensors):
+        for name, tensor in tensors.items():
+            self.live[name].copy_(tensor)
+        self.version = version
+        self.num_adoptions += 1
+        self.is_paused = False
+        return 0.001
+
+    async def score(self, token_ids):
+        return score(self.live)
+
+    async def refuse_weights(self, reason):
+        self.is_paused = True
+
+    async def open_weights(self):
+        self.is_paused = True
+        return self.live
+
+    async def close_weights(self):
+        self.is_paused = False
+
+
+def score(weights):
+    return [float(tensor.double().mean()) for tensor in weights.values()]
+
+
+class Cluster:
+    """Sources and two receivers that do what a controller would ask.
+
+    Args:
+        num_sources: Trainer ranks that send.
+        mode: How weights travel.
+        bucket_bytes: Most bytes of one collective.
+    """
+
+    def __init__(self, num_sources=1, mode="shadow", bucket_bytes=8192) -> None:
+        stores: dict[str, MemoryStore] = {}
+        first = Source(0, num_sources)
+        rest = [Source(number, num_sources, first.weights) for number in range(1, num_sources)]
+        self.sources = [first, *rest]
+        self.weights = first.weights
+        self.sinks = [Sink(), Sink()]
+        self.ready: list[int] = []
+        self.plan_hash = ""
+        self.held = [-1]
+        self._mode, self._bucket_bytes = mode, bucket_bytes
+        self.senders, self.receivers = (
+            [
+                WeightMember(
+                    **side,
+                    device=torch.device("cpu"),
+                    host="127.0.0.1",
+                    rendezvous=lambda scope: stores.setdefault(scope, MemoryStore()),
+                    on_ready=self.ready.append,
+                )
+                for side in sides
+            ]
+            for sides in (
+                [{"source": source} for source in self.sources],
+                [{"sink": sink} for sink in self.sinks],
+            )
+        )
+
+    @property
+    def members(self):
+        return [*self.senders, *self.receivers]
+
+    def agree(self):
+        (self.plan_hash,) = {
+            member.agree_plan(
+                SPECS,
+                self._bucket_bytes,
+                num_sources=len(self.senders),
+                source=number if number < len(self.senders) else None,
+                mode=self._mode,
+            )
+            for number, member in enumerate(self.members)
+        }
+
+    async def form(self, epoch=1):
+        self.agree()
+        await asyncio.gather(
+            *(
+                member.form(
+                    epoch,
+                    receiver=max(number - len(self.senders), 0),
+                    num_receivers=len(self.receivers),
+                    backend="gloo",
+                    scope=f"run/{epoch}",
+                    timeout_s=10,
+                )
+                for number, member in enumerate(self.members)
+            )
+        )
+
+    async def prepare(self, version, epoch=1):
+        self.held = await asyncio.gather(
+            *(member.prepare(epoch, version, self.plan_hash) for member in self.members)
+        )
+
+    async def transfer(self, version, epoch=1, base_version=-1):
+        """Reports of all members, or their errors."""
+        order = TransferOrder(epoch=epoch, version=version, timeout_s=10, base_version=base_version)
+        return await asyncio.gather(
+            *(member.transfer(order) for member in self.members), return_exceptions=True
+        )
+
+    async def publish(self, version, epoch=1):
+        """Send, adopt and check everywhere; returns the digest."""
+        await self.prepare(version, epoch)
+        base = self.held[0] if len(set(self.held)) == 1 and self.held[0] < version else -1
+        reports = await self.transfer(version, epoch, base)
+        for report in reports:
+            if isinstance(report, BaseException):
+                raise report
+        sent = [digest for report in reports[: len(self.senders)] for digest in report.digests]
+        assert all(list(report.digests) == sent for report in reports[len(self.senders) :])
+        digest = version_digest(sent)
+        canary = await self.senders[0].score()
+        for member in self.receivers:
+            await member.adopt(version, digest)
+            await member.check(version, canary, 1e-9)
+        return digest
+
+    def serves_what_was_sent(self):
+        """Whether every live tensor is the trainer's, bit by bit."""
+        return all(
+            torch.equal(sink.live[name], tensor)
+            for sink in self.sinks
+            for name, tensor in self.weights.items()
+        )
