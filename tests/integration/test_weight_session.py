@@ -13,8 +13,8 @@ from services.common.grpc_server import serve
 from services.common.spec.weight_sync import WeightSyncSpec
 from services.controller.membership import Worker
 from services.controller.rendezvous import RendezvousStore
+from services.controller.rendezvous_server import RendezvousServicer
 from services.controller.run.weight_sync import WeightSession
-from services.controller.server import RendezvousServicer
 from slipstream.controller.v1 import membership_pb2_grpc
 from tests.helpers.cli import REPOSITORY, environment
 
