@@ -7,7 +7,7 @@ from functools import partial
 
 from services.common.errors import FailedPreconditionError, InvalidArgumentError
 from services.transferqueue.facts import AcquireRequest
-from services.transferqueue.index.parts import Row
+from services.transferqueue.index.parts import Extension, Row
 from services.transferqueue.index.samplers import Candidate, fifo, whole_groups
 
 Sampler = Callable[[Iterable[Candidate]], list[int] | None]
@@ -49,11 +49,11 @@ class Consumer:
         """Rows in use."""
         return sum(len(lease.rows) for lease in self.leases.values())
 
-    def offer(self, added: Iterable[tuple[Row, frozenset[str]]]) -> None:
-        """Queue the rows that a put made ready; each comes with the fields it had before."""
-        for row, before in added:
-            if not self.fields <= before and self.fields <= row.field_names():
-                self._queue.append(row)
+    def offer(self, extensions: Iterable[Extension]) -> None:
+        """Queue the rows that a put made ready."""
+        for extension in extensions:
+            if not self.fields <= extension.before and self.fields <= extension.after:
+                self._queue += extension.rows
 
     def forget(self, rows: Iterable[Row]) -> None:
         """Drop rows that were deleted."""

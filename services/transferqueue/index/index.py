@@ -115,11 +115,11 @@ class Index:
         partition = find(self._partitions, meta.partition_id)
         if put_id in self._committed:
             return partition.revision
-        added = partition.add(meta)
+        extensions = partition.add(meta)
         self._committed[put_id] = None
         if len(self._committed) > _REMEMBERED_PUTS:
             self._committed.popitem(last=False)
-        self.leasing.offer(meta.partition_id, added)
+        self.leasing.offer(meta.partition_id, extensions)
         self._waiters.wake(meta.partition_id)
         self._count_samples()
         return partition.revision

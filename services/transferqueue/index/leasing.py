@@ -11,7 +11,7 @@ from services.common.ids import new_id
 from services.transferqueue.facts import AcquireRequest
 from services.transferqueue.index.consumers import Consumer, Lease, lease_not_found, sampler_of
 from services.transferqueue.index.partition import Partition, find
-from services.transferqueue.index.parts import Part, Row
+from services.transferqueue.index.parts import Extension, Part, Row
 from services.transferqueue.index.samplers import balanced_order
 from services.transferqueue.waiters import Waiters
 
@@ -50,10 +50,10 @@ class Leasing:
         """Forget a partition."""
         del self._consumers[partition_id]
 
-    def offer(self, partition_id: str, added: Iterable[tuple[Row, frozenset[str]]]) -> None:
+    def offer(self, partition_id: str, extensions: Iterable[Extension]) -> None:
         """Queue what a put made ready."""
         for consumer in self._consumers[partition_id].values():
-            consumer.offer(added)
+            consumer.offer(extensions)
 
     def forget(self, partition_id: str, rows: Sequence[Row]) -> None:
         """Drop rows that were deleted."""

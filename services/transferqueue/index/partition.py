@@ -10,7 +10,7 @@ from services.common.batch import KVBatchMeta
 from services.common.columns import BlobRef, TagValues
 from services.common.errors import NotFoundError
 from services.transferqueue.index.describe import MetaBuilder
-from services.transferqueue.index.parts import Column, Part, Row, Schema
+from services.transferqueue.index.parts import Column, Extension, Part, Row, Schema
 
 _MIN_LOG_ENTRIES = 1024
 
@@ -44,11 +44,11 @@ class Partition:
         self._log_rows: list[Row] = []
         self._log_revisions = array("q")
 
-    def add(self, meta: KVBatchMeta) -> list[tuple[Row, frozenset[str]]]:
+    def add(self, meta: KVBatchMeta) -> list[Extension]:
         """Add the keys and fields of a put.
 
         Returns:
-            The rows, each with the fields that it had before.
+            The rows, by the fields that they had before.
 
         Raises:
             AlreadyExistsError: If a key has one of the fields.
@@ -58,27 +58,21 @@ class Partition:
         part = _part_of(meta)
         self._schema.learn(meta)
         self.stored_bytes += sum(blob.size_bytes for blob in meta.blobs)
+        rows = [self.rows.get(key) or Row(key) for key in meta.keys]
+        self.rows.update(zip(meta.keys, rows, strict=True))
+        part.num_unsettled = sum([not row.is_settled for row in rows])
         # Rows of one put share the tuple of their parts, and mostly had the same ones before.
-        extended: dict[tuple[Part, ...], tuple[tuple[Part, ...], frozenset[str], bool]] = {}
-        added = []
-        for place, key in enumerate(meta.keys):
-            row = self.rows.get(key)
-            if row is None:
-                row = self.rows[key] = Row(key)
-            known = extended.get(row.parts)
-            if known is None:
-                before = row.field_names()
-                is_complete = self.required_fields <= before | part.columns.keys()
-                known = extended[row.parts] = ((*row.parts, part), before, is_complete)
-            row.parts, before, is_complete = known
-            row.places = (*row.places, place)
-            if is_complete:
-                self._log(row)
-            part.num_unsettled += not row.is_settled
-            added.append((row, before))
+        by_parts: dict[tuple[Part, ...], list[Row]] = {}
+        for place, row in enumerate(rows):
+            by_parts.setdefault(row.parts, []).append(row)
+            row.places += (place,)
+        extensions = [_extend(parts, group, part) for parts, group in by_parts.items()]
+        for extension in extensions:
+            if self.required_fields <= extension.after:
+                self._log(extension.rows)
         if len(self._log_rows) > 2 * self.num_complete + _MIN_LOG_ENTRIES:
             self._compact_log()
-        return added
+        return extensions
 
     def get(self, keys: Sequence[str]) -> list[Row]:
         """Rows by key.
@@ -193,12 +187,14 @@ class Partition:
             by_parts.setdefault(row.parts, []).append(row)
         return tuple(self.describe(rows) for rows in by_parts.values())
 
-    def _log(self, row: Row) -> None:
-        self.num_complete += row.revision == 0
-        self.revision += 1
-        row.revision = self.revision
-        self._log_rows.append(row)
-        self._log_revisions.append(self.revision)
+    def _log(self, rows: Sequence[Row]) -> None:
+        self.num_complete += sum([row.revision == 0 for row in rows])
+        revisions = range(self.revision + 1, self.revision + 1 + len(rows))
+        for revision, row in zip(revisions, rows, strict=True):
+            row.revision = revision
+        self.revision += len(rows)
+        self._log_rows += rows
+        self._log_revisions.extend(revisions)
 
     def _compact_log(self) -> None:
         live = [
@@ -223,6 +219,14 @@ def find(partitions: Mapping[str, Partition], partition_id: str) -> Partition:
             partition_id=partition_id,
         )
     return partition
+
+
+def _extend(parts: tuple[Part, ...], rows: list[Row], part: Part) -> Extension:
+    before = rows[0].field_names()
+    extended = (*parts, part)
+    for row in rows:
+        row.parts = extended
+    return Extension(rows, before, before | part.columns.keys())
 
 
 def _part_of(meta: KVBatchMeta) -> Part:

@@ -68,6 +68,15 @@ class Row:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """Rows that a put extended; they had the same fields before."""
+
+    rows: list[Row]
+    before: frozenset[str]
+    after: frozenset[str]
+
+
 @dataclass(slots=True)
 class Schema:
     """Types that the first puts of a partition set and later ones keep."""

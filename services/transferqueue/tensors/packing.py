@@ -7,6 +7,7 @@ from math import prod
 from typing import cast
 
 import msgpack
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -136,7 +137,7 @@ def unpack(column: FieldColumn, data: Tensor) -> Jagged:
     values = data.view(dtype)
     if column.tail_shape:
         values = values.view(sum(column.lengths), *column.tail_shape)
-    lengths = torch.tensor(column.lengths, dtype=torch.int64)
+    lengths = torch.from_numpy(np.array(column.lengths, dtype=np.int64))
     return Jagged(values, lengths, is_scalar=column.row_rank == 0)
 
 
@@ -153,13 +154,14 @@ def unpack_objects(column: FieldColumn, data: Tensor) -> list[object]:
 def _pack_rows(name: str, rows: Sequence[Tensor]) -> PackedColumn:
     first = rows[0]
     rank, tail = first.dim(), first.shape[1:]
-    kinds = {(row.dtype, row.dim()) for row in rows}
-    if len(kinds) > 1 or (rank > 1 and len({row.shape[1:] for row in rows}) > 1):
+    agree = len({row.dtype for row in rows}) == len(set(map(Tensor.dim, rows))) == 1
+    if not agree or (rank > 1 and len({row.shape[1:] for row in rows}) > 1):
         raise InvalidArgumentError(
             f"field {name!r} has rows of {_text_of(rows)}; all but the first dimension must agree",
             field=name,
         )
-    lengths = [1] * len(rows) if rank == 0 else list(map(len, rows))
+    # The number of elements is what a row of rank 0 or 1 counts; asking a tensor for len is slow.
+    lengths = list(map(Tensor.numel, rows)) if rank < 2 else [row.shape[0] for row in rows]
     return _column(name, rows, lengths, rank, tuple(tail))
 
 

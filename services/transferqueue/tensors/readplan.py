@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import prod
 
 from services.common.batch import KVBatchMeta
@@ -68,9 +69,24 @@ def plan_read(meta: KVBatchMeta, names: Sequence[str]) -> ReadPlan:
     return plan
 
 
+def _one_run(column: FieldColumn, row_bytes: int) -> tuple[int, int] | None:
+    """Offset and size of rows that follow each other in one blob; most batches are read as put."""
+    if not column.lengths or column.blob_indexes.count(column.blob_indexes[0]) < len(column.lengths):
+        return None
+    ends = list(accumulate([n * row_bytes for n in column.lengths], initial=column.offsets[0]))
+    size = ends.pop() - column.offsets[0]
+    return (column.offsets[0], size) if tuple(ends) == column.offsets else None
+
+
 def _add_rows(plan: ReadPlan, column: FieldColumn, blobs: Sequence[BlobRef]) -> int:
     row_bytes = ITEM_BYTES[column.dtype] * prod(column.tail_shape)
     position = plan.size_bytes
+    run = _one_run(column, row_bytes)
+    if run is not None:
+        offset, size = run
+        if size:
+            plan.extents.append(Extent(blobs[column.blob_indexes[0]], offset, size, position))
+        return position + size
     last_index, last_offset, expected = MISSING, -1, -1
     extent = Extent(blobs[0], 0, 0, 0) if blobs else None
     for index, offset, length in zip(

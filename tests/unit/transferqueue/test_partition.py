@@ -80,7 +80,7 @@ def test_the_log_stays_small_when_samples_come_and_go() -> None:
     target = partition()
     for number in range(5000):
         (added,) = target.add(meta_of(f"k{number}", blob_id=number))
-        target.remove([added[0]])
+        target.remove(added.rows)
     assert len(target._log_rows) < 2000
     target.add(meta_of("last", blob_id=9000))
     meta, revision = target.changes_since(0, limit=ALL)
