@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TypeVar
 
-import zmq
 from torch import Tensor
 
 from services.common.batch import KVBatchMeta
@@ -258,7 +257,7 @@ def _blobs(
     )
 
 
-def _expect(cls: type[T], answer: tuple[codec.Response, list[zmq.Frame]]) -> T:
+def _expect(cls: type[T], answer: tuple[codec.Response, list[memoryview]]) -> T:
     if not isinstance(answer[0], cls):
         raise InternalError(f"expected {cls.__name__}, the shard sent {type(answer[0]).__name__}")
     return answer[0]

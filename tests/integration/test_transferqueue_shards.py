@@ -154,7 +154,7 @@ async def test_an_encrypted_socket_serves_admitted_clients_only(tmp_path: Path) 
 
 async def _answers(shard: Shard, key_pair: tuple[bytes, bytes]) -> bool:
     context = zmq.Context()
-    connection = ShardConnection(context, shard, key_pair)
+    connection = ShardConnection.over_network(context, shard, key_pair)
     try:
         await connection.ask(codec.Abort("put_x"), timeout_s=0.3)
     except DeadlineExceededError:

@@ -34,7 +34,9 @@ class BlobClient:
         try:
             async with aclosing(shards.connect(key_pair[0].decode())) as admitted:
                 for shard in await anext(admitted):
-                    connections[shard.shard_id] = ShardConnection(context, shard, key_pair)
+                    connections[shard.shard_id] = ShardConnection.over_network(
+                        context, shard, key_pair
+                    )
                 yield cls(connections)
         finally:
             for connection in connections.values():
@@ -54,7 +56,7 @@ class BlobClient:
                 step = min(_READ_BYTES, offset + size - begin)
                 request = codec.Read((blob.blob_id, begin, step), in_arena=False)
                 answer, frames = await connection.ask(request, timeout_s=_TIMEOUT_S)
-                data = b"".join(frame.bytes for frame in frames)
+                data = b"".join(frames)
                 if not isinstance(answer, codec.Data) or codec.checksum(data) != answer.checksum:
                     raise DataLossError(f"blob {blob.blob_id} on {blob.shard_id} is damaged")
                 parts.append(data)

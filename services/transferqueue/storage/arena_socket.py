@@ -1,13 +1,13 @@
-"""Hands the arena of a shard to processes of the same host, over a unix socket.
+"""Lets processes of the same host in: a unix socket that hands out the arena and takes messages.
 
-Only the descriptor passes through the socket. Who may connect is decided by the file's mode, 0600.
+Who may connect is decided by the file's mode, 0600.
 """
 
 import asyncio
 import mmap
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,13 +16,16 @@ _MAX_NAME_BYTES = 256
 
 
 @contextmanager
-def serve_arena(path: Path, *, instance_id: str, fd: int) -> Iterator[None]:
+def serve_arena(
+    path: Path, *, instance_id: str, fd: int, welcome: Callable[[socket.socket], None]
+) -> Iterator[None]:
     """Give ``fd`` to each process that connects, until the block ends.
 
     Args:
         path: Where the socket is; replaced if a dead process left it.
         instance_id: Sent along, so that a client notices a socket of another shard.
         fd: Descriptor of the arena.
+        welcome: Takes the connection over.
     """
     path.unlink(missing_ok=True)
     loop = asyncio.get_running_loop()
@@ -40,12 +43,14 @@ def serve_arena(path: Path, *, instance_id: str, fd: int) -> Iterator[None]:
             peer, _ = listener.accept()
         except (BlockingIOError, ConnectionError):
             return
-        with peer:
-            try:
-                socket.send_fds(peer, [instance_id.encode()], [fd])
-            except OSError:
-                # The peer left; it will use the network or connect again.
-                return
+        try:
+            socket.send_fds(peer, [instance_id.encode()], [fd])
+        except OSError:
+            # The peer left; it will use the network or connect again.
+            peer.close()
+            return
+        peer.setblocking(False)
+        welcome(peer)
 
     loop.add_reader(listener, accept)
     try:
@@ -56,23 +61,28 @@ def serve_arena(path: Path, *, instance_id: str, fd: int) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def map_arena(path: str, *, instance_id: str) -> mmap.mmap | None:
-    """Map the arena of a shard of this host.
+def open_arena(path: str, *, instance_id: str) -> tuple[mmap.mmap, socket.socket] | None:
+    """Connect to a shard of this host.
 
     Returns:
-        The memory; None if the shard is on another host or does not let this user in.
+        Its memory and the connection; None if the shard is on another host or does not let this user
+        in.
     """
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    fds: list[int] = []
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
-            peer.settimeout(_TIMEOUT_S)
-            peer.connect(path)
-            name, fds, _, _ = socket.recv_fds(peer, _MAX_NAME_BYTES, 1)
+        peer.settimeout(_TIMEOUT_S)
+        peer.connect(path)
+        name, fds, _, _ = socket.recv_fds(peer, _MAX_NAME_BYTES, 1)
+        if name.decode(errors="replace") == instance_id and len(fds) == 1:
+            memory = mmap.mmap(fds[0], 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            peer.setblocking(False)
+            return memory, peer
     except OSError:
-        return None
-    try:
-        if name.decode(errors="replace") != instance_id or len(fds) != 1:
-            return None
-        return mmap.mmap(fds[0], 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        # Whatever is in the way, the network is there as well.
+        pass
     finally:
         for fd in fds:
             os.close(fd)
+    peer.close()
+    return None

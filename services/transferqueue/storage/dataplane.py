@@ -6,10 +6,12 @@ commits may wait, so each runs as a task of its own.
 
 import asyncio
 import logging
+import socket
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import zmq
@@ -23,9 +25,11 @@ from services.common.errors import (
 from services.transferqueue import metrics
 from services.transferqueue.concurrency import unwrapped
 from services.transferqueue.storage import admission
+from services.transferqueue.storage.arena_socket import serve_arena
 from services.transferqueue.storage.blobs import BlobStore
 from services.transferqueue.storage.puts import Puts
 from services.transferqueue.transport import codec
+from services.transferqueue.transport.local_channel import LocalChannel
 from services.transferqueue.transport.sockets import MessageSocket, set_limits
 
 logger = logging.getLogger(__name__)
@@ -33,6 +37,10 @@ logger = logging.getLogger(__name__)
 _RECEIVE_QUEUE = 16
 _MAX_DETAIL = 1024
 _PACK_BELOW_BYTES = 64 << 10
+
+
+Reply = Callable[[Sequence[bytes | memoryview]], None]
+"""Sends the frames of an answer to the peer that asked."""
 
 
 class Admission(Protocol):
@@ -57,6 +65,7 @@ class DataPlane:
         self._clients = clients
         self._knows_peers = False
         self._running: set[asyncio.Task[None]] = set()
+        self._locals: set[LocalChannel] = set()
 
     @asynccontextmanager
     async def serve(self, bind: str, *, secret_key: bytes | None) -> AsyncIterator[int]:
@@ -74,21 +83,46 @@ class DataPlane:
             with unwrapped():
                 async with asyncio.TaskGroup() as self._tasks:
                     gate = self._open_gate(context)
-                    socket = context.socket(zmq.ROUTER)
-                    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-                    set_limits(socket, receive_queue=_RECEIVE_QUEUE)
+                    router = context.socket(zmq.ROUTER)
+                    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                    set_limits(router, receive_queue=_RECEIVE_QUEUE)
                     self._knows_peers = secret_key is not None
                     if secret_key is not None:
-                        admission.encrypt(socket, secret_key)
-                    socket.bind(f"tcp://{bind}")
-                    self._socket = MessageSocket(socket, self._on_message)
-                    yield int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+                        admission.encrypt(router, secret_key)
+                    router.bind(f"tcp://{bind}")
+                    self._socket = MessageSocket(router, self._on_network)
+                    yield int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
                     self._socket.close()
                     gate.close()
                     for task in self._running:
                         task.cancel()
         finally:
             context.destroy(linger=0)
+
+    @contextmanager
+    def serve_local(self, path: Path, *, instance_id: str, fd: int) -> Iterator[None]:
+        """Serve processes of this host until the block ends; see ``serve_arena``."""
+
+        def welcome(peer: socket.socket) -> None:
+            self._spawn(self._open_local(peer))
+
+        with serve_arena(path, instance_id=instance_id, fd=fd, welcome=welcome):
+            yield
+        for channel in list(self._locals):
+            channel.close()
+
+    async def _open_local(self, peer: socket.socket) -> None:
+        def receive(frames: list[memoryview]) -> None:
+            self._on_message(channel.send, frames, None)
+
+        def end(is_refused: bool) -> None:
+            self._locals.discard(channel)
+            if is_refused:
+                metrics.REJECTED.labels("data", "malformed").inc()
+
+        channel = LocalChannel(receive, end)
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: channel, peer)
+        self._locals.add(channel)
 
     def _open_gate(self, context: zmq.Context[zmq.Socket[bytes]]) -> MessageSocket:
         gate = context.socket(zmq.ROUTER)
@@ -103,34 +137,37 @@ class DataPlane:
 
         self._spawn(admit())
 
-    def _on_message(self, frames: list[zmq.Frame]) -> None:
-        peer = frames[0].bytes
+    def _on_network(self, frames: list[zmq.Frame]) -> None:
+        peer, *message = frames
+        run_id = admission.run_of_peer(message[0]) if message and self._knows_peers else None
+        reply = partial(self._send, peer.bytes)
+        self._on_message(reply, [frame.buffer for frame in message], run_id)
+
+    def _on_message(self, reply: Reply, frames: list[memoryview], run_id: str | None) -> None:
         request_id = 0
         try:
-            message, request_id = codec.decode(frames[1].bytes if len(frames) > 1 else b"")
-            run_id = admission.run_of_peer(frames[1]) if self._knows_peers else None
+            message, request_id = codec.decode(frames[0] if frames else b"")
             if run_id is not None and isinstance(message, codec.Request):
                 self._puts.demand_own(run_id, message)
-            self._dispatch(peer, request_id, message, frames[2:])
+            self._dispatch(reply, request_id, message, frames[1:])
         except ValueError as error:
-            self._refuse(peer, request_id, InvalidArgumentError(str(error)))
+            _refuse(reply, request_id, InvalidArgumentError(str(error)))
         except (InvalidArgumentError, PermissionDeniedError) as error:
-            self._refuse(peer, request_id, error)
+            _refuse(reply, request_id, error)
 
     def _dispatch(
-        self, peer: bytes, request_id: int, message: codec.Message, payload: list[zmq.Frame]
+        self, reply: Reply, request_id: int, message: codec.Message, payload: list[memoryview]
     ) -> None:
         if len(payload) != isinstance(message, codec.Write | codec.Store):
             raise InvalidArgumentError(f"{len(payload)} payload frames; Write and Store have one")
         match message:
             case codec.Write():
-                data = payload[0].buffer
-                self._storage.write(message.blob_id, message.offset, data)
-                metrics.BYTES.labels("in").inc(len(data))
+                self._storage.write(message.blob_id, message.offset, payload[0])
+                metrics.BYTES.labels("in").inc(len(payload[0]))
             case codec.Unpin():
                 self._storage.unpin(message.pin_id)
             case codec.Reserve() | codec.Commit() | codec.Abort() | codec.Store() | codec.Read():
-                self._spawn(self._answer(peer, request_id, message, payload))
+                self._spawn(self._answer(reply, request_id, message, payload))
             case _:
                 raise InvalidArgumentError(f"{type(message).__name__} is an answer, not a request")
 
@@ -140,7 +177,7 @@ class DataPlane:
         task.add_done_callback(self._running.discard)
 
     async def _answer(
-        self, peer: bytes, request_id: int, message: codec.Message, received: list[zmq.Frame]
+        self, reply: Reply, request_id: int, message: codec.Message, received: list[memoryview]
     ) -> None:
         started = time.monotonic()
         op = type(message).__name__.lower()
@@ -152,7 +189,7 @@ class DataPlane:
         except Exception as error:
             logger.exception("data request failed", extra={"op": op})
             answer = _failed(InternalError(f"{op}: {type(error).__name__}: {error}"))
-        self._send(peer, request_id, answer, payload)
+        reply([codec.encode(answer, request_id), *payload])
         code = answer.reason if isinstance(answer, codec.Failed) else "OK"
         metrics.OPS.labels(op, code).inc()
         metrics.OP_DURATION.labels(op).observe(time.monotonic() - started)
@@ -160,7 +197,7 @@ class DataPlane:
     async def _run(
         self,
         message: codec.Message,
-        received: list[zmq.Frame],
+        received: list[memoryview],
         payload: list[bytes | memoryview],
     ) -> codec.Response:
         match message:
@@ -171,9 +208,8 @@ class DataPlane:
             case codec.Abort():
                 return await self._puts.abort(message)
             case codec.Store():
-                data = received[0].buffer
-                metrics.BYTES.labels("in").inc(len(data))
-                return await self._puts.store(message, data)
+                metrics.BYTES.labels("in").inc(len(received[0]))
+                return await self._puts.store(message, received[0])
             case codec.Read():
                 return await self._read(message, payload)
         raise AssertionError(message)
@@ -197,24 +233,19 @@ class DataPlane:
         payload += _frames(await self._storage.views(ranges))
         return codec.Data(codec.checksum_of(payload) if message.with_checksum else 0)
 
-    def _refuse(self, peer: bytes, request_id: int, error: ServiceError) -> None:
-        is_foreign = isinstance(error, PermissionDeniedError)
-        metrics.REJECTED.labels("data", "foreign" if is_foreign else "malformed").inc()
-        self._send(peer, request_id, _failed(error), ())
-
-    def _send(
-        self,
-        peer: bytes,
-        request_id: int,
-        answer: codec.Response,
-        payload: Sequence[bytes | memoryview],
-    ) -> None:
+    def _send(self, peer: bytes, frames: Sequence[bytes | memoryview]) -> None:
         try:
-            self._socket.send([peer, codec.encode(answer, request_id), *payload])
+            self._socket.send([peer, *frames])
         except zmq.ZMQError as error:
             # The peer left or does not read; its own deadline tells it.
             logger.warning("answer not sent", extra={"error": str(error)})
             metrics.REJECTED.labels("data", "peer_gone").inc()
+
+
+def _refuse(reply: Reply, request_id: int, error: ServiceError) -> None:
+    is_foreign = isinstance(error, PermissionDeniedError)
+    metrics.REJECTED.labels("data", "foreign" if is_foreign else "malformed").inc()
+    reply([codec.encode(_failed(error), request_id)])
 
 
 def _failed(error: ServiceError) -> codec.Failed:

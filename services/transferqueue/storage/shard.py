@@ -11,7 +11,6 @@ from services.common.ids import new_id
 from services.transferqueue.facts import ObjectStoreAddress, Shard
 from services.transferqueue.settings import TransferQueueSettings
 from services.transferqueue.storage.arena import Arena
-from services.transferqueue.storage.arena_socket import serve_arena
 from services.transferqueue.storage.blobs import BlobStore, Storage
 from services.transferqueue.storage.dataplane import Admission, DataPlane
 from services.transferqueue.storage.puts import Metadata, Puts
@@ -38,35 +37,33 @@ async def storage_shard(
         public_key=public_key.decode(),
         instance_id=new_id("shard"),
     )
+    arena = None
     async with AsyncExitStack() as stack:
         if settings.backend == "mooncake":
             shard, storage = _mooncake(settings, shard, stack)
         else:
-            shard, storage = _memory(settings, shard, stack)
+            arena = Arena(settings.capacity_bytes)
+            storage = _memory(settings, shard, arena)
         puts = Puts(settings.shard_id, storage, index)
         plane = DataPlane(storage, puts, clients)
         port = await stack.enter_async_context(
             plane.serve(settings.data_bind, secret_key=secret_key)
         )
-        endpoint = f"tcp://{settings.advertise_host}:{port}"
-        yield replace(shard, endpoint=endpoint), storage, puts
+        shard = replace(shard, endpoint=f"tcp://{settings.advertise_host}:{port}")
+        if arena is not None and settings.arena_folder is not None:
+            path = settings.arena_folder / f"slipstream-{shard.instance_id}.sock"
+            stack.enter_context(plane.serve_local(path, instance_id=shard.instance_id, fd=arena.fd))
+            shard = replace(shard, arena_socket=str(path))
+        yield shard, storage, puts
 
 
-def _memory(
-    settings: TransferQueueSettings, shard: Shard, stack: AsyncExitStack
-) -> tuple[Shard, BlobStore]:
-    arena = Arena(settings.capacity_bytes)
+def _memory(settings: TransferQueueSettings, shard: Shard, arena: Arena) -> BlobStore:
     spill = None
     if settings.spill_bytes:
         spill = Arena(settings.spill_bytes, settings.spill_folder / f"{shard.instance_id}.spill")
     # Later than any id of a former life of this shard, as long as it put less than 16 M blobs/s.
     first_blob_id = int(SystemClock().time()) << 24
-    storage = Storage(arena, first_blob_id=first_blob_id, spill=spill)
-    if settings.arena_folder is None:
-        return shard, storage
-    path = settings.arena_folder / f"slipstream-{shard.instance_id}.sock"
-    stack.enter_context(serve_arena(path, instance_id=shard.instance_id, fd=arena.fd))
-    return replace(shard, arena_socket=str(path)), storage
+    return Storage(arena, first_blob_id=first_blob_id, spill=spill)
 
 
 def _mooncake(

@@ -71,7 +71,9 @@ def plan_read(meta: KVBatchMeta, names: Sequence[str]) -> ReadPlan:
 
 def _one_run(column: FieldColumn, row_bytes: int) -> tuple[int, int] | None:
     """Offset and size of rows that follow each other in one blob; most batches are read as put."""
-    if not column.lengths or column.blob_indexes.count(column.blob_indexes[0]) < len(column.lengths):
+    if not column.lengths or column.blob_indexes.count(column.blob_indexes[0]) < len(
+        column.lengths
+    ):
         return None
     ends = list(accumulate([n * row_bytes for n in column.lengths], initial=column.offsets[0]))
     size = ends.pop() - column.offsets[0]

@@ -182,7 +182,7 @@ def encode(message: Message, request_id: int) -> bytes:
     return bytes((VERSION,)) + packed
 
 
-def decode(header: bytes) -> tuple[Message, int]:
+def decode(header: bytes | memoryview) -> tuple[Message, int]:
     """Read a header frame.
 
     Returns:

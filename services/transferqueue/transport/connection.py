@@ -1,8 +1,10 @@
 """A client's connection to one shard."""
 
 import asyncio
+import socket
 from collections.abc import Sequence
 from itertools import count
+from typing import Protocol
 
 import zmq
 
@@ -14,29 +16,51 @@ from services.common.errors import (
 )
 from services.transferqueue.facts import Shard
 from services.transferqueue.transport import codec
+from services.transferqueue.transport.local_channel import LocalChannel
 from services.transferqueue.transport.sockets import MessageSocket, set_limits
 
-Answer = tuple[codec.Response, list[zmq.Frame]]
+Answer = tuple[codec.Response, list[memoryview]]
+
+
+class Channel(Protocol):
+    """Carries messages to a shard and back."""
+
+    def send(self, frames: Sequence[bytes | memoryview], *, copy: bool = True) -> None:
+        """Queue a message."""
+
+    def close(self) -> None:
+        """Disconnect."""
 
 
 class ShardConnection:
     """Requests to one shard; many can be under way.
 
     Args:
-        context: ZeroMQ context of the client.
         shard: Where the shard is.
-        key_pair: CURVE public and secret key of the client, in Z85.
     """
 
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        shard: Shard,
-        key_pair: tuple[bytes, bytes],
-    ) -> None:
+    _channel: Channel
+
+    def __init__(self, shard: Shard) -> None:
         self.shard = shard
         self._pending: dict[int, asyncio.Future[Answer]] = {}
         self._request_ids = count(1)
+        self._is_open = True
+
+    @classmethod
+    def over_network(
+        cls,
+        context: zmq.Context[zmq.Socket[bytes]],
+        shard: Shard,
+        key_pair: tuple[bytes, bytes],
+    ) -> "ShardConnection":
+        """Connect through ZeroMQ.
+
+        Args:
+            context: ZeroMQ context of the client.
+            shard: Where the shard is.
+            key_pair: CURVE public and secret key of the client, in Z85.
+        """
         socket = context.socket(zmq.DEALER)
         set_limits(socket, receive_queue=0)
         # Queued frames are views of the caller's memory, so the queue itself costs nothing.
@@ -46,13 +70,29 @@ class ShardConnection:
             socket.setsockopt(zmq.CURVE_PUBLICKEY, key_pair[0])
             socket.setsockopt(zmq.CURVE_SECRETKEY, key_pair[1])
         socket.connect(shard.endpoint)
-        self._socket = MessageSocket(socket, self._on_message)
-        self._is_open = True
+        connection = cls(shard)
+        connection._channel = MessageSocket(
+            socket, lambda frames: connection._on_message([frame.buffer for frame in frames])
+        )
+        return connection
+
+    @classmethod
+    async def over_unix_socket(cls, shard: Shard, peer: socket.socket) -> "ShardConnection":
+        """Use a unix socket that is connected to the shard."""
+        connection = cls(shard)
+        _, connection._channel = await asyncio.get_running_loop().create_unix_connection(
+            lambda: LocalChannel(connection._on_message, lambda is_refused: connection._fail()),
+            sock=peer,
+        )
+        return connection
 
     def close(self) -> None:
         """Fail what is under way and disconnect."""
+        self._channel.close()
+        self._fail()
+
+    def _fail(self) -> None:
         self._is_open = False
-        self._socket.close()
         for waiter in self._pending.values():
             if not waiter.done():
                 waiter.set_exception(self._gone())
@@ -67,7 +107,7 @@ class ShardConnection:
         """
         if not self._is_open:
             raise self._gone()
-        self._socket.send([codec.encode(message, 0), *payload], copy=not payload)
+        self._channel.send([codec.encode(message, 0), *payload], copy=not payload)
 
     async def ask(
         self,
@@ -89,7 +129,7 @@ class ShardConnection:
         waiter: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._pending[request_id] = waiter
         try:
-            self._socket.send([codec.encode(message, request_id), *payload])
+            self._channel.send([codec.encode(message, request_id), *payload])
             async with asyncio.timeout(timeout_s):
                 answer, received = await waiter
         except TimeoutError as error:
@@ -119,8 +159,8 @@ class ShardConnection:
             shard_id=self.shard.shard_id,
         )
 
-    def _on_message(self, frames: list[zmq.Frame]) -> None:
-        message, request_id = codec.decode(frames[0].bytes)
+    def _on_message(self, frames: list[memoryview]) -> None:
+        message, request_id = codec.decode(frames[0])
         waiter = self._pending.get(request_id)
         if waiter is not None and not waiter.done() and isinstance(message, codec.Response):
             waiter.set_result((message, frames[1:]))

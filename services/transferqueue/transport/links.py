@@ -12,7 +12,7 @@ from services.common.errors import UnavailableError
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.concurrency import unwrapped
 from services.transferqueue.facts import Shard
-from services.transferqueue.storage.arena_socket import map_arena
+from services.transferqueue.storage.arena_socket import open_arena
 from services.transferqueue.tensors.buffers import BufferPool
 from services.transferqueue.transport.allocator import keep_freed_memory
 from services.transferqueue.transport.arena_transport import ArenaTransport
@@ -107,24 +107,24 @@ class Links:
                 del self._links[shard_id]
         for shard in shards:
             if shard.shard_id not in self._links:
-                connection = ShardConnection(self._context, shard, self._key_pair)
-                transport = await self._choose_transport(connection)
-                self._links[shard.shard_id] = Link(connection, transport)
+                self._links[shard.shard_id] = await self._connect(shard)
         self._shards = tuple(shards)
 
-    async def _choose_transport(self, connection: ShardConnection) -> Transport:
-        shard = connection.shard
+    async def _connect(self, shard: Shard) -> Link:
+        if self._use_shared_memory and shard.arena_socket:
+            opened = await asyncio.to_thread(
+                open_arena, shard.arena_socket, instance_id=shard.instance_id
+            )
+            if opened is not None:
+                memory, peer = opened
+                connection = await ShardConnection.over_unix_socket(shard, peer)
+                sockets = SocketTransport(connection, self._pool)
+                return Link(connection, ArenaTransport(connection, memory, sockets))
+        connection = ShardConnection.over_network(self._context, shard, self._key_pair)
         if shard.object_store is not None:
             # Imported only where it is used: the package is an optional extra.
             from services.transferqueue.transport.object_transport import open_transport
 
-            return await asyncio.to_thread(open_transport, shard)
-        sockets = SocketTransport(connection, self._pool)
-        if self._use_shared_memory and shard.arena_socket:
-            arena = await asyncio.to_thread(
-                map_arena, shard.arena_socket, instance_id=shard.instance_id
-            )
-            if arena is not None:
-                return ArenaTransport(connection, arena, sockets)
+            return Link(connection, await asyncio.to_thread(open_transport, shard))
         keep_freed_memory()
-        return sockets
+        return Link(connection, SocketTransport(connection, self._pool))

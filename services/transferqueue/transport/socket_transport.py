@@ -72,8 +72,7 @@ class SocketTransport:
             numbers = tuple([n for e in batch for n in (e.blob.blob_id, e.offset, e.size)])
             async with window:
                 request = codec.Read(numbers, in_arena=False, with_checksum=with_checksum)
-                answer, frames = await self._connection.ask(request, timeout_s=TIMEOUT_S)
-                buffers = [frame.buffer for frame in frames]
+                answer, buffers = await self._connection.ask(request, timeout_s=TIMEOUT_S)
                 _check(batch, answer, buffers, with_checksum=with_checksum)
                 _scatter(batch, buffers, view)
 
