@@ -12,11 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from services.rollout.engines.base import Engine, GenerationRequest
+from services.rollout.engines.build import SGLANG_ON_CPU, VLLM_ON_CPU
 from services.rollout.engines.fake import FakeEngine, LongTail
 from services.rollout.engines.model_shape import model_shape
 from services.rollout.engines.parted import PartedEngine
 from services.rollout.engines.torch import TorchEngine
-from services.rollout.settings import prepare_vllm_environment
+from services.rollout.settings import prepare_sglang_environment, prepare_vllm_environment
 from tests.unit.rollout.builders import running
 
 VOCAB_SIZE = 256
@@ -65,14 +66,26 @@ def decode(token_ids: Sequence[int]) -> str:
     return "".join(f"{token:02x}" for token in token_ids)
 
 
-def expected_logprobs(
-    version: int, context: tuple[int, ...], tokens: tuple[int, ...], *, tied: bool = True
+def all_logprobs(
+    version: int,
+    context: tuple[int, ...],
+    tokens: tuple[int, ...],
+    *,
+    tied: bool = True,
+    temperature: float = 1.0,
 ) -> Tensor:
-    """Log-probabilities of tokens after a context, by a plain forward pass."""
+    """``[N, V]`` log-probabilities at the places of tokens after a context, by a plain forward pass."""
     ids = torch.tensor([context + tokens])
     with torch.no_grad():
         logits = make_model(version, tied=tied)(ids).logits[0, len(context) - 1 : -1].float()
-    logprobs = torch.log_softmax(logits, dim=-1)
+    return torch.log_softmax(logits / temperature, dim=-1)
+
+
+def expected_logprobs(
+    version: int, context: tuple[int, ...], tokens: tuple[int, ...], **changes: Any
+) -> Tensor:
+    """``[N]`` log-probabilities of tokens after a context."""
+    logprobs = all_logprobs(version, context, tokens, **changes)
     return logprobs.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
 
 
@@ -136,14 +149,12 @@ async def close_shared() -> None:
 
 def open_vllm(*, tied: bool = True) -> AbstractAsyncContextManager[Engine]:
     """vLLM on the CPU; blocks of 32 tokens, so that the test prompt fills some of the prefix cache."""
+    prepare_vllm_environment(is_cpu=True)
     from services.rollout.engines.vllm import VllmBackend
 
-    arguments = {
+    arguments = VLLM_ON_CPU | {
         "max_model_len": MAX_MODEL_TOKENS,
-        "enforce_eager": True,
         "enable_prefix_caching": True,
-        "distributed_executor_backend": "uni",
-        "block_size": 32,
         # Few enough that prompts which arrive together do not fit into one step.
         "max_num_batched_tokens": MAX_MODEL_TOKENS,
         "kv_cache_memory_bytes": 64 << 20,
@@ -151,7 +162,6 @@ def open_vllm(*, tied: bool = True) -> AbstractAsyncContextManager[Engine]:
     config = model_config(tied=tied)
 
     def build() -> Engine:
-        prepare_vllm_environment(is_cpu=True)
         backend = VllmBackend(
             config, dtype=torch.float32, max_running=8, engine_arguments=arguments
         )
@@ -162,11 +172,37 @@ def open_vllm(*, tied: bool = True) -> AbstractAsyncContextManager[Engine]:
     return _shared(f"vllm tied={tied}", build)
 
 
+def open_sglang(*, tied: bool = True) -> AbstractAsyncContextManager[Engine]:
+    """SGLang on the CPU."""
+    prepare_sglang_environment(is_cpu=True)
+    from services.rollout.engines.sglang import SglangBackend
+
+    config = model_config(tied=tied)
+
+    def build() -> Engine:
+        backend = SglangBackend(
+            config,
+            dtype=torch.float32,
+            max_running=8,
+            device=torch.device("cpu"),
+            engine_arguments=SGLANG_ON_CPU,
+        )
+        return PartedEngine(
+            backend, model_shape(config, torch.float32), max_running=8, decode=decode
+        )
+
+    return _shared(f"sglang tied={tied}", build)
+
+
 def _param(name: str, open_engine: OpenEngine, *, needs: str | None = None) -> Any:
     missing = needs is not None and importlib.util.find_spec(needs) is None
     mark = pytest.mark.skipif(missing, reason=f"{needs} is not installed here")
     return pytest.param(open_engine, id=name, marks=mark)
 
 
-REAL_ENGINES = [_param("torch", open_torch), _param("vllm", open_vllm, needs="vllm")]
+REAL_ENGINES = [
+    _param("torch", open_torch),
+    _param("vllm", open_vllm, needs="vllm"),
+    _param("sglang", open_sglang, needs="sglang"),
+]
 ALL_ENGINES = [*REAL_ENGINES, _param("fake", open_fake)]

@@ -1,104 +1,27 @@
-"""What every engine must do, run against each that is installed.
-
-The traps that real engines lay each have a test here: a prefix cache that outlives its weights, tied
-embeddings that keep a packed copy, updates while requests wait, requests while weights are loaded.
-"""
+"""What every engine must do with requests, run against each that is installed."""
 
 import asyncio
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from services.rollout.engines.base import Engine, GenerationResult
+from tests.contract.checks import PROMPT, TOLERANCE, adopt, assert_agrees, made, until
 from tests.contract.engines import (
     ALL_ENGINES,
     REAL_ENGINES,
     VOCAB_SIZE,
     OpenEngine,
+    all_logprobs,
+    decode,
     expected_logprobs,
     request,
-    weights,
 )
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(240)]
 
-TOLERANCE = 1e-4
-PROMPT = tuple(3 + (7 * i) % (VOCAB_SIZE - 3) for i in range(100))
-
 real_engines = pytest.mark.parametrize("open_engine", REAL_ENGINES)
 all_engines = pytest.mark.parametrize("open_engine", ALL_ENGINES)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 -- engines announce no tokens
-        await asyncio.sleep(0.001)
-
-
-def made(engine: Engine, num_tokens: int) -> Callable[[], bool]:
-    """Whether that many tokens were sampled since now."""
-    before = engine.stats().tokens_total
-    return lambda: engine.stats().tokens_total >= before + num_tokens
-
-
-async def adopt(engine: Engine, version: int, *, tied: bool = True) -> None:
-    tensors = weights(version, tied=tied) if engine.weight_specs() else {}
-    await engine.adopt_weights(version, tensors)
-
-
-def assert_agrees(result: GenerationResult, context: tuple[int, ...], *, tied: bool = True) -> None:
-    """Every token has the logprob that its version's weights give it after the whole context."""
-    start = 0
-    assert sum(count for _, count in result.version_runs) == len(result.token_ids)
-    for version, count in result.version_runs:
-        tokens = result.token_ids[start : start + count]
-        before = context + result.token_ids[:start]
-        expected = expected_logprobs(version, before, tokens, tied=tied)
-        got = torch.tensor(result.logprobs[start : start + count])
-        torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
-        start += count
-
-
-@real_engines
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-async def test_logprobs_agree_after_every_update_for_the_same_prompt(
-    open_engine: OpenEngine, tied: bool
-) -> None:
-    async with open_engine(tied=tied) as engine:
-        for version in range(3):
-            await adopt(engine, version, tied=tied)
-            results = await asyncio.gather(
-                *[
-                    engine.generate(request(f"{version}.{seed}", PROMPT, seed=seed))
-                    for seed in range(4)
-                ]
-            )
-            for result in results:
-                assert [run[0] for run in result.version_runs] == [version]
-                assert_agrees(result, PROMPT, tied=tied)
-
-
-@real_engines
-async def test_updates_in_the_middle_of_generation_give_exact_versions(
-    open_engine: OpenEngine,
-) -> None:
-    async with open_engine() as engine:
-        await adopt(engine, 0)
-        tasks = [
-            asyncio.ensure_future(
-                engine.generate(request(f"r{seed}", PROMPT[: 5 + seed], seed=seed, max_tokens=120))
-            )
-            for seed in range(12)
-        ]
-        for version in (1, 2):
-            await until(made(engine, 200))
-            await adopt(engine, version)
-        results = [await task for task in tasks]
-    for seed, result in enumerate(results):
-        assert len(result.token_ids) == 120
-        assert_agrees(result, PROMPT[: 5 + seed])
-    assert sum(len(result.version_runs) > 1 for result in results) >= 6
-    assert {version for result in results for version, _ in result.version_runs} == {0, 1, 2}
 
 
 @all_engines
@@ -178,74 +101,26 @@ async def test_draining_finishes_running_requests_before_an_update(open_engine: 
 
 
 @real_engines
-async def test_requests_that_wait_or_come_during_an_update_are_served_after_it(
-    open_engine: OpenEngine,
-) -> None:
-    async with open_engine() as engine:
-        await adopt(engine, 0)
-        many = [
-            asyncio.ensure_future(
-                engine.generate(request(f"r{seed}", PROMPT, seed=seed, max_tokens=30))
-            )
-            for seed in range(24)
-        ]
-        await until(lambda: engine.stats().num_waiting > 0)
-        updating = asyncio.ensure_future(adopt(engine, 1))
-        await asyncio.sleep(0)
-        during = asyncio.ensure_future(engine.generate(request("during", PROMPT)))
-        await updating
-        results = [await task for task in (*many, during)]
-    for result in results:
-        assert_agrees(result, PROMPT)
-
-
-@real_engines
-async def test_weights_that_do_not_fit_are_refused_and_change_nothing(
-    open_engine: OpenEngine,
-) -> None:
-    async with open_engine() as engine:
-        await adopt(engine, 0)
-        bad = weights(1)
-        name = next(iter(bad))
-        without = {key: value for key, value in bad.items() if key != name}
-        for wrong in (without, bad | {"surprise": bad[name]}, bad | {name: bad[name][:-1]}):
-            with pytest.raises(ValueError, match="same model"):
-                await engine.adopt_weights(1, wrong)
-        result = await engine.generate(request("r", PROMPT))
-        assert result.version_runs == ((0, 8),)
-        assert_agrees(result, PROMPT)
-
-
-@real_engines
 async def test_seeds_stop_tokens_limits_and_greedy(open_engine: OpenEngine) -> None:
     async with open_engine() as engine:
         await adopt(engine, 0)
-        first, again, other = await asyncio.gather(
-            engine.generate(request("a", PROMPT, seed=7, max_tokens=30)),
-            engine.generate(request("b", PROMPT, seed=7, max_tokens=30)),
-            engine.generate(request("c", PROMPT, seed=8, max_tokens=30)),
+        # Without seeds of its own, only greedy responses come again.
+        again: dict[str, Any] = {"seed": 7} if engine.capabilities.seeds else {"temperature": 0.0}
+        first, second, other = await asyncio.gather(
+            engine.generate(request("a", PROMPT, max_tokens=30, **again)),
+            engine.generate(request("b", PROMPT, max_tokens=30, **again)),
+            engine.generate(request("c", PROMPT, max_tokens=30, seed=8)),
         )
-        assert first.token_ids == again.token_ids != other.token_ids
+        assert first.token_ids == second.token_ids != other.token_ids
         assert first.finish_reason == "length"
         stop = first.token_ids[10]
         stopped = await engine.generate(
-            request("d", PROMPT, seed=7, max_tokens=30, stop_token_ids=frozenset({stop}))
+            request("d", PROMPT, max_tokens=30, stop_token_ids=frozenset({stop}), **again)
         )
         assert stopped.finish_reason == "stop"
         assert stopped.token_ids == first.token_ids[: first.token_ids.index(stop) + 1]
         greedy = await engine.generate(request("e", PROMPT, temperature=0.0))
         assert_agrees(greedy, PROMPT)
-
-
-@real_engines
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-async def test_scores_are_those_of_the_live_weights(open_engine: OpenEngine, tied: bool) -> None:
-    async with open_engine(tied=tied) as engine:
-        for version in range(2):
-            await adopt(engine, version, tied=tied)
-            scored = await engine.score(PROMPT)
-            expected = expected_logprobs(version, PROMPT[:1], PROMPT[1:], tied=tied)
-            torch.testing.assert_close(torch.tensor(scored), expected, atol=TOLERANCE, rtol=0)
 
 
 @all_engines
@@ -259,6 +134,53 @@ async def test_scoring_goes_on_while_requests_run(open_engine: OpenEngine) -> No
             with pytest.raises(ValueError, match="token"):
                 await engine.score(ids)
         assert len((await running).token_ids) == 100
+
+
+@real_engines
+async def test_a_temperature_is_part_of_the_logprobs(open_engine: OpenEngine) -> None:
+    async with open_engine() as engine:
+        await adopt(engine, 0)
+        result = await engine.generate(request("r", PROMPT, temperature=0.6, max_tokens=30))
+        expected = expected_logprobs(0, PROMPT, result.token_ids, temperature=0.6)
+        got = torch.tensor(result.logprobs)
+        torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
+
+
+@real_engines
+async def test_truncated_sampling_has_whole_logprobs_or_is_refused(open_engine: OpenEngine) -> None:
+    async with open_engine() as engine:
+        await adopt(engine, 0)
+        for changes in ({"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.5}):
+            asked = engine.generate(request("r", PROMPT, max_tokens=30, **changes))
+            if not engine.capabilities.truncation:
+                with pytest.raises(ValueError, match="whole distribution"):
+                    await asked
+                continue
+            result = await asked
+            assert_agrees(result, PROMPT)
+            everything = all_logprobs(0, PROMPT, result.token_ids).exp()
+            drawn = everything.gather(1, torch.tensor(result.token_ids)[:, None])
+            likelier = torch.where(everything > drawn * (1 + 1e-4), everything, 0.0)
+            assert int((likelier > 0).sum(1).max()) < (changes.get("top_k") or VOCAB_SIZE)
+            assert float(likelier.sum(1).max()) < changes.get("top_p", 1.0) + 1e-4
+            best = everything.max(1, keepdim=True).values
+            assert bool((drawn >= changes.get("min_p", 0.0) * best - 1e-4).all())
+
+
+@real_engines
+async def test_stop_texts_end_a_response_with_the_token_that_completes_one(
+    open_engine: OpenEngine,
+) -> None:
+    async with open_engine() as engine:
+        await adopt(engine, 0)
+        free = await engine.generate(request("a", PROMPT, temperature=0.0, max_tokens=30))
+        text = decode(free.token_ids[4:6])
+        stopped = await engine.generate(
+            request("b", PROMPT, temperature=0.0, max_tokens=30, stop_texts=("~~", text))
+        )
+        end = decode(free.token_ids).index(text) + len(text)
+        assert stopped.finish_reason == "stop"
+        assert stopped.token_ids == free.token_ids[: -(-end // 2)]
 
 
 @all_engines

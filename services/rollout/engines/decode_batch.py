@@ -15,7 +15,8 @@ from services.rollout.engines.base import (
     VersionRun,
     append_version,
 )
-from services.rollout.engines.draw import Truncation, draw_tokens, uniforms
+from services.rollout.engines.decode_step import DecodeStep, StepInputs
+from services.rollout.engines.draw import Truncation, uniforms
 from services.rollout.engines.kv_slots import SlotCache
 from services.rollout.engines.stop_texts import Decode, ends_in_stop_text
 
@@ -54,7 +55,12 @@ class DecodeBatch:
         self._decode = decode
         self._device = model.device
         self._cache = SlotCache()
+        self._step = DecodeStep(model, self._cache)
         self._rows: list[_Row] = []
+        self.prompt_tokens_total = 0
+        """Tokens of contexts that were stored."""
+        self.shared_tokens_total = 0
+        """Those of them that another request in the same pass had as well."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -84,20 +90,7 @@ class DecodeBatch:
         Args:
             weight_version: Version of the live weights, noted for each token.
         """
-        lengths = np.array([len(row.tokens) for row in self._rows])
-        inputs = self._tensor([[row.tokens[-1]] for row in self._rows])
-        positions = self._tensor(lengths - 1)
-        span = int(lengths.max())
-        self._cache.begin_decode(positions, span)
-        visible = torch.arange(span, device=self._device) <= positions[:, None]
-        logits = self._model(
-            input_ids=inputs,
-            position_ids=positions[:, None],
-            attention_mask=visible[:, None, None, :],
-            past_key_values=self._cache,
-            use_cache=True,
-        ).logits[:, -1]
-        tokens, logprobs = self._draw(logits)
+        tokens, logprobs = self._step.run(self._inputs(), self._truncation())
         finished: dict[int, FinishReason] = {}
         for slot, (row, token, logprob) in enumerate(
             zip(self._rows, tokens.tolist(), logprobs.tolist(), strict=True)
@@ -124,28 +117,26 @@ class DecodeBatch:
         """What all requests have so far."""
         return {row.request.request_id: row.result("aborted") for row in self._rows}
 
-    def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _inputs(self) -> StepInputs:
         requests = [row.request for row in self._rows]
         seeds = np.array([request.seed % 2**64 for request in requests], dtype=np.uint64)
-        drawn = np.array(
-            [row.request.draw_offset + len(row.logprobs) for row in self._rows], dtype=np.uint64
-        )
-        temperatures = torch.tensor([request.temperature for request in requests])
-        numbers = torch.from_numpy(uniforms(seeds, drawn))
-        return draw_tokens(
-            logits,
-            temperatures.to(self._device),
-            numbers.to(self._device),
-            truncation=self._truncation(requests),
+        drawn = [row.request.draw_offset + len(row.logprobs) for row in self._rows]
+        return StepInputs(
+            tokens=np.array([row.tokens[-1] for row in self._rows]),
+            positions=np.array([len(row.tokens) - 1 for row in self._rows]),
+            temperatures=np.array([r.temperature for r in requests], dtype=np.float32),
+            numbers=uniforms(seeds, np.array(drawn, dtype=np.uint64)),
         )
 
-    def _truncation(self, requests: Sequence[GenerationRequest]) -> Truncation | None:
+    def _truncation(self) -> Truncation | None:
+        requests = [row.request for row in self._rows]
         if not any(request.is_truncated for request in requests):
             return None
-        top_p = torch.tensor([request.top_p for request in requests], device=self._device)
-        min_p = torch.tensor([request.min_p for request in requests], device=self._device)
-        top_k = self._tensor([request.top_k for request in requests])
-        return Truncation(top_p=top_p, top_k=top_k, min_p=min_p)
+        return Truncation(
+            top_p=torch.tensor([request.top_p for request in requests], device=self._device),
+            top_k=self._tensor([request.top_k for request in requests]),
+            min_p=torch.tensor([request.min_p for request in requests], device=self._device),
+        )
 
     def _finish_reason(self, row: _Row) -> FinishReason | None:
         request = row.request
@@ -167,6 +158,9 @@ class DecodeBatch:
             context = tuple(self._rows[slot].tokens[:-1])
             if context:
                 slots_by_context.setdefault(context, []).append(slot)
+        for context, owners in slots_by_context.items():
+            self.prompt_tokens_total += len(context) * len(owners)
+            self.shared_tokens_total += len(context) * (len(owners) - 1)
         for contexts in _split_by_size(sorted(slots_by_context, key=len)):
             targets = [slot for context in contexts for slot in slots_by_context[context]]
             sources = [

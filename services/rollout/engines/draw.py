@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -41,6 +42,15 @@ class Truncation:
     """Number of allowed tokens; 0 allows all."""
     min_p: Tensor
     """Least probability of an allowed token, as part of the likeliest one's; 0 allows all."""
+
+    def padded(self, size: int) -> "Truncation":
+        """Add rows where all tokens are allowed."""
+        missing = (0, size - len(self.top_p))
+        return Truncation(
+            top_p=pad(self.top_p, missing, value=1.0),
+            top_k=pad(self.top_k, missing),
+            min_p=pad(self.min_p, missing),
+        )
 
 
 def draw_tokens(

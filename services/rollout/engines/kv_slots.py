@@ -26,6 +26,11 @@ class SlotCache(Cache):
         self._positions: Tensor | None = None
         self._span = 0
 
+    @property
+    def layout(self) -> tuple[int, int]:
+        """Slots and tokens per slot; while they stay, so does the memory."""
+        return self.num_slots, self.num_tokens
+
     def reserve(self, num_slots: int, num_tokens: int) -> None:
         """Make room for that many slots and tokens per slot; sizes at least double when they grow."""
         slots, tokens = self.num_slots, self.num_tokens

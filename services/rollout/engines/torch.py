@@ -205,6 +205,8 @@ class TorchEngine:
             kv_used_fraction=len(self._batch) * self._batch.span / self._max_kv_tokens,
             idle_seconds=time.monotonic() - self._started_at - self._busy_seconds,
             weight_version=self._weight_version,
+            prompt_tokens_total=self._batch.prompt_tokens_total,
+            cached_tokens_total=self._batch.shared_tokens_total,
         )
 
     def _has_work(self) -> bool:

@@ -123,6 +123,7 @@ class VllmBackend:
 
     def _engine_args(self, folder: str) -> AsyncEngineArgs:
         arguments: dict[str, Any] = {
+            "model": folder,
             "dtype": str(self._dtype).removeprefix("torch."),
             "load_format": "dummy",
             "skip_tokenizer_init": True,
@@ -135,7 +136,7 @@ class VllmBackend:
             # A seeded request whose prompt is prefilled in parts kills vLLM's engine on a CPU: it rewinds
             # the request's random generator, which CPU generators cannot do.
             arguments["enable_chunked_prefill"] = False
-        return AsyncEngineArgs(model=folder, **(arguments | self._arguments))
+        return AsyncEngineArgs(**(arguments | self._arguments))
 
 
 class _Stream:

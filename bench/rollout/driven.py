@@ -1,0 +1,112 @@
+"""Foreign engines with our adapter around them, and the same engines driven directly."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from services.rollout.engines.base import GenerationRequest
+from services.rollout.engines.build import SGLANG_ON_CPU, VLLM_ON_CPU
+from services.rollout.engines.model_shape import model_shape
+from services.rollout.engines.parted import PartedEngine
+from services.rollout.settings import prepare_sglang_environment, prepare_vllm_environment
+
+Directly = Callable[[str, Sequence[int], int], Any]
+"""Generates: name, prompt, number of tokens."""
+
+
+@asynccontextmanager
+async def opened(
+    name: str,
+    config: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    max_running: int,
+    arguments: dict[str, Any],
+) -> AsyncIterator[tuple[PartedEngine, Directly]]:
+    """An engine that serves, and how to drive it without the adapter."""
+    is_cpu = not torch.cuda.is_available()
+    backend: Any
+    if name == "vllm":
+        prepare_vllm_environment(is_cpu=is_cpu)
+        from services.rollout.engines.vllm import VllmBackend
+
+        defaults = VLLM_ON_CPU if is_cpu else {}
+        backend = VllmBackend(
+            config, dtype=dtype, max_running=max_running, engine_arguments={**defaults, **arguments}
+        )
+        directly = _drive_vllm(backend)
+    else:
+        prepare_sglang_environment(is_cpu=is_cpu)
+        from services.rollout.engines.sglang import SglangBackend
+
+        defaults = SGLANG_ON_CPU if is_cpu else {}
+        backend = SglangBackend(
+            config,
+            dtype=dtype,
+            max_running=max_running,
+            device=torch.device("cpu" if is_cpu else "cuda"),
+            engine_arguments={**defaults, **arguments},
+        )
+        directly = _drive_sglang(backend)
+    engine = PartedEngine(backend, model_shape(config, dtype), max_running=max_running)
+    async with asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(engine.run())
+        await engine.wait_ready()
+        yield engine, directly
+        serving.cancel()
+
+
+def _drive_vllm(backend: Any) -> Directly:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    async def generate(name: str, prompt: Sequence[int], num_tokens: int) -> None:
+        parameters = SamplingParams(
+            max_tokens=num_tokens,
+            seed=0,
+            logprobs=0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        asked = {"prompt_token_ids": list(prompt), "cache_salt": "direct"}
+        async for _ in backend.llm.generate(asked, parameters, name):
+            pass
+
+    return generate
+
+
+def _drive_sglang(backend: Any) -> Directly:
+    async def generate(name: str, prompt: Sequence[int], num_tokens: int) -> None:
+        stream = await backend.engine.async_generate(
+            input_ids=list(prompt),
+            sampling_params={"max_new_tokens": num_tokens, "temperature": 1.0, "ignore_eos": True},
+            return_logprob=True,
+            stream=True,
+            rid=name,
+        )
+        async for _ in stream:
+            pass
+
+    return generate
+
+
+def requests(
+    name: str, count: int, num_tokens: int, vocab: int, **changes: Any
+) -> list[GenerationRequest]:
+    """Requests with prompts of 64 tokens."""
+    values = {"temperature": 1.0} | changes
+    return [
+        GenerationRequest(
+            request_id=f"{name}.{index}",
+            context_ids=tuple((37 * index + place) % vocab for place in range(64)),
+            max_tokens=num_tokens,
+            seed=index,
+            **values,
+        )
+        for index in range(count)
+    ]

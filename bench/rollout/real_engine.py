@@ -1,0 +1,239 @@
+"""vLLM or SGLang through the adapter: cost of the adapter, weight updates, agreement with the trainer.
+
+Usage: VENV/bin/python -m bench.rollout.real_engine vllm|sglang [--size tiny|1.5b] [--folder F] [--out FILE]
+
+A random model is trained for a moment first, so that its logprobs are like those of a model, and saved in the
+folder. The engine starts with other weights, gets several versions in the middle of generation, the saved one
+last, and must then give the same logprobs, bit for bit, as a new engine that loaded the folder by itself.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from bench.rollout.driven import Directly, opened, requests
+from services.common.jagged import Jagged
+from services.rollout.engines.base import GenerationRequest, GenerationResult
+from services.rollout.engines.parted import PartedEngine
+from services.trainer.batch.packing import pack
+from services.trainer.model.policy import Policy
+
+SHAPES = {
+    "tiny": (128, 336, 2, 4, 4, 512),
+    "0.5b": (896, 4864, 24, 14, 2, 151_936),
+    "1.5b": (1536, 8960, 28, 12, 2, 151_936),
+}
+NUM_SYMBOLS = 400
+
+
+def make_config(size: str) -> Qwen2Config:
+    """A model in the shape of Qwen2.5."""
+    hidden, intermediate, layers, heads, kv_heads, vocab = SHAPES[size]
+    return Qwen2Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        tie_word_embeddings=True,
+        max_position_embeddings=2048,
+        architectures=["Qwen2ForCausalLM"],
+    )
+
+
+def train(size: str, dtype: torch.dtype, device: str, steps: int) -> tuple[PreTrainedModel, float]:
+    """A model that has learned to count, with one random token in five; returns its last loss."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Qwen2ForCausalLM(make_config(size)).to(dtype)
+    model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.0)
+    loss = torch.zeros(())
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-4 * min(1, (step + 1) / 20)
+        start = torch.randint(NUM_SYMBOLS, (16, 1), device=device)
+        ids = (start + torch.arange(256, device=device)) % NUM_SYMBOLS
+        noise = torch.rand(ids.shape, device=device) < 0.2
+        ids = torch.where(noise, torch.randint(NUM_SYMBOLS, ids.shape, device=device), ids)
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.gradient_checkpointing_disable()
+    return model.eval().requires_grad_(False), float(loss)
+
+
+async def rates(engine: PartedEngine, directly: Directly, repeats: int) -> dict[str, Any]:
+    """Tokens per second through the adapter and directly, alternating."""
+    count, num_tokens = 64, 128
+    seconds: dict[str, list[float]] = {"adapter": [], "direct": []}
+    for repeat in range(repeats + 1):
+        started_at = time.perf_counter()
+        todo = requests(f"a{repeat}", count, num_tokens, NUM_SYMBOLS)
+        await asyncio.gather(*[engine.generate(request) for request in todo])
+        seconds["adapter"].append(time.perf_counter() - started_at)
+        started_at = time.perf_counter()
+        await asyncio.gather(
+            *[
+                directly(f"d{request.request_id}", request.context_ids, num_tokens)
+                for request in todo
+            ]
+        )
+        seconds["direct"].append(time.perf_counter() - started_at)
+    found = {
+        name: count * num_tokens / statistics.median(took[1:]) for name, took in seconds.items()
+    }
+    return {
+        **{f"{name}_tokens_per_s": round(rate) for name, rate in found.items()},
+        "adapter_share": round(found["adapter"] / found["direct"], 3),
+    }
+
+
+async def updates(engine: PartedEngine, weights: dict[str, Tensor]) -> dict[str, Any]:
+    """Adopt disturbed versions and then the weights themselves, each while requests run."""
+    stalls, versions = [], set[int]()
+    generator = torch.Generator(next(iter(weights.values())).device).manual_seed(1)
+    for version in range(1, 6):
+        tensors = weights
+        if version < 5:
+            tensors = {
+                name: value
+                + 0.02
+                * value.float().std()
+                * torch.randn(
+                    value.shape, generator=generator, device=value.device, dtype=value.dtype
+                )
+                for name, value in weights.items()
+            }
+        todo = requests(f"u{version}", 8, 200, NUM_SYMBOLS)
+        running = [asyncio.ensure_future(engine.generate(request)) for request in todo]
+        before = engine.stats().tokens_total
+        while engine.stats().tokens_total < before + 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        stalls.append(await engine.adopt_weights(version, tensors))
+        results = await asyncio.gather(*running)
+        versions |= {version for result in results for version, _ in result.version_runs}
+    return {
+        "stall_ms_first": round(1e3 * stalls[0], 1),
+        "stall_ms_median": round(1e3 * statistics.median(stalls[1:]), 1),
+        "versions_seen": sorted(versions),
+    }
+
+
+async def fingerprint(engine: PartedEngine) -> dict[str, Any]:
+    """What an engine says about fixed texts, alone and in a batch of fixed shape."""
+    texts = [request.context_ids for request in requests("f", 8, 1, NUM_SYMBOLS)]
+    scores = [await engine.score(text) for text in texts]
+    greedy = [
+        await engine.generate(request)
+        for request in requests("g", 8, 64, NUM_SYMBOLS, temperature=0.0)
+    ]
+    return {"scores": scores, "greedy": [(r.token_ids, r.logprobs) for r in greedy]}
+
+
+def distances(
+    model: PreTrainedModel, todo: list[GenerationRequest], results: list[GenerationResult]
+) -> dict[str, float]:
+    """How far the engine's logprobs are from the trainer's."""
+    packed = pack(
+        Jagged.from_list([torch.tensor(request.context_ids) for request in todo]),
+        Jagged.from_list([torch.tensor(result.token_ids) for result in results]),
+        device=model.device,
+    )
+    with torch.no_grad():
+        expected, entropies = Policy(model, temperature=1.0)(packed)
+    got = torch.tensor([logprob for result in results for logprob in result.logprobs])
+    distance = (got - expected.float().cpu()).abs().sort().values
+    return {
+        "tokens": len(distance),
+        "mean_entropy": float(entropies.mean()),
+        "distance_mean": float(distance.mean()),
+        "distance_p999": float(distance[int(0.999 * len(distance))]),
+        "distance_max": float(distance[-1]),
+    }
+
+
+def compared(synced: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
+    """Whether two fingerprints agree."""
+    return {
+        f"{kind}_equal_bit_for_bit": sum(
+            a == b for a, b in zip(synced[kind], loaded[kind], strict=True)
+        )
+        for kind in ("scores", "greedy")
+    } | {"fingerprints": len(synced["scores"])}
+
+
+async def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Everything about one engine."""
+    is_cpu = not torch.cuda.is_available()
+    dtype, device = (torch.float32, "cpu") if is_cpu else (torch.bfloat16, "cuda")
+    report: dict[str, Any] = {
+        "engine": options.engine,
+        "size": options.size,
+        "device": "cpu" if is_cpu else torch.cuda.get_device_name(),
+        "dtype": str(dtype),
+        "torch": torch.__version__,
+        "engine_arguments": json.loads(options.arguments),
+    }
+    folder: Path = options.folder
+    if not (folder / "config.json").exists():
+        model, report["training_loss"] = train(options.size, dtype, device, options.steps)
+        model.save_pretrained(folder)
+        del model
+    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    report["weight_gb"] = round(sum(value.nbytes for value in weights.values()) / 1e9, 3)
+    config, max_running = make_config(options.size), 64
+    arguments = json.loads(options.arguments)
+    started_at = time.perf_counter()
+    opening = opened(
+        options.engine, config, dtype=dtype, max_running=max_running, arguments=arguments
+    )
+    async with opening as (engine, directly):
+        report["start_s"] = round(time.perf_counter() - started_at, 1)
+        report |= await updates(engine, weights)
+        synced = await fingerprint(engine)
+        report["itself"] = compared(synced, await fingerprint(engine))
+        todo = requests("s", 64, 128, NUM_SYMBOLS)
+        results = await asyncio.gather(*[engine.generate(request) for request in todo])
+        report |= distances(model, todo, results)
+        report |= await rates(engine, directly, options.repeats)
+    arguments |= {"load_format": "auto"}
+    arguments["model" if options.engine == "vllm" else "model_path"] = str(folder)
+    opening = opened(
+        options.engine, config, dtype=dtype, max_running=max_running, arguments=arguments
+    )
+    async with opening as (engine, _):
+        report["loaded"] = compared(synced, await fingerprint(engine))
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("engine", choices=["vllm", "sglang"])
+    parser.add_argument("--size", choices=sorted(SHAPES), default="tiny")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--arguments", default="{}", help="engine arguments, as JSON")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    report = asyncio.run(measure(options))
+    print(json.dumps(report, indent=2))
+    if options.out is not None:
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

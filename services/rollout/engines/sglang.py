@@ -1,0 +1,272 @@
+"""SGLang's engine as a backend."""
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from sglang import Engine
+from sglang.srt.managers import io_struct
+from sglang.srt.utils import MultiprocessingSerializer
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from services.rollout.engines.base import EngineCapabilities
+from services.rollout.engines.parted import EngineDiedError
+from services.rollout.engines.request_parts import Chunk, Part
+from services.rollout.engines.shared_tensors import shared
+
+_LOADER = "services.rollout.engines.sglang_worker.load"
+_DIED = "the SGLang engine died; its own log lines above say why"
+
+
+class SglangBackend:
+    """One SGLang engine, in child processes of this one."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        dtype: torch.dtype,
+        max_running: int,
+        device: torch.device,
+        engine_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Describe the engine; :meth:`serve` starts it.
+
+        Args:
+            config: Shape of the model; its weights arrive over the weight plane.
+            dtype: Of the weights.
+            max_running: Most requests decoded at once.
+            device: Where it decodes.
+            engine_arguments: Further ``ServerArgs``, by SGLang's names.
+        """
+        self._arguments: dict[str, Any] = {
+            "dtype": str(dtype).removeprefix("torch."),
+            "device": device.type,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "skip_server_warmup": True,
+            "grammar_backend": "none",
+            "max_running_requests": max_running,
+            "custom_weight_loader": [_LOADER],
+            "log_level": "error",
+            **(engine_arguments or {}),
+        }
+        # Outside its deterministic mode, SGLang has one random stream for all requests.
+        self.capabilities = EngineCapabilities(
+            name="sglang",
+            kv_policies=frozenset({"recompute"}),
+            stop_texts=True,
+            truncation=True,
+            seeds=bool(self._arguments.get("enable_deterministic_inference")),
+        )
+        # What ends a response is said in each request, so the model's own end tokens must not.
+        self._config = config.__class__.from_dict({**config.to_dict(), "eos_token_id": None})
+        self._engine: Engine | None = None
+        self._died = asyncio.Event()
+        self.streams: set[_Stream] = set()
+        """Parts under way."""
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        (info, *_) = self.engine._scheduler_init_result.scheduler_infos  # noqa: SLF001 -- as its get_server_info does
+        return int(info["max_total_num_tokens"])
+
+    @property
+    def engine(self) -> Engine:
+        """The engine itself, once it has started."""
+        assert self._engine is not None, "requests wait for the start"
+        return self._engine
+
+    async def serve(self, started: Callable[[], None]) -> None:
+        """Start SGLang and serve until cancelled."""
+        # A child that fails sends this signal, which would end this process without a word.
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGQUIT, self._note_death)
+        with tempfile.TemporaryDirectory() as folder:
+            self._config.save_pretrained(folder)
+            arguments = {"model_path": folder} | self._arguments
+            engine = await asyncio.to_thread(Engine, **arguments)
+        pids = engine.get_all_child_pids()
+        try:
+            engine.tokenizer_manager.auto_create_handle_loop()
+            loop.add_signal_handler(signal.SIGQUIT, self._note_death)
+            with self._watched(engine, pids):
+                self._engine = engine
+                started()
+                await self._died.wait()
+            raise EngineDiedError(_DIED)
+        finally:
+            # Its own shutdown would end every child of this process, of whatever kind.
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    async def submit(self, part: Part) -> "_Stream":
+        """Hand over a part."""
+        request = part.request
+        sampling = {
+            "max_new_tokens": part.max_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k or -1,
+            "min_p": request.min_p,
+            "stop_token_ids": sorted(request.stop_token_ids),
+        }
+        if self.capabilities.seeds:
+            # Its random numbers are a function of seed and position: a later part goes on by itself.
+            sampling["sampling_seed"] = request.seed % 2**63
+        # SGLang aborts by the beginning of a name: no name may begin another.
+        name = f"{part.part_id};"
+        outputs = self._request(
+            name,
+            part.context_ids,
+            sampling,
+            stream=True,
+            extra_key=part.cache_salt,
+            logprob_start_len=-1,
+        )
+        stream = _Stream(self, name, outputs)
+        # Its first turn sends the request on, so that an abort that comes later finds it.
+        await asyncio.sleep(0)
+        return stream
+
+    async def cut(self, part_ids: Collection[str]) -> None:
+        """End parts after the step under way."""
+        for part_id in part_ids:
+            self.abort(f"{part_id};")
+
+    def abort(self, name: str) -> None:
+        """End one request."""
+        self.engine.tokenizer_manager.abort_request(rid=name)
+
+    async def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy weights into the schedulers' models."""
+        manager = self.engine.tokenizer_manager
+        has_session = hasattr(io_struct, "BeginWeightUpdateReqInput")
+        with shared(tensors) as description:
+            payload = MultiprocessingSerializer.serialize([(description, torch.zeros(1))])
+            update = io_struct.UpdateWeightsFromTensorReqInput(
+                serialized_named_tensors=[payload] * self.engine.server_args.tp_size,
+                load_format=_LOADER,
+                # Nothing is shared between versions (see Part.cache_salt), and a flush kills a scheduler
+                # that is not idle.
+                flush_cache=False,
+            )
+            if has_session:
+                await manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None)
+            is_loaded, message = await manager.update_weights_from_tensor(update, None)
+            if has_session:
+                await manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None)
+        if not is_loaded:
+            raise EngineDiedError(f"SGLang refused the weights: {message}")
+
+    async def score(self, name: str, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Ask for the logprobs of a prompt; SGLang then reads no cached prefix."""
+        outputs = self._request(
+            name,
+            token_ids,
+            {"max_new_tokens": 1, "temperature": 1.0},
+            stream=False,
+            extra_key=name,
+            logprob_start_len=0,
+        )
+        output = await anext(outputs)
+        return tuple(float(entry[0]) for entry in output["meta_info"]["input_token_logprobs"][1:])
+
+    def _request(
+        self, name: str, token_ids: Sequence[int], sampling: dict[str, Any], **arguments: Any
+    ) -> AsyncIterator[dict[str, Any]]:
+        request = io_struct.GenerateReqInput(
+            rid=name,
+            input_ids=list(token_ids),
+            sampling_params=sampling,
+            return_logprob=True,
+            **arguments,
+        )
+        outputs: AsyncIterator[dict[str, Any]] = self.engine.tokenizer_manager.generate_request(
+            request, None
+        )
+        return outputs
+
+    @contextmanager
+    def _watched(self, engine: Engine, pids: Sequence[int]) -> Iterator[None]:
+        """Note the death of a child; by itself SGLang would end this process for it."""
+        watchdog = engine.tokenizer_manager._subprocess_watchdog  # noqa: SLF001 -- as its shutdown does
+        if watchdog is not None:
+            watchdog.stop()
+        loop = asyncio.get_running_loop()
+        watched = [os.pidfd_open(pid) for pid in pids]
+        for descriptor in watched:
+            loop.add_reader(descriptor, self._note_death)
+        try:
+            yield
+        finally:
+            for descriptor in watched:
+                loop.remove_reader(descriptor)
+                os.close(descriptor)
+
+    def _note_death(self) -> None:
+        self._died.set()
+        for stream in self.streams:
+            stream.fail()
+
+
+class _Stream:
+    """The tokens of one part."""
+
+    def __init__(self, backend: SglangBackend, name: str, outputs: Any) -> None:
+        self._backend = backend
+        self._name = name
+        self._outputs = outputs
+        self._next = asyncio.ensure_future(anext(outputs))
+        self._num_seen = 0
+        self._is_over = False
+        self._is_dead = False
+        backend.streams.add(self)
+
+    async def next(self) -> Chunk:
+        """Return the tokens since the last call."""
+        try:
+            info = (await self._next)["meta_info"]
+        except asyncio.CancelledError:
+            if self._is_dead:
+                raise EngineDiedError(_DIED) from None
+            raise
+        # Outputs are cumulative.
+        entries = info["output_token_logprobs"][self._num_seen :]
+        is_first = self._num_seen == 0
+        self._num_seen += len(entries)
+        finish = info["finish_reason"]
+        if finish is None:
+            self._next = asyncio.ensure_future(anext(self._outputs))
+        else:
+            self._is_over = True
+        return Chunk(
+            token_ids=[entry[1] for entry in entries],
+            logprobs=[float(entry[0]) for entry in entries],
+            cached_tokens=info["cached_tokens"] if is_first else 0,
+            finish_reason=None if finish is None else finish["type"],
+        )
+
+    def fail(self) -> None:
+        """End the wait for an answer that will not come."""
+        self._is_dead = True
+        self._next.cancel()
+
+    async def close(self) -> None:
+        """End the part if it still runs."""
+        if self not in self._backend.streams:
+            return
+        self._backend.streams.discard(self)
+        if not self._is_over:
+            self._backend.abort(self._name)
+            self._next.cancel()
+            await asyncio.wait([self._next])
+        await self._outputs.aclose()

