@@ -12,8 +12,9 @@ from services.transferqueue.transport import codec
 _SEEDS = (
     codec.Reserve("put_0", "run/train", (64, 128, 1 << 20), 30.0),
     codec.Write(1 << 40, 1 << 20),
-    codec.Commit("put_0", bytes(range(256))),
-    codec.Store("put_0", "run/train", (64, 64), 1.0, b"meta" * 20),
+    codec.Describe("put_0", bytes(range(256))),
+    codec.Commit("put_0", (1 << 63, 7)),
+    codec.Store("put_0", "run/train", (64, 64), 1.0, b"meta" * 20, (1, 2)),
     codec.Read((1, 0, 64) * 20, in_arena=True),
     codec.Granted((1, 2, 3), (0, 64, 128)),
     codec.Located(5, (0, 64)),

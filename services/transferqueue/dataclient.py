@@ -32,6 +32,7 @@ from services.transferqueue.tensors.packing import (
 )
 from services.transferqueue.tensors.readplan import Extent, ReadPlan, plan_read
 from services.transferqueue.transport import codec
+from services.transferqueue.transport.connection import ShardConnection
 from services.transferqueue.transport.links import Links
 from services.transferqueue.transport.socket_transport import TIMEOUT_S
 
@@ -176,29 +177,41 @@ class DataClient:
         link = self._links.to(shard_id)
         put_id = new_id("put")
         sizes = tuple(column.size_bytes for column in columns)
-        timeout_s = self._put_timeout_s + TIMEOUT_S
+        meta = replace(meta, blobs=_blobs(shard_id, range(len(sizes)), sizes, (0,) * len(sizes)))
         if link.transport.takes_small_puts and sum(sizes) <= codec.STORE_BYTES:
-            parts = [column.to_bytes() for column in columns]
-            meta = replace(meta, blobs=_blobs(shard_id, range(len(sizes)), sizes, _hash(parts)))
-            store = codec.Store(
-                put_id, meta.partition_id, sizes, self._put_timeout_s, meta.to_bytes()
-            )
-            answer = await link.connection.ask(store, [b"".join(parts)], timeout_s=timeout_s)
-            stored = _expect(codec.Stored, answer)
-            blobs = _blobs(shard_id, stored.blob_ids, sizes, _hash(parts))
-            return replace(meta, blobs=blobs, revision=stored.revision)
+            return await self._store(link.connection, put_id, meta, columns)
         reserve = codec.Reserve(put_id, meta.partition_id, sizes, self._put_timeout_s)
         try:
-            answer = await link.connection.ask(reserve, timeout_s=timeout_s)
-            grant = _expect(codec.Granted, answer)
+            timeout_s = self._put_timeout_s + TIMEOUT_S
+            grant = _expect(codec.Granted, await link.connection.ask(reserve, timeout_s=timeout_s))
+            link.connection.tell(codec.Describe(put_id, meta.to_bytes()))
             checksums = await link.transport.write(grant, columns)
-            meta = replace(meta, blobs=_blobs(shard_id, grant.blob_ids, sizes, checksums))
-            commit = codec.Commit(put_id, meta.to_bytes())
+            commit = codec.Commit(put_id, tuple(checksums))
             answer = await link.connection.ask(commit, timeout_s=_COMMIT_TIMEOUT_S)
         except BaseException:
             link.connection.abort(put_id)
             raise
-        return replace(meta, revision=_expect(codec.Committed, answer).revision)
+        blobs = _blobs(shard_id, grant.blob_ids, sizes, checksums)
+        return replace(meta, blobs=blobs, revision=_expect(codec.Committed, answer).revision)
+
+    async def _store(
+        self,
+        connection: ShardConnection,
+        put_id: str,
+        meta: KVBatchMeta,
+        columns: Sequence[PackedColumn],
+    ) -> KVBatchMeta:
+        parts = [column.to_bytes() for column in columns]
+        sizes = tuple(map(len, parts))
+        checksums = tuple(map(codec.checksum, parts))
+        store = codec.Store(
+            put_id, meta.partition_id, sizes, self._put_timeout_s, meta.to_bytes(), checksums
+        )
+        timeout_s = self._put_timeout_s + TIMEOUT_S
+        answer = await connection.ask(store, [b"".join(parts)], timeout_s=timeout_s)
+        stored = _expect(codec.Stored, answer)
+        blobs = _blobs(connection.shard.shard_id, stored.blob_ids, sizes, checksums)
+        return replace(meta, blobs=blobs, revision=stored.revision)
 
     async def _fetch(self, meta: KVBatchMeta, fields: Sequence[str]) -> tuple[ReadPlan, Tensor]:
         plan = plan_read(meta, fields)
@@ -242,10 +255,6 @@ def _describe(
         fields=tuple(column.to_field(number) for number, column in enumerate(columns)),
         tags={name: _tag_values([values[i] for i in indexes]) for name, values in tags.items()},
     )
-
-
-def _hash(parts: Sequence[memoryview]) -> list[int]:
-    return [codec.checksum(part) for part in parts]
 
 
 def _blobs(

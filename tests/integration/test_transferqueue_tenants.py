@@ -110,7 +110,8 @@ async def test_another_run_cannot_write(tmp_path: Path) -> None:
         link.connection.tell(codec.Write(blob.blob_id, 0), [b"\0" * blob.size_bytes])
         forged = replace(meta, partition_id="run_b/train")
         with pytest.raises(ServiceError):
-            await link.connection.ask(codec.Commit("put_x", forged.to_bytes()), timeout_s=5)
+            link.connection.tell(codec.Describe("put_x", forged.to_bytes()))
+            await link.connection.ask(codec.Commit("put_x", (blob.checksum,)), timeout_s=5)
         fetched = await ours.data.get(meta, ["tokens"])
         assert fetched["tokens"].values[:8].tolist() == [1] * 8
 

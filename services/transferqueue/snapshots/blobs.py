@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
 
 import zmq
 
@@ -71,16 +70,13 @@ class BlobClient:
         grant, _ = await connection.ask(reserve, timeout_s=_TIMEOUT_S)
         if not isinstance(grant, codec.Granted):
             raise InternalError(f"expected Granted, the shard sent {type(grant).__name__}")
+        connection.tell(codec.Describe(put_id, meta.to_bytes()))
         for blob_id, data in zip(grant.blob_ids, payload, strict=True):
             view = memoryview(data)
             for begin in range(0, len(data), codec.FRAME_BYTES):
                 frame = view[begin : begin + codec.FRAME_BYTES]
                 connection.tell(codec.Write(blob_id, begin), [frame])
-        blobs = tuple(
-            replace(blob, shard_id=shard_id, blob_id=blob_id)
-            for blob, blob_id in zip(meta.blobs, grant.blob_ids, strict=True)
-        )
-        commit = codec.Commit(put_id, replace(meta, blobs=blobs).to_bytes())
+        commit = codec.Commit(put_id, tuple(blob.checksum for blob in meta.blobs))
         await connection.ask(commit, timeout_s=_TIMEOUT_S)
 
     def _connection(self, shard_id: str) -> ShardConnection:

@@ -164,6 +164,8 @@ class DataPlane:
             case codec.Write():
                 self._storage.write(message.blob_id, message.offset, payload[0])
                 metrics.BYTES.labels("in").inc(len(payload[0]))
+            case codec.Describe():
+                self._puts.describe(message)
             case codec.Unpin():
                 self._storage.unpin(message.pin_id)
             case codec.Reserve() | codec.Commit() | codec.Abort() | codec.Store() | codec.Read():

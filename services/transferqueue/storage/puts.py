@@ -1,6 +1,7 @@
 """The way of a put through a shard: room, bytes, commit.
 
     Reserve  quota of the run, then room on the shard; waits for both
+    Describe keys, fields and tags of the samples
     Write    frames fill the blobs (or the client fills them in the arena)
     Commit   checksums are compared, then the index makes the samples visible
 
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from services.common.batch import KVBatchMeta
+from services.common.columns import BlobRef
 from services.common.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -46,12 +48,13 @@ class Metadata(Protocol):
         """Make a put visible; repeating it changes nothing."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _OpenPut:
     partition_id: str
     size_bytes: int
     grant: Grant
     timer: asyncio.TimerHandle
+    meta: KVBatchMeta | None = None
 
 
 class Puts:
@@ -83,7 +86,7 @@ class Puts:
         match request:
             case codec.Reserve() | codec.Store():
                 demand_run(run_id, run_of(request.partition_id))
-            case codec.Commit() | codec.Abort():
+            case codec.Describe() | codec.Commit() | codec.Abort():
                 if (put := self._open.get(request.put_id)) is not None:
                     demand_run(run_id, run_of(put.partition_id))
             case codec.Write():
@@ -119,13 +122,31 @@ class Puts:
         metrics.STORED_BYTES.set(self._storage.used_bytes)
         return codec.Granted(grant.blob_ids, grant.positions)
 
+    def describe(self, request: codec.Describe) -> None:
+        """Take the description of a put that has its room.
+
+        Raises:
+            InvalidArgumentError: If it is malformed or about another partition.
+        """
+        put = self._open.get(request.put_id)
+        if put is None:
+            # It was aborted or took too long; its commit says so.
+            return
+        meta = _parse(request.meta)
+        if meta.partition_id != put.partition_id or len(meta.blobs) != len(put.grant.blob_ids):
+            raise InvalidArgumentError(
+                f"put {request.put_id} reserved {len(put.grant.blob_ids)} blobs in "
+                f"{put.partition_id}, not {len(meta.blobs)} in {meta.partition_id}"
+            )
+        put.meta = meta
+
     async def commit(self, request: codec.Commit) -> codec.Committed:
         """End a put.
 
         Raises:
             ServiceError: If bytes are damaged or the put breaks a rule; nothing of it stays.
         """
-        return codec.Committed(await self._finish(request.put_id, _parse(request.meta)))
+        return codec.Committed(await self._finish(request.put_id, request.checksums))
 
     async def store(self, request: codec.Store, data: memoryview) -> codec.Stored:
         """A small put in one message.
@@ -137,21 +158,19 @@ class Puts:
             raise InvalidArgumentError(
                 f"{len(data)} bytes for blobs of {sum(request.sizes)}, at most {codec.STORE_BYTES}"
             )
-        meta = _parse(request.meta)
-        if len(meta.blobs) != len(request.sizes):
-            raise InvalidArgumentError(f"{len(request.sizes)} sizes for {len(meta.blobs)} blobs")
         granted = await self.reserve(
             codec.Reserve(request.put_id, request.partition_id, request.sizes, request.wait_s)
         )
+        try:
+            self.describe(codec.Describe(request.put_id, request.meta))
+        except InvalidArgumentError:
+            self._drop(request.put_id)
+            raise
         begin = 0
         for blob_id, size in zip(granted.blob_ids, request.sizes, strict=True):
             self._storage.write(blob_id, 0, data[begin : begin + size])
             begin += size
-        blobs = [
-            replace(blob, blob_id=blob_id)
-            for blob, blob_id in zip(meta.blobs, granted.blob_ids, strict=True)
-        ]
-        revision = await self._finish(request.put_id, replace(meta, blobs=tuple(blobs)))
+        revision = await self._finish(request.put_id, request.checksums)
         return codec.Stored(granted.blob_ids, revision)
 
     async def abort(self, request: codec.Abort) -> codec.Committed:
@@ -169,7 +188,7 @@ class Puts:
         metrics.STORED_BYTES.set(self._storage.used_bytes)
         self._waiters.wake(_ROOM)
 
-    async def _finish(self, put_id: str, meta: KVBatchMeta) -> int:
+    async def _finish(self, put_id: str, checksums: Sequence[int]) -> int:
         put = self._open.pop(put_id, None)
         if put is None:
             raise FailedPreconditionError(
@@ -179,7 +198,7 @@ class Puts:
             )
         put.timer.cancel()
         try:
-            self._check_owner(meta, put)
+            meta = self._complete(put, checksums)
             await self._storage.seal(meta.blobs)
             return await self._metadata.commit(meta, put_id=put_id)
         except (DeadlineExceededError, UnavailableError):
@@ -190,13 +209,24 @@ class Puts:
             self._undo(put)
             raise
 
-    def _check_owner(self, meta: KVBatchMeta, put: _OpenPut) -> None:
-        blob_ids = tuple(blob.blob_id for blob in meta.blobs)
-        is_ours = all(blob.shard_id == self._shard_id for blob in meta.blobs)
-        if meta.partition_id != put.partition_id or blob_ids != put.grant.blob_ids or not is_ours:
+    def _complete(self, put: _OpenPut, checksums: Sequence[int]) -> KVBatchMeta:
+        if put.meta is None or len(checksums) != len(put.meta.blobs):
             raise InvalidArgumentError(
-                f"the put reserved other blobs, in partition {put.partition_id} of {self._shard_id}"
+                f"a put is described before its commit, which has one checksum for each of its "
+                f"{len(put.grant.blob_ids)} blobs, not {len(checksums)}"
             )
+        blobs = [
+            BlobRef(
+                shard_id=self._shard_id,
+                blob_id=blob_id,
+                size_bytes=blob.size_bytes,
+                checksum=checksum,
+            )
+            for blob, blob_id, checksum in zip(
+                put.meta.blobs, put.grant.blob_ids, checksums, strict=True
+            )
+        ]
+        return replace(put.meta, blobs=tuple(blobs))
 
     def _drop(self, put_id: str) -> None:
         put = self._open.pop(put_id, None)

@@ -3,13 +3,14 @@
 A message is a header frame, then payload frames. The header is one byte of protocol version and a
 msgpack array ``[op, request_id, *fields]``. Nothing else is ever decoded, and nothing is pickled::
 
-    Reserve -> Granted       room for some blobs; waits while there is none
-    Write   -> nothing       one payload frame of a reserved blob, at most FRAME_BYTES
-    Commit  -> Committed     the blobs are whole; the samples become visible
-    Abort   -> Committed     gives reserved room back
-    Store   -> Stored        a small put in one message: room, one payload frame, commit
-    Read    -> Data, Located bytes of blobs as payload frames, or where they lie in the arena
-    Unpin   -> nothing       the reader has copied what Located told it
+    Reserve  -> Granted       room for some blobs; waits while there is none
+    Describe -> nothing       what the put holds; it is read while the bytes are on their way
+    Write    -> nothing       one payload frame of a reserved blob, at most FRAME_BYTES
+    Commit   -> Committed     the blobs are whole; the samples become visible
+    Abort    -> Committed     gives reserved room back
+    Store    -> Stored        a small put in one message: room, one payload frame, commit
+    Read     -> Data, Located bytes of blobs as payload frames, or where they lie in the arena
+    Unpin    -> nothing       the reader has copied what Located told it
 """
 
 from collections.abc import Iterable
@@ -19,11 +20,11 @@ from typing import Final, get_args
 import msgpack
 import xxhash
 
-VERSION: Final = 1
+VERSION: Final = 2
 FRAME_BYTES: Final = 1 << 20
 """Payload frames are about this large: smaller ones cost calls, larger ones fresh pages."""
 MAX_HEADER_BYTES: Final = 16 << 20
-"""A commit of 100,000 samples takes about 10 MiB."""
+"""The description of 100,000 samples takes about 10 MiB."""
 MAX_READ_BYTES: Final = 8 << 20
 """Most payload of one Data message."""
 STORE_BYTES: Final = 256 << 10
@@ -67,11 +68,19 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
-    """Ends a put. ``meta`` is a serialized ``KVBatchMeta`` that points at the reserved blobs."""
+class Describe:
+    """Says what a put holds. ``meta`` is a serialized ``KVBatchMeta`` that numbers its blobs from 0."""
 
     put_id: str
     meta: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Ends a put: its blobs are whole and have these checksums."""
+
+    put_id: str
+    checksums: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +92,14 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A put of at most STORE_BYTES, all blobs end to end in one payload frame.
-
-    ``meta`` numbers its blobs from 0; the shard gives them their ids.
-    """
+    """A put of at most STORE_BYTES, all blobs end to end in one payload frame."""
 
     put_id: str
     partition_id: str
     sizes: tuple[int, ...]
     wait_s: float
     meta: bytes
+    checksums: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +172,7 @@ class Failed:
     details: tuple[str, ...]
 
 
-Request = Reserve | Write | Commit | Abort | Store | Read | Unpin
+Request = Reserve | Describe | Write | Commit | Abort | Store | Read | Unpin
 Response = Granted | Committed | Stored | Located | Data | Failed
 Message = Request | Response
 
@@ -263,6 +270,10 @@ def _is_counts(value: object) -> bool:
     return isinstance(value, tuple) and all(map(_is_count, value))
 
 
+def _is_hashes(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) <= MAX_BLOBS and all(map(_is_hash, value))
+
+
 def _is_sizes(value: object) -> bool:
     return _is_counts(value) and isinstance(value, tuple) and 0 < len(value) <= MAX_BLOBS
 
@@ -280,11 +291,12 @@ _FIELDS: Final = {
         ("put_id", _is_text), ("partition_id", _is_text), ("sizes", _is_sizes), ("wait_s", _is_wait),
     ),
     Write: (("blob_id", _is_count), ("offset", _is_count)),
-    Commit: (("put_id", _is_text), ("meta", _is_bytes)),
+    Describe: (("put_id", _is_text), ("meta", _is_bytes)),
+    Commit: (("put_id", _is_text), ("checksums", _is_hashes)),
     Abort: (("put_id", _is_text),),
     Store: (
         ("put_id", _is_text), ("partition_id", _is_text), ("sizes", _is_sizes), ("wait_s", _is_wait),
-        ("meta", _is_bytes),
+        ("meta", _is_bytes), ("checksums", _is_hashes),
     ),
     Read: (("ranges", _is_ranges), ("in_arena", _is_flag), ("with_checksum", _is_flag)),
     Unpin: (("pin_id", _is_count),),

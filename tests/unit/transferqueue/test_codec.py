@@ -13,14 +13,16 @@ RANGES = st.lists(st.tuples(COUNTS, COUNTS, COUNTS), max_size=4).map(
     lambda rows: tuple(number for row in rows for number in row)
 )
 SIZES = st.lists(COUNTS, min_size=1, max_size=4).map(tuple)
+HASHES = st.lists(st.integers(0, (1 << 64) - 1), max_size=4).map(tuple)
 IDS = st.lists(COUNTS, max_size=4).map(tuple)
 WAIT = st.floats(0, 86_400)
 MESSAGES = st.one_of(
     st.builds(codec.Reserve, TEXT, TEXT, SIZES, WAIT),
     st.builds(codec.Write, COUNTS, COUNTS),
-    st.builds(codec.Commit, TEXT, st.binary(max_size=20)),
+    st.builds(codec.Describe, TEXT, st.binary(max_size=20)),
+    st.builds(codec.Commit, TEXT, HASHES),
     st.builds(codec.Abort, TEXT),
-    st.builds(codec.Store, TEXT, TEXT, SIZES, WAIT, st.binary(max_size=20)),
+    st.builds(codec.Store, TEXT, TEXT, SIZES, WAIT, st.binary(max_size=20), HASHES),
     st.builds(codec.Read, RANGES, st.booleans()),
     st.builds(codec.Unpin, COUNTS),
     st.builds(codec.Granted, IDS, IDS),
@@ -99,5 +101,5 @@ def test_another_protocol_version_is_refused() -> None:
 def test_bytes_of_a_header_do_not_change_between_releases() -> None:
     header = codec.encode(codec.Reserve("put_1", "run_1/train", (64, 8), 0.5), 7)
     assert header.hex() == (
-        "01960107a5" + b"put_1".hex() + "ab" + b"run_1/train".hex() + "924008cb3fe0000000000000"
+        "02960107a5" + b"put_1".hex() + "ab" + b"run_1/train".hex() + "924008cb3fe0000000000000"
     )

@@ -22,6 +22,7 @@ from services.transferqueue.storage.puts import Puts
 from services.transferqueue.transport import codec
 
 DATA = b"12345678"
+CHECKSUMS = (codec.checksum(DATA),)
 
 
 class FakeIndex:
@@ -54,11 +55,17 @@ class Shard:
     async def reserve(self, put_id: str = "put", size: int = len(DATA)) -> codec.Granted:
         return await self.puts.reserve(codec.Reserve(put_id, "run/train", (size,), 0.0))
 
+    async def commit(
+        self, meta: bytes | None = None, checksums: tuple[int, ...] = CHECKSUMS
+    ) -> codec.Committed:
+        self.puts.describe(codec.Describe("put", meta or meta_of()))
+        return await self.puts.commit(codec.Commit("put", checksums))
+
     def is_clean(self) -> bool:
         return self.index.charged == 0 and self.storage.used_bytes == 0
 
 
-def meta_of(blob_id: int, *, checksum: int = codec.checksum(DATA), shard_id: str = "s") -> bytes:
+def meta_of(*, partition_id: str = "run/train", num_blobs: int = 1) -> bytes:
     column = FieldColumn(
         name="x",
         dtype="uint8",
@@ -68,8 +75,9 @@ def meta_of(blob_id: int, *, checksum: int = codec.checksum(DATA), shard_id: str
         blob_indexes=(0,),
         offsets=(0,),
     )
-    blob = BlobRef(shard_id=shard_id, blob_id=blob_id, size_bytes=len(DATA), checksum=checksum)
-    meta = KVBatchMeta(partition_id="run/train", keys=("k",), fields=(column,), blobs=(blob,))
+    blob = BlobRef(shard_id="s", blob_id=0, size_bytes=len(DATA), checksum=0)
+    blobs = (blob,) * num_blobs
+    meta = KVBatchMeta(partition_id=partition_id, keys=("k",), fields=(column,), blobs=blobs)
     return meta.to_bytes()
 
 
@@ -79,14 +87,14 @@ async def test_a_put_is_visible_after_its_commit() -> None:
     (blob_id,) = granted.blob_ids
     shard.storage.write(blob_id, 0, memoryview(DATA))
     assert shard.index.committed == []
-    answer = await shard.puts.commit(codec.Commit("put", meta_of(blob_id)))
+    answer = await shard.commit()
     assert answer.revision == 1
     assert shard.index.charged == len(DATA)
 
 
 async def test_a_small_put_goes_in_one_message() -> None:
     shard = Shard()
-    store = codec.Store("put", "run/train", (8,), 0.0, meta_of(0))
+    store = codec.Store("put", "run/train", (8,), 0.0, meta_of(), CHECKSUMS)
     stored = await shard.puts.store(store, memoryview(DATA))
     (view,) = await shard.storage.views([(stored.blob_ids[0], 0, 8)])
     assert bytes(view) == DATA
@@ -94,21 +102,24 @@ async def test_a_small_put_goes_in_one_message() -> None:
 
 
 @pytest.mark.parametrize(
-    ("meta", "error"),
+    ("meta", "checksums", "error"),
     [
-        (b"\xff", InvalidArgumentError),
-        (meta_of(99), InvalidArgumentError),
-        (meta_of(5, shard_id="other"), InvalidArgumentError),
-        (meta_of(5, checksum=1), DataLossError),
+        (b"\xff", CHECKSUMS, InvalidArgumentError),
+        (meta_of(num_blobs=2), CHECKSUMS, InvalidArgumentError),
+        (meta_of(partition_id="other/train"), CHECKSUMS, InvalidArgumentError),
+        (meta_of(), (), InvalidArgumentError),
+        (meta_of(), (1,), DataLossError),
     ],
-    ids=["junk", "other blob", "other shard", "other bytes"],
+    ids=["junk", "other blobs", "other partition", "no checksum", "other bytes"],
 )
-async def test_a_put_that_is_refused_leaves_nothing(meta: bytes, error: type[ServiceError]) -> None:
+async def test_a_put_that_is_refused_leaves_nothing(
+    meta: bytes, checksums: tuple[int, ...], error: type[ServiceError]
+) -> None:
     shard = Shard()
     await shard.reserve()
     shard.storage.write(5, 0, memoryview(DATA))
     with pytest.raises(error):
-        await shard.puts.commit(codec.Commit("put", meta))
+        await shard.commit(meta, checksums)
     await shard.puts.abort(codec.Abort("put"))
     assert shard.is_clean()
     with pytest.raises(NotFoundError):
@@ -121,7 +132,7 @@ async def test_a_put_that_the_index_refuses_leaves_nothing() -> None:
     (blob_id,) = (await shard.reserve()).blob_ids
     shard.storage.write(blob_id, 0, memoryview(DATA))
     with pytest.raises(InvalidArgumentError):
-        await shard.puts.commit(codec.Commit("put", meta_of(blob_id)))
+        await shard.commit()
     assert shard.is_clean()
 
 
@@ -131,19 +142,19 @@ async def test_bytes_stay_when_the_index_may_have_made_them_visible() -> None:
     (blob_id,) = (await shard.reserve()).blob_ids
     shard.storage.write(blob_id, 0, memoryview(DATA))
     with pytest.raises(UnavailableError):
-        await shard.puts.commit(codec.Commit("put", meta_of(blob_id)))
+        await shard.commit()
     (view,) = await shard.storage.views([(blob_id, 0, 8)])
     assert bytes(view) == DATA
 
 
 async def test_a_put_that_was_given_up_cannot_be_committed() -> None:
     shard = Shard()
-    (blob_id,) = (await shard.reserve()).blob_ids
+    await shard.reserve()
     await shard.puts.abort(codec.Abort("put"))
     await shard.puts.abort(codec.Abort("put"))
     assert shard.is_clean()
     with pytest.raises(FailedPreconditionError, match="no room"):
-        await shard.puts.commit(codec.Commit("put", meta_of(blob_id)))
+        await shard.commit()
 
 
 async def test_a_full_shard_gives_the_charge_back() -> None:
