@@ -28,12 +28,13 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(SHAPES), default="qwen2.5-3b")
     parser.add_argument("--sources", type=int, default=1)
     parser.add_argument("--receivers", type=int, default=1)
-    parser.add_argument("--bucket-mib", type=int, default=256)
+    parser.add_argument("--bucket-mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.model, arguments.device, arguments.rounds = "smoke", "cpu", 3
+        arguments.bucket_mib = 1
     use_gpu = arguments.device == "auto" and torch.cuda.is_available()
     arguments.dtype = "bfloat16" if use_gpu else "float32"
     members = arguments.sources + arguments.receivers
@@ -82,8 +83,12 @@ def _report(
                 f"  {row:16} "
                 + ", ".join(f"{name} {value:.2f}" for name, value in rows[row].items())
             )
+    if arguments.smoke:
+        return
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    known[setting] = {"bucket_mib": arguments.bucket_mib, "rounds": arguments.rounds, "rows": rows}
+    known.setdefault(setting, {}).update(
+        bucket_mib=arguments.bucket_mib, rounds=arguments.rounds, rows=rows
+    )
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
 

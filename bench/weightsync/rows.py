@@ -24,6 +24,7 @@ from bench.weightsync.sides import (
 from services.common.weightsync.group import form_group
 from services.common.weightsync.member import WeightMember
 from services.common.weightsync.plan import fsdp_shards, make_plan, version_digest
+from services.common.weightsync.transfer import TransferOrder
 
 
 def measure(number: int, arguments: Any, use_gpu: bool, port: int, queue: Any) -> None:
@@ -34,6 +35,10 @@ def measure(number: int, arguments: Any, use_gpu: bool, port: int, queue: Any) -
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     bench = _Bench(number, arguments, device, store)
     queue.put((number, bench.run()))
+
+
+def _order(version: int) -> TransferOrder:
+    return TransferOrder(epoch=1, version=version, timeout_s=60)
 
 
 class _Bench:
@@ -163,7 +168,7 @@ class _Bench:
         prepared = time.perf_counter()
         self._barrier()
         start = time.perf_counter()
-        report = await member.transfer(1, version, 60)
+        report = await member.transfer(_order(version))
         transferred = time.perf_counter()
         measured = {
             "prepare_ms": (prepared - begin) * 1000,
@@ -204,7 +209,7 @@ class _Bench:
                 alone.append(decoding.step_ms(quiet, time.perf_counter()))
                 self._barrier()
                 begin = time.perf_counter()
-                report = await member.transfer(1, version + offset, 60)
+                report = await member.transfer(_order(version + offset))
                 end = time.perf_counter()
                 beside.append(decoding.step_ms(begin, end))
                 transfers.append((end - begin) * 1000)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.weightsync.shapes import fused_name
+from services.common.weightsync.canary import Canary
 from services.common.weightsync.group import Channel
 from services.common.weightsync.plan import Shard, TensorSpec
 
@@ -56,6 +57,9 @@ class TrainerRank:
     def weight_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.rows.items()
 
+    def score_canary(self) -> Canary:
+        raise NotImplementedError("there is no controller here that would ask")
+
 
 class Rollout:
     """Live parameters as an inference engine keeps them: qkv and gate_up fused."""
@@ -86,6 +90,19 @@ class Rollout:
         torch._foreach_copy_(list(self._views.values()), [tensors[name] for name in self._views])
         synchronize(self._device)
         return time.perf_counter() - begin
+
+    async def score(self, token_ids: Sequence[int]) -> Sequence[float]:
+        raise NotImplementedError("there is no controller here that would ask")
+
+    async def refuse_weights(self, reason: str) -> None:
+        raise NotImplementedError("there is no controller here that would ask")
+
+    async def open_weights(self) -> Mapping[str, Tensor]:
+        """The tensors as they are sent: views into the fused ones."""
+        return self._views
+
+    async def close_weights(self) -> None:
+        """Nothing is paused here."""
 
     def differs_from(self, specs: Sequence[TensorSpec], version: int) -> list[str]:
         """Tensors that are not bit by bit what the trainer drew, cast to the wire's type."""

@@ -64,7 +64,7 @@ class WeightExport:
         """The rows that this rank holds, without a gather; what it has no row of is left out."""
         for name, parameter in self._policy.model.named_parameters():
             rows = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            if rows.shape[0] > 0:
+            if rows.numel() > 0:
                 yield name, rows
 
     @torch.no_grad()
@@ -82,10 +82,8 @@ class WeightExport:
 
 
 def _is_divided_by_rows(policy: Policy) -> bool:
-    """Whether each parameter is divided by FSDP2 alone, in whole rows, and sent as it is."""
+    """Whether each parameter is whole or divided by FSDP2 alone, in whole rows, and sent as it is."""
     return not any("lora_" in name for name, _ in policy.named_parameters()) and all(
-        isinstance(parameter, DTensor)
-        and parameter.device_mesh.size() > 1
-        and tuple(parameter.placements) == (Shard(0),)
+        not isinstance(parameter, DTensor) or tuple(parameter.placements) == (Shard(0),)
         for parameter in policy.parameters()
     )

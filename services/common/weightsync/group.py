@@ -18,6 +18,8 @@ from services.common.weightsync.plan import WeightPlan
 
 # Deadlines are ours: we wait and abort ourselves. This one only keeps torch's own watchdog out of the way.
 _NCCL_TIMEOUT = timedelta(hours=1)
+_NCCL_HIGH_PRIORITY = False
+_NCCL_MAX_CTAS = 0
 # Gloo cannot be aborted from outside, so each of its collectives has a deadline: this long, and the time of
 # a bucket over a slow wire in bytes per second. A stopped peer is noticed by then.
 _GLOO_TIMEOUT_S = 1.0
@@ -187,5 +189,8 @@ def _backend(
     if name == "nccl":
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = _NCCL_TIMEOUT  # noqa: SLF001
+        nccl.is_high_priority_stream = _NCCL_HIGH_PRIORITY
+        if _NCCL_MAX_CTAS:
+            nccl.config.max_ctas = _NCCL_MAX_CTAS
         return dist.ProcessGroupNCCL(store, rank, world_size, nccl)
     raise ValueError(f"weight_sync.backend must be 'gloo' or 'nccl', but is {name!r}")

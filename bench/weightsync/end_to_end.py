@@ -1,0 +1,148 @@
+"""From a finished step to every rollout serving its weights, through the services' own parts.
+
+``python -m bench.weightsync.end_to_end [--smoke] [--trainers T --rollouts R]``
+
+The controller's session and rendezvous run in this process. Each trainer rank is a process with an FSDP2
+policy, its leader or follower and its weight member; each rollout is a process with the torch engine, which
+decodes all the while, and its weight member. They talk gRPC, as in a run. At the end every live parameter is
+compared with the trainer's, cast to the wire's type, bit by bit. Adds to ``bench/results/weightsync.json``.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from bench.weightsync.members import run_rollout, run_trainer_rank
+from bench.weightsync.shapes import SHAPES
+from services.common.grpc_server import serve
+from services.common.spec.weight_sync import WeightSyncSpec
+from services.controller.membership import Worker
+from services.controller.rendezvous import RendezvousStore
+from services.controller.rendezvous_server import RendezvousServicer
+from services.controller.run.weight_sync import SyncReport, WeightSession
+from slipstream.controller.v1 import membership_pb2_grpc
+
+RESULTS = Path(__file__).parents[1] / "results" / "weightsync.json"
+
+
+def parse(arguments: Sequence[str] | None = None) -> Any:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="a small model over Gloo")
+    parser.add_argument("--model", choices=sorted(SHAPES), default="qwen2.5-3b")
+    parser.add_argument("--trainers", type=int, default=1)
+    parser.add_argument("--rollouts", type=int, default=1)
+    parser.add_argument("--mode", default="shadow")
+    parser.add_argument("--senders", default="ranks")
+    parser.add_argument("--bucket-mib", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--requests", type=int, default=16, help="decoded at once by each rollout")
+    options = parser.parse_args(arguments)
+    if options.smoke:
+        options.model, options.rounds, options.bucket_mib, options.requests = "smoke", 3, 1, 2
+    options.warm_up = 3
+    options.use_gpu = torch.cuda.is_available() and not options.smoke
+    options.dtype = "bfloat16" if options.use_gpu else "float32"
+    return options
+
+
+async def measure(options: Any) -> dict[str, float]:
+    """Medians over the rounds; fails if a parameter differs in the end."""
+    rendezvous = RendezvousServicer(RendezvousStore())
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = mp.get_context("spawn")
+    members: Any = context.Queue()
+    add = membership_pb2_grpc.add_RendezvousServiceServicer_to_server
+    async with serve("127.0.0.1:0", lambda server: add(rendezvous, server)) as port:
+        shared = (options, f"127.0.0.1:{port}", store.port, members)
+        processes = [
+            context.Process(target=target, args=(number, *shared), daemon=True)
+            for target, count in (
+                (run_trainer_rank, options.trainers),
+                (run_rollout, options.rollouts),
+            )
+            for number in range(count)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            found = [await asyncio.to_thread(members.get, timeout=300) for _ in processes]
+            return await _rounds(options, store, dict(found))
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+async def _rounds(options: Any, store: Any, ports: dict[str, int]) -> dict[str, float]:
+    session = WeightSession(
+        WeightSyncSpec(
+            mode=options.mode, senders=options.senders, bucket_bytes=options.bucket_mib << 20
+        ),
+        "run_bench",
+    )
+    rollouts = [_worker(name, port) for name, port in ports.items() if name.startswith("rollout")]
+    await session.open(_worker("trainer-0", ports["trainer-0"]), rollouts)
+    reports: list[SyncReport] = []
+    for version in range(options.rounds + options.warm_up):
+        store.set(f"step/{version}", "1")
+        done = [f"stepped/{version}/{rank}" for rank in range(options.trainers)]
+        await asyncio.to_thread(store.wait, done)
+        await asyncio.sleep(0.05)
+        reports.append(await session.publish(version))
+    store.set("end", "1")
+    keys = [
+        f"digest/{name}" for name in ["trainer", *(f"rollout-{i}" for i in range(len(rollouts)))]
+    ]
+    await asyncio.to_thread(store.wait, keys)
+    digests = {store.get(key) for key in keys}
+    await session.close()
+    assert len(digests) == 1, "a rollout's weights are not the trainer's"
+    kept = reports[options.warm_up :]
+    return {
+        "gb": kept[0].num_bytes / 1e9,
+        "total_p50_ms": 1000 * statistics.median(r.total_s for r in kept),
+        "total_max_ms": 1000 * max(r.total_s for r in kept),
+        "prepare_p50_ms": 1000 * statistics.median(r.prepare_s for r in kept),
+        "transfer_p50_ms": 1000 * statistics.median(r.transfer_s for r in kept),
+        "adopt_p50_ms": 1000 * statistics.median(r.adopt_s for r in kept),
+        "check_p50_ms": 1000 * statistics.median(r.check_s for r in kept),
+        "stall_p50_ms": 1000 * statistics.median(r.stall_s for r in kept),
+        "tokens": sum(int(store.get(f"tokens/{i}")) for i in range(len(rollouts))),
+    }
+
+
+def _worker(name: str, port: int) -> Worker:
+    return Worker(
+        run_id="run_bench",
+        worker_id=name,
+        incarnation="1",
+        role="trainer" if name.startswith("trainer") else "rollout",
+        address=f"127.0.0.1:{port}",
+        host_id="host",
+        last_heard=0.0,
+    )
+
+
+def main() -> None:
+    options = parse()
+    row = asyncio.run(measure(options))
+    device = torch.cuda.get_device_name(0) if options.use_gpu else "cpu"
+    setting = f"{options.model} {options.trainers}+{options.rollouts} {device}"
+    print(f"end to end, {options.mode}, {setting}")
+    print("  " + ", ".join(f"{name} {value:.2f}" for name, value in row.items()))
+    if not options.smoke:
+        known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        known.setdefault(setting, {})[f"end_to_end/{options.mode}"] = row
+        RESULTS.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()
