@@ -302,3 +302,27 @@ def test_sliding_window_models_are_refused() -> None:
     )
     with pytest.raises(ValueError, match="sliding_attention"):
         TorchEngine(model, max_running=1)
+
+
+async def test_rounding_up_batches_and_spans_changes_nothing(monkeypatch) -> None:
+    """What a GPU needs for its graphs: rows and places that no request has."""
+    contexts = [tuple(range(1, 2 + n)) for n in range(5)]
+
+    async def decode(is_rounded: bool) -> list[GenerationResult]:
+        engine = make_engine(3)
+        step = engine._batch._step
+        monkeypatch.setattr(step, "_is_cuda", is_rounded)
+        monkeypatch.setattr(step, "_graph", lambda *_: None)
+        async with running(engine):
+            return await asyncio.gather(
+                *[
+                    engine.generate(
+                        request(str(i), context, seed=i, max_tokens=40 + 5 * i, top_k=i % 2 * 5)
+                    )
+                    for i, context in enumerate(contexts)
+                ]
+            )
+
+    for exact, rounded in zip(await decode(False), await decode(True), strict=True):
+        assert exact.token_ids == rounded.token_ids
+        assert exact.logprobs == pytest.approx(rounded.logprobs, abs=1e-5)
