@@ -1,17 +1,48 @@
-"""Client of the REST API."""
+"""Typed client of the REST API; the command line is written with it, and programs may be too.
+
+async with Api("http://127.0.0.1:8700", token=token) as api:
+run = await api.submit(spec)
+async for kind, event in api.watch(run.id):
+...
+"""
 
 import asyncio
 import json
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx
+from pydantic import BaseModel
+
+from services.controller.api.models import (
+    CancelOptions,
+    CheckpointPage,
+    CheckpointView,
+    EventPage,
+    EventView,
+    ForkRequest,
+    LogLine,
+    MetricPage,
+    MetricPoint,
+    QuotaView,
+    RunPage,
+    RunPatch,
+    RunView,
+    SamplePage,
+    SampleView,
+    Topology,
+    ValidatedView,
+    VersionView,
+    WorkerView,
+)
+
+_Model = TypeVar("_Model", bound=BaseModel)
 
 _TIMEOUT_S = 30.0
 # The server sends a keep-alive comment every 15 s.
-_STREAM_SILENCE_S = 60.0
+_STREAM_TIMEOUT = httpx.Timeout(_TIMEOUT_S, read=60.0)
 _RECONNECT_S = 60.0
 _RECONNECT_EVERY_S = 0.5
 
@@ -46,49 +77,156 @@ class Api:
     ) -> None:
         await self._http.aclose()
 
-    async def submit(self, spec: Mapping[str, Any]) -> dict[str, Any]:
+    async def submit(self, spec: Mapping[str, Any], *, priority: int = 0) -> RunView:
         """Submit a run."""
-        return await self._call(
-            "POST", "/v1/runs", json=dict(spec), headers={"Idempotency-Key": uuid.uuid4().hex}
+        return await self._model(
+            RunView,
+            "POST",
+            "/v1/runs",
+            json=dict(spec),
+            params={"priority": priority},
+            headers={"Idempotency-Key": uuid.uuid4().hex},
         )
 
-    async def get(self, run_id: str) -> dict[str, Any]:
+    async def validate(self, spec: Mapping[str, Any]) -> ValidatedView:
+        """Have the controller check a specification; nothing starts."""
+        return await self._model(
+            ValidatedView, "POST", "/v1/runs", json=dict(spec), params={"validate_only": True}
+        )
+
+    async def get(self, run_id: str) -> RunView:
         """One run."""
-        return await self._call("GET", f"/v1/runs/{run_id}")
+        return await self._model(RunView, "GET", f"/v1/runs/{run_id}")
 
-    async def list_runs(self, page_size: int = 50) -> list[dict[str, Any]]:
-        """Runs, newest first."""
-        page = await self._call("GET", "/v1/runs", params={"page_size": page_size})
-        items: list[dict[str, Any]] = page["items"]
-        return items
+    async def list_runs(
+        self,
+        *,
+        state: str = "",
+        name: str = "",
+        label: str = "",
+        page_size: int = 50,
+        page_token: str = "",
+    ) -> RunPage:
+        """A page of runs, newest first; of one state, name or label (``key=value``) if that is given."""
+        params: dict[str, str | int] = {"page_size": page_size, "page_token": page_token}
+        params |= {"name": name, "label": label} | ({"state": state} if state else {})
+        return await self._model(RunPage, "GET", "/v1/runs", params=params)
 
-    async def cancel(self, run_id: str) -> dict[str, Any]:
-        """End a run."""
-        return await self._call("POST", f"/v1/runs/{run_id}/cancel")
+    async def patch(self, run: RunView, patch: RunPatch) -> RunView:
+        """Change a run as it was read."""
+        return await self._model(
+            RunView,
+            "PATCH",
+            f"/v1/runs/{run.id}",
+            json=patch.model_dump(mode="json", exclude_none=True),
+            headers={"If-Match": f'"{run.revision}"'},
+        )
 
-    async def pause(self, run_id: str) -> dict[str, Any]:
+    async def delete(self, run: RunView, *, delete_checkpoints: bool = False) -> None:
+        """Forget a run that has ended."""
+        await self._call(
+            "DELETE",
+            f"/v1/runs/{run.id}",
+            params={"delete_checkpoints": delete_checkpoints},
+            headers={"If-Match": f'"{run.revision}"'},
+        )
+
+    async def cancel(
+        self, run_id: str, *, grace_seconds: float = 0.0, save_checkpoint: bool = False
+    ) -> RunView:
+        """End a run: at once, or behind its current step if that is done within the grace."""
+        options = CancelOptions(grace_seconds=grace_seconds, save_checkpoint=save_checkpoint)
+        path = f"/v1/runs/{run_id}/cancel"
+        return await self._model(RunView, "POST", path, json=options.model_dump(mode="json"))
+
+    async def pause(self, run_id: str) -> RunView:
         """Finish the current step, save a checkpoint and stop the workers."""
-        return await self._call("POST", f"/v1/runs/{run_id}/pause")
+        return await self._model(RunView, "POST", f"/v1/runs/{run_id}/pause")
 
-    async def resume(self, run_id: str) -> dict[str, Any]:
+    async def resume(self, run_id: str) -> RunView:
         """Queue a paused run again."""
-        return await self._call("POST", f"/v1/runs/{run_id}/resume")
+        return await self._model(RunView, "POST", f"/v1/runs/{run_id}/resume")
 
-    async def checkpoint(self, run_id: str) -> dict[str, Any]:
+    async def evaluate(self, run_id: str) -> RunView:
+        """Evaluate the weights that are served now."""
+        return await self._model(RunView, "POST", f"/v1/runs/{run_id}/validate")
+
+    async def checkpoint(self, run_id: str) -> RunView:
         """Save a checkpoint at the end of the current step."""
-        return await self._call("POST", f"/v1/runs/{run_id}/checkpoint")
+        return await self._model(RunView, "POST", f"/v1/runs/{run_id}/checkpoint")
 
-    async def checkpoints(self, run_id: str) -> list[dict[str, Any]]:
+    async def checkpoints(self, run_id: str) -> list[CheckpointView]:
         """Checkpoints of a run, newest first."""
-        page = await self._call("GET", f"/v1/runs/{run_id}/checkpoints")
-        items: list[dict[str, Any]] = page["items"]
-        return items
+        path = f"/v1/runs/{run_id}/checkpoints"
+        return (await self._model(CheckpointPage, "GET", path)).items
 
-    async def topology(self, run_id: str) -> list[dict[str, Any]]:
+    async def delete_checkpoint(self, run_id: str, checkpoint_id: str) -> None:
+        """Delete a checkpoint that no run needs any more."""
+        await self._call("DELETE", f"/v1/runs/{run_id}/checkpoints/{checkpoint_id}")
+
+    async def fork(self, run_id: str, fork: ForkRequest) -> RunView:
+        """Start a new run that goes on from a checkpoint."""
+        return await self._model(
+            RunView,
+            "POST",
+            f"/v1/runs/{run_id}/fork",
+            json=fork.model_dump(mode="json"),
+            headers={"Idempotency-Key": uuid.uuid4().hex},
+        )
+
+    async def topology(self, run_id: str) -> list[WorkerView]:
         """Workers of a run."""
-        page = await self._call("GET", f"/v1/runs/{run_id}/topology")
-        items: list[dict[str, Any]] = page["items"]
-        return items
+        return (await self._model(Topology, "GET", f"/v1/runs/{run_id}/topology")).items
+
+    async def events(self, run_id: str, *, after_seq: int = 0, type_: str = "") -> list[EventView]:
+        """Events of a run, in order."""
+        params = {"after_seq": after_seq, "type": type_}
+        path = f"/v1/runs/{run_id}/events"
+        return (await self._model(EventPage, "GET", path, params=params)).items
+
+    async def metrics(
+        self, run_id: str, *, name: str = "", from_step: int = 0, max_points: int = 2000
+    ) -> list[MetricPoint]:
+        """Numbers of a run's steps, in order."""
+        params = {"name": name, "from_step": from_step, "max_points": max_points}
+        path = f"/v1/runs/{run_id}/metrics"
+        return (await self._model(MetricPage, "GET", path, params=params)).items
+
+    async def samples(
+        self, run_id: str, *, after_step: int = 0, steps: int = 10
+    ) -> list[SampleView]:
+        """Groups that steps trained, those in flight, and those that were given up."""
+        params = {"after_step": after_step, "steps": steps}
+        path = f"/v1/runs/{run_id}/samples"
+        return (await self._model(SamplePage, "GET", path, params=params)).items
+
+    async def quota(self) -> QuotaView:
+        """What the project may use, and uses."""
+        return await self._model(QuotaView, "GET", "/v1/quota")
+
+    async def version(self) -> str:
+        """The release that answers."""
+        return (await self._model(VersionView, "GET", "/v1/version")).version
+
+    async def logs(
+        self, run_id: str, *, component: str = "", tail_lines: int = 100, follow: bool = False
+    ) -> AsyncIterator[LogLine]:
+        """Last lines of the workers' logs; with ``follow`` also those that come, until the run has ended."""
+        params: dict[str, str | int] = {"component": component, "tail_lines": tail_lines}
+        path = f"/v1/runs/{run_id}/logs/stream" if follow else f"/v1/runs/{run_id}/logs"
+        async with self._http.stream(
+            "GET", path, params=params, timeout=_STREAM_TIMEOUT
+        ) as response:
+            if response.is_error:
+                await response.aread()
+                raise ApiError(_explain(response))
+            if follow:
+                async for kind, data in _events(response):
+                    if kind == "line":
+                        yield LogLine.model_validate(data)
+                return
+            async for line in response.aiter_lines():
+                yield LogLine.model_validate_json(line)
 
     async def watch(self, run_id: str) -> AsyncIterator[tuple[str, dict[str, Any]]]:
         """Events of a run as they come: ``(type, event)``; the last one is ``("end", run)``.
@@ -112,17 +250,21 @@ class Api:
     async def _stream(
         self, run_id: str, after_seq: int
     ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        timeout = httpx.Timeout(_TIMEOUT_S, read=_STREAM_SILENCE_S)
         path = f"/v1/runs/{run_id}/events/stream"
         headers = {"Last-Event-ID": str(after_seq)}
-        async with self._http.stream("GET", path, timeout=timeout, headers=headers) as response:
+        async with self._http.stream(
+            "GET", path, timeout=_STREAM_TIMEOUT, headers=headers
+        ) as response:
             if response.is_error:
                 await response.aread()
                 raise ApiError(_explain(response))
             async for kind, data in _events(response):
                 yield kind, data
 
-    async def _call(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
+    async def _model(self, model: type[_Model], method: str, path: str, **arguments: Any) -> _Model:
+        return model.model_validate_json(await self._call(method, path, **arguments))
+
+    async def _call(self, method: str, path: str, **arguments: Any) -> bytes:
         try:
             response = await self._http.request(method, path, **arguments)
         except httpx.TransportError as error:
@@ -132,8 +274,7 @@ class Api:
             ) from error
         if response.is_error:
             raise ApiError(_explain(response))
-        body: dict[str, Any] = response.json()
-        return body
+        return response.content
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[tuple[str, dict[str, Any]]]:

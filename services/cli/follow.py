@@ -25,7 +25,7 @@ async def follow(
         The ended run, with ``summary_path`` added.
     """
     begin = time.monotonic()
-    run = await api.get(run_id)
+    run = (await api.get(run_id)).model_dump(mode="json")
     log = StepLog()
     with make_display(
         f"{run['name']} {run_id}", run["spec"]["trainer"]["steps"], console
@@ -59,7 +59,8 @@ async def _show_start(api: Api, run_id: str, display: Display) -> None:
     """Show what the workers load, until the first event that is not of the start."""
     while True:
         try:
-            display.workers(await api.topology(run_id))
+            workers = await api.topology(run_id)
+            display.workers([worker.model_dump() for worker in workers])
         except ApiError:
             return
         await asyncio.sleep(_POLL_S)

@@ -97,7 +97,15 @@ async def local_services(
         service = _Service(name, logs / f"{name}.log", Path(folder) / name, settings)
         services.services.append(service)
         service.log.write_bytes(b"")
-        return await _start(service)
+        while True:
+            try:
+                return await _start(service)
+            except ServiceExitedError:
+                code = None if service.process is None else service.process.returncode
+                # What was killed may start; what gave up would do so again.
+                if code is None or code >= 0 or service.num_restarts >= max_restarts:
+                    raise
+                service.num_restarts += 1
 
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         # Only this user reads the folder, so other users of the machine reach the API but no worker.

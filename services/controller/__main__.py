@@ -24,15 +24,18 @@ from services.controller.api.principals import (
     Authenticators,
     TokenStore,
 )
+from services.controller.api.rpc import RunServicer
 from services.controller.api.run_page import with_run_page
 from services.controller.audit import RunAudit
 from services.controller.launch.choice import open_launcher
+from services.controller.logs import RunLogs
 from services.controller.membership import Membership
 from services.controller.quotas import QuotaDefaults
 from services.controller.rendezvous import RendezvousStore
+from services.controller.rendezvous_server import RendezvousServicer
 from services.controller.run_collector import RunCollector
 from services.controller.runs import RunManager
-from services.controller.server import MembershipServicer, RendezvousServicer, RunServicer
+from services.controller.server import MembershipServicer
 from services.controller.settings import ControllerSettings
 from services.controller.store.database import Database
 from services.controller.store.lease import Leadership
@@ -63,7 +66,7 @@ async def run_controller(settings: ControllerSettings) -> None:
             open_channel(settings.transferqueue_address, "transferqueue")
         )
         users = _open_users(settings, database)
-        audit = RunAudit(database, settings.state_directory)
+        audit = RunAudit(database)
         membership = Membership(clock, settings.heartbeat_timeout_s)
         runs = RunCollector(
             lambda: RunStore(database).list_runs(limit=_MEASURED), membership.workers
@@ -83,10 +86,13 @@ async def run_controller(settings: ControllerSettings) -> None:
                 max_active_runs=settings.max_active_runs, max_queued_runs=settings.max_queued_runs
             ),
         )
+        logs = RunLogs(settings.state_directory, manager.is_ended)
         await manager.recover()
 
         def register(server: Any) -> None:
-            run_pb2_grpc.add_RunServiceServicer_to_server(RunServicer(manager), server)
+            run_pb2_grpc.add_RunServiceServicer_to_server(
+                RunServicer(manager, audit, logs, users), server
+            )
             membership_pb2_grpc.add_MembershipServiceServicer_to_server(
                 MembershipServicer(manager, membership, settings, clock), server
             )
@@ -106,7 +112,7 @@ async def run_controller(settings: ControllerSettings) -> None:
         rest_port = await stack.enter_async_context(
             serve_http(
                 settings.rest_bind,
-                with_run_page(build_app(manager, audit, users)),
+                with_run_page(build_app(manager, audit, logs, users)),
                 certificate=settings.rest_tls_certificate,
                 key=settings.rest_tls_key,
             )

@@ -1,13 +1,9 @@
-"""Looks into what a run did: its numbers, its samples, its checkpoints, its logs."""
-
-import json
-from collections.abc import Sequence
-from pathlib import Path
+"""Looks into what a run did: its numbers, its samples, its checkpoints."""
 
 import sqlalchemy as sa
 
-from services.controller.api.views import MetricPoint, SampleView, moment
-from services.controller.launch.process import last_lines
+from services.controller.api.models import MetricPoint, SampleView
+from services.controller.api.views import moment
 from services.controller.run.checkpoints import Checkpoint, CheckpointStore
 from services.controller.run.groups import Group
 from services.controller.store import ledgers as ledger_store
@@ -20,12 +16,10 @@ class RunAudit:
 
     Args:
         database: Holds the runs.
-        state_directory: Holds the logs of workers that run on this host.
     """
 
-    def __init__(self, database: Database, state_directory: Path) -> None:
+    def __init__(self, database: Database) -> None:
         self._database = database
-        self._state_directory = state_directory
         self._checkpoints = CheckpointStore(database)
 
     async def checkpoints(self, run_id: str) -> list[Checkpoint]:
@@ -100,20 +94,6 @@ class RunAudit:
                     )
                     for row in dead
                 ),
-            ]
-
-        return await self._database.run(read)
-
-    async def log_lines(self, run_id: str, component: str, tail_lines: int) -> Sequence[str]:
-        """Ends of the logs of all workers, or of one, as lines of JSON."""
-        folder = self._state_directory / run_id / "logs"
-
-        def read() -> list[str]:
-            return [
-                json.dumps({"component": log.stem, "line": line}) + "\n"
-                for log in sorted(folder.glob("*.log"))
-                if component in ("", log.stem)
-                for line in last_lines(log, tail_lines).splitlines()
             ]
 
         return await self._database.run(read)

@@ -1,10 +1,8 @@
 """Runs and their life: created, queued, driven each by a driver, ended, always with a stated reason."""
 
 import asyncio
-import json
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from services.common.clock import Clock
 from services.common.errors import UnavailableError
@@ -12,16 +10,27 @@ from services.common.ids import new_run_id
 from services.common.spec.loader import canonical_json, parse_spec, spec_digest
 from services.controller import quotas
 from services.controller.api.event_feed import EventFeed
+from services.controller.api.models import CancelOptions, ForkRequest, RunPatch
+from services.controller.archive import CheckpointArchive
 from services.controller.client import GroupFailure
+from services.controller.forks import fork_of
 from services.controller.launch.launcher import Launcher, WorkerExit
 from services.controller.membership import Membership, Worker
+from services.controller.patches import columns_of, patched_spec
 from services.controller.quotas import Quota, QuotaDefaults
-from services.controller.run.driver import Ending, RunDriver, Services
+from services.controller.run.driver import RunDriver, Services
 from services.controller.run.journal import Journal
 from services.controller.run.run_state import RunEvent, RunState
 from services.controller.store.database import Database
-from services.controller.store.records import NewRun, Note, Run, RunFilter, Submission
-from services.controller.store.runs import InvalidTransitionError, RunStore
+from services.controller.store.records import (
+    NewRun,
+    Note,
+    RequestKey,
+    Run,
+    RunFilter,
+    Submission,
+)
+from services.controller.store.runs import InvalidTransitionError, RunStore, Work
 from services.transferqueue.client import TransferQueueClient
 
 logger = logging.getLogger(__name__)
@@ -64,6 +73,10 @@ class RunManager:
         self._is_closing = False
         self.feed = EventFeed(database, self._store)
         """Events of all runs."""
+        self.checkpoints = CheckpointArchive(
+            database, lambda event, project: self.feed.publish(event, project=project)
+        )
+        """Checkpoints of all runs."""
         self.launcher: Launcher
 
     async def recover(self) -> None:
@@ -99,13 +112,35 @@ class RunManager:
             labels=dict(submission.labels or {}),
             created_by=submission.actor,
         )
+        return await self._create(new, submission.request)
+
+    async def fork(
+        self, parent: Run, fork: ForkRequest, *, actor: str = "", request: RequestKey | None = None
+    ) -> Run:
+        """Store a run that goes on from a checkpoint of another one.
+
+        Raises:
+            NoCheckpointError: If there is none to go on from.
+            SpecError: If the overrides break a rule.
+            QuotaExceededError: If the project has too many queued runs.
+        """
+        checkpoint = await self.checkpoints.usable(parent.run_id, fork.checkpoint_id)
+        new, write = fork_of(parent, checkpoint, fork, actor=actor)
+        return (await self._create(new, request, also=write))[0]
+
+    async def _create(
+        self, new: NewRun, request: RequestKey | None, *, also: Work | None = None
+    ) -> tuple[Run, bool]:
         run, is_new = await self._database.run(
             self._store.create,
             new,
-            request=submission.request,
-            check=lambda found: quotas.check_room(found, submission.project, self._defaults),
+            request=request,
+            check=lambda found: quotas.check_room(found, new.project, self._defaults),
+            also=also,
         )
         if is_new:
+            for event in await self.feed.page(run.run_id, after_seq=0, limit=1):
+                self.feed.publish(event, project=run.project)
             await self._admit()
             run = await self.get(run.run_id)
         return run, is_new
@@ -115,55 +150,58 @@ class RunManager:
         return await self._database.run(self._store.get, run_id)
 
     async def list_runs(
-        self, *, limit: int, before: str | None = None, only: RunFilter | None = None
+        self, *, limit: int, after: str | None = None, only: RunFilter | None = None
     ) -> list[Run]:
-        """Runs, newest first."""
-        return await self._database.run(
-            self._store.list_runs, limit=limit, before=before, only=only
-        )
+        """Runs, newest first unless the filter says otherwise."""
+        return await self._database.run(self._store.list_runs, limit=limit, after=after, only=only)
 
     async def quota(self, project: str) -> Quota:
         """Limits and use of a project."""
         return await self._database.run(quotas.quota_of, self._database, project, self._defaults)
 
-    async def patch(
-        self,
-        run_id: str,
-        *,
-        revision: int,
-        labels: Mapping[str, str] | None = None,
-        priority: int | None = None,
-        actor: str = "",
-    ) -> Run:
-        """Change labels or priority; what is None stays as it is."""
-        values: dict[str, Any] = {}
-        if labels is not None:
-            values["labels_json"] = json.dumps(dict(labels))
-        if priority is not None:
-            values["priority"] = priority
+    async def patch(self, run_id: str, patch: RunPatch, *, revision: int, actor: str = "") -> Run:
+        """Change what may change in a run that exists.
+
+        Raises:
+            StaleRevisionError: If the run's revision is not ``revision``.
+            SpecError: If the specification would break a rule.
+        """
+        spec = patched_spec(await self.get(run_id), patch)
         run = await self._database.run(
-            self._store.patch, run_id, revision=revision, values=values, actor=actor
+            self._store.patch,
+            run_id,
+            revision=revision,
+            values=columns_of(patch, spec),
+            actor=actor,
         )
+        if spec is not None and (driver := self._drivers.get(run_id)) is not None:
+            driver.change(spec)
         await self._admit()
         return run
 
-    async def delete(self, run_id: str, *, revision: int) -> None:
+    async def delete(self, run_id: str, *, revision: int, delete_checkpoints: bool = False) -> None:
         """Forget a run that has ended."""
+        saved = await self.checkpoints.files_of(run_id) if delete_checkpoints else ()
         await self._database.run(self._store.delete, run_id, revision=revision)
+        await self.checkpoints.remove(saved)
 
-    async def cancel(self, run_id: str, *, actor: str = "") -> Run:
-        """End a run. Cancelling a cancelled run changes nothing.
+    async def cancel(
+        self, run_id: str, options: CancelOptions | None = None, *, actor: str = ""
+    ) -> Run:
+        """End a run. Cancelling a cancelled run changes nothing; a second call may shorten the grace.
 
         Raises:
             InvalidTransitionError: If it ended in another way.
         """
+        options = options or CancelOptions()
         run = await self.get(run_id)
-        if run.state in (RunState.CANCELLED, RunState.CANCELLING):
+        if run.state is RunState.CANCELLED:
             return run
-        run = await self._apply(run_id, RunEvent.CANCEL, "CancelledByUser", actor=actor)
+        if run.state is not RunState.CANCELLING:
+            run = await self._apply(run_id, RunEvent.CANCEL, "CancelledByUser", actor=actor)
         driver = self._drivers.get(run_id)
         if driver is not None:
-            driver.stop(Ending.CANCEL)
+            driver.end(grace_s=options.grace_seconds, saves=options.save_checkpoint)
         elif run.state is RunState.CANCELLING:
             self._drive(run)
         return run
@@ -194,6 +232,15 @@ class RunManager:
             )
         return driver
 
+    def activities(self, run_id: str) -> list[str]:
+        """What a run is doing now."""
+        driver = self._drivers.get(run_id)
+        return driver.activities() if driver is not None else []
+
+    async def is_ended(self, run_id: str) -> bool:
+        """Whether a run has ended."""
+        return (await self.get(run_id)).is_terminal
+
     def workers(self, run_id: str) -> list[Worker]:
         """Registered workers of a run, by name."""
         return self._membership.workers(run_id)
@@ -219,7 +266,8 @@ class RunManager:
     def worker_pending(self, run_id: str, reason: str, message: str) -> None:
         """A worker cannot start yet; the run shows why."""
         note = Note("WorkerPending", f"{reason}: {message}", {"reason": reason})
-        self._tasks.create_task(self._journal(run_id).note(note))
+        if (driver := self._drivers.get(run_id)) is not None:
+            self._tasks.create_task(driver.note(note))
 
     async def close(self, *, leave: bool) -> None:
         """Stop driving.
@@ -232,7 +280,7 @@ class RunManager:
         tasks = [driver.task for driver in self._drivers.values() if driver.task is not None]
         for run_id, driver in list(self._drivers.items()):
             if leave:
-                driver.stop(Ending.LEAVE)
+                driver.leave()
                 continue
             try:
                 await self.cancel(run_id)
@@ -263,7 +311,7 @@ class RunManager:
                 clock=self._clock,
                 heartbeat_timeout_s=self._heartbeat_timeout_s,
             ),
-            journal=self._journal(run.run_id),
+            journal=self._journal(run.run_id, run.project),
             state=run.state,
             move=lambda event, reason, message: self._move(run.run_id, event, reason, message),
         )
@@ -276,9 +324,12 @@ class RunManager:
             self._drivers.pop(run_id, None)
         await self._admit()
 
-    def _journal(self, run_id: str) -> Journal:
+    def _journal(self, run_id: str, project: str) -> Journal:
         return Journal(
-            run_id, database=self._database, store=self._store, on_event=self.feed.publish
+            run_id,
+            database=self._database,
+            store=self._store,
+            on_event=lambda event: self.feed.publish(event, project=project),
         )
 
     async def _move(self, run_id: str, event: RunEvent, reason: str, message: str) -> RunState:
@@ -290,5 +341,5 @@ class RunManager:
         run, told = await self._database.run(
             self._store.apply, run_id, event, reason=reason, message=message, actor=actor
         )
-        self.feed.publish(told)
+        self.feed.publish(told, project=run.project)
         return run

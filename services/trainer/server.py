@@ -35,7 +35,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             meta = KVBatchMeta.from_proto(request.batch)
         except ValueError as error:
             raise InvalidArgumentError(f"the batch of step {request.step}: {error}") from error
-        if meta.num_keys == 0:
+        # A repetition of the newest step is answered without its samples: they may be gone by then.
+        if meta.num_keys == 0 and request.step != await self._leader.newest_step():
             raise InvalidArgumentError(
                 f"step {request.step} has an empty batch; send at least one group",
                 step=request.step,

@@ -44,6 +44,9 @@ class CheckpointSpec(SpecPart):
     """Newest checkpoints kept."""
     directory: str | None = None
     """Folder; default: ``checkpoints`` in the run's own folder."""
+    start_from: str | None = None
+    """Checkpoint folder of another run that this one goes on from, with its weights, optimizer and step
+    number. ``POST /v1/runs/{run_id}/fork`` sets it."""
 
 
 class TrainerSpec(SpecPart):

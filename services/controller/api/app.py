@@ -8,11 +8,14 @@ from fastapi.openapi.utils import get_openapi
 from starlette.concurrency import run_in_threadpool
 
 from services.common.spec.run import RunSpec
+from services.controller.api.actions import add_action_routes
 from services.controller.api.commands import Authenticate, add_run_routes
 from services.controller.api.errors import PROBLEM_TYPE, Problem, add_error_handlers
 from services.controller.api.observing import add_observe_routes
 from services.controller.api.principals import DEVELOPER, Authenticator, Principal
+from services.controller.api.streams import add_stream_routes
 from services.controller.audit import RunAudit
+from services.controller.logs import RunLogs
 from services.controller.runs import RunManager
 
 _REFUSALS = {
@@ -30,12 +33,15 @@ _REFUSALS = {
 }
 
 
-def build_app(manager: RunManager, audit: RunAudit, users: Authenticator | None) -> FastAPI:
+def build_app(
+    manager: RunManager, audit: RunAudit, logs: RunLogs, users: Authenticator | None
+) -> FastAPI:
     """The application.
 
     Args:
         manager: The runs.
         audit: What they did.
+        logs: What their workers wrote.
         users: Who may ask; None lets everybody who reaches the port be the developer.
     """
     app = FastAPI(
@@ -47,8 +53,10 @@ def build_app(manager: RunManager, audit: RunAudit, users: Authenticator | None)
     )
     add_error_handlers(app)
     authenticate = _authentication(users)
+    add_stream_routes(app, manager, logs, authenticate)
     add_run_routes(app, manager, authenticate)
-    add_observe_routes(app, manager, audit, authenticate)
+    add_action_routes(app, manager, authenticate)
+    add_observe_routes(app, manager, audit, logs, authenticate)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
 
     @app.get("/healthz", include_in_schema=False)

@@ -2,46 +2,23 @@
 
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 from fastapi import Depends, FastAPI, Header, Path, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from services.common.errors import FailedPreconditionError, InvalidArgumentError
 from services.common.spec.loader import canonical_json, parse_spec, spec_digest
+from services.controller.api.models import RunPage, RunPatch, RunView, ValidatedView
 from services.controller.api.page_tokens import PageTokens
 from services.controller.api.principals import Principal, Role
-from services.controller.api.views import RunPage, RunView, view_run
+from services.controller.api.views import view_run
 from services.controller.run.run_state import RunState
 from services.controller.runs import RunManager
 from services.controller.store.records import RequestKey, Run, RunFilter, Submission
 
 RunId = Annotated[str, Path(pattern="^run_[0-9a-f]{32}$")]
-_LABEL = "^[a-z0-9]([a-z0-9._/-]{0,61}[a-z0-9])?$"
-Labels = Annotated[
-    dict[Annotated[str, Field(pattern=_LABEL)], Annotated[str, Field(max_length=63)]],
-    Field(max_length=32),
-    # What pydantic writes for the keys alone would allow others beside them.
-    WithJsonSchema(
-        {
-            "type": "object",
-            "maxProperties": 32,
-            "propertyNames": {"pattern": _LABEL},
-            "additionalProperties": {"type": "string", "maxLength": 63},
-        }
-    ),
-]
 IfMatch = Annotated[str, Header(json_schema_extra={"pattern": '^"[0-9]{1,18}"$'})]
 Authenticate = Callable[..., Awaitable[Principal]]
-
-
-class RunPatch(BaseModel):
-    """What may change; parts that are not sent stay as they are."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    labels: Labels | None = None
-    priority: int | None = Field(None, ge=-1000, le=1000)
 
 
 class PreconditionRequiredError(FailedPreconditionError):
@@ -66,16 +43,21 @@ class Access:
         principal.demand(role)
         return run
 
+    def view(self, run: Run, response: Response | None = None) -> RunView:
+        """A run with what it is doing now."""
+        return view_run(run, response, activities=self._manager.activities(run.run_id))
+
 
 def add_run_routes(app: FastAPI, manager: RunManager, authenticate: Authenticate) -> None:
     """Add the routes."""
     access = Access(manager)
-    _add_collection(app, manager, authenticate)
+    _add_collection(app, manager, access, authenticate)
     _add_resource(app, manager, access, authenticate)
-    _add_actions(app, manager, access, authenticate)
 
 
-def _add_collection(app: FastAPI, manager: RunManager, authenticate: Authenticate) -> None:
+def _add_collection(
+    app: FastAPI, manager: RunManager, access: Access, authenticate: Authenticate
+) -> None:
     pages = PageTokens()
 
     @app.post(
@@ -90,7 +72,7 @@ def _add_collection(app: FastAPI, manager: RunManager, authenticate: Authenticat
         validate_only: bool = False,
         priority: Annotated[int, Query(ge=-1000, le=1000)] = 0,
         idempotency_key: Annotated[str, Header(max_length=64, pattern=r"^[\x21-\x7e]*$")] = "",
-    ) -> RunView | dict[str, Any]:
+    ) -> RunView | ValidatedView:
         """Submit a run; the body is its specification. It starts when its turn comes."""
         document = await request.json()
         if not isinstance(document, dict):
@@ -99,7 +81,7 @@ def _add_collection(app: FastAPI, manager: RunManager, authenticate: Authenticat
         spec = parse_spec(document)
         if validate_only:
             response.status_code = HTTPStatus.OK
-            return {"spec": spec.model_dump(mode="json"), "spec_digest": spec_digest(spec)}
+            return ValidatedView(spec=spec.model_dump(mode="json"), spec_digest=spec_digest(spec))
         scope = f"{who.project}/{who.name} POST /v1/runs"
         run, is_new = await manager.create(
             Submission(
@@ -113,7 +95,7 @@ def _add_collection(app: FastAPI, manager: RunManager, authenticate: Authenticat
         if not is_new:
             response.status_code = HTTPStatus.OK
         response.headers["Location"] = f"/v1/runs/{run.run_id}"
-        return view_run(run, response)
+        return access.view(run, response)
 
     @app.get("/v1/runs")
     async def list_runs(
@@ -121,25 +103,27 @@ def _add_collection(app: FastAPI, manager: RunManager, authenticate: Authenticat
         state: RunState | None = None,
         name: Annotated[str, Query(max_length=63)] = "",
         label: Annotated[str, Query(pattern="^([^=]+=.*)?$", max_length=128)] = "",
+        order_by: Literal["-create_time", "create_time"] = "-create_time",
         page_size: Annotated[int, Query(ge=1, le=500)] = 50,
         page_token: Annotated[str, Query(max_length=256)] = "",
     ) -> RunPage:
-        """List the runs of the project, newest first."""
+        """List the runs of the project, newest first unless ``order_by`` says otherwise."""
         key, _, value = label.partition("=")
         only = RunFilter(
             project=who.project,
             state=state,
             name=name or None,
             label=(key, value) if label else None,
+            is_oldest_first=order_by == "create_time",
         )
-        scope = f"{who.project} {state} {name} {label}"
+        scope = f"{who.project} {state} {name} {label} {order_by}"
         runs = await manager.list_runs(
-            limit=page_size + 1, before=pages.read(page_token, scope), only=only
+            limit=page_size + 1, after=pages.read(page_token, scope), only=only
         )
         page = runs[:page_size]
         more = len(runs) > page_size
         return RunPage(
-            items=[view_run(run) for run in page],
+            items=[access.view(run) for run in page],
             next_page_token=pages.make(page[-1].run_id, scope) if more else "",
         )
 
@@ -158,7 +142,7 @@ def _add_resource(
         run = await access.run(who, run_id)
         if if_none_match == f'"{run.revision}"':
             return Response(status_code=HTTPStatus.NOT_MODIFIED)  # type: ignore[return-value]
-        return view_run(run, response)
+        return access.view(run, response)
 
     @app.patch("/v1/runs/{run_id}")
     async def patch_run(
@@ -168,76 +152,31 @@ def _add_resource(
         who: Annotated[Principal, Depends(authenticate)],
         if_match: IfMatch = "",
     ) -> RunView:
-        """Change labels or priority of a run; ``If-Match`` names the revision that was read."""
+        """Change a run; ``If-Match`` names the revision that was read."""
         await access.run(who, run_id, "operator")
-        run = await manager.patch(
-            run_id,
-            revision=_revision(if_match),
-            labels=patch.labels,
-            priority=patch.priority,
-            actor=who.name,
-        )
-        return view_run(run, response)
+        run = await manager.patch(run_id, patch, revision=revision_of(if_match), actor=who.name)
+        return access.view(run, response)
 
     @app.delete("/v1/runs/{run_id}", status_code=HTTPStatus.NO_CONTENT)
     async def delete_run(
         run_id: RunId,
         who: Annotated[Principal, Depends(authenticate)],
         if_match: IfMatch = "",
+        delete_checkpoints: bool = False,
     ) -> None:
-        """Forget a run that has ended. Its checkpoints stay on disk."""
+        """Forget a run that has ended. Its checkpoints stay on disk unless they are to go too."""
         await access.run(who, run_id, "admin")
-        await manager.delete(run_id, revision=_revision(if_match))
+        await manager.delete(
+            run_id, revision=revision_of(if_match), delete_checkpoints=delete_checkpoints
+        )
 
 
-def _add_actions(
-    app: FastAPI, manager: RunManager, access: Access, authenticate: Authenticate
-) -> None:
-    @app.post("/v1/runs/{run_id}/cancel")
-    async def cancel_run(
-        run_id: RunId, response: Response, who: Annotated[Principal, Depends(authenticate)]
-    ) -> RunView:
-        """End a run. Cancelling a cancelled run changes nothing."""
-        await access.run(who, run_id, "operator")
-        return view_run(await manager.cancel(run_id, actor=who.name), response)
+def revision_of(if_match: str) -> int:
+    """The revision in an ``If-Match`` header.
 
-    @app.post("/v1/runs/{run_id}/pause")
-    async def pause_run(
-        run_id: RunId, response: Response, who: Annotated[Principal, Depends(authenticate)]
-    ) -> RunView:
-        """Finish the current step, save a checkpoint and stop the workers."""
-        await access.run(who, run_id, "operator")
-        return view_run(await manager.pause(run_id, actor=who.name), response)
-
-    @app.post("/v1/runs/{run_id}/resume")
-    async def resume_run(
-        run_id: RunId, response: Response, who: Annotated[Principal, Depends(authenticate)]
-    ) -> RunView:
-        """Queue a paused run again; it goes on from its checkpoint."""
-        await access.run(who, run_id, "operator")
-        return view_run(await manager.resume(run_id, actor=who.name), response)
-
-    @app.post("/v1/runs/{run_id}/checkpoint", status_code=HTTPStatus.ACCEPTED)
-    async def checkpoint_run(
-        run_id: RunId, response: Response, who: Annotated[Principal, Depends(authenticate)]
-    ) -> RunView:
-        """Save a checkpoint at the end of the current step; event ``CheckpointSaved`` tells of it."""
-        run = await access.run(who, run_id, "operator")
-        manager.running(run).save_soon()
-        response.headers["Location"] = f"/v1/runs/{run_id}/checkpoints"
-        return view_run(run, response)
-
-    @app.post("/v1/runs/{run_id}/validate", status_code=HTTPStatus.ACCEPTED)
-    async def validate_run(
-        run_id: RunId, response: Response, who: Annotated[Principal, Depends(authenticate)]
-    ) -> RunView:
-        """Evaluate the weights that are served now; event ``Validated`` tells of it."""
-        run = await access.run(who, run_id, "operator")
-        await manager.running(run).evaluate_now()
-        return view_run(run, response)
-
-
-def _revision(if_match: str) -> int:
+    Raises:
+        PreconditionRequiredError: If there is none.
+    """
     if not if_match:
         raise PreconditionRequiredError(
             "If-Match is needed: send the ETag of the run as you read it"

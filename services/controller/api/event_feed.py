@@ -54,6 +54,7 @@ class EventFeed:
         self._database = database
         self._store = store
         self._by_run: dict[str, set[Subscription]] = defaultdict(set)
+        self._by_project: dict[str, set[Subscription]] = defaultdict(set)
 
     async def page(
         self, run_id: str, *, after_seq: int, limit: int = _PAGE, type_: str | None = None
@@ -69,7 +70,7 @@ class EventFeed:
         Raises:
             ResourceExhaustedError: If the reader is too slow.
         """
-        with self._subscribe(run_id) as subscription:
+        with _subscribe(self._by_run, run_id) as subscription:
             is_ended = (await self._database.run(self._store.get, run_id)).is_terminal
             while page := await self.page(run_id, after_seq=after_seq):
                 for event in page:
@@ -83,22 +84,49 @@ class EventFeed:
                     after_seq = event.seq
                     is_ended = _ends_run(event)
 
-    def publish(self, event: Event) -> None:
+    async def watch_project(self, project: str, after: float | None) -> AsyncIterator[Event]:
+        """Events of all runs of a project as they come, for ever.
+
+        Args:
+            project: The project.
+            after: Moment behind which they begin, in seconds since the epoch; None for now.
+
+        Raises:
+            ResourceExhaustedError: If the reader is too slow.
+        """
+        seen: dict[str, int] = {}
+        with _subscribe(self._by_project, project) as subscription:
+            while after is not None:
+                page = await self._database.run(self._store.events_since, project, after)
+                for event in page:
+                    yield event
+                    seen[event.run_id] = event.seq
+                after = page[-1].time if page else None
+            while True:
+                event = await subscription.next()
+                if event.seq > seen.pop(event.run_id, 0):
+                    yield event
+
+    def publish(self, event: Event, *, project: str) -> None:
         """Hand out an event that is stored."""
-        for subscription in self._by_run.get(event.run_id, ()):
+        for subscription in (
+            *self._by_run.get(event.run_id, ()),
+            *self._by_project.get(project, ()),
+        ):
             subscription.offer(event)
 
-    @contextmanager
-    def _subscribe(self, run_id: str) -> Iterator[Subscription]:
-        """Follow a run until the block ends."""
-        subscription = Subscription()
-        self._by_run[run_id].add(subscription)
-        try:
-            yield subscription
-        finally:
-            self._by_run[run_id].discard(subscription)
-            if not self._by_run[run_id]:
-                del self._by_run[run_id]
+
+@contextmanager
+def _subscribe(subscribers: dict[str, set[Subscription]], name: str) -> Iterator[Subscription]:
+    """Be handed events until the block ends."""
+    subscription = Subscription()
+    subscribers[name].add(subscription)
+    try:
+        yield subscription
+    finally:
+        subscribers[name].discard(subscription)
+        if not subscribers[name]:
+            del subscribers[name]
 
 
 def _ends_run(event: Event) -> bool:

@@ -1,17 +1,14 @@
 """REST routes that only look: events, logs, numbers, samples, checkpoints, workers, quota."""
 
-from collections.abc import AsyncIterator
 from importlib.metadata import version
 from typing import Annotated
 
-from fastapi import Depends, FastAPI, Header, Query
+from fastapi import Depends, FastAPI, Query
 from fastapi.responses import StreamingResponse
-from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from services.common.errors import ResourceExhaustedError
+from services.controller.api.actions import CheckpointId
 from services.controller.api.commands import Access, Authenticate, RunId
-from services.controller.api.principals import Principal
-from services.controller.api.views import (
+from services.controller.api.models import (
     CheckpointPage,
     CheckpointView,
     EventPage,
@@ -20,24 +17,28 @@ from services.controller.api.views import (
     SamplePage,
     Topology,
     VersionView,
-    view_checkpoint,
-    view_event,
-    view_run,
-    view_worker,
 )
+from services.controller.api.principals import Principal
+from services.controller.api.views import view_checkpoint, view_event, view_worker
 from services.controller.audit import RunAudit
+from services.controller.logs import RunLogs
 from services.controller.runs import RunManager
 
-_MAX_SEQ = 2**53
+MAX_SEQ = 2**53
 
 
 def add_observe_routes(
-    app: FastAPI, manager: RunManager, audit: RunAudit, authenticate: Authenticate
+    app: FastAPI,
+    manager: RunManager,
+    audit: RunAudit,
+    logs: RunLogs,
+    authenticate: Authenticate,
 ) -> None:
     """Add the routes."""
     access = Access(manager)
     _add_events(app, manager, access, authenticate)
     _add_records(app, audit, access, authenticate)
+    _add_logs(app, logs, access, authenticate)
     _add_facts(app, manager, access, authenticate)
 
 
@@ -48,7 +49,7 @@ def _add_events(
     async def list_events(
         run_id: RunId,
         who: Annotated[Principal, Depends(authenticate)],
-        after_seq: Annotated[int, Query(ge=0, le=_MAX_SEQ)] = 0,
+        after_seq: Annotated[int, Query(ge=0, le=MAX_SEQ)] = 0,
         limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
         type: Annotated[str, Query(max_length=32)] = "",
     ) -> EventPage:
@@ -59,35 +60,6 @@ def _add_events(
         )
         return EventPage(items=[view_event(event) for event in events])
 
-    async def existing(run_id: RunId, who: Annotated[Principal, Depends(authenticate)]) -> str:
-        # Checked before the stream begins: an answer that has begun cannot say 404.
-        return (await access.run(who, run_id)).run_id
-
-    @app.get("/v1/runs/{run_id}/events/stream", response_class=EventSourceResponse)
-    async def stream_events(
-        known: Annotated[str, Depends(existing)],
-        after_seq: Annotated[int, Query(ge=0, le=_MAX_SEQ)] = 0,
-        last_event_id: Annotated[str, Header()] = "",
-    ) -> AsyncIterator[ServerSentEvent]:
-        """Events of a run as they come; the stream ends with event ``end`` once the run has ended.
-
-        A reader that falls too far behind gets event ``overflow`` and goes on by ``Last-Event-ID``.
-        """
-        is_number = last_event_id.isdecimal() and len(last_event_id) < 16
-        start = int(last_event_id) if is_number else after_seq
-        try:
-            async for event in manager.feed.watch(known, start):
-                yield ServerSentEvent(
-                    data=view_event(event).model_dump(mode="json"),
-                    event=event.type,
-                    id=str(event.seq),
-                )
-        except ResourceExhaustedError as error:
-            yield ServerSentEvent(data={"detail": error.message}, event="overflow")
-            return
-        run = view_run(await manager.get(known))
-        yield ServerSentEvent(data=run.model_dump(mode="json"), event="end")
-
 
 def _add_records(app: FastAPI, audit: RunAudit, access: Access, authenticate: Authenticate) -> None:
     @app.get("/v1/runs/{run_id}/metrics")
@@ -95,7 +67,7 @@ def _add_records(app: FastAPI, audit: RunAudit, access: Access, authenticate: Au
         run_id: RunId,
         who: Annotated[Principal, Depends(authenticate)],
         name: Annotated[str, Query(max_length=128)] = "",
-        from_step: Annotated[int, Query(ge=0, le=_MAX_SEQ)] = 0,
+        from_step: Annotated[int, Query(ge=0, le=MAX_SEQ)] = 0,
         max_points: Annotated[int, Query(ge=1, le=2000)] = 2000,
     ) -> MetricPage:
         """Numbers of the run's steps: all, or one by name; evenly thinned out to ``max_points``."""
@@ -106,7 +78,7 @@ def _add_records(app: FastAPI, audit: RunAudit, access: Access, authenticate: Au
     async def list_samples(
         run_id: RunId,
         who: Annotated[Principal, Depends(authenticate)],
-        after_step: Annotated[int, Query(ge=0, le=_MAX_SEQ)] = 0,
+        after_step: Annotated[int, Query(ge=0, le=MAX_SEQ)] = 0,
         steps: Annotated[int, Query(ge=1, le=100)] = 10,
     ) -> SamplePage:
         """Groups that steps trained, those in flight, and those that were given up, with the reason."""
@@ -125,12 +97,14 @@ def _add_records(app: FastAPI, audit: RunAudit, access: Access, authenticate: Au
 
     @app.get("/v1/runs/{run_id}/checkpoints/{checkpoint_id}")
     async def get_checkpoint(
-        run_id: RunId, checkpoint_id: str, who: Annotated[Principal, Depends(authenticate)]
+        run_id: RunId, checkpoint_id: CheckpointId, who: Annotated[Principal, Depends(authenticate)]
     ) -> CheckpointView:
         """One checkpoint."""
         await access.run(who, run_id)
         return view_checkpoint(await audit.checkpoint(run_id, checkpoint_id))
 
+
+def _add_logs(app: FastAPI, logs: RunLogs, access: Access, authenticate: Authenticate) -> None:
     @app.get(
         "/v1/runs/{run_id}/logs",
         response_class=StreamingResponse,
@@ -144,7 +118,8 @@ def _add_records(app: FastAPI, audit: RunAudit, access: Access, authenticate: Au
     ) -> StreamingResponse:
         """The ends of the workers' logs, one JSON object a line: ``component`` and ``line``."""
         await access.run(who, run_id)
-        lines = await audit.log_lines(run_id, component, tail_lines)
+        tail = await logs.tail(run_id, component, tail_lines)
+        lines = [line.model_dump_json() + "\n" for line in tail]
         return StreamingResponse(iter(lines), media_type="application/x-ndjson")
 
 

@@ -1,11 +1,12 @@
 """Brings the parts of one run together: partitions, registered workers, connections, weight group."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Final
 
-from services.common.errors import FailedPreconditionError
+from services.common.errors import DataLossError, FailedPreconditionError, NotFoundError
 from services.common.fields import ROLLOUT_FIELDS, partition_id
 from services.common.grpc_client import open_channel
 from services.common.spec.run import RunSpec
@@ -15,6 +16,8 @@ from services.controller.run.replicas import Replicas
 from services.controller.run.weight_sync import WeightSession
 from services.trainer.client import TrainerClient
 from services.transferqueue.client import TransferQueueClient
+
+logger = logging.getLogger(__name__)
 
 _PURPOSES: Final = ("train", "validation", "partial")
 
@@ -38,13 +41,23 @@ class Assembly:
     num_heldout_rows: int
 
 
-async def create_partitions(queue: TransferQueueClient, run_id: str, spec: RunSpec) -> bool:
-    """Create what does not exist yet.
+async def create_partitions(
+    queue: TransferQueueClient, run_id: str, spec: RunSpec, *, snapshot_id: str = ""
+) -> bool:
+    """Create what does not exist yet; if that is everything, first restore what a checkpoint kept.
 
     Returns:
         Whether nothing existed: the run is new, or the transferqueue lost what it held.
     """
     known = {partition.partition_id for partition in (await queue.stats()).partitions}
+    if snapshot_id and partition_id(run_id, "train") not in known:
+        try:
+            restored = await queue.restore_snapshot(run_id, snapshot_id)
+            logger.info("samples restored", extra={"run": run_id, "samples": restored})
+        except (NotFoundError, DataLossError) as error:
+            # They are generated again.
+            logger.warning("samples are lost", extra={"run": run_id, "why": error.message})
+            await drop_partitions(queue, run_id)
     for purpose in _PURPOSES:
         await queue.create_partition(
             partition_id(run_id, purpose),
@@ -68,6 +81,7 @@ async def assemble(
     *,
     queue: TransferQueueClient,
     attempt: int,
+    snapshot_id: str = "",
 ) -> Assembly:
     """Create the partitions, wait until all workers have loaded, and connect to them.
 
@@ -78,11 +92,12 @@ async def assemble(
         membership: Where its workers register.
         queue: Holds its samples.
         attempt: Number of this attempt; the weight groups of a later one have later epochs.
+        snapshot_id: What a transferqueue that holds nothing is given back; empty for nothing.
 
     Raises:
         DeadlineExceededError: If a worker did not come in time.
     """
-    is_queue_empty = await create_partitions(queue, run_id, spec)
+    is_queue_empty = await create_partitions(queue, run_id, spec, snapshot_id=snapshot_id)
     names = [name for _, name in worker_names(spec)]
 
     def missing() -> list[str]:

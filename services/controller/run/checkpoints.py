@@ -1,7 +1,9 @@
 """Checkpoints of a run: the trainer writes them, the database knows of them.
 
-A checkpoint is the trainer's published folder and the row that names its step. The ledger at that step is in
-the database, step by step, so a run that goes on from it trains what an unbroken one would.
+A checkpoint is one unit of three parts, and exists once its row does, which names the other two: the
+trainer's published folder (weights, optimizer, RNG), the transferqueue's snapshot (samples in flight, whether
+finished or not), and the ledger, which the same transaction writes. A run that goes on from it trains what an
+unbroken one would.
 """
 
 import time
@@ -10,14 +12,22 @@ from typing import Literal
 
 import sqlalchemy as sa
 
-from services.common.errors import DeadlineExceededError, FailedPreconditionError, NotFoundError
+from services.common.errors import (
+    DataLossError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InternalError,
+    NotFoundError,
+    ResourceExhaustedError,
+)
 from services.common.ids import new_id
-from services.common.spec.trainer import CheckpointSpec
 from services.controller.run.journal import Journal
+from services.controller.run.ledger import Ledger
 from services.controller.store.database import Database
 from services.controller.store.records import Note
 from services.controller.store.tables import CHECKPOINTS
 from services.trainer.client import TrainerClient
+from services.transferqueue.client import TransferQueueClient
 
 CheckpointState = Literal["READY", "FAILED", "DELETED"]
 
@@ -38,6 +48,8 @@ class Checkpoint:
     message: str
     """Why it failed."""
     create_time: float
+    snapshot_id: str = ""
+    """The samples that were in flight, in the transferqueue; empty if they could not be saved."""
 
 
 class CheckpointStore:
@@ -80,30 +92,33 @@ class Checkpoints:
 
     Args:
         run_id: The run.
-        spec: How much is kept.
+        keep: Newest checkpoints kept.
         journal: Its record.
+        queue: Holds its samples.
     """
 
-    def __init__(self, run_id: str, spec: CheckpointSpec, journal: Journal) -> None:
+    def __init__(
+        self, run_id: str, *, keep: int, journal: Journal, queue: TransferQueueClient
+    ) -> None:
         self._run_id = run_id
-        self._spec = spec
+        self._keep = keep
         self._journal = journal
+        self._queue = queue
 
-    async def save(self, trainer: TrainerClient, step: int, *, version: int) -> None:
-        """Have the trainer save its newest step, and write that down.
+    async def save(
+        self, trainer: TrainerClient, ledger: Ledger, *, step: int, version: int
+    ) -> None:
+        """Save the trainer's newest step and the samples in flight, and write both down at once.
 
         A trainer that cannot save is no reason to stop training: the failure is written down instead.
         """
+        state: CheckpointState = "READY"
+        path, snapshot_id, message = "", "", ""
         try:
+            snapshot_id, message = await self._save_samples(step)
             path = await trainer.save_checkpoint(step, timeout_s=_SAVE_TIMEOUT_S)
         except (FailedPreconditionError, DeadlineExceededError) as error:
-            await self._note(step, version, state="FAILED", path="", message=error.message)
-            return
-        await self._note(step, version, state="READY", path=path, message="")
-
-    async def _note(
-        self, step: int, version: int, *, state: CheckpointState, path: str, message: str
-    ) -> None:
+            state, message = "FAILED", error.message
         checkpoint = Checkpoint(
             checkpoint_id=new_id("ckpt"),
             run_id=self._run_id,
@@ -113,6 +128,7 @@ class Checkpoints:
             state=state,
             message=message,
             create_time=time.time(),
+            snapshot_id=snapshot_id,
         )
         done = "is saved" if state == "READY" else f"was not saved: {message}"
         note = Note(
@@ -120,7 +136,24 @@ class Checkpoints:
             f"step {step} {done}",
             {"checkpoint_id": checkpoint.checkpoint_id, "step": step, "path": path},
         )
-        await self._journal.note(note, also=lambda connection: self._write(connection, checkpoint))
+        await self._journal.note(
+            note, ledger, also=lambda connection: self._write(connection, checkpoint)
+        )
+
+    async def _save_samples(self, step: int) -> tuple[str, str]:
+        """Name of the snapshot, or why there is none: then what was in flight is generated again."""
+        # Names take turns, so that there are never more snapshots than checkpoints, and one more.
+        name = f"slot-{step % (self._keep + 1)}"
+        try:
+            await self._queue.save_snapshot(self._run_id, name)
+        except (
+            FailedPreconditionError,
+            InternalError,
+            DataLossError,
+            ResourceExhaustedError,
+        ) as error:
+            return "", f"without the samples in flight: {error.message}"
+        return name, ""
 
     def _write(self, connection: sa.Connection, checkpoint: Checkpoint) -> None:
         table = CHECKPOINTS.c
@@ -137,7 +170,7 @@ class Checkpoints:
             sa.select(table.checkpoint_id)
             .where(of_run, table.state == "READY")
             .order_by(table.step.desc())
-            .limit(self._spec.keep)
+            .limit(self._keep)
         )
         connection.execute(
             CHECKPOINTS.update()

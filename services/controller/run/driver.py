@@ -12,14 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from services.common.clock import Clock
-from services.common.errors import (
-    AbortedError,
-    DataLossError,
-    DeadlineExceededError,
-    NotFoundError,
-    ServiceError,
-    UnavailableError,
-)
+from services.common.errors import ServiceError, UnavailableError
 from services.common.spec.run import RunSpec
 from services.controller.client import GroupFailure
 from services.controller.launch.launcher import Launcher, WorkerExit
@@ -27,8 +20,14 @@ from services.controller.membership import Membership
 from services.controller.run.assembly import drop_partitions
 from services.controller.run.journal import Journal
 from services.controller.run.loop import RunLoop
+from services.controller.run.losses import (
+    WorkerLostError,
+    ends_the_process,
+    explain,
+    is_loss,
+    leaves,
+)
 from services.controller.run.run_state import RunEvent, RunState
-from services.controller.store.database import DatabaseError, LeaseLostError
 from services.controller.store.records import Note
 from services.transferqueue.client import TransferQueueClient
 
@@ -38,14 +37,9 @@ logger = logging.getLogger(__name__)
 _EXIT_REPORT_S = 2.0
 # A transferqueue that does not answer within this time is taken to be gone.
 _DROP_S = 3.0
-_TRANSIENT = (UnavailableError, DeadlineExceededError, NotFoundError, DataLossError, AbortedError)
 
 Transition = Callable[[RunEvent, str, str], Awaitable[RunState]]
 """Moves the run (event, reason, message); returns its new state."""
-
-
-class WorkerLostError(RuntimeError):
-    """A worker of a run is gone."""
 
 
 class Ending(StrEnum):
@@ -101,6 +95,8 @@ class RunDriver:
         self._vacant: set[str] = set()
         self._lost = asyncio.Event()
         self._is_hopeless = False
+        self._is_over, self._saves_at_end = False, True
+        self._deadline: asyncio.TimerHandle | None = None
         self._losses, self._step_at_loss = 0, -1
         self.task: asyncio.Task[None] | None = None
 
@@ -121,28 +117,64 @@ class RunDriver:
         except asyncio.CancelledError:
             if self._ending is not Ending.CANCEL:
                 raise
-            event, reason = RunEvent.STOPPED, "CancelledByUser"
         except Exception as error:
-            leaves = _leaves(error)
-            if fatal := next(
-                (e for e in leaves if isinstance(e, (LeaseLostError, DatabaseError))), None
-            ):
+            errors = leaves(error)
+            if (fatal := ends_the_process(errors)) is not None:
                 raise fatal from error
-            reason, message = self._explain(leaves)
+            reason, message = explain(errors)
             logger.exception("run failed", extra={"run": self._run_id, "reason": reason})
+        if self._ending is Ending.CANCEL:
+            event, reason = RunEvent.STOPPED, "CancelledByUser"
+        self._is_over = True
         await self._end(keep_samples=event is RunEvent.DRAINED)
         await self._go(event, reason, message)
 
-    def stop(self, ending: Ending) -> None:
-        """End the run, or only leave it to a later controller."""
-        self._ending = ending
-        if self.task is not None:
+    def leave(self) -> None:
+        """Stop driving; a later controller goes on."""
+        self._ending = Ending.LEAVE
+        self._cancel()
+
+    def end(self, *, grace_s: float = 0.0, saves: bool = False) -> None:
+        """End the run: at once, or behind its current step if that is done within the grace.
+
+        Args:
+            grace_s: Seconds for the step; 0 ends the run at once, also one that was given more before.
+            saves: Whether a checkpoint is saved behind the step.
+        """
+        self._ending = Ending.CANCEL
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if grace_s <= 0 or self._loop is None or self._state is not RunState.RUNNING:
+            self._cancel()
+            return
+        self._saves_at_end = saves
+        self._loop.pause(saves=saves)
+        self._deadline = asyncio.get_running_loop().call_later(grace_s, self._cancel)
+
+    def _cancel(self) -> None:
+        # The end itself is never cancelled: it gives back what the run holds.
+        if self.task is not None and not self._is_over and not self.task.cancelling():
             self.task.cancel()
 
     def pause(self) -> None:
         """Finish the step, save a checkpoint and stop the workers."""
+        self._state = RunState.PAUSING
         if self._loop is not None:
             self._loop.pause()
+
+    def change(self, spec: RunSpec) -> None:
+        """Go on under a changed specification from the next step on."""
+        self._spec = spec
+        if self._loop is not None:
+            self._loop.change(spec)
+
+    def activities(self) -> list[str]:
+        """What the run is doing now."""
+        return self._loop.activities() if self._loop is not None else []
+
+    async def note(self, note: Note) -> None:
+        """Add an event to the run's record."""
+        await self._journal.note(note)
 
     def save_soon(self) -> None:
         """Save a checkpoint at the end of the current step."""
@@ -195,8 +227,8 @@ class RunDriver:
                 clock=self._services.clock,
                 journal=self._journal,
             )
-            if self._state is RunState.PAUSING:
-                loop.pause()
+            if self._state is RunState.PAUSING or self._ending is Ending.CANCEL:
+                loop.pause(saves=self._saves_at_end)
             try:
                 is_finished = await self._enter(loop, lost)
             except (ServiceError, WorkerLostError, ExceptionGroup) as error:
@@ -221,10 +253,8 @@ class RunDriver:
 
     async def _take_loss(self, error: Exception) -> dict[str, str]:
         """Note what was lost and make room for its replacement; raise if the run cannot go on."""
-        errors = _leaves(error)
-        if not all(isinstance(leaf, (*_TRANSIENT, WorkerLostError)) for leaf in errors):
-            raise error
-        if any(isinstance(leaf, (LeaseLostError, DatabaseError)) for leaf in errors):
+        errors = leaves(error)
+        if not is_loss(errors):
             raise error
         await self._await_exit_report()
         step = self._loop.step if self._loop is not None else 0
@@ -269,14 +299,6 @@ class RunDriver:
                         f"{worker.worker_id} sent no heartbeat for {timeout_s:.0f} s",
                     )
 
-    def _explain(self, errors: Sequence[BaseException]) -> tuple[str, str]:
-        """Stable code and message of a failed run."""
-        if lost := next((e for e in errors if isinstance(e, WorkerLostError)), None):
-            return "WorkerLost", str(lost)
-        error = errors[0]
-        reason = error.reason if isinstance(error, ServiceError) else type(error).__name__
-        return reason, "; ".join(dict.fromkeys(str(error) for error in errors))
-
     async def _end(self, *, keep_samples: bool) -> None:
         await self._services.membership.close_run(self._run_id)
         await self._services.launcher.stop(self._run_id)
@@ -291,10 +313,3 @@ class RunDriver:
 
     async def _go(self, event: RunEvent, reason: str, message: str = "") -> None:
         self._state = await self._move(event, reason, message)
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    """The errors inside nested groups, or the error itself."""
-    if not isinstance(error, BaseExceptionGroup):
-        return [error]
-    return [leaf for inner in error.exceptions for leaf in _leaves(inner)]

@@ -124,6 +124,15 @@ class Evaluator:
             if validation.mode == "barrier":
                 await self.idle()
 
+    def change(self, spec: RunSpec) -> None:
+        """Go on under a changed specification."""
+        self._spec = spec
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being evaluated."""
+        return self._machine.pinned is not None
+
     async def trigger(self) -> None:
         """Evaluate the version that is served now, because somebody asks for it."""
         self._machine.trigger(self._version, "manual")

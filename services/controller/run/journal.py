@@ -15,7 +15,7 @@ from services.controller.store import ledgers as ledger_store
 from services.controller.store.database import Database
 from services.controller.store.ledgers import StepRecord
 from services.controller.store.records import Event, Note, Run
-from services.controller.store.rows import event_data, get_run
+from services.controller.store.rows import event_data, get_run, newest_snapshot
 from services.controller.store.runs import RunStore, Work
 
 
@@ -64,6 +64,15 @@ class Journal:
     async def load(self) -> Recovered:
         """Read where the run stands."""
         return await self._database.run(self._load)
+
+    async def newest_snapshot(self) -> str:
+        """The transferqueue's part of the newest checkpoint; empty if there is none."""
+
+        def read() -> str:
+            with self._database.read() as connection:
+                return newest_snapshot(connection, self._run_id)
+
+        return await self._database.run(read)
 
     async def begin_attempt(self) -> int:
         """Count that the loop is entered; returns the number, from 1."""

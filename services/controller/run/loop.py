@@ -17,13 +17,13 @@ from dataclasses import asdict
 from services.common.clock import Clock
 from services.common.errors import UnavailableError
 from services.common.spec.run import RunSpec
-from services.controller import metrics
 from services.controller.client import GroupFailure
 from services.controller.membership import Membership
 from services.controller.run.assembly import assemble
 from services.controller.run.batching import take_batch
 from services.controller.run.checkpoints import Checkpoints
 from services.controller.run.evaluation import Evaluation
+from services.controller.run.groups import RUNNING
 from services.controller.run.journal import Journal
 from services.controller.run.progress import sync_facts
 from services.controller.run.recovery import Restored, restore
@@ -60,16 +60,39 @@ class RunLoop:
         self._queue = queue
         self._clock = clock
         self._journal = journal
-        self._checkpoints = Checkpoints(run_id, spec.trainer.checkpoint, journal)
+        self._checkpoints = Checkpoints(
+            run_id, keep=spec.trainer.checkpoint.keep, journal=journal, queue=queue
+        )
         self._steps = Steps(run_id, spec, journal)
         self._state: Restored | None = None
         self._pausing, self._is_save_wanted = asyncio.Event(), False
+        self._saves_at_pause, self._doing = True, ""
         self.step = 0
         """The last committed step."""
 
-    def pause(self) -> None:
-        """End the loop at the next step boundary, behind a checkpoint."""
+    def pause(self, *, saves: bool = True) -> None:
+        """End the loop at the next step boundary, behind a checkpoint unless ``saves`` is False."""
+        self._saves_at_pause = saves
         self._pausing.set()
+
+    def change(self, spec: RunSpec) -> None:
+        """Go on under a changed specification from the next step on."""
+        self._spec = spec
+        if self._state is not None:
+            self._state.evaluator.change(spec)
+
+    def activities(self) -> list[str]:
+        """What the run is doing now."""
+        state = self._state
+        if state is None:
+            return []
+        is_generating = state.ledger.count(*RUNNING) > 0
+        found = {
+            self._doing: bool(self._doing),
+            "GENERATING": is_generating,
+            "VALIDATING": state.evaluator.is_busy,
+        }
+        return [name for name, is_true in found.items() if is_true]
 
     def save_soon(self) -> None:
         """Save a checkpoint at the end of the current step."""
@@ -101,6 +124,7 @@ class RunLoop:
                 self._membership,
                 queue=self._queue,
                 attempt=attempt,
+                snapshot_id=await self._journal.newest_snapshot(),
             )
             state = self._state = await restore(
                 self._run_id,
@@ -122,13 +146,13 @@ class RunLoop:
                 ]
                 await self._catch_up(state)
                 if not self._spec.validation.only:
-                    background.append(tasks.create_task(state.generation.supply()))
+                    supply = tasks.create_task(state.generation.supply())
                     await self._train(state)
-                await state.evaluator.idle()
-                await self._save(state)
+                    supply.cancel()
+                await self._wind_up(state)
                 for task in background:
                     task.cancel()
-            if self._pausing.is_set() and not self._is_done():
+            if not self._is_done():
                 return False
             await self._note(state, "Finished", "all steps are trained and evaluated", {})
         return True
@@ -155,8 +179,19 @@ class RunLoop:
         else:
             await self._open_gate(state, served_step)
 
+    async def _wind_up(self, state: Restored) -> None:
+        """End the run, or hold it: what is unfinished is kept, with the checkpoint, for another day."""
+        if self._is_done():
+            self._doing = "FINALIZING"
+            await state.evaluator.idle()
+        elif self._spec.rollout.partial_rollout:
+            await state.parts.replicas.interrupt()
+        if self._is_done() or self._saves_at_pause:
+            await self._save(state)
+
     async def _train(self, state: Restored) -> None:
         while not self._is_done():
+            self._doing = ""
             step = self.step + 1
             begin = time.perf_counter()
             batch = await take_batch(
@@ -170,6 +205,7 @@ class RunLoop:
             if batch is None:
                 return
             wait_s = time.perf_counter() - begin
+            self._doing = "TRAINING"
             await self._steps.begin(state, step, batch)
             await self._steps.train(state, step, batch, begin=begin, wait_s=wait_s)
             self.step = step
@@ -185,9 +221,12 @@ class RunLoop:
     async def _save(self, state: Restored) -> None:
         """Save a checkpoint of the newest step."""
         self._is_save_wanted = False
-        version = self.step + state.version_offset
         if self.step > 0:
-            await self._checkpoints.save(state.parts.trainer, self.step, version=version)
+            self._doing = "CHECKPOINTING"
+            version = self.step + state.version_offset
+            await self._checkpoints.save(
+                state.parts.trainer, state.ledger, step=self.step, version=version
+            )
 
     def _is_published(self, step: int) -> bool:
         """Whether the weights of a step are published."""
@@ -195,6 +234,7 @@ class RunLoop:
 
     async def _publish(self, state: Restored, step: int) -> None:
         """Bring the weights of a step into service, then open the gate and evaluate if it is time."""
+        self._doing = "SYNCING_WEIGHTS"
         report = await state.parts.weights.publish(version := step + state.version_offset)
         if report.lost:
             raise UnavailableError(f"{', '.join(report.lost)} did not take part in weight sync")

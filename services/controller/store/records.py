@@ -54,6 +54,10 @@ class NewRun:
     priority: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
     created_by: str = ""
+    step: int = 0
+    """Step that it goes on from."""
+    weight_version: int = -1
+    """Version of that step's weights; -1 before the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +87,7 @@ class RunFilter:
     state: RunState | None = None
     name: str | None = None
     label: tuple[str, str] | None = None
+    is_oldest_first: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from services.common.errors import AlreadyExistsError, NotFoundError
 from services.controller.run.run_state import RunState
 from services.controller.store.records import Event, Note, RequestKey, Run
-from services.controller.store.tables import EVENTS, IDEMPOTENCY_KEYS, RUNS
+from services.controller.store.tables import CHECKPOINTS, EVENTS, IDEMPOTENCY_KEYS, RUNS
 
 _KEY_LIFE_S = 24 * 3600.0
 
@@ -83,6 +83,17 @@ def event_data(
         .limit(limit)
     )
     return [json.loads(text) for text in connection.execute(query).scalars()][::-1]
+
+
+def newest_snapshot(connection: sa.Connection, run_id: str) -> str:
+    """The transferqueue's part of a run's newest checkpoint; empty if there is none."""
+    query = (
+        sa.select(CHECKPOINTS.c.snapshot_id)
+        .where(CHECKPOINTS.c.run_id == run_id, CHECKPOINTS.c.state == "READY")
+        .order_by(CHECKPOINTS.c.step.desc())
+        .limit(1)
+    )
+    return str(connection.execute(query).scalar() or "")
 
 
 def seen_request(connection: sa.Connection, request: RequestKey) -> str | None:

@@ -58,7 +58,12 @@ class RunStore:
         self._database = database
 
     def create(
-        self, new: NewRun, *, request: RequestKey | None = None, check: Work | None = None
+        self,
+        new: NewRun,
+        *,
+        request: RequestKey | None = None,
+        check: Work | None = None,
+        also: Work | None = None,
     ) -> tuple[Run, bool]:
         """Store a new run in state QUEUED.
 
@@ -66,6 +71,7 @@ class RunStore:
             new: The run.
             request: Identifies the request.
             check: Refuses by raising, inside the transaction.
+            also: Writes what else belongs to the run.
 
         Returns:
             The run, and whether it is new: a request seen before returns its run.
@@ -94,8 +100,8 @@ class RunStore:
                     priority=new.priority,
                     labels_json=json.dumps(dict(new.labels)),
                     created_by=new.created_by,
-                    step=0,
-                    weight_version=-1,
+                    step=new.step,
+                    weight_version=new.weight_version,
                     summary_json="{}",
                     num_attempts=0,
                     create_time=now,
@@ -105,6 +111,8 @@ class RunStore:
             )
             if request is not None:
                 remember_request(connection, request, new.run_id)
+            if also is not None:
+                also(connection)
             data = {"name": new.name}
             append_event(connection, new.run_id, Note("Submitted", "the run was submitted", data))
             return get_run(connection, new.run_id), True
@@ -119,13 +127,15 @@ class RunStore:
             return get_run(connection, run_id)
 
     def list_runs(
-        self, *, limit: int, before: str | None = None, only: RunFilter | None = None
+        self, *, limit: int, after: str | None = None, only: RunFilter | None = None
     ) -> list[Run]:
-        """Runs, newest first, starting behind ``before``."""
+        """Runs, newest first unless the filter says otherwise, starting behind the run ``after``."""
         only = only or RunFilter()
-        query = sa.select(RUNS).order_by(RUNS.c.run_id.desc()).limit(limit)
-        if before is not None:
-            query = query.where(RUNS.c.run_id < before)
+        order = RUNS.c.run_id if only.is_oldest_first else RUNS.c.run_id.desc()
+        query = sa.select(RUNS).order_by(order).limit(limit)
+        if after is not None:
+            is_behind = RUNS.c.run_id > after if only.is_oldest_first else RUNS.c.run_id < after
+            query = query.where(is_behind)
         if only.project is not None:
             query = query.where(RUNS.c.project == only.project)
         if only.state is not None:
@@ -244,6 +254,18 @@ class RunStore:
         )
         if type_ is not None:
             query = query.where(EVENTS.c.type == type_)
+        with self._database.read() as connection:
+            return [to_event(row) for row in connection.execute(query)]
+
+    def events_since(self, project: str, time: float, *, limit: int = 1000) -> list[Event]:
+        """Events of all runs of a project behind a moment, in order."""
+        query = (
+            sa.select(EVENTS)
+            .join(RUNS, RUNS.c.run_id == EVENTS.c.run_id)
+            .where(RUNS.c.project == project, EVENTS.c.time > time)
+            .order_by(EVENTS.c.time, EVENTS.c.run_id, EVENTS.c.seq)
+            .limit(limit)
+        )
         with self._database.read() as connection:
             return [to_event(row) for row in connection.execute(query)]
 

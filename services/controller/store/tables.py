@@ -59,6 +59,7 @@ EVENTS = sa.Table(
     sa.Column("message", sa.Text, nullable=False),
     sa.Column("data_json", sa.Text, nullable=False),
     sa.Column("actor", sa.String(128), nullable=False),
+    sa.Index("ix_events_time", "time"),
 )
 """What happened to a run, in order; written in the transaction of the change that it tells of."""
 

@@ -105,13 +105,20 @@ class Checkpointer:
             manifest.publish(self._root, snapshot.step, dict(snapshot.facts), keep=self._keep)
         return manifest.folder_of(self._root, snapshot.step)
 
-    def load(self) -> dict[str, Any]:
-        """Load the newest whole checkpoint in place; returns its facts. All ranks call it.
+    def load(self, folder: Path | None = None) -> dict[str, Any]:
+        """Load a checkpoint in place; returns its facts. All ranks call it.
+
+        Args:
+            folder: The checkpoint; None takes the newest whole one of this run.
 
         Raises:
             NotFoundError: If there is none.
+            DataLossError: If ``folder`` is not whole.
         """
-        folder, facts = manifest.newest(self._root)
+        if folder is None:
+            folder, facts = manifest.newest(self._root)
+        else:
+            facts = manifest.verify(folder)
         load_shards(
             self._state(),
             storage_reader=HuggingFaceStorageReader(str(folder)),

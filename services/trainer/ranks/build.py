@@ -102,7 +102,13 @@ def build_rank(
     )
     # A checkpoint of this very run is there if its trainer was lost before: then training goes on from it.
     is_continued = settings.resume or any(checkpoint_root(spec, settings).glob(f"{STEP_PREFIX}*"))
-    return Built(rank=rank, weights=weights, step=rank.restore() if is_continued else 0)
+    start_from = spec.trainer.checkpoint.start_from
+    step = 0
+    if is_continued:
+        step = rank.restore()
+    elif start_from is not None:
+        step = rank.restore(Path(start_from))
+    return Built(rank=rank, weights=weights, step=step)
 
 
 def checkpoint_root(spec: RunSpec, settings: TrainerSettings) -> Path:

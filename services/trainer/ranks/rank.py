@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -106,13 +107,14 @@ class Rank:
         """Copy the training state after a step, to be written while training goes on."""
         return self.checkpointer.snapshot(step, {"step": step, **self.runner.facts()})
 
-    def restore(self) -> int:
-        """Go back to the newest whole checkpoint; returns its step.
+    def restore(self, folder: Path | None = None) -> int:
+        """Go back to a checkpoint, by default to the run's newest whole one; returns its step.
 
         Raises:
             NotFoundError: If there is none.
+            DataLossError: If ``folder`` is not whole.
         """
-        facts = self.checkpointer.load()
+        facts = self.checkpointer.load(folder)
         self.runner.restore(facts)
         return int(facts["step"])
 

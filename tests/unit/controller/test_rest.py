@@ -1,66 +1,18 @@
 """The REST API over a manager whose runs wait for workers that never come."""
 
-import asyncio
 import json
 from pathlib import Path
 
-import httpx
 import pytest
 
-from services.common.clock import SystemClock
-from services.controller.api.app import build_app
 from services.controller.api.principals import TokenStore
-from services.controller.audit import RunAudit
-from services.controller.launch.launcher import ExternalLauncher
-from services.controller.membership import Membership
-from services.controller.quotas import QuotaDefaults
-from services.controller.runs import RunManager
-from services.transferqueue.facts import Stats
-
-SPEC = {
-    "name": "one",
-    "model": {"path": "tiny:qwen2-0.4m"},
-    "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
-    "rollout": {"max_response_tokens": 8, "rewards": [{"name": "exact_match"}]},
-    "trainer": {"steps": 3, "prompts_per_step": 4},
-}
-
-
-class EmptyQueue:
-    """A transferqueue in which nothing is stored."""
-
-    async def create_partition(self, partition_id, *, required_fields, quota_bytes=0):
-        """Nothing is kept."""
-
-    async def drop_partition(self, partition_id):
-        return 0
-
-    async def stats(self):
-        return Stats(partitions=(), shards=())
+from tests.unit.controller.rest import SPEC, client_of, open_manager
 
 
 @pytest.fixture
 async def manager(database):
-    async with asyncio.TaskGroup() as tasks:
-        manager = RunManager(
-            database=database,
-            membership=Membership(SystemClock(), 30.0),
-            queue=EmptyQueue(),
-            clock=SystemClock(),
-            tasks=tasks,
-            heartbeat_timeout_s=30.0,
-            defaults=QuotaDefaults(max_active_runs=1, max_queued_runs=2),
-        )
-        manager.launcher = ExternalLauncher()
+    async with open_manager(database) as manager:
         yield manager
-        await manager.close(leave=False)
-
-
-def client_of(manager, database, tmp_path, tokens=None, token="") -> httpx.AsyncClient:
-    app = build_app(manager, RunAudit(database, tmp_path), tokens)
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers)
 
 
 @pytest.fixture

@@ -81,6 +81,26 @@ class Run(_message.Message):
     STATE_CANCELLED: Run.State.ValueType  # 10
     """Ended by a cancel."""
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     SPEC_JSON_FIELD_NUMBER: _builtins.int
     SPEC_DIGEST_FIELD_NUMBER: _builtins.int
@@ -92,6 +112,12 @@ class Run(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     UPDATE_TIME_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    PROJECT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    CREATED_BY_FIELD_NUMBER: _builtins.int
+    SUMMARY_JSON_FIELD_NUMBER: _builtins.int
+    ACTIVITIES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Names the run: "runs/{run_id}"."""
     spec_json: _builtins.str
@@ -110,6 +136,14 @@ class Run(_message.Message):
     """Holds the newest published weight version. Output only."""
     revision: _builtins.int
     """Counts changes of the run. Output only."""
+    project: _builtins.str
+    """Names the project. Output only."""
+    priority: _builtins.int
+    """Orders queued runs: higher ones start first."""
+    created_by: _builtins.str
+    """Names who submitted it. Output only."""
+    summary_json: _builtins.str
+    """Holds its progress in numbers as JSON. Output only."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """Says when the run was submitted. Output only."""
@@ -117,6 +151,14 @@ class Run(_message.Message):
     @_builtins.property
     def update_time(self) -> _timestamp_pb2.Timestamp:
         """Says when the run last changed. Output only."""
+
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Holds what users wrote on the run."""
+
+    @_builtins.property
+    def activities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names what it is doing now. Output only."""
 
     def __init__(
         self,
@@ -132,10 +174,16 @@ class Run(_message.Message):
         create_time: _timestamp_pb2.Timestamp | None = ...,
         update_time: _timestamp_pb2.Timestamp | None = ...,
         revision: _builtins.int = ...,
+        project: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        created_by: _builtins.str = ...,
+        summary_json: _builtins.str = ...,
+        activities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "update_time", b"update_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "message", b"message", "name", b"name", "revision", b"revision", "spec_digest", b"spec_digest", "spec_json", b"spec_json", "state", b"state", "state_reason", b"state_reason", "step", b"step", "update_time", b"update_time", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activities", b"activities", "create_time", b"create_time", "created_by", b"created_by", "labels", b"labels", "message", b"message", "name", b"name", "priority", b"priority", "project", b"project", "revision", b"revision", "spec_digest", b"spec_digest", "spec_json", b"spec_json", "state", b"state", "state_reason", b"state_reason", "step", b"step", "summary_json", b"summary_json", "update_time", b"update_time", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -150,22 +198,26 @@ class CreateRunRequest(_message.Message):
     SPEC_JSON_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     spec_json: _builtins.str
     """Holds the specification as JSON."""
     request_id: _builtins.str
     """Identifies this request: the same id returns the same run. At most 64 printable ASCII characters."""
     validate_only: _builtins.bool
     """Checks the specification without creating anything."""
+    priority: _builtins.int
+    """Orders queued runs: higher ones start first."""
     def __init__(
         self,
         *,
         spec_json: _builtins.str = ...,
         request_id: _builtins.str = ...,
         validate_only: _builtins.bool = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "spec_json", b"spec_json", "validate_only", b"validate_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["priority", b"priority", "request_id", b"request_id", "spec_json", b"spec_json", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -201,19 +253,35 @@ class ListRunsRequest(_message.Message):
 
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    RUN_NAME_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
+    OLDEST_FIRST_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """Bounds the page: 0 means 50, more than 500 is lowered to 500, a negative size is refused."""
     page_token: _builtins.str
     """Continues after an earlier page."""
+    state: Global___Run.State.ValueType
+    """Keeps runs in this state; unspecified keeps all."""
+    run_name: _builtins.str
+    """Keeps runs of this name; empty keeps all."""
+    label: _builtins.str
+    """Keeps runs with this label, "key=value"; empty keeps all."""
+    oldest_first: _builtins.bool
+    """Lists the oldest run first."""
     def __init__(
         self,
         *,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        state: Global___Run.State.ValueType = ...,
+        run_name: _builtins.str = ...,
+        label: _builtins.str = ...,
+        oldest_first: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["label", b"label", "oldest_first", b"oldest_first", "page_size", b"page_size", "page_token", b"page_token", "run_name", b"run_name", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -248,8 +316,115 @@ class ListRunsResponse(_message.Message):
 Global___ListRunsResponse: _TypeAlias = ListRunsResponse  # noqa: Y015
 
 @_typing.final
+class UpdateRunRequest(_message.Message):
+    """Asks for a change of a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    PATCH_JSON_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Names the run: "runs/{run_id}"."""
+    revision: _builtins.int
+    """Gives the revision that was read."""
+    patch_json: _builtins.str
+    """Holds what changes as JSON, in the form that the REST API's PATCH takes."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        revision: _builtins.int = ...,
+        patch_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "patch_json", b"patch_json", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateRunRequest: _TypeAlias = UpdateRunRequest  # noqa: Y015
+
+@_typing.final
+class DeleteRunRequest(_message.Message):
+    """Asks to forget a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    DELETE_CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Names the run: "runs/{run_id}"."""
+    revision: _builtins.int
+    """Gives the revision that was read."""
+    delete_checkpoints: _builtins.bool
+    """Deletes its checkpoints too."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        revision: _builtins.int = ...,
+        delete_checkpoints: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delete_checkpoints", b"delete_checkpoints", "name", b"name", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteRunRequest: _TypeAlias = DeleteRunRequest  # noqa: Y015
+
+@_typing.final
+class DeleteRunResponse(_message.Message):
+    """Confirms that a run is forgotten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteRunResponse: _TypeAlias = DeleteRunResponse  # noqa: Y015
+
+@_typing.final
 class CancelRunRequest(_message.Message):
     """Asks for the end of a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    GRACE_S_FIELD_NUMBER: _builtins.int
+    SAVE_CHECKPOINT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Names the run: "runs/{run_id}"."""
+    grace_s: _builtins.float
+    """Gives the run time to finish its step, in seconds; 0 ends it at once."""
+    save_checkpoint: _builtins.bool
+    """Saves a checkpoint behind that step."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        grace_s: _builtins.float = ...,
+        save_checkpoint: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_s", b"grace_s", "name", b"name", "save_checkpoint", b"save_checkpoint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelRunRequest: _TypeAlias = CancelRunRequest  # noqa: Y015
+
+@_typing.final
+class PauseRunRequest(_message.Message):
+    """Asks to hold a run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -267,7 +442,111 @@ class CancelRunRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CancelRunRequest: _TypeAlias = CancelRunRequest  # noqa: Y015
+Global___PauseRunRequest: _TypeAlias = PauseRunRequest  # noqa: Y015
+
+@_typing.final
+class ResumeRunRequest(_message.Message):
+    """Asks to go on with a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Names the run: "runs/{run_id}"."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRunRequest: _TypeAlias = ResumeRunRequest  # noqa: Y015
+
+@_typing.final
+class SaveRunRequest(_message.Message):
+    """Asks for a checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Names the run: "runs/{run_id}"."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SaveRunRequest: _TypeAlias = SaveRunRequest  # noqa: Y015
+
+@_typing.final
+class EvaluateRunRequest(_message.Message):
+    """Asks for an evaluation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Names the run: "runs/{run_id}"."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvaluateRunRequest: _TypeAlias = EvaluateRunRequest  # noqa: Y015
+
+@_typing.final
+class ForkRunRequest(_message.Message):
+    """Asks for a run that goes on from a checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
+    RUN_NAME_FIELD_NUMBER: _builtins.int
+    OVERRIDES_JSON_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Names the run: "runs/{run_id}"."""
+    checkpoint_id: _builtins.str
+    """Names the checkpoint; empty takes the newest one."""
+    run_name: _builtins.str
+    """Names the new run; empty keeps the old one's name."""
+    overrides_json: _builtins.str
+    """Holds the keys of the specification that differ, as JSON."""
+    request_id: _builtins.str
+    """Identifies this request: the same id returns the same run."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        checkpoint_id: _builtins.str = ...,
+        run_name: _builtins.str = ...,
+        overrides_json: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "name", b"name", "overrides_json", b"overrides_json", "request_id", b"request_id", "run_name", b"run_name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForkRunRequest: _TypeAlias = ForkRunRequest  # noqa: Y015
 
 @_typing.final
 class WatchRunRequest(_message.Message):
@@ -296,6 +575,701 @@ class WatchRunRequest(_message.Message):
 Global___WatchRunRequest: _TypeAlias = WatchRunRequest  # noqa: Y015
 
 @_typing.final
+class WatchRunsRequest(_message.Message):
+    """Asks for the events of all runs of the project."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AFTER_TIME_FIELD_NUMBER: _builtins.int
+    after_time: _builtins.float
+    """Begins behind this moment, in seconds since the epoch; 0 begins now."""
+    def __init__(
+        self,
+        *,
+        after_time: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_time", b"after_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRunsRequest: _TypeAlias = WatchRunsRequest  # noqa: Y015
+
+@_typing.final
+class ListEventsRequest(_message.Message):
+    """Asks for events of a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    AFTER_SEQ_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    TYPE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Names the run: "runs/{run_id}"."""
+    after_seq: _builtins.int
+    """Skips events up to this number."""
+    limit: _builtins.int
+    """Bounds the answer: 0 means 1000."""
+    type: _builtins.str
+    """Keeps events of this type; empty keeps all."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        after_seq: _builtins.int = ...,
+        limit: _builtins.int = ...,
+        type: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_seq", b"after_seq", "limit", b"limit", "name", b"name", "type", b"type"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListEventsRequest: _TypeAlias = ListEventsRequest  # noqa: Y015
+
+@_typing.final
+class ListEventsResponse(_message.Message):
+    """Holds events of a run, in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunEvent]:
+        """Holds the events."""
+
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___RunEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListEventsResponse: _TypeAlias = ListEventsResponse  # noqa: Y015
+
+@_typing.final
+class ReadLogsRequest(_message.Message):
+    """Asks for logs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    COMPONENT_FIELD_NUMBER: _builtins.int
+    TAIL_LINES_FIELD_NUMBER: _builtins.int
+    FOLLOW_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Names the run: "runs/{run_id}"."""
+    component: _builtins.str
+    """Names one worker; empty takes all."""
+    tail_lines: _builtins.int
+    """Bounds the lines of each worker: 0 means 100."""
+    follow: _builtins.bool
+    """Goes on with the lines that come, until the run has ended."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        component: _builtins.str = ...,
+        tail_lines: _builtins.int = ...,
+        follow: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["component", b"component", "follow", b"follow", "name", b"name", "tail_lines", b"tail_lines"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadLogsRequest: _TypeAlias = ReadLogsRequest  # noqa: Y015
+
+@_typing.final
+class LogLine(_message.Message):
+    """Is a line of a worker's log."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPONENT_FIELD_NUMBER: _builtins.int
+    LINE_FIELD_NUMBER: _builtins.int
+    component: _builtins.str
+    """Names the worker."""
+    line: _builtins.str
+    """Holds the line."""
+    def __init__(
+        self,
+        *,
+        component: _builtins.str = ...,
+        line: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["component", b"component", "line", b"line"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogLine: _TypeAlias = LogLine  # noqa: Y015
+
+@_typing.final
+class ListMetricsRequest(_message.Message):
+    """Asks for numbers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    METRIC_FIELD_NUMBER: _builtins.int
+    FROM_STEP_FIELD_NUMBER: _builtins.int
+    MAX_POINTS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Names the run: "runs/{run_id}"."""
+    metric: _builtins.str
+    """Names the number; empty takes all."""
+    from_step: _builtins.int
+    """Begins at this step."""
+    max_points: _builtins.int
+    """Bounds the answer: 0 means 1000."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        metric: _builtins.str = ...,
+        from_step: _builtins.int = ...,
+        max_points: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_step", b"from_step", "max_points", b"max_points", "metric", b"metric", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListMetricsRequest: _TypeAlias = ListMetricsRequest  # noqa: Y015
+
+@_typing.final
+class ListMetricsResponse(_message.Message):
+    """Holds numbers of a run's steps, in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Point(_message.Message):
+        """Is a number of one step."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        STEP_FIELD_NUMBER: _builtins.int
+        TIME_FIELD_NUMBER: _builtins.int
+        NAME_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        step: _builtins.int
+        """Names the step."""
+        name: _builtins.str
+        """Names the number."""
+        value: _builtins.float
+        """Gives it."""
+        @_builtins.property
+        def time(self) -> _timestamp_pb2.Timestamp:
+            """Says when it was trained."""
+
+        def __init__(
+            self,
+            *,
+            step: _builtins.int = ...,
+            time: _timestamp_pb2.Timestamp | None = ...,
+            name: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "step", b"step", "time", b"time", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    POINTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def points(self) -> _containers.RepeatedCompositeFieldContainer[Global___ListMetricsResponse.Point]:
+        """Holds the numbers."""
+
+    def __init__(
+        self,
+        *,
+        points: _abc.Iterable[Global___ListMetricsResponse.Point] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["points", b"points"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListMetricsResponse: _TypeAlias = ListMetricsResponse  # noqa: Y015
+
+@_typing.final
+class ListSamplesRequest(_message.Message):
+    """Asks for groups of samples."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    AFTER_STEP_FIELD_NUMBER: _builtins.int
+    STEP_COUNT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Names the run: "runs/{run_id}"."""
+    after_step: _builtins.int
+    """Begins behind this step."""
+    step_count: _builtins.int
+    """Bounds the steps: 0 means 10."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        after_step: _builtins.int = ...,
+        step_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_step", b"after_step", "name", b"name", "step_count", b"step_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSamplesRequest: _TypeAlias = ListSamplesRequest  # noqa: Y015
+
+@_typing.final
+class ListSamplesResponse(_message.Message):
+    """Holds groups of a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Sample(_message.Message):
+        """Is a group of samples and what became of it."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        GROUP_ID_FIELD_NUMBER: _builtins.int
+        ROW_FIELD_NUMBER: _builtins.int
+        ATTEMPT_FIELD_NUMBER: _builtins.int
+        STATE_FIELD_NUMBER: _builtins.int
+        STEP_FIELD_NUMBER: _builtins.int
+        OLDEST_VERSION_FIELD_NUMBER: _builtins.int
+        REASON_FIELD_NUMBER: _builtins.int
+        group_id: _builtins.str
+        """Names the group."""
+        row: _builtins.int
+        """Names the row of its prompt."""
+        attempt: _builtins.int
+        """Counts its tries."""
+        state: _builtins.str
+        """Names its state in the ledger."""
+        step: _builtins.int
+        """Names the step that trained it; 0 if none did."""
+        oldest_version: _builtins.int
+        """Gives its oldest weight version; -1 if it has none."""
+        reason: _builtins.str
+        """Says why it was given up."""
+        def __init__(
+            self,
+            *,
+            group_id: _builtins.str = ...,
+            row: _builtins.int = ...,
+            attempt: _builtins.int = ...,
+            state: _builtins.str = ...,
+            step: _builtins.int = ...,
+            oldest_version: _builtins.int = ...,
+            reason: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "group_id", b"group_id", "oldest_version", b"oldest_version", "reason", b"reason", "row", b"row", "state", b"state", "step", b"step"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___ListSamplesResponse.Sample]:
+        """Holds the groups."""
+
+    def __init__(
+        self,
+        *,
+        samples: _abc.Iterable[Global___ListSamplesResponse.Sample] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSamplesResponse: _TypeAlias = ListSamplesResponse  # noqa: Y015
+
+@_typing.final
+class ListCheckpointsRequest(_message.Message):
+    """Asks for checkpoints."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Names the run: "runs/{run_id}"."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListCheckpointsRequest: _TypeAlias = ListCheckpointsRequest  # noqa: Y015
+
+@_typing.final
+class ListCheckpointsResponse(_message.Message):
+    """Holds checkpoints of a run, newest first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def checkpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___Checkpoint]:
+        """Holds the checkpoints."""
+
+    def __init__(
+        self,
+        *,
+        checkpoints: _abc.Iterable[Global___Checkpoint] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoints", b"checkpoints"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListCheckpointsResponse: _TypeAlias = ListCheckpointsResponse  # noqa: Y015
+
+@_typing.final
+class GetCheckpointRequest(_message.Message):
+    """Asks for a checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Names the run: "runs/{run_id}"."""
+    checkpoint_id: _builtins.str
+    """Names the checkpoint."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        checkpoint_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetCheckpointRequest: _TypeAlias = GetCheckpointRequest  # noqa: Y015
+
+@_typing.final
+class DeleteCheckpointRequest(_message.Message):
+    """Asks to delete a checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Names the run: "runs/{run_id}"."""
+    checkpoint_id: _builtins.str
+    """Names the checkpoint."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        checkpoint_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteCheckpointRequest: _TypeAlias = DeleteCheckpointRequest  # noqa: Y015
+
+@_typing.final
+class DeleteCheckpointResponse(_message.Message):
+    """Confirms that a checkpoint is deleted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteCheckpointResponse: _TypeAlias = DeleteCheckpointResponse  # noqa: Y015
+
+@_typing.final
+class Checkpoint(_message.Message):
+    """Is a checkpoint of a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKPOINT_ID_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    checkpoint_id: _builtins.str
+    """Names it."""
+    step: _builtins.int
+    """Names its step."""
+    weight_version: _builtins.int
+    """Names the version of its weights."""
+    path: _builtins.str
+    """Names the trainer's folder."""
+    state: _builtins.str
+    """Says whether it can be used: READY, FAILED or DELETED."""
+    message: _builtins.str
+    """Explains the state to a person."""
+    @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp:
+        """Says when it was saved."""
+
+    def __init__(
+        self,
+        *,
+        checkpoint_id: _builtins.str = ...,
+        step: _builtins.int = ...,
+        weight_version: _builtins.int = ...,
+        path: _builtins.str = ...,
+        state: _builtins.str = ...,
+        message: _builtins.str = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "create_time", b"create_time", "message", b"message", "path", b"path", "state", b"state", "step", b"step", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Checkpoint: _TypeAlias = Checkpoint  # noqa: Y015
+
+@_typing.final
+class GetTopologyRequest(_message.Message):
+    """Asks for the workers of a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Names the run: "runs/{run_id}"."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTopologyRequest: _TypeAlias = GetTopologyRequest  # noqa: Y015
+
+@_typing.final
+class Topology(_message.Message):
+    """Holds the workers of a run, by name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Worker(_message.Message):
+        """Is a worker."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        @_typing.final
+        class GaugesEntry(_message.Message):
+            DESCRIPTOR: _descriptor.Descriptor
+
+            KEY_FIELD_NUMBER: _builtins.int
+            VALUE_FIELD_NUMBER: _builtins.int
+            key: _builtins.str
+            value: _builtins.float
+            def __init__(
+                self,
+                *,
+                key: _builtins.str = ...,
+                value: _builtins.float = ...,
+            ) -> None: ...
+            _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+            def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+            _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+            def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+            def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+        WORKER_ID_FIELD_NUMBER: _builtins.int
+        ROLE_FIELD_NUMBER: _builtins.int
+        STATE_FIELD_NUMBER: _builtins.int
+        ACTIVITY_FIELD_NUMBER: _builtins.int
+        WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+        GAUGES_FIELD_NUMBER: _builtins.int
+        worker_id: _builtins.str
+        """Names it."""
+        role: _builtins.str
+        """Names what it does: "trainer" or "rollout"."""
+        state: _builtins.str
+        """Says how far it is."""
+        activity: _builtins.str
+        """Says what it is doing, for a person."""
+        weight_version: _builtins.int
+        """Names the weight version that it serves."""
+        @_builtins.property
+        def gauges(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+            """Holds its own numbers."""
+
+        def __init__(
+            self,
+            *,
+            worker_id: _builtins.str = ...,
+            role: _builtins.str = ...,
+            state: _builtins.str = ...,
+            activity: _builtins.str = ...,
+            weight_version: _builtins.int = ...,
+            gauges: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "gauges", b"gauges", "role", b"role", "state", b"state", "weight_version", b"weight_version", "worker_id", b"worker_id"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Topology.Worker]:
+        """Holds the workers."""
+
+    def __init__(
+        self,
+        *,
+        workers: _abc.Iterable[Global___Topology.Worker] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Topology: _TypeAlias = Topology  # noqa: Y015
+
+@_typing.final
+class GetQuotaRequest(_message.Message):
+    """Asks for the project's quota."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetQuotaRequest: _TypeAlias = GetQuotaRequest  # noqa: Y015
+
+@_typing.final
+class Quota(_message.Message):
+    """Says what a project may use, and uses."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROJECT_FIELD_NUMBER: _builtins.int
+    ACTIVE_RUN_LIMIT_FIELD_NUMBER: _builtins.int
+    QUEUED_RUN_LIMIT_FIELD_NUMBER: _builtins.int
+    ACTIVE_RUN_COUNT_FIELD_NUMBER: _builtins.int
+    QUEUED_RUN_COUNT_FIELD_NUMBER: _builtins.int
+    project: _builtins.str
+    """Names the project."""
+    active_run_limit: _builtins.int
+    """Bounds the runs that train at once."""
+    queued_run_limit: _builtins.int
+    """Bounds the runs that wait."""
+    active_run_count: _builtins.int
+    """Counts the runs that train."""
+    queued_run_count: _builtins.int
+    """Counts the runs that wait."""
+    def __init__(
+        self,
+        *,
+        project: _builtins.str = ...,
+        active_run_limit: _builtins.int = ...,
+        queued_run_limit: _builtins.int = ...,
+        active_run_count: _builtins.int = ...,
+        queued_run_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_run_count", b"active_run_count", "active_run_limit", b"active_run_limit", "project", b"project", "queued_run_count", b"queued_run_count", "queued_run_limit", b"queued_run_limit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Quota: _TypeAlias = Quota  # noqa: Y015
+
+@_typing.final
+class GetVersionRequest(_message.Message):
+    """Asks for the release."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetVersionRequest: _TypeAlias = GetVersionRequest  # noqa: Y015
+
+@_typing.final
+class Version(_message.Message):
+    """Is a release."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """Gives its number."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Version: _TypeAlias = Version  # noqa: Y015
+
+@_typing.final
 class RunEvent(_message.Message):
     """Tells of one change of a run."""
 
@@ -306,6 +1280,8 @@ class RunEvent(_message.Message):
     TYPE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     DATA_JSON_FIELD_NUMBER: _builtins.int
+    ACTOR_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """Numbers the events of a run from 1, without gaps."""
     type: _builtins.str
@@ -314,6 +1290,10 @@ class RunEvent(_message.Message):
     """Explains it to a person."""
     data_json: _builtins.str
     """Holds its facts as JSON."""
+    actor: _builtins.str
+    """Names who caused it; empty for the controller itself."""
+    run: _builtins.str
+    """Names the run: "runs/{run_id}"."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """Says when it happened."""
@@ -326,10 +1306,12 @@ class RunEvent(_message.Message):
         type: _builtins.str = ...,
         message: _builtins.str = ...,
         data_json: _builtins.str = ...,
+        actor: _builtins.str = ...,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_json", b"data_json", "message", b"message", "seq", b"seq", "time", b"time", "type", b"type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actor", b"actor", "data_json", b"data_json", "message", b"message", "run", b"run", "seq", b"seq", "time", b"time", "type", b"type"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

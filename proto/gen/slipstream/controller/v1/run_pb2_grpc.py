@@ -50,15 +50,105 @@ class RunServiceStub:
                 request_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListRunsRequest.SerializeToString,
                 response_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListRunsResponse.FromString,
                 _registered_method=True)
+        self.UpdateRun = channel.unary_unary(
+                '/slipstream.controller.v1.RunService/UpdateRun',
+                request_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.UpdateRunRequest.SerializeToString,
+                response_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.Run.FromString,
+                _registered_method=True)
+        self.DeleteRun = channel.unary_unary(
+                '/slipstream.controller.v1.RunService/DeleteRun',
+                request_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.DeleteRunRequest.SerializeToString,
+                response_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.DeleteRunResponse.FromString,
+                _registered_method=True)
         self.CancelRun = channel.unary_unary(
                 '/slipstream.controller.v1.RunService/CancelRun',
                 request_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.CancelRunRequest.SerializeToString,
+                response_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.Run.FromString,
+                _registered_method=True)
+        self.PauseRun = channel.unary_unary(
+                '/slipstream.controller.v1.RunService/PauseRun',
+                request_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.PauseRunRequest.SerializeToString,
+                response_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.Run.FromString,
+                _registered_method=True)
+        self.ResumeRun = channel.unary_unary(
+                '/slipstream.controller.v1.RunService/ResumeRun',
+                request_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ResumeRunRequest.SerializeToString,
+                response_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.Run.FromString,
+                _registered_method=True)
+        self.SaveRun = channel.unary_unary(
+                '/slipstream.controller.v1.RunService/SaveRun',
+                request_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.SaveRunRequest.SerializeToString,
+                response_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.Run.FromString,
+                _registered_method=True)
+        self.EvaluateRun = channel.unary_unary(
+                '/slipstream.controller.v1.RunService/EvaluateRun',
+                request_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.EvaluateRunRequest.SerializeToString,
+                response_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.Run.FromString,
+                _registered_method=True)
+        self.ForkRun = channel.unary_unary(
+                '/slipstream.controller.v1.RunService/ForkRun',
+                request_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ForkRunRequest.SerializeToString,
                 response_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.Run.FromString,
                 _registered_method=True)
         self.WatchRun = channel.unary_stream(
                 '/slipstream.controller.v1.RunService/WatchRun',
                 request_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.WatchRunRequest.SerializeToString,
                 response_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.RunEvent.FromString,
+                _registered_method=True)
+        self.WatchRuns = channel.unary_stream(
+                '/slipstream.controller.v1.RunService/WatchRuns',
+                request_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.WatchRunsRequest.SerializeToString,
+                response_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.RunEvent.FromString,
+                _registered_method=True)
+        self.ListEvents = channel.unary_unary(
+                '/slipstream.controller.v1.RunService/ListEvents',
+                request_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListEventsRequest.SerializeToString,
+                response_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListEventsResponse.FromString,
+                _registered_method=True)
+        self.ReadLogs = channel.unary_stream(
+                '/slipstream.controller.v1.RunService/ReadLogs',
+                request_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ReadLogsRequest.SerializeToString,
+                response_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.LogLine.FromString,
+                _registered_method=True)
+        self.ListMetrics = channel.unary_unary(
+                '/slipstream.controller.v1.RunService/ListMetrics',
+                request_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListMetricsRequest.SerializeToString,
+                response_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListMetricsResponse.FromString,
+                _registered_method=True)
+        self.ListSamples = channel.unary_unary(
+                '/slipstream.controller.v1.RunService/ListSamples',
+                request_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListSamplesRequest.SerializeToString,
+                response_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListSamplesResponse.FromString,
+                _registered_method=True)
+        self.ListCheckpoints = channel.unary_unary(
+                '/slipstream.controller.v1.RunService/ListCheckpoints',
+                request_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListCheckpointsRequest.SerializeToString,
+                response_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListCheckpointsResponse.FromString,
+                _registered_method=True)
+        self.GetCheckpoint = channel.unary_unary(
+                '/slipstream.controller.v1.RunService/GetCheckpoint',
+                request_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.GetCheckpointRequest.SerializeToString,
+                response_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.Checkpoint.FromString,
+                _registered_method=True)
+        self.DeleteCheckpoint = channel.unary_unary(
+                '/slipstream.controller.v1.RunService/DeleteCheckpoint',
+                request_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.DeleteCheckpointRequest.SerializeToString,
+                response_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.DeleteCheckpointResponse.FromString,
+                _registered_method=True)
+        self.GetTopology = channel.unary_unary(
+                '/slipstream.controller.v1.RunService/GetTopology',
+                request_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.GetTopologyRequest.SerializeToString,
+                response_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.Topology.FromString,
+                _registered_method=True)
+        self.GetQuota = channel.unary_unary(
+                '/slipstream.controller.v1.RunService/GetQuota',
+                request_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.GetQuotaRequest.SerializeToString,
+                response_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.Quota.FromString,
+                _registered_method=True)
+        self.GetVersion = channel.unary_unary(
+                '/slipstream.controller.v1.RunService/GetVersion',
+                request_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.GetVersionRequest.SerializeToString,
+                response_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.Version.FromString,
                 _registered_method=True)
 
 
@@ -87,6 +177,20 @@ class RunServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateRun(self, request, context):
+        """Changes labels, priority, limits, or how often a run is evaluated and saved.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteRun(self, request, context):
+        """Forgets a run that has ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CancelRun(self, request, context):
         """Ends a run: its workers are stopped and it becomes CANCELLED. Safe to repeat.
         """
@@ -94,8 +198,120 @@ class RunServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PauseRun(self, request, context):
+        """Finishes the current step, saves a checkpoint and stops the workers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeRun(self, request, context):
+        """Queues a paused run again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SaveRun(self, request, context):
+        """Saves a checkpoint at the end of the current step.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EvaluateRun(self, request, context):
+        """Evaluates the weights that are served now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForkRun(self, request, context):
+        """Creates a run that goes on from a checkpoint of another one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchRun(self, request, context):
         """Streams the events of a run, from the one after after_seq to the one that ends it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchRuns(self, request, context):
+        """Streams the events of all runs of the project as they come.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListEvents(self, request, context):
+        """Lists events of a run, in order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadLogs(self, request, context):
+        """Returns the ends of the workers' logs, and with follow the lines that come.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListMetrics(self, request, context):
+        """Lists numbers of a run's steps, in order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSamples(self, request, context):
+        """Lists groups that steps trained, those in flight, and those that were given up.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListCheckpoints(self, request, context):
+        """Lists checkpoints of a run, newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetCheckpoint(self, request, context):
+        """Returns one checkpoint.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteCheckpoint(self, request, context):
+        """Deletes a checkpoint that no run needs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTopology(self, request, context):
+        """Lists registered workers of a run and what they are doing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetQuota(self, request, context):
+        """Returns what the project may use, and uses.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetVersion(self, request, context):
+        """Returns the release that answers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -119,15 +335,105 @@ def add_RunServiceServicer_to_server(servicer, server):
                     request_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListRunsRequest.FromString,
                     response_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListRunsResponse.SerializeToString,
             ),
+            'UpdateRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateRun,
+                    request_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.UpdateRunRequest.FromString,
+                    response_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.Run.SerializeToString,
+            ),
+            'DeleteRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteRun,
+                    request_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.DeleteRunRequest.FromString,
+                    response_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.DeleteRunResponse.SerializeToString,
+            ),
             'CancelRun': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelRun,
                     request_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.CancelRunRequest.FromString,
+                    response_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.Run.SerializeToString,
+            ),
+            'PauseRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.PauseRun,
+                    request_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.PauseRunRequest.FromString,
+                    response_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.Run.SerializeToString,
+            ),
+            'ResumeRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeRun,
+                    request_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ResumeRunRequest.FromString,
+                    response_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.Run.SerializeToString,
+            ),
+            'SaveRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.SaveRun,
+                    request_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.SaveRunRequest.FromString,
+                    response_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.Run.SerializeToString,
+            ),
+            'EvaluateRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.EvaluateRun,
+                    request_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.EvaluateRunRequest.FromString,
+                    response_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.Run.SerializeToString,
+            ),
+            'ForkRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForkRun,
+                    request_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ForkRunRequest.FromString,
                     response_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.Run.SerializeToString,
             ),
             'WatchRun': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchRun,
                     request_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.WatchRunRequest.FromString,
                     response_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.RunEvent.SerializeToString,
+            ),
+            'WatchRuns': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchRuns,
+                    request_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.WatchRunsRequest.FromString,
+                    response_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.RunEvent.SerializeToString,
+            ),
+            'ListEvents': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEvents,
+                    request_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListEventsRequest.FromString,
+                    response_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListEventsResponse.SerializeToString,
+            ),
+            'ReadLogs': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadLogs,
+                    request_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ReadLogsRequest.FromString,
+                    response_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.LogLine.SerializeToString,
+            ),
+            'ListMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListMetrics,
+                    request_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListMetricsRequest.FromString,
+                    response_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListMetricsResponse.SerializeToString,
+            ),
+            'ListSamples': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSamples,
+                    request_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListSamplesRequest.FromString,
+                    response_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListSamplesResponse.SerializeToString,
+            ),
+            'ListCheckpoints': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListCheckpoints,
+                    request_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListCheckpointsRequest.FromString,
+                    response_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListCheckpointsResponse.SerializeToString,
+            ),
+            'GetCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCheckpoint,
+                    request_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.GetCheckpointRequest.FromString,
+                    response_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.Checkpoint.SerializeToString,
+            ),
+            'DeleteCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteCheckpoint,
+                    request_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.DeleteCheckpointRequest.FromString,
+                    response_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.DeleteCheckpointResponse.SerializeToString,
+            ),
+            'GetTopology': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTopology,
+                    request_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.GetTopologyRequest.FromString,
+                    response_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.Topology.SerializeToString,
+            ),
+            'GetQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetQuota,
+                    request_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.GetQuotaRequest.FromString,
+                    response_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.Quota.SerializeToString,
+            ),
+            'GetVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetVersion,
+                    request_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.GetVersionRequest.FromString,
+                    response_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.Version.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -223,6 +529,60 @@ class RunService:
             _registered_method=True)
 
     @staticmethod
+    def UpdateRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.controller.v1.RunService/UpdateRun',
+            slipstream_dot_controller_dot_v1_dot_run__pb2.UpdateRunRequest.SerializeToString,
+            slipstream_dot_controller_dot_v1_dot_run__pb2.Run.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.controller.v1.RunService/DeleteRun',
+            slipstream_dot_controller_dot_v1_dot_run__pb2.DeleteRunRequest.SerializeToString,
+            slipstream_dot_controller_dot_v1_dot_run__pb2.DeleteRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def CancelRun(request,
             target,
             options=(),
@@ -238,6 +598,141 @@ class RunService:
             target,
             '/slipstream.controller.v1.RunService/CancelRun',
             slipstream_dot_controller_dot_v1_dot_run__pb2.CancelRunRequest.SerializeToString,
+            slipstream_dot_controller_dot_v1_dot_run__pb2.Run.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PauseRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.controller.v1.RunService/PauseRun',
+            slipstream_dot_controller_dot_v1_dot_run__pb2.PauseRunRequest.SerializeToString,
+            slipstream_dot_controller_dot_v1_dot_run__pb2.Run.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.controller.v1.RunService/ResumeRun',
+            slipstream_dot_controller_dot_v1_dot_run__pb2.ResumeRunRequest.SerializeToString,
+            slipstream_dot_controller_dot_v1_dot_run__pb2.Run.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SaveRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.controller.v1.RunService/SaveRun',
+            slipstream_dot_controller_dot_v1_dot_run__pb2.SaveRunRequest.SerializeToString,
+            slipstream_dot_controller_dot_v1_dot_run__pb2.Run.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EvaluateRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.controller.v1.RunService/EvaluateRun',
+            slipstream_dot_controller_dot_v1_dot_run__pb2.EvaluateRunRequest.SerializeToString,
+            slipstream_dot_controller_dot_v1_dot_run__pb2.Run.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForkRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.controller.v1.RunService/ForkRun',
+            slipstream_dot_controller_dot_v1_dot_run__pb2.ForkRunRequest.SerializeToString,
             slipstream_dot_controller_dot_v1_dot_run__pb2.Run.FromString,
             options,
             channel_credentials,
@@ -266,6 +761,303 @@ class RunService:
             '/slipstream.controller.v1.RunService/WatchRun',
             slipstream_dot_controller_dot_v1_dot_run__pb2.WatchRunRequest.SerializeToString,
             slipstream_dot_controller_dot_v1_dot_run__pb2.RunEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchRuns(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/slipstream.controller.v1.RunService/WatchRuns',
+            slipstream_dot_controller_dot_v1_dot_run__pb2.WatchRunsRequest.SerializeToString,
+            slipstream_dot_controller_dot_v1_dot_run__pb2.RunEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.controller.v1.RunService/ListEvents',
+            slipstream_dot_controller_dot_v1_dot_run__pb2.ListEventsRequest.SerializeToString,
+            slipstream_dot_controller_dot_v1_dot_run__pb2.ListEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadLogs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/slipstream.controller.v1.RunService/ReadLogs',
+            slipstream_dot_controller_dot_v1_dot_run__pb2.ReadLogsRequest.SerializeToString,
+            slipstream_dot_controller_dot_v1_dot_run__pb2.LogLine.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.controller.v1.RunService/ListMetrics',
+            slipstream_dot_controller_dot_v1_dot_run__pb2.ListMetricsRequest.SerializeToString,
+            slipstream_dot_controller_dot_v1_dot_run__pb2.ListMetricsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSamples(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.controller.v1.RunService/ListSamples',
+            slipstream_dot_controller_dot_v1_dot_run__pb2.ListSamplesRequest.SerializeToString,
+            slipstream_dot_controller_dot_v1_dot_run__pb2.ListSamplesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListCheckpoints(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.controller.v1.RunService/ListCheckpoints',
+            slipstream_dot_controller_dot_v1_dot_run__pb2.ListCheckpointsRequest.SerializeToString,
+            slipstream_dot_controller_dot_v1_dot_run__pb2.ListCheckpointsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.controller.v1.RunService/GetCheckpoint',
+            slipstream_dot_controller_dot_v1_dot_run__pb2.GetCheckpointRequest.SerializeToString,
+            slipstream_dot_controller_dot_v1_dot_run__pb2.Checkpoint.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.controller.v1.RunService/DeleteCheckpoint',
+            slipstream_dot_controller_dot_v1_dot_run__pb2.DeleteCheckpointRequest.SerializeToString,
+            slipstream_dot_controller_dot_v1_dot_run__pb2.DeleteCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTopology(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.controller.v1.RunService/GetTopology',
+            slipstream_dot_controller_dot_v1_dot_run__pb2.GetTopologyRequest.SerializeToString,
+            slipstream_dot_controller_dot_v1_dot_run__pb2.Topology.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.controller.v1.RunService/GetQuota',
+            slipstream_dot_controller_dot_v1_dot_run__pb2.GetQuotaRequest.SerializeToString,
+            slipstream_dot_controller_dot_v1_dot_run__pb2.Quota.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.controller.v1.RunService/GetVersion',
+            slipstream_dot_controller_dot_v1_dot_run__pb2.GetVersionRequest.SerializeToString,
+            slipstream_dot_controller_dot_v1_dot_run__pb2.Version.FromString,
             options,
             channel_credentials,
             insecure,

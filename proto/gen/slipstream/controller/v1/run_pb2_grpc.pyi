@@ -39,10 +39,46 @@ class RunServiceStub:
     """Returns one run."""
     ListRuns: _grpc.UnaryUnaryMultiCallable[_run_pb2.ListRunsRequest, _run_pb2.ListRunsResponse]
     """Lists runs, newest first."""
+    UpdateRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.UpdateRunRequest, _run_pb2.Run]
+    """Changes labels, priority, limits, or how often a run is evaluated and saved."""
+    DeleteRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.DeleteRunRequest, _run_pb2.DeleteRunResponse]
+    """Forgets a run that has ended."""
     CancelRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.CancelRunRequest, _run_pb2.Run]
     """Ends a run: its workers are stopped and it becomes CANCELLED. Safe to repeat."""
+    PauseRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.PauseRunRequest, _run_pb2.Run]
+    """Finishes the current step, saves a checkpoint and stops the workers."""
+    ResumeRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.ResumeRunRequest, _run_pb2.Run]
+    """Queues a paused run again."""
+    SaveRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.SaveRunRequest, _run_pb2.Run]
+    """Saves a checkpoint at the end of the current step."""
+    EvaluateRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.EvaluateRunRequest, _run_pb2.Run]
+    """Evaluates the weights that are served now."""
+    ForkRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.ForkRunRequest, _run_pb2.Run]
+    """Creates a run that goes on from a checkpoint of another one."""
     WatchRun: _grpc.UnaryStreamMultiCallable[_run_pb2.WatchRunRequest, _run_pb2.RunEvent]
     """Streams the events of a run, from the one after after_seq to the one that ends it."""
+    WatchRuns: _grpc.UnaryStreamMultiCallable[_run_pb2.WatchRunsRequest, _run_pb2.RunEvent]
+    """Streams the events of all runs of the project as they come."""
+    ListEvents: _grpc.UnaryUnaryMultiCallable[_run_pb2.ListEventsRequest, _run_pb2.ListEventsResponse]
+    """Lists events of a run, in order."""
+    ReadLogs: _grpc.UnaryStreamMultiCallable[_run_pb2.ReadLogsRequest, _run_pb2.LogLine]
+    """Returns the ends of the workers' logs, and with follow the lines that come."""
+    ListMetrics: _grpc.UnaryUnaryMultiCallable[_run_pb2.ListMetricsRequest, _run_pb2.ListMetricsResponse]
+    """Lists numbers of a run's steps, in order."""
+    ListSamples: _grpc.UnaryUnaryMultiCallable[_run_pb2.ListSamplesRequest, _run_pb2.ListSamplesResponse]
+    """Lists groups that steps trained, those in flight, and those that were given up."""
+    ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_run_pb2.ListCheckpointsRequest, _run_pb2.ListCheckpointsResponse]
+    """Lists checkpoints of a run, newest first."""
+    GetCheckpoint: _grpc.UnaryUnaryMultiCallable[_run_pb2.GetCheckpointRequest, _run_pb2.Checkpoint]
+    """Returns one checkpoint."""
+    DeleteCheckpoint: _grpc.UnaryUnaryMultiCallable[_run_pb2.DeleteCheckpointRequest, _run_pb2.DeleteCheckpointResponse]
+    """Deletes a checkpoint that no run needs."""
+    GetTopology: _grpc.UnaryUnaryMultiCallable[_run_pb2.GetTopologyRequest, _run_pb2.Topology]
+    """Lists registered workers of a run and what they are doing."""
+    GetQuota: _grpc.UnaryUnaryMultiCallable[_run_pb2.GetQuotaRequest, _run_pb2.Quota]
+    """Returns what the project may use, and uses."""
+    GetVersion: _grpc.UnaryUnaryMultiCallable[_run_pb2.GetVersionRequest, _run_pb2.Version]
+    """Returns the release that answers."""
 
 @_typing.type_check_only
 class RunServiceAsyncStub(RunServiceStub):
@@ -55,10 +91,46 @@ class RunServiceAsyncStub(RunServiceStub):
     """Returns one run."""
     ListRuns: _aio.UnaryUnaryMultiCallable[_run_pb2.ListRunsRequest, _run_pb2.ListRunsResponse]  # type: ignore[assignment]
     """Lists runs, newest first."""
+    UpdateRun: _aio.UnaryUnaryMultiCallable[_run_pb2.UpdateRunRequest, _run_pb2.Run]  # type: ignore[assignment]
+    """Changes labels, priority, limits, or how often a run is evaluated and saved."""
+    DeleteRun: _aio.UnaryUnaryMultiCallable[_run_pb2.DeleteRunRequest, _run_pb2.DeleteRunResponse]  # type: ignore[assignment]
+    """Forgets a run that has ended."""
     CancelRun: _aio.UnaryUnaryMultiCallable[_run_pb2.CancelRunRequest, _run_pb2.Run]  # type: ignore[assignment]
     """Ends a run: its workers are stopped and it becomes CANCELLED. Safe to repeat."""
+    PauseRun: _aio.UnaryUnaryMultiCallable[_run_pb2.PauseRunRequest, _run_pb2.Run]  # type: ignore[assignment]
+    """Finishes the current step, saves a checkpoint and stops the workers."""
+    ResumeRun: _aio.UnaryUnaryMultiCallable[_run_pb2.ResumeRunRequest, _run_pb2.Run]  # type: ignore[assignment]
+    """Queues a paused run again."""
+    SaveRun: _aio.UnaryUnaryMultiCallable[_run_pb2.SaveRunRequest, _run_pb2.Run]  # type: ignore[assignment]
+    """Saves a checkpoint at the end of the current step."""
+    EvaluateRun: _aio.UnaryUnaryMultiCallable[_run_pb2.EvaluateRunRequest, _run_pb2.Run]  # type: ignore[assignment]
+    """Evaluates the weights that are served now."""
+    ForkRun: _aio.UnaryUnaryMultiCallable[_run_pb2.ForkRunRequest, _run_pb2.Run]  # type: ignore[assignment]
+    """Creates a run that goes on from a checkpoint of another one."""
     WatchRun: _aio.UnaryStreamMultiCallable[_run_pb2.WatchRunRequest, _run_pb2.RunEvent]  # type: ignore[assignment]
     """Streams the events of a run, from the one after after_seq to the one that ends it."""
+    WatchRuns: _aio.UnaryStreamMultiCallable[_run_pb2.WatchRunsRequest, _run_pb2.RunEvent]  # type: ignore[assignment]
+    """Streams the events of all runs of the project as they come."""
+    ListEvents: _aio.UnaryUnaryMultiCallable[_run_pb2.ListEventsRequest, _run_pb2.ListEventsResponse]  # type: ignore[assignment]
+    """Lists events of a run, in order."""
+    ReadLogs: _aio.UnaryStreamMultiCallable[_run_pb2.ReadLogsRequest, _run_pb2.LogLine]  # type: ignore[assignment]
+    """Returns the ends of the workers' logs, and with follow the lines that come."""
+    ListMetrics: _aio.UnaryUnaryMultiCallable[_run_pb2.ListMetricsRequest, _run_pb2.ListMetricsResponse]  # type: ignore[assignment]
+    """Lists numbers of a run's steps, in order."""
+    ListSamples: _aio.UnaryUnaryMultiCallable[_run_pb2.ListSamplesRequest, _run_pb2.ListSamplesResponse]  # type: ignore[assignment]
+    """Lists groups that steps trained, those in flight, and those that were given up."""
+    ListCheckpoints: _aio.UnaryUnaryMultiCallable[_run_pb2.ListCheckpointsRequest, _run_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
+    """Lists checkpoints of a run, newest first."""
+    GetCheckpoint: _aio.UnaryUnaryMultiCallable[_run_pb2.GetCheckpointRequest, _run_pb2.Checkpoint]  # type: ignore[assignment]
+    """Returns one checkpoint."""
+    DeleteCheckpoint: _aio.UnaryUnaryMultiCallable[_run_pb2.DeleteCheckpointRequest, _run_pb2.DeleteCheckpointResponse]  # type: ignore[assignment]
+    """Deletes a checkpoint that no run needs."""
+    GetTopology: _aio.UnaryUnaryMultiCallable[_run_pb2.GetTopologyRequest, _run_pb2.Topology]  # type: ignore[assignment]
+    """Lists registered workers of a run and what they are doing."""
+    GetQuota: _aio.UnaryUnaryMultiCallable[_run_pb2.GetQuotaRequest, _run_pb2.Quota]  # type: ignore[assignment]
+    """Returns what the project may use, and uses."""
+    GetVersion: _aio.UnaryUnaryMultiCallable[_run_pb2.GetVersionRequest, _run_pb2.Version]  # type: ignore[assignment]
+    """Returns the release that answers."""
 
 class RunServiceServicer(metaclass=_abc_1.ABCMeta):
     """Starts, watches and ends runs. The REST API offers the same operations."""
@@ -88,6 +160,22 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         """Lists runs, newest first."""
 
     @_abc_1.abstractmethod
+    def UpdateRun(
+        self,
+        request: _run_pb2.UpdateRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.Run, _abc.Awaitable[_run_pb2.Run]]:
+        """Changes labels, priority, limits, or how often a run is evaluated and saved."""
+
+    @_abc_1.abstractmethod
+    def DeleteRun(
+        self,
+        request: _run_pb2.DeleteRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.DeleteRunResponse, _abc.Awaitable[_run_pb2.DeleteRunResponse]]:
+        """Forgets a run that has ended."""
+
+    @_abc_1.abstractmethod
     def CancelRun(
         self,
         request: _run_pb2.CancelRunRequest,
@@ -96,11 +184,139 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         """Ends a run: its workers are stopped and it becomes CANCELLED. Safe to repeat."""
 
     @_abc_1.abstractmethod
+    def PauseRun(
+        self,
+        request: _run_pb2.PauseRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.Run, _abc.Awaitable[_run_pb2.Run]]:
+        """Finishes the current step, saves a checkpoint and stops the workers."""
+
+    @_abc_1.abstractmethod
+    def ResumeRun(
+        self,
+        request: _run_pb2.ResumeRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.Run, _abc.Awaitable[_run_pb2.Run]]:
+        """Queues a paused run again."""
+
+    @_abc_1.abstractmethod
+    def SaveRun(
+        self,
+        request: _run_pb2.SaveRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.Run, _abc.Awaitable[_run_pb2.Run]]:
+        """Saves a checkpoint at the end of the current step."""
+
+    @_abc_1.abstractmethod
+    def EvaluateRun(
+        self,
+        request: _run_pb2.EvaluateRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.Run, _abc.Awaitable[_run_pb2.Run]]:
+        """Evaluates the weights that are served now."""
+
+    @_abc_1.abstractmethod
+    def ForkRun(
+        self,
+        request: _run_pb2.ForkRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.Run, _abc.Awaitable[_run_pb2.Run]]:
+        """Creates a run that goes on from a checkpoint of another one."""
+
+    @_abc_1.abstractmethod
     def WatchRun(
         self,
         request: _run_pb2.WatchRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_run_pb2.RunEvent], _abc.AsyncIterator[_run_pb2.RunEvent]]:
         """Streams the events of a run, from the one after after_seq to the one that ends it."""
+
+    @_abc_1.abstractmethod
+    def WatchRuns(
+        self,
+        request: _run_pb2.WatchRunsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_run_pb2.RunEvent], _abc.AsyncIterator[_run_pb2.RunEvent]]:
+        """Streams the events of all runs of the project as they come."""
+
+    @_abc_1.abstractmethod
+    def ListEvents(
+        self,
+        request: _run_pb2.ListEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.ListEventsResponse, _abc.Awaitable[_run_pb2.ListEventsResponse]]:
+        """Lists events of a run, in order."""
+
+    @_abc_1.abstractmethod
+    def ReadLogs(
+        self,
+        request: _run_pb2.ReadLogsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_run_pb2.LogLine], _abc.AsyncIterator[_run_pb2.LogLine]]:
+        """Returns the ends of the workers' logs, and with follow the lines that come."""
+
+    @_abc_1.abstractmethod
+    def ListMetrics(
+        self,
+        request: _run_pb2.ListMetricsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.ListMetricsResponse, _abc.Awaitable[_run_pb2.ListMetricsResponse]]:
+        """Lists numbers of a run's steps, in order."""
+
+    @_abc_1.abstractmethod
+    def ListSamples(
+        self,
+        request: _run_pb2.ListSamplesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.ListSamplesResponse, _abc.Awaitable[_run_pb2.ListSamplesResponse]]:
+        """Lists groups that steps trained, those in flight, and those that were given up."""
+
+    @_abc_1.abstractmethod
+    def ListCheckpoints(
+        self,
+        request: _run_pb2.ListCheckpointsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.ListCheckpointsResponse, _abc.Awaitable[_run_pb2.ListCheckpointsResponse]]:
+        """Lists checkpoints of a run, newest first."""
+
+    @_abc_1.abstractmethod
+    def GetCheckpoint(
+        self,
+        request: _run_pb2.GetCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.Checkpoint, _abc.Awaitable[_run_pb2.Checkpoint]]:
+        """Returns one checkpoint."""
+
+    @_abc_1.abstractmethod
+    def DeleteCheckpoint(
+        self,
+        request: _run_pb2.DeleteCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.DeleteCheckpointResponse, _abc.Awaitable[_run_pb2.DeleteCheckpointResponse]]:
+        """Deletes a checkpoint that no run needs."""
+
+    @_abc_1.abstractmethod
+    def GetTopology(
+        self,
+        request: _run_pb2.GetTopologyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.Topology, _abc.Awaitable[_run_pb2.Topology]]:
+        """Lists registered workers of a run and what they are doing."""
+
+    @_abc_1.abstractmethod
+    def GetQuota(
+        self,
+        request: _run_pb2.GetQuotaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.Quota, _abc.Awaitable[_run_pb2.Quota]]:
+        """Returns what the project may use, and uses."""
+
+    @_abc_1.abstractmethod
+    def GetVersion(
+        self,
+        request: _run_pb2.GetVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.Version, _abc.Awaitable[_run_pb2.Version]]:
+        """Returns the release that answers."""
 
 def add_RunServiceServicer_to_server(servicer: RunServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,4 +1,4 @@
-"""Rows that come once more, how far interrupted groups are, snapshots of checkpoints."""
+"""Rows that come once more, progress of interrupted groups, snapshots, events by time."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -14,6 +14,7 @@ def upgrade() -> None:
     )
     for name, kind in (("num_unfinished", sa.Integer()), ("num_tokens", sa.BigInteger())):
         op.add_column("prompts", sa.Column(name, kind, nullable=False, server_default="0"))
+    op.create_index("ix_events_time", "events", ["time"], unique=False)
     op.add_column(
         "checkpoints",
         sa.Column("snapshot_id", sa.String(length=40), nullable=False, server_default=""),

@@ -1,0 +1,86 @@
+"""REST routes that stream server-sent events: a run's events, those of all runs, a run's logs."""
+
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import Depends, FastAPI, Header, Query
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+
+from services.common.errors import ResourceExhaustedError
+from services.controller.api.commands import Access, Authenticate, RunId
+from services.controller.api.observing import MAX_SEQ
+from services.controller.api.principals import Principal
+from services.controller.api.views import view_event
+from services.controller.logs import RunLogs
+from services.controller.runs import RunManager
+from services.controller.store.records import Event
+
+
+def add_stream_routes(
+    app: FastAPI, manager: RunManager, logs: RunLogs, authenticate: Authenticate
+) -> None:
+    """Add the routes; they come before ``/v1/runs/{run_id}``, which would take ``stream`` for an id."""
+    access = Access(manager)
+
+    async def existing(run_id: RunId, who: Annotated[Principal, Depends(authenticate)]) -> str:
+        # Checked before the stream begins: an answer that has begun cannot say 404.
+        return (await access.run(who, run_id)).run_id
+
+    @app.get("/v1/runs/stream", response_class=EventSourceResponse)
+    async def stream_all_events(
+        who: Annotated[Principal, Depends(authenticate)],
+        last_event_id: Annotated[str, Header(max_length=64)] = "",
+    ) -> AsyncIterator[ServerSentEvent]:
+        """Events of all runs of the project as they come, from now on or behind ``Last-Event-ID``."""
+        try:
+            async for event in manager.feed.watch_project(who.project, _time(last_event_id)):
+                yield _sent(event, f"{event.time:.6f}")
+        except ResourceExhaustedError as error:
+            yield ServerSentEvent(data={"detail": error.message}, event="overflow")
+
+    @app.get("/v1/runs/{run_id}/events/stream", response_class=EventSourceResponse)
+    async def stream_events(
+        known: Annotated[str, Depends(existing)],
+        after_seq: Annotated[int, Query(ge=0, le=MAX_SEQ)] = 0,
+        last_event_id: Annotated[str, Header()] = "",
+    ) -> AsyncIterator[ServerSentEvent]:
+        """Events of a run as they come; the stream ends with event ``end`` once the run has ended.
+
+        A reader that falls too far behind gets event ``overflow`` and goes on by ``Last-Event-ID``.
+        """
+        is_number = last_event_id.isdecimal() and len(last_event_id) < 16
+        start = int(last_event_id) if is_number else after_seq
+        try:
+            async for event in manager.feed.watch(known, start):
+                yield _sent(event, str(event.seq))
+        except ResourceExhaustedError as error:
+            yield ServerSentEvent(data={"detail": error.message}, event="overflow")
+            return
+        run = access.view(await manager.get(known))
+        yield ServerSentEvent(data=run.model_dump(mode="json"), event="end")
+
+    @app.get("/v1/runs/{run_id}/logs/stream", response_class=EventSourceResponse)
+    async def stream_logs(
+        known: Annotated[str, Depends(existing)],
+        component: Annotated[str, Query(pattern="^[a-z0-9-]{0,63}$")] = "",
+        tail_lines: Annotated[int, Query(ge=0, le=10_000)] = 100,
+        last_event_id: Annotated[str, Header(max_length=4096)] = "",
+    ) -> AsyncIterator[ServerSentEvent]:
+        """Lines of the workers' logs as they come; ends with event ``end`` once the run has ended."""
+        cursor = None
+        async for cursor, line in logs.follow(known, component, tail_lines, last_event_id):
+            yield ServerSentEvent(data=line.model_dump(mode="json"), event="line", id=cursor)
+        yield ServerSentEvent(data={}, event="end", id=cursor)
+
+
+def _sent(event: Event, id_: str) -> ServerSentEvent:
+    return ServerSentEvent(data=view_event(event).model_dump(mode="json"), event=event.type, id=id_)
+
+
+def _time(last_event_id: str) -> float | None:
+    """The moment behind which a stream goes on; None for now."""
+    try:
+        moment = float(last_event_id)
+    except ValueError:
+        return None
+    return moment if 0.0 < moment < 1e11 else None

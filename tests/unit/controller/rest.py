@@ -1,0 +1,69 @@
+"""A REST API over a manager whose runs wait for workers that never come."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+
+from services.common.clock import SystemClock
+from services.controller.api.app import build_app
+from services.controller.audit import RunAudit
+from services.controller.launch.launcher import ExternalLauncher
+from services.controller.logs import RunLogs
+from services.controller.membership import Membership
+from services.controller.quotas import QuotaDefaults
+from services.controller.runs import RunManager
+from services.transferqueue.facts import Stats
+
+SPEC = {
+    "name": "one",
+    "model": {"path": "tiny:qwen2-0.4m"},
+    "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
+    "rollout": {"max_response_tokens": 8, "rewards": [{"name": "exact_match"}]},
+    "trainer": {"steps": 3, "prompts_per_step": 4},
+}
+
+
+class EmptyQueue:
+    """A transferqueue in which nothing is stored."""
+
+    async def create_partition(self, partition_id, *, required_fields, quota_bytes=0):
+        """Nothing is kept."""
+
+    async def drop_partition(self, partition_id):
+        return 0
+
+    async def stats(self):
+        return Stats(partitions=(), shards=())
+
+
+@asynccontextmanager
+async def open_manager(
+    database, *, max_active_runs=1, max_queued_runs=2
+) -> AsyncIterator[RunManager]:
+    """A manager; its runs are cancelled at the end."""
+    async with asyncio.TaskGroup() as tasks:
+        manager = RunManager(
+            database=database,
+            membership=Membership(SystemClock(), 30.0),
+            queue=EmptyQueue(),
+            clock=SystemClock(),
+            tasks=tasks,
+            heartbeat_timeout_s=30.0,
+            defaults=QuotaDefaults(
+                max_active_runs=max_active_runs, max_queued_runs=max_queued_runs
+            ),
+        )
+        manager.launcher = ExternalLauncher()
+        yield manager
+        await manager.close(leave=False)
+
+
+def client_of(manager, database, tmp_path, users=None, token="") -> httpx.AsyncClient:
+    """A client of the application, without a socket."""
+    logs = RunLogs(tmp_path, manager.is_ended)
+    app = build_app(manager, RunAudit(database), logs, users)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers)
