@@ -21,6 +21,7 @@ def code_tests(
     seconds: float = 5.0,
     memory_bytes: int = 512 << 20,
     partial_credit: bool = False,
+    reads_files: bool = False,
 ) -> float:
     """Run the last fenced block of the response, or all of it, in a sandbox.
 
@@ -33,10 +34,11 @@ def code_tests(
         seconds: CPU and wall time of one test; a program that takes longer fails the test.
         memory_bytes: Address space of one test; a program that needs more fails the test.
         partial_credit: Whether the score is the share of tests passed.
+        reads_files: Whether programs may read what this user can read; only for kernels without Landlock.
     """
     blocks = _FENCE.findall(response)
     program = blocks[-1] if blocks else response
-    limits = Limits(seconds=seconds, memory_bytes=memory_bytes)
+    limits = Limits(seconds=seconds, memory_bytes=memory_bytes, reads_files=reads_files)
     passed = [_passes(test, limits) for test in _tests(program, answer)]
     return sum(passed) / len(passed) if partial_credit else float(all(passed))
 

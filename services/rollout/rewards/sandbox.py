@@ -1,6 +1,12 @@
-"""Untrusted programs in a process of their own: limited, without network, killed in time.
+"""Untrusted programs in a process of their own.
 
-The program runs as this user and can read what this user can read: give the rollout pod no secrets.
+What holds for such a program, whatever it does (docs/rollouts.md says it for users):
+
+* It reads Python's and the system's software and nothing else: no home, no project, no ``/proc``, no
+  ``/tmp`` but a folder of its own, which is deleted afterwards. (Landlock)
+* It has no network, starts no process, signals and inspects none. (seccomp)
+* It has no privileges, not even root's. (capabilities)
+* It is killed at its time; memory, file size and open files are limited. (resource limits)
 """
 
 import signal
@@ -10,7 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.rollout.rewards import seccomp
+from services.rollout.rewards import landlock, seccomp
 
 _MAX_OUTPUT_BYTES = 1 << 20
 
@@ -27,12 +33,14 @@ class Limits:
     """CPU and wall time."""
     memory_bytes: int
     """Address space."""
+    reads_files: bool = False
+    """Whether it may read what this user can read. Needed where the kernel has no Landlock."""
 
 
 _LAUNCHER = """\
 import os, resource, sys
-from services.rollout.rewards import seccomp
-seconds, memory_bytes, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+from services.rollout.rewards import confine
+seconds, memory_bytes, reads_files, path = *map(int, sys.argv[1:4]), sys.argv[4]
 for limit, value in (
     (resource.RLIMIT_CPU, seconds),
     (resource.RLIMIT_AS, memory_bytes),
@@ -41,7 +49,7 @@ for limit, value in (
     (resource.RLIMIT_CORE, 0),
 ):
     resource.setrlimit(limit, (value, value))
-seccomp.install()
+confine.confine(os.getcwd(), reads_files=bool(reads_files))
 with open(path, encoding="utf-8") as file:
     source = file.read()
 os.unlink(path)
@@ -63,11 +71,16 @@ def run_python(source: str, given: str, limits: Limits) -> str | None:
 
     Raises:
         SandboxKilledError: If something else killed it.
-        RuntimeError: If this host cannot deny it the network.
+        RuntimeError: If this host cannot deny it the network, or files.
     """
     if not seccomp.is_supported():
         raise RuntimeError(
             "code_tests needs Linux on x86_64 or aarch64, to keep programs off the network"
+        )
+    if not limits.reads_files and not landlock.is_supported():
+        raise RuntimeError(
+            "code_tests needs a kernel with Landlock (Linux 5.13, enabled by lsm=), to keep programs off "
+            "files; set the reward's argument reads_files to true if this user can read nothing secret"
         )
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -77,7 +90,10 @@ def run_python(source: str, given: str, limits: Limits) -> str | None:
         path.write_text(source, encoding="utf-8")
         seconds = max(1, round(limits.seconds))
         process = subprocess.Popen(  # noqa: S603 -- running what the model wrote is the purpose
-            [sys.executable, "-c", _LAUNCHER, str(seconds), str(limits.memory_bytes), str(path)],
+            [
+                *(sys.executable, "-c", _LAUNCHER, str(seconds), str(limits.memory_bytes)),
+                *(str(int(limits.reads_files)), str(path)),
+            ],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.DEVNULL,
