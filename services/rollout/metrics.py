@@ -2,7 +2,7 @@
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.common.metrics import ROLLOUT, RPC, SPANS, TOKENS
+from services.common.metrics import RPC, SPANS, TOKENS, USER_CODE
 
 GROUPS = Counter(
     "slipstream_rollout_groups_total",
@@ -37,7 +37,7 @@ SEGMENTS = Histogram(
     "slipstream_rollout_segments", "Weight versions in one response", buckets=SPANS
 )
 REWARD_SECONDS = Histogram(
-    "slipstream_rollout_reward_seconds", "Time of one reward, waiting included", buckets=ROLLOUT
+    "slipstream_rollout_reward_seconds", "Time of one reward, waiting included", buckets=USER_CODE
 )
 PUBLISH_SECONDS = Histogram(
     "slipstream_rollout_publish_seconds", "Time to store a group, waiting included", buckets=RPC
@@ -48,12 +48,19 @@ ADOPT_STALL_SECONDS = Histogram(
 ADOPT_SECONDS = Histogram(
     "slipstream_rollout_adopt_seconds",
     "Time to put received weights into service, waiting for running responses included",
-    buckets=ROLLOUT,
+    buckets=USER_CODE,
 )
 RUNNING = Gauge("slipstream_rollout_running_samples", "Samples that are being decoded")
 WAITING = Gauge("slipstream_rollout_waiting_samples", "Samples that wait for the engine")
 KV_USED = Gauge("slipstream_rollout_kv_used_ratio", "Part of the KV cache in use")
 TOKENS_TOTAL = Gauge("slipstream_rollout_tokens", "Tokens sampled since the start")
+PROMPT_TOKENS_TOTAL = Gauge(
+    "slipstream_rollout_prompt_tokens", "Tokens of contexts given to the engine since the start"
+)
+CACHED_TOKENS_TOTAL = Gauge(
+    "slipstream_rollout_cached_prompt_tokens",
+    "Those of them that a prefix cache held, or another request of the same pass",
+)
 WEIGHT_VERSION = Gauge("slipstream_rollout_weight_version", "Version of the live weights")
 ADMISSION_LIMIT = Gauge(
     "slipstream_rollout_admission_limit", "Most groups in work; falls under pressure"
