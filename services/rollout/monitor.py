@@ -41,6 +41,8 @@ async def monitor(
         metrics.WAITING.set(stats.num_waiting)
         metrics.KV_USED.set(stats.kv_used_fraction)
         metrics.TOKENS_TOTAL.set(stats.tokens_total)
+        metrics.PROMPT_TOKENS_TOTAL.set(stats.prompt_tokens_total)
+        metrics.CACHED_TOKENS_TOTAL.set(stats.cached_tokens_total)
         await sampler.admission.adapt(
             kv_used_fraction=stats.kv_used_fraction, publish_wait_s=publish_wait_s()
         )

@@ -1,0 +1,110 @@
+"""Weights copied straight into vLLM's parameters are, bit for bit, those that its own loader puts there."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from services.rollout.engines.layout import copy_pieces, plan_pieces
+from services.rollout.settings import prepare_vllm_environment
+
+pytest.importorskip("vllm", reason="vllm is not installed here")
+pytestmark = pytest.mark.timeout(240)
+KINDS = [
+    (Qwen2Config, "Qwen2ForCausalLM"),
+    (Qwen3Config, "Qwen3ForCausalLM"),
+    (LlamaConfig, "LlamaForCausalLM"),
+]
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """vLLM's groups of one process."""
+    prepare_vllm_environment(is_cpu=True)
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import (
+        cleanup_dist_env_and_memory,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+    from vllm.utils.network_utils import get_open_port
+
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(
+            1, 0, f"tcp://127.0.0.1:{get_open_port()}", local_rank=0, backend="gloo"
+        )
+        initialize_model_parallel(1, 1)
+    yield
+    cleanup_dist_env_and_memory()
+
+
+def build(config: PretrainedConfig, folder: Path) -> torch.nn.Module:
+    """vLLM's model with random weights, as it is before anything is packed."""
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    config.save_pretrained(folder)
+    arguments = EngineArgs(
+        model=str(folder),
+        load_format="dummy",
+        dtype="float32",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        block_size=32,
+    )
+    engine_config = arguments.create_engine_config()
+    with set_current_vllm_config(engine_config):
+        model = initialize_model(vllm_config=engine_config)
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 7.0)
+    return model
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("kind", "architecture"), KINDS, ids=["qwen2", "qwen3", "llama"])
+def test_copied_parameters_equal_loaded_ones(
+    kind: type[PretrainedConfig], architecture: str, tied: bool, tmp_path: Path
+) -> None:
+    config = kind(
+        vocab_size=320,
+        hidden_size=128,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=tied,
+        max_position_embeddings=256,
+        architectures=[architecture],
+    )
+    torch.manual_seed(0)
+    source = {
+        name: torch.randn_like(value)
+        for name, value in AutoModelForCausalLM.from_config(config).named_parameters()
+    }
+    loaded, copied = build(config, tmp_path), build(config, tmp_path)
+    loaded.load_weights(iter(source.items()))
+    targets = dict(copied.named_parameters())
+    with torch.no_grad():
+        pieces = plan_pieces(
+            {name: tuple(value.shape) for name, value in source.items()},
+            {name: tuple(value.shape) for name, value in targets.items()},
+        )
+        copy_pieces(pieces, source, targets)
+    expected = dict(loaded.named_parameters())
+    assert targets.keys() == expected.keys()
+    for name, value in targets.items():
+        assert torch.equal(value, expected[name]), name
+    del loaded, copied
+    gc.collect()
