@@ -44,6 +44,7 @@ FIELDS: Final = tuple(
             "proximal_logprobs", "float32", "[R]", "logp",
             "log-probability under the trainer's weights at the start of the step",
         ),
+        ("proximal_version", "int64", "[]", "logp", "number of the weights of proximal_logprobs"),
     )
 )  # fmt: skip
 

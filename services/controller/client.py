@@ -26,7 +26,7 @@ from slipstream.type.v1 import worker_pb2
 
 logger = logging.getLogger(__name__)
 
-WorkerRole = Literal["trainer", "rollout"]
+WorkerRole = Literal["trainer", "rollout", "logp", "ref_logp"]
 WorkerState = Literal["loading", "loaded", "ready", "draining", "failed"]
 
 _T = TypeVar("_T")

@@ -19,6 +19,8 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 _ROLES: dict[int, WorkerRole] = {
     worker_pb2.WORKER_ROLE_TRAINER: "trainer",
     worker_pb2.WORKER_ROLE_ROLLOUT: "rollout",
+    worker_pb2.WORKER_ROLE_LOGP: "logp",
+    worker_pb2.WORKER_ROLE_REF_LOGP: "ref_logp",
 }
 _STATES: dict[int, WorkerState] = {
     worker_pb2.WORKER_STATE_LOADING: "loading",
@@ -55,7 +57,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
         """Take in a worker and hand it the specification."""
         if request.role not in _ROLES:
             raise InvalidArgumentError(
-                f"a worker's role must be trainer or rollout, got {request.role}"
+                f"a worker's role must be one of {', '.join(_ROLES.values())}, got {request.role}"
             )
         run = await self._manager.get(request.run_id)
         is_replaced = await self._membership.register(

@@ -1,4 +1,4 @@
-"""A trainer process: rank 0 serves the controller, the others follow it.
+"""A trainer process: rank 0 serves the controller, the others follow it. Other roles: scoring.worker.
 
 rank 0    register -> load -> serve steps and weights until the controller orders the end
 others    hear the run from rank 0 -> load -> follow until rank 0 ends
@@ -21,7 +21,7 @@ from services.common.credentials import acting_as
 from services.common.errors import DeadlineExceededError
 from services.common.grpc_server import serve
 from services.common.jagged import Jagged
-from services.common.lifetime import announce, until_told_to_stop
+from services.common.lifetime import announce
 from services.common.logging import configure
 from services.common.metrics import serve_metrics
 from services.common.spec.loader import canonical_json, parse_spec
@@ -29,12 +29,14 @@ from services.common.weightsync.member import WeightMember
 from services.common.weightsync.server import WeightSyncServicer
 from services.controller.client import WorkerSession, open_rendezvous
 from services.trainer import metrics
+from services.trainer.ending import until_stopped
 from services.trainer.model.parallel import join_processes
 from services.trainer.ranks.build import Built, build_rank, device_of
 from services.trainer.ranks.crew import Crew, Kind, Order
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
 from services.trainer.ranks.rank import Fetch
+from services.trainer.scoring.worker import serve_logp, serve_ref_logp
 from services.trainer.server import TrainerServicer
 from services.trainer.settings import TrainerSettings
 from services.trainer.step import StepResult
@@ -83,7 +85,7 @@ async def lead(settings: TrainerSettings) -> None:
         announce(settings.ready_file, {"role": "trainer"})
         session.report(state="ready", activity="", weight_version=built.step)
         stack.push_async_callback(asyncio.to_thread, leader.stop)
-        await _until_stopped(session)
+        await until_stopped(session)
 
 
 async def _load(
@@ -176,15 +178,6 @@ def _blocking_fetch(data: DataClient, loop: asyncio.AbstractEventLoop) -> Fetch:
     return fetch
 
 
-async def _until_stopped(session: WorkerSession) -> None:
-    """Wait for the controller's order or a signal."""
-    async with asyncio.TaskGroup() as group:
-        waits = [group.create_task(session.stopped()), group.create_task(until_told_to_stop())]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
-
-
 def main() -> None:
     """Entry point of ``python -m services.trainer``, and of ``torchrun -m services.trainer``."""
     settings = TrainerSettings()
@@ -200,6 +193,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     if settings.world_size > 1:
         join_processes(device=device, rank=settings.rank, world_size=settings.world_size)
+    serve_role = {"trainer": lead, "logp": serve_logp, "ref_logp": serve_ref_logp}[settings.role]
     if settings.rank > 0:
         # All ranks are told to stop at once, but rank 0 still needs the others for what it has begun.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -207,7 +201,7 @@ def main() -> None:
             asyncio.run(run_follower(settings))
     else:
         with acting_as(settings.identity()), serve_metrics(settings.metrics_port):
-            asyncio.run(lead(settings))
+            asyncio.run(serve_role(settings))
     if distributed.is_initialized():
         distributed.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Typed client of the trainer service; the controller trains with it. No torch."""
+"""Typed clients of the trainer and of the role logp; the controller trains with them. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ import grpc
 
 from services.common.batch import KVBatchMeta
 from services.common.grpc_client import call
+from slipstream.trainer.v1 import scoring_pb2, scoring_pb2_grpc, trainer_pb2_grpc
 from slipstream.trainer.v1 import trainer_pb2 as pb
-from slipstream.trainer.v1 import trainer_pb2_grpc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,3 +78,31 @@ class TrainerClient:
             idempotent=True,
         )
         return response.path
+
+
+class ScoringClient:
+    """Calls one worker of the role logp."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = scoring_pb2_grpc.ScoringServiceStub(channel)
+
+    async def score_batch(
+        self, batch: KVBatchMeta, *, weight_version: int, timeout_s: float
+    ) -> None:
+        """Have proximal logprobs added to samples. Safe to repeat.
+
+        Args:
+            batch: The samples; those that have the field are left alone.
+            weight_version: Number of the weights that are meant.
+            timeout_s: Deadline.
+
+        Raises:
+            FailedPreconditionError: If the worker serves other weights.
+            UnavailableError: If it still loads, or is gone.
+        """
+        await call(
+            self._stub.ScoreBatch,
+            scoring_pb2.ScoreBatchRequest(batch=batch.to_proto(), weight_version=weight_version),
+            timeout_s=timeout_s,
+            idempotent=True,
+        )

@@ -12,6 +12,10 @@ STEP_SECONDS = Histogram(
     buckets=STEP,
 )  # fmt: skip
 TOKENS = Counter("slipstream_trainer_tokens_total", "Trained tokens by kind.", ["run", "kind"])
+IDLE_SECONDS = Counter(
+    "slipstream_trainer_idle_seconds_total", "Time without work, by what was waited for.",
+    ["run", "reason"],
+)  # fmt: skip
 WEIGHT_VERSION = Gauge("slipstream_trainer_weight_version", "Steps trained.", ["run"])
 NONFINITE = Counter(
     "slipstream_trainer_nonfinite_total", "Numbers that were not finite.", ["run", "what"]

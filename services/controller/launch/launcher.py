@@ -38,10 +38,22 @@ ExitHandler = Callable[[WorkerExit], None]
 
 def worker_names(spec: RunSpec) -> list[tuple[WorkerRole, str]]:
     """Roles and names of a run's workers."""
+    counts: dict[WorkerRole, int] = {
+        "trainer": 1,
+        "rollout": spec.rollout.replicas,
+        "logp": spec.topology.own_gpus("logp"),
+        "ref_logp": spec.topology.own_gpus("ref_logp"),
+    }
     return [
-        ("trainer", "trainer-0"),
-        *(("rollout", f"rollout-{index}") for index in range(spec.rollout.replicas)),
+        (role, f"{role.replace('_', '-')}-{index}")
+        for role, count in counts.items()
+        for index in range(count)
     ]
+
+
+def program_of(role: WorkerRole) -> str:
+    """The service whose program serves a role: the trainer's computes logprobs, too."""
+    return "rollout" if role == "rollout" else "trainer"
 
 
 def num_ranks(role: WorkerRole, spec: RunSpec) -> int:

@@ -16,7 +16,13 @@ from services.common.credentials import current_identity
 from services.common.spec.run import RunSpec
 from services.controller.client import WorkerRole
 from services.controller.launch.gpus import HostGpus, host_gpus
-from services.controller.launch.launcher import ExitHandler, WorkerExit, num_ranks, worker_names
+from services.controller.launch.launcher import (
+    ExitHandler,
+    WorkerExit,
+    num_ranks,
+    program_of,
+    worker_names,
+)
 from services.controller.launch.worker_process import (
     ChildProcess,
     ProcessGroup,
@@ -32,7 +38,7 @@ _LAST_LINES = 15
 
 
 class ProcessLauncher:
-    """Starts each worker as ``python -m services.<role>`` in a session of its own.
+    """Starts each worker as ``python -m services.<program>`` in a session of its own.
 
     A trainer of several ranks is one such process for each; they meet on loopback, as under ``torchrun``.
     Each has GPUs of its own while the host has them.
@@ -111,8 +117,10 @@ class ProcessLauncher:
             await asyncio.gather(*(process.wait() for process in processes.values()))
 
     def _identity(self, run_id: str, role: WorkerRole, worker_id: str) -> dict[str, str]:
-        prefix = f"SLIPSTREAM_{role.upper()}_"
+        prefix = f"SLIPSTREAM_{program_of(role).upper()}_"
+        own = {f"{prefix}ROLE": role} if program_of(role) == "trainer" else {}
         return {
+            **own,
             f"{prefix}CONTROLLER_ADDRESS": self._controller_address,
             f"{prefix}RUN_ID": run_id,
             f"{prefix}WORKER_ID": worker_id,
@@ -135,7 +143,7 @@ class ProcessLauncher:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
                     "-m",
-                    f"services.{role}",
+                    f"services.{program_of(role)}",
                     env={**environment, **place},
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,

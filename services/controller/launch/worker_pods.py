@@ -11,7 +11,7 @@ import yaml
 from services.common.errors import FailedPreconditionError
 from services.common.spec.run import RunSpec
 from services.controller.client import WorkerRole
-from services.controller.launch.launcher import worker_names
+from services.controller.launch.launcher import program_of, worker_names
 
 RUN_LABEL = "slipstream.dev/run"
 WORKER_LABEL = "slipstream.dev/worker"
@@ -30,8 +30,8 @@ class WorkerTemplates:
 
     topology: Literal["separate", "bundled"]
     """A pod per worker, or all workers of a run in one pod."""
-    pods: Mapping[WorkerRole, Pod]
-    """Pod of one worker, by role."""
+    pods: Mapping[str, Pod]
+    """Pod of one worker, by its program."""
 
 
 def token_secret(run_id: str, token: str, *, owner: Mapping[str, str]) -> Pod:
@@ -62,10 +62,9 @@ def load_templates(folder: Path) -> WorkerTemplates:
     """
     try:
         topology = (folder / "topology").read_text(encoding="utf-8").strip()
-        roles: tuple[WorkerRole, ...] = ("trainer", "rollout")
-        pods: dict[WorkerRole, Pod] = {
-            role: yaml.safe_load((folder / f"{role}.yaml").read_text(encoding="utf-8"))
-            for role in roles
+        pods: dict[str, Pod] = {
+            program: yaml.safe_load((folder / f"{program}.yaml").read_text(encoding="utf-8"))
+            for program in ("trainer", "rollout")
         }
     except OSError as error:
         raise FailedPreconditionError(
@@ -93,7 +92,7 @@ def build_pods(
     """
     pods = []
     for index, (role, worker_id) in enumerate(worker_names(spec)):
-        pod = copy.deepcopy(templates.pods[role])
+        pod = copy.deepcopy(templates.pods[program_of(role)])
         metadata = pod["metadata"]
         metadata["name"] = f"{run_id.replace('_', '-')}-{worker_id}"
         metadata["labels"] |= {RUN_LABEL: run_id, "slipstream.dev/run-name": spec.name}
@@ -113,7 +112,7 @@ def build_pods(
 def _add_ports(container: Pod, role: WorkerRole, index: int) -> None:
     """Ports differ between a run's workers, which may share one network."""
     grpc, metrics = _GRPC_PORT + index, _METRICS_PORT + index
-    prefix = f"SLIPSTREAM_{role.upper()}"
+    prefix = f"SLIPSTREAM_{program_of(role).upper()}"
     container["ports"] = [
         {"name": "grpc", "containerPort": grpc, "protocol": "TCP"},
         {"name": "metrics", "containerPort": metrics, "protocol": "TCP"},
@@ -127,9 +126,10 @@ def _add_ports(container: Pod, role: WorkerRole, index: int) -> None:
 def _name_worker(
     container: Pod, role: WorkerRole, run_id: str, worker_id: str, controller_address: str
 ) -> None:
-    prefix = f"SLIPSTREAM_{role.upper()}"
+    prefix = f"SLIPSTREAM_{program_of(role).upper()}"
     values = {"CONTROLLER_ADDRESS": controller_address, "RUN_ID": run_id, "WORKER_ID": worker_id}
-    if role == "trainer":
+    if program_of(role) == "trainer":
+        values["ROLE"] = role
         values["STATE_DIRECTORY"] = f"{_RUNS}/{run_id}"
     container["env"] += [
         {"name": f"{prefix}_{name}", "value": value} for name, value in values.items()
@@ -141,7 +141,8 @@ def _name_worker(
 def _add_readiness(container: Pod, role: WorkerRole, worker_id: str) -> None:
     """A worker is ready once it has loaded, which it says with a file of its own."""
     ready_file = f"/tmp/{worker_id}.ready"  # noqa: S108 -- a volume of the pod
-    container["env"].append({"name": f"SLIPSTREAM_{role.upper()}_READY_FILE", "value": ready_file})
+    name = f"SLIPSTREAM_{program_of(role).upper()}_READY_FILE"
+    container["env"].append({"name": name, "value": ready_file})
     container["readinessProbe"] = {
         "exec": {"command": ["test", "-e", ready_file]},
         "periodSeconds": 5,

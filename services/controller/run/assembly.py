@@ -10,13 +10,17 @@ from services.common.errors import DataLossError, FailedPreconditionError, NotFo
 from services.common.fields import ROLLOUT_FIELDS, partition_id
 from services.common.grpc_client import open_channel
 from services.common.spec.run import RunSpec
+from services.controller.client import WorkerRole
 from services.controller.launch.launcher import worker_names
 from services.controller.membership import Membership, Worker
 from services.controller.run.replicas import Replicas
+from services.controller.run.scoring import BatchScoring
 from services.controller.run.weight_sync import WeightSession
 from services.trainer.client import TrainerClient
 from services.transferqueue.client import TransferQueueClient
 
+SERVING_ROLES: Final[tuple[WorkerRole, ...]] = ("rollout", "logp")
+"""Who receives the trainer's weights."""
 logger = logging.getLogger(__name__)
 
 _PURPOSES: Final = ("train", "validation", "partial")
@@ -34,11 +38,17 @@ class Assembly:
     trained: int
     """Newest step that the trainer's weights have."""
     served: int
-    """Newest weight version that every rollout serves; -1 if one has none."""
+    """Newest weight version that all rollouts and logp workers serve; -1 if one has none."""
     replicas: Replicas
+    scoring: BatchScoring
     weights: WeightSession
     num_train_rows: int
     num_heldout_rows: int
+
+
+def training_fields(spec: RunSpec) -> tuple[str, ...]:
+    """Fields that a sample has before it may be trained: workers of their own add some of them."""
+    return ROLLOUT_FIELDS + (("ref_logprobs",) if spec.topology.own_gpus("ref_logp") else ())
 
 
 async def create_partitions(
@@ -58,10 +68,11 @@ async def create_partitions(
             # They are generated again.
             logger.warning("samples are lost", extra={"run": run_id, "why": error.message})
             await drop_partitions(queue, run_id)
+    required = {"train": training_fields(spec), "validation": ROLLOUT_FIELDS, "partial": ()}
     for purpose in _PURPOSES:
         await queue.create_partition(
             partition_id(run_id, purpose),
-            required_fields=ROLLOUT_FIELDS if purpose != "partial" else (),
+            required_fields=required[purpose],
             quota_bytes=spec.transferqueue.quota_bytes,
         )
     return partition_id(run_id, "train") not in known
@@ -111,9 +122,13 @@ async def assemble(
     )
     (trainer,) = membership.workers(run_id, "trainer")
     rollouts = membership.workers(run_id, "rollout")
+    logp = membership.workers(run_id, "logp")
     weights = WeightSession(spec.weight_sync, run_id, first_epoch=attempt << 20)
     stack.push_async_callback(weights.close)
-    await weights.open(trainer, rollouts)
+    await weights.open(trainer, [*rollouts, *logp])
+    scoring = BatchScoring(queue, run_id)
+    stack.push_async_callback(scoring.close)
+    await scoring.open(logp)
     replicas = Replicas()
     stack.push_async_callback(replicas.close)
     await replicas.open(rollouts)
@@ -125,8 +140,9 @@ async def assemble(
         is_queue_empty=is_queue_empty,
         trainer=client,
         trained=await client.newest_step(timeout_s=spec.limits.step_timeout_s),
-        served=min(worker.weight_version for worker in rollouts),
+        served=min(worker.weight_version for worker in [*rollouts, *logp]),
         replicas=replicas,
+        scoring=scoring,
         weights=weights,
         num_train_rows=_agreed_rows(rollouts, "prompts_train"),
         num_heldout_rows=_agreed_rows(rollouts, "prompts_heldout"),

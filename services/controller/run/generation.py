@@ -79,12 +79,16 @@ class Generation:
             lost_workers: Rollouts whose work is gone.
             is_queue_empty: Whether what rollouts stored is gone.
         """
-        await self._find_stored()
+        unscored = await self._find_stored()
         ready = self._ledger.in_state(GroupState.READY)
         for group in (group for group in ready if group not in self.stored):
             self._ledger.requeue(group)
         assignments: dict[str, list[GroupAssignment]] = defaultdict(list)
         for group in self._ledger.running():
+            if group.group_id in unscored:
+                # Its rollout is done with it, even if that is gone by now.
+                self._replicas.assigned(group.worker_id)
+                continue
             if group.worker_id in lost_workers:
                 if not self._ledger.lose(group):
                     self._order.quarantine(group.row)
@@ -168,18 +172,27 @@ class Generation:
         self._work.set()
         await self.stored.release(groups)
 
-    async def _find_stored(self) -> None:
-        """Take in what the transferqueue holds, and delete what nobody waits for."""
+    async def _find_stored(self) -> set[str]:
+        """Take in what the transferqueue holds, and delete what nobody waits for.
+
+        Returns:
+            Running groups that are whole, but still lack what a worker of its own adds.
+        """
         unwanted: list[str] = []
+        unscored: set[str] = set()
         for group_id, meta in (await self.stored.find()).items():
             group = self._ledger.get(group_id, attempt_of(meta))
             if group is None or group.state in WAITING or not self.stored.is_whole(meta):
                 unwanted += meta.keys
                 continue
+            if not self.stored.is_scored(meta):
+                unscored.add(group_id)
+                continue
             self.stored.keep(group, meta)
             if group.state in RUNNING:
                 self._ledger.complete(group, oldest_version=oldest_version(meta))
         await self.stored.delete(unwanted)
+        return unscored
 
     def _blame(self, group: Group, failure: GroupFailure) -> None:
         """Count a failure of the prompt."""

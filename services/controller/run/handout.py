@@ -99,7 +99,10 @@ class Handout:
 
     def assignment(self, group: Group) -> GroupAssignment:
         """What the rollout is told of a group."""
-        members = range(self._spec.rollout.group_size)
+        members = range(self._spec.samples_per_group)
+        temperatures = [self._spec.rollout.sampling.temperature] * self._spec.rollout.group_size
+        # ReMax compares with one greedy response.
+        temperatures += [0.0] * (len(members) - len(temperatures))
         return GroupAssignment(
             group_id=group.group_id,
             attempt=group.attempt,
@@ -107,7 +110,7 @@ class Handout:
             row=group.row,
             partition_id=self._partition,
             seeds=tuple(sample_seed(self._spec.seed, group.sequence, m) for m in members),
-            temperatures=(self._spec.rollout.sampling.temperature,) * len(members),
+            temperatures=tuple(temperatures),
         )
 
     def _next_groups(self) -> list[Group]:

@@ -19,7 +19,7 @@ from services.common.errors import UnavailableError
 from services.common.spec.run import RunSpec
 from services.controller.client import GroupFailure
 from services.controller.membership import Membership
-from services.controller.run.assembly import assemble
+from services.controller.run.assembly import SERVING_ROLES, assemble
 from services.controller.run.batching import take_batch
 from services.controller.run.checkpoints import Checkpoints
 from services.controller.run.evaluation import Evaluation
@@ -238,8 +238,9 @@ class RunLoop:
         report = await state.parts.weights.publish(version := step + state.version_offset)
         if report.lost:
             raise UnavailableError(f"{', '.join(report.lost)} did not take part in weight sync")
-        for worker in self._membership.workers(self._run_id, "rollout"):
-            worker.weight_version = version
+        for role in SERVING_ROLES:
+            for worker in self._membership.workers(self._run_id, role):
+                worker.weight_version = version
         state.progress.synced(report)
         message = f"weight version {version} is served by every rollout"
         facts = sync_facts(report)

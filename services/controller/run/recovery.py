@@ -16,7 +16,12 @@ from services.common.clock import Clock
 from services.common.errors import FailedPreconditionError
 from services.common.fields import partition_id
 from services.common.spec.run import RunSpec
-from services.controller.run.assembly import Assembly, create_partitions, drop_partitions
+from services.controller.run.assembly import (
+    Assembly,
+    create_partitions,
+    drop_partitions,
+    training_fields,
+)
 from services.controller.run.evaluation import Evaluation, Evaluator
 from services.controller.run.generation import Generation
 from services.controller.run.handout import Handout
@@ -102,7 +107,12 @@ async def restore(
         order=order,
         journal=journal,
         replicas=parts.replicas,
-        stored=StoredGroups(queue, partition_id(run_id, "train"), spec.rollout.group_size),
+        stored=StoredGroups(
+            queue,
+            partition_id(run_id, "train"),
+            group_size=spec.samples_per_group,
+            required_fields=training_fields(spec),
+        ),
         handout=Handout(
             spec,
             run_id,

@@ -40,11 +40,14 @@ class Steps:
         """Have the trainer train a step, commit it, and delete its samples."""
         # A trainer that has trained the step repeats its answer, even if the samples are gone since.
         stored = [group for group in batch if group in state.generation.stored]
+        version, timeout_s = step - 1 + state.version_offset, self._spec.limits.step_timeout_s
+        samples = state.generation.stored.meta(stored)
+        if state.parts.trained != step:
+            samples = await state.parts.scoring.add_proximal(
+                samples, weight_version=version, timeout_s=timeout_s
+            )
         trained = await state.parts.trainer.train_step(
-            step,
-            state.generation.stored.meta(stored),
-            weight_version=step - 1 + state.version_offset,
-            timeout_s=self._spec.limits.step_timeout_s,
+            step, samples, weight_version=version, timeout_s=timeout_s
         )
         await self._commit(state, step, batch, trained, begin=begin, wait_s=wait_s)
         await state.generation.release(stored)

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
 from services.common.batch import KVBatchMeta
+from services.common.columns import MISSING
 from services.common.spec.algorithm import AlgorithmSpec
 from services.controller.run.groups import Group
 from services.transferqueue.client import TransferQueueClient
@@ -16,12 +17,21 @@ class StoredGroups:
         queue: The transferqueue.
         partition: The partition.
         group_size: Samples of a group.
+        required_fields: Fields that a sample needs before it counts as finished.
     """
 
-    def __init__(self, queue: TransferQueueClient, partition: str, group_size: int) -> None:
+    def __init__(
+        self,
+        queue: TransferQueueClient,
+        partition: str,
+        *,
+        group_size: int,
+        required_fields: Sequence[str],
+    ) -> None:
         self._queue = queue
         self._partition = partition
         self._group_size = group_size
+        self._required_fields = frozenset(required_fields)
         self._metas: dict[str, KVBatchMeta] = {}
 
     def __contains__(self, group: Group) -> bool:
@@ -56,6 +66,11 @@ class StoredGroups:
     def is_whole(self, meta: KVBatchMeta) -> bool:
         """Whether all members of a group are there."""
         return meta.num_keys == self._group_size
+
+    def is_scored(self, meta: KVBatchMeta) -> bool:
+        """Whether nobody has to add to the members of a group any more."""
+        present = {column.name for column in meta.fields if MISSING not in column.blob_indexes}
+        return self._required_fields <= present
 
     async def finished(self) -> AsyncIterator[list[tuple[str, KVBatchMeta]]]:
         """Groups as they become whole, for ever; those that are whole already come first."""
@@ -94,8 +109,10 @@ def why_unfit(meta: KVBatchMeta, algorithm: AlgorithmSpec, *, may_refill: bool) 
     """
     rewards = [
         float(str(reward))
-        for reward, finish in zip(meta.tag("reward"), meta.tag("finish_reason"), strict=True)
-        if finish != "failed"
+        for reward, finish, greedy in zip(
+            meta.tag("reward"), meta.tag("finish_reason"), meta.tag("greedy"), strict=True
+        )
+        if finish != "failed" and not greedy
     ]
     if len(rewards) < algorithm.min_group_size:
         return "too_few_members"

@@ -11,11 +11,13 @@ from services.common.columns import MISSING
 from services.common.errors import InvalidArgumentError
 from services.common.jagged import Jagged
 from services.common.spec.algorithm import AlgorithmSpec
+from services.common.spec.run import RunSpec
 from services.trainer.algorithm.segments import Segments
 
 _CORRECTION_FIELDS = ("rollout_logprobs", "version_runs")
 _REQUIRED_FIELDS = ("prompt_ids", "response_ids", "response_mask", "rewards")
-_OPTIONAL_FIELDS = ("ref_logprobs", "proximal_logprobs")
+_SCORED_FIELDS = ("ref_logprobs", "proximal_logprobs")
+_TOKEN_FIELDS = ("rollout_logprobs", *_SCORED_FIELDS)
 
 
 class IncompleteBatchError(InvalidArgumentError):
@@ -48,6 +50,10 @@ class Samples:
         """The same samples with more columns."""
         return replace(self, tokens={**self.tokens, **columns})
 
+    def without_tokens(self, name: str) -> "Samples":
+        """The same samples without a column."""
+        return replace(self, tokens={key: v for key, v in self.tokens.items() if key != name})
+
     def places(self, positions: Sequence[int]) -> Tensor:
         """Indexes of the response tokens of some samples, in the columns."""
         everything = torch.arange(len(self.responses.values))
@@ -70,21 +76,23 @@ class Samples:
         return self.with_tokens(**{name: column.to(device) for name, column in self.tokens.items()})
 
 
-def empty_samples() -> Samples:
-    """The share of a rank that has no sample in a step."""
+def empty_samples(fields: Sequence[str]) -> Samples:
+    """The share of a rank that has no sample in a step.
+
+    Args:
+        fields: What the other ranks fetch; this one must have the same columns.
+    """
     no_rows = Jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
     nothing, no = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
+    tokens = {name: nothing for name in _TOKEN_FIELDS if name in fields}
+    if "version_runs" in fields:
+        tokens["token_versions"] = torch.zeros(0, dtype=torch.int64)
     return Samples(
         rows=torch.zeros(0, dtype=torch.int64),
         prompts=no_rows,
         responses=no_rows,
         rewards=nothing,
-        tokens={
-            "response_mask": no,
-            "loss_mask": no,
-            "rollout_logprobs": nothing,
-            "token_versions": torch.zeros(0, dtype=torch.int64),
-        },
+        tokens={"response_mask": no, "loss_mask": no, **tokens},
     )
 
 
@@ -139,25 +147,31 @@ class Cohort:
         )
 
 
-def wanted_fields(meta: KVBatchMeta, spec: AlgorithmSpec) -> tuple[str, ...]:
+def wanted_fields(meta: KVBatchMeta, spec: RunSpec) -> tuple[str, ...]:
     """Fields to fetch for a step.
 
     Raises:
         IncompleteBatchError: If the batch lacks a field that the algorithm needs.
     """
     present = {column.name for column in meta.fields if MISSING not in column.blob_indexes}
+    correction = spec.algorithm.correction
     required: tuple[str, ...] = _REQUIRED_FIELDS
-    if spec.correction != "none":
+    if correction != "none":
         required += _CORRECTION_FIELDS
     missing = [name for name in required if name not in present]
     if missing:
         raise IncompleteBatchError(
             f"the batch lacks {', '.join(missing)}, which algorithm.correction "
-            f"{spec.correction!r} needs; let the rollouts write them, or set algorithm.correction "
+            f"{correction!r} needs; let the rollouts write them, or set algorithm.correction "
             "to 'none' (synchronous training only)",
             missing=", ".join(missing),
         )
-    known = (*_REQUIRED_FIELDS, *_CORRECTION_FIELDS, *_OPTIONAL_FIELDS)
+    if spec.topology.own_gpus("ref_logp") and "ref_logprobs" not in present:
+        raise IncompleteBatchError(
+            "the batch lacks ref_logprobs, which the workers of the role ref_logp add; look at their logs",
+            missing="ref_logprobs",
+        )
+    known = (*_REQUIRED_FIELDS, *_CORRECTION_FIELDS, *_SCORED_FIELDS, "proximal_version")
     return tuple(name for name in known if name in present)
 
 
@@ -187,7 +201,7 @@ def build_samples(
     chosen = torch.as_tensor(rows, dtype=torch.int64)
     responses = fields["response_ids"]
     tokens = {"response_mask": fields["response_mask"].values.bool()}
-    for name in ("rollout_logprobs", *_OPTIONAL_FIELDS):
+    for name in _TOKEN_FIELDS:
         if name in fields:
             tokens[name] = fields[name].values.float()
     if "version_runs" in fields:

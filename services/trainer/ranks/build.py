@@ -63,7 +63,7 @@ def build_rank(
     cost = sequence_cost(policy)
     distribute(policy, spec.trainer, topology)
     reference = None
-    if spec.algorithm.kl.coefficient > 0:
+    if spec.needs_reference and not spec.topology.own_gpus("ref_logp"):
         reference = load()
         freeze(reference)
         distribute(reference, spec.trainer, topology)

@@ -1,7 +1,7 @@
 """What one trainer process does with a batch: its share of the plan, fetched and trained."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -77,7 +77,7 @@ class Rank:
         """
         version = step - 1 if weight_version is None else weight_version
         timer = PhaseTimer()
-        fields = wanted_fields(meta, self._spec.algorithm)
+        fields = wanted_fields(meta, self._spec)
         cohort = Cohort.from_meta(meta)
         plan = plan_step(
             cohort,
@@ -128,10 +128,12 @@ class Rank:
     ) -> Samples:
         """Fetch this rank's samples, and agree with the others that all have theirs."""
         failure: ServiceError | ValueError | None = None
-        samples = empty_samples()
+        samples = empty_samples(fields)
+        is_outdated = False
         try:
             if plan.rows:
                 fetched = self._fetch(meta.select(plan.rows), fields)
+                is_outdated = _is_outdated(fetched, weight_version)
                 samples = build_samples(
                     fetched,
                     plan.rows,
@@ -147,9 +149,22 @@ class Rank:
             raise failure
         if failures.item():
             raise DataLossError("another rank could not fetch its share of the batch")
-        return samples
+        return samples.without_tokens("proximal_logprobs") if self._any(is_outdated) else samples
 
     def _any_rank_has(self, names: tuple[str, ...]) -> bool:
         if names:
             logger.error("inputs are not finite", extra={"inputs": " ".join(names)})
-        return bool(self._ranks.sum(torch.tensor([len(names)])).item())
+        return self._any(bool(names))
+
+    def _any(self, condition: bool) -> bool:
+        """Whether a condition holds on any rank. Every rank calls it."""
+        return bool(self._ranks.sum(torch.tensor([int(condition)])).item())
+
+
+def _is_outdated(fetched: Mapping[str, Jagged], weight_version: int) -> bool:
+    """Whether proximal logprobs are those of other weights than the step starts from.
+
+    That happens if the trainer went back to a checkpoint after they were computed; it computes its own then.
+    """
+    versions = fetched.get("proximal_version")
+    return versions is not None and bool((versions.values != weight_version).any())

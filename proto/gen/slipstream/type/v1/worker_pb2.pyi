@@ -28,6 +28,10 @@ class _WorkerRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerRole
     """Trains."""
     WORKER_ROLE_ROLLOUT: _WorkerRole.ValueType  # 2
     """Generates and scores."""
+    WORKER_ROLE_LOGP: _WorkerRole.ValueType  # 3
+    """Computes proximal logprobs."""
+    WORKER_ROLE_REF_LOGP: _WorkerRole.ValueType  # 4
+    """Computes reference logprobs."""
 
 class WorkerRole(_WorkerRole, metaclass=_WorkerRoleEnumTypeWrapper):
     """Says what a worker does for its run."""
@@ -38,6 +42,10 @@ WORKER_ROLE_TRAINER: WorkerRole.ValueType  # 1
 """Trains."""
 WORKER_ROLE_ROLLOUT: WorkerRole.ValueType  # 2
 """Generates and scores."""
+WORKER_ROLE_LOGP: WorkerRole.ValueType  # 3
+"""Computes proximal logprobs."""
+WORKER_ROLE_REF_LOGP: WorkerRole.ValueType  # 4
+"""Computes reference logprobs."""
 Global___WorkerRole: _TypeAlias = WorkerRole  # noqa: Y015
 
 class _WorkerState:

@@ -1,0 +1,68 @@
+"""Runs whose logprobs come from workers of their own: the same training, nothing lost with a worker."""
+
+import json
+
+import pytest
+
+from tests.helpers.cli import assert_all_gone, descendants, started, train
+
+pytestmark = pytest.mark.timeout(300)
+
+KL = ("algorithm.kl.coefficient=0.1", "algorithm.max_staleness=0")
+MINI_BATCHES = ("trainer.updates_per_step=2", "algorithm.max_staleness=0")
+
+
+def topology(*groups: str) -> tuple[str, ...]:
+    """Settings that give each group one process, and two rollouts."""
+    tasks = ", ".join([*groups, "generate"])
+    shares = [1.0 / (len(groups) + 2)] * len(groups)
+    ratios = ", ".join(map(str, [*shares, 1.0 - sum(shares)]))
+    return (
+        f"topology.task_groups=[{tasks}]",
+        f"topology.ratios=[{ratios}]",
+        f"topology.gpus={len(groups) + 2}",
+    )
+
+
+def trained(done) -> list[tuple[float, float, float]]:
+    """Reward, loss and divergence from the reference of each step."""
+    assert done.code == 0, done.out + done.err
+    steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]
+    return [(step["reward_mean"], step["loss"], step.get("kl_ref", 0.0)) for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("group", "settings"), [("ref_logp", KL), ("logp", MINI_BATCHES)], ids=["ref_logp", "logp"]
+)
+def test_a_role_of_its_own_changes_no_number(plumbing, tmp_path, group, settings):
+    alone = trained(train(plumbing, tmp_path / "alone", *settings, "trainer.steps=4"))
+    apart = train(
+        plumbing, tmp_path / "apart", *settings, *topology("train", group), "trainer.steps=4"
+    )
+    assert trained(apart) == [pytest.approx(step, abs=1e-5) for step in alone]
+    assert (apart.folder / "logs" / f"{group.replace('_', '-')}-0.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("group", "settings"), [("ref_logp", KL), ("logp", MINI_BATCHES)], ids=["ref_logp", "logp"]
+)
+def test_a_killed_role_loses_nothing(plumbing, tmp_path, group, settings):
+    overrides = (*settings, *topology("train", group), "trainer.steps=10", "name=killed")
+    arguments = [part for setting in overrides for part in ("--set", setting)]
+    with started(
+        "run", plumbing, "--json", "--state-directory", tmp_path, *arguments, until=r"step +3/"
+    ) as (process, lines):
+        children = descendants(process)
+        role = next(
+            child
+            for child in children.values()
+            if child.environ().get("SLIPSTREAM_TRAINER_ROLE") == group
+        )
+        role.kill()
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, "".join(lines) + out
+        assert_all_gone(children)
+    summary = json.loads(next(tmp_path.glob("*/summary.json")).read_text())
+    prompts = summary["prompts"]
+    assert prompts["consumed"] == prompts["issued"] == 40
+    assert prompts["outstanding"] == prompts["dropped"] == 0
