@@ -46,7 +46,7 @@ class Agreed:
     plan_hash: str
     """Of the plan that it made."""
     device: str
-    """Where its weights lie: ``cpu`` or ``cuda``."""
+    """Where its weights lie: ``cpu``, or ``cuda:`` and the GPU."""
 
 
 class WeightSyncClient:

@@ -66,6 +66,10 @@ class RendezvousStore(dist.Store):  # type: ignore[name-defined,misc]
         """Add to a counter."""
         return self._values.add(key, amount)
 
+    def check(self, keys: list[str]) -> bool:
+        """Whether keys are set. NCCL's monitor asks for flags of torch's own, which no member sets."""
+        return False
+
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are set."""
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()

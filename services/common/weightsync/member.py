@@ -95,9 +95,11 @@ class WeightMember:
         """``host:port`` of all trainer ranks that send, if this is the first of several."""
 
     @property
-    def device_type(self) -> str:
-        """Where this member's weights lie: ``cpu`` or ``cuda``."""
-        return self._device.type
+    def device_name(self) -> str:
+        """Where this member's weights lie: ``cpu``, or ``cuda:`` and which GPU of the world that is."""
+        if self._device.type == "cpu":
+            return "cpu"
+        return f"cuda:{torch.cuda.get_device_properties(self._device).uuid}"
 
     def describe(self) -> Sequence[TensorSpec]:
         """What this member can send.

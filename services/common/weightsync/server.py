@@ -50,7 +50,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
             )
         except ValueError as error:
             raise InvalidArgumentError(str(error)) from error
-        return pb.AgreePlanResponse(plan_hash=plan_hash, device=self._member.device_type)
+        return pb.AgreePlanResponse(plan_hash=plan_hash, device=self._member.device_name)
 
     async def FormGroup(  # noqa: N802
         self, request: pb.FormGroupRequest, context: _Context

@@ -1,6 +1,7 @@
 """The members of a run's weight group as the controller reaches them: calls to many at once, watched."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from typing import TypeVar
@@ -16,6 +17,8 @@ from services.common.spec.weight_sync import WeightSyncSpec
 from services.common.weightsync.client import WeightSyncClient
 from services.common.weightsync.plan import TensorSpec, WeightPlan, fsdp_shards, make_plan
 from services.controller.membership import Worker
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -37,6 +40,7 @@ class WeightMembers:
     def __init__(self, run_id: str, spec: WeightSyncSpec) -> None:
         self._run_id = run_id
         self._spec = spec
+        self._mode = spec.mode
         self._stack = AsyncExitStack()
         self._tensors: tuple[TensorSpec, ...] = ()
         self._devices: dict[str, str] = {}
@@ -68,6 +72,14 @@ class WeightMembers:
         self.plan = make_plan(self._tensors, self._spec.bucket_bytes, shards)
         self.rollouts = {w.worker_id: await self._connect(w.address) for w in rollouts}
         await self._agree(self.all())
+        if self._mode != "cpu_async" and self._share_gpus():
+            logger.warning(
+                "trainer and rollouts share GPUs, between which NCCL sends nothing: weights go through host "
+                "memory; give each a GPU of its own for speed",
+                extra={"run": self._run_id, "devices": str(self._devices)},
+            )
+            self._mode = "cpu_async"
+            await self._agree(self.all())
 
     async def admit(self, worker: Worker) -> None:
         """Take in a rollout that came later."""
@@ -91,21 +103,26 @@ class WeightMembers:
         Raises:
             FailedPreconditionError: If there is none, saying who has what.
         """
-        wanted, mode = self._spec.backend, self._spec.mode
-        if mode == "cpu_async":
+        wanted = self._spec.backend
+        if self._mode == "cpu_async":
             if wanted == "nccl":
                 raise FailedPreconditionError(
-                    "weight_sync.mode cpu_async goes through host memory, which NCCL does not reach; set "
-                    "weight_sync.backend to auto"
+                    "weight_sync.mode cpu_async, which is also taken when members share a GPU, goes through "
+                    "host memory, which NCCL does not reach; set weight_sync.backend to auto"
                 )
             return "gloo"
-        found = set(self._devices.values())
+        found = {device.partition(":")[0] for device in self._devices.values()}
         if len(found) > 1:
             raise FailedPreconditionError(
                 f"trainer and rollouts keep their weights on different devices: {self._devices}; give all of "
                 "them a GPU or none, or set weight_sync.mode to cpu_async"
             )
         (device,) = found
+        if self._share_gpus():
+            raise FailedPreconditionError(
+                f"members share GPUs, between which NCCL sends nothing: {self._devices}; set "
+                "weight_sync.mode to cpu_async"
+            )
         fitting = "nccl" if device == "cuda" else "gloo"
         if wanted not in ("auto", fitting):
             raise FailedPreconditionError(
@@ -159,6 +176,10 @@ class WeightMembers:
                 for name, member in members.items():
                     probes.create_task(_probe(name, member))
 
+    def _share_gpus(self) -> bool:
+        gpus = [device for device in self._devices.values() if device != "cpu"]
+        return len(set(gpus)) < len(gpus)
+
     async def _agree(self, members: Mapping[str, WeightSyncClient]) -> None:
         numbers = {name: number for number, name in enumerate(self.sources)}
         answers = await self.ask(
@@ -168,7 +189,7 @@ class WeightMembers:
                     self._spec.bucket_bytes,
                     num_sources=len(self.sources),
                     source=numbers.get(name),
-                    mode=self._spec.mode,
+                    mode=self._mode,
                 )
                 for name, member in members.items()
             }

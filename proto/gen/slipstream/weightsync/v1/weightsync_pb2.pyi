@@ -150,7 +150,7 @@ class AgreePlanResponse(_message.Message):
     plan_hash: _builtins.str
     """Holds the hash of the plan that this member made from the request."""
     device: _builtins.str
-    """Names where this member's weights lie: "cpu" or "cuda"."""
+    """Names where this member's weights lie: "cpu", or "cuda:" and the UUID of the GPU."""
     def __init__(
         self,
         *,
