@@ -143,6 +143,8 @@ async def _start(service: _Service) -> dict[str, str]:
     prefix = f"SLIPSTREAM_{service.name.upper()}_"
     service.ready_file.unlink(missing_ok=True)
     environment = {
+        # Whoever uses this machine may have reward services on it.
+        "SLIPSTREAM_ROLLOUT_REWARD_HOSTS": '["localhost", "127.0.0.1"]',
         **os.environ,
         **{prefix + key: value for key, value in service.settings.items()},
         f"{prefix}STOP_ON_STDIN_EOF": "true",

@@ -103,6 +103,11 @@ class WorkerSettings(ServiceSettings):
     """Token of the run; the controller gives it to the workers that it starts. Required unless gRPC is bound
     to a loopback address."""
 
+    allowed_roots: tuple[Path, ...] = ()
+    """Folders that the run's specification may name files in; none allows all."""
+    secrets_directory: Path | None = None
+    """Folder with a file per secret, for specifications that say ``{"secret": "NAME"}``."""
+
     @model_validator(mode="after")
     def _open_only_on_loopback(self) -> Self:
         if not self.run_token.get_secret_value() and not is_loopback(self.bind):

@@ -85,6 +85,7 @@ async def run_controller(settings: ControllerSettings) -> None:
             defaults=QuotaDefaults(
                 max_active_runs=settings.max_active_runs, max_queued_runs=settings.max_queued_runs
             ),
+            allowed_roots=settings.allowed_roots,
         )
         logs = RunLogs(settings.state_directory, manager.is_ended)
         await manager.recover()

@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
-from services.common.errors import DataLossError, DeadlineExceededError, UnavailableError
+from services.common.confinement import strays_here
+from services.common.errors import (
+    DataLossError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    UnavailableError,
+)
 from services.common.grpc_client import call, open_channel
 from services.common.host import host_id
 from services.common.ids import new_id
@@ -181,6 +187,8 @@ class WorkerSession:
                 "the run specification that arrived does not have the digest that the controller stated; "
                 "controller and worker run different releases: install the same one"
             )
+        if problems := strays_here(spec, self._settings.allowed_roots):
+            raise FailedPreconditionError("; ".join(problems))
         self.spec = spec
         self.transferqueue_address = response.transferqueue_address
         self._interval_s = response.heartbeat_interval_s

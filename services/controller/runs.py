@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 from services.common.clock import Clock
 from services.common.errors import UnavailableError
@@ -21,6 +22,7 @@ from services.controller.quotas import Quota, QuotaDefaults
 from services.controller.run.driver import RunDriver, Services
 from services.controller.run.journal import Journal
 from services.controller.run.run_state import RunEvent, RunState
+from services.controller.spec_policy import SpecPolicy
 from services.controller.store.database import Database
 from services.controller.store.records import (
     NewRun,
@@ -47,6 +49,7 @@ class RunManager:
         tasks: Owns the drivers of the runs.
         heartbeat_timeout_s: A worker silent for longer counts as lost.
         defaults: Quota of projects without their own.
+        allowed_roots: Folders that specifications may name files in; none allows all.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class RunManager:
         tasks: asyncio.TaskGroup,
         heartbeat_timeout_s: float,
         defaults: QuotaDefaults,
+        allowed_roots: Sequence[Path] = (),
     ) -> None:
         self._database = database
         self._store = RunStore(database)
@@ -68,6 +72,8 @@ class RunManager:
         self._tasks = tasks
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._defaults = defaults
+        self.policy = SpecPolicy(allowed_roots, self.get)
+        """What specifications may name."""
         self._drivers: dict[str, RunDriver] = {}
         self._admission = asyncio.Lock()
         self._is_closing = False
@@ -100,6 +106,7 @@ class RunManager:
 
         Raises:
             QuotaExceededError: If the project has too many queued runs.
+            SpecError: If this installation does not allow it.
         """
         spec = submission.spec
         new = NewRun(
@@ -131,6 +138,7 @@ class RunManager:
     async def _create(
         self, new: NewRun, request: RequestKey | None, *, also: Work | None = None
     ) -> tuple[Run, bool]:
+        await self.policy.check_for(new.project, parse_spec(new.spec_json))
         run, is_new = await self._database.run(
             self._store.create,
             new,

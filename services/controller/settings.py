@@ -50,6 +50,8 @@ class ControllerSettings(KeySettings):
     """Runs of a project that may train at once, unless it has a quota of its own."""
     max_queued_runs: int = Field(1000, ge=1)
     """Runs of a project that may wait, unless it has a quota of its own."""
+    allowed_roots: tuple[Path, ...] = ()
+    """Folders, as workers see them, that a specification may name files in; none allows all."""
     insecure_dev: bool = False
     """Whether the API asks nobody who they are; refused elsewhere than on loopback."""
     admin_token_file: Path | None = None

@@ -17,6 +17,7 @@ from services.common.lifetime import announce, until_told_to_stop
 from services.common.logging import configure
 from services.common.metrics import serve_metrics
 from services.common.models.tokenizer import load_tokenizer
+from services.common.secrets import with_secrets
 from services.common.spec.run import RunSpec
 from services.common.weightsync.member import WeightMember
 from services.common.weightsync.server import WeightSyncServicer
@@ -30,6 +31,7 @@ from services.rollout.monitor import monitor
 from services.rollout.progress_cache import TransferQueueCache
 from services.rollout.prompts import PromptBook
 from services.rollout.publish import GroupPublisher
+from services.rollout.rewards.reach import Reach
 from services.rollout.rewards.scorer import Scorer
 from services.rollout.sampling import Failure, GroupSampler
 from services.rollout.server import RolloutServicer
@@ -102,7 +104,7 @@ async def _load(
     stack: AsyncExitStack, session: WorkerSession, settings: RolloutSettings, device: torch.device
 ) -> tuple[Engine, GroupSampler, GroupPublisher]:
     """Load model, data and rewards as the run's specification says."""
-    spec: RunSpec = session.spec
+    spec: RunSpec = with_secrets(session.spec, settings.secrets_directory)
     tokenizer = await asyncio.to_thread(load_tokenizer, spec.model)
     sources = await asyncio.to_thread(open_sources, spec.data)
     engine = await asyncio.to_thread(
@@ -115,7 +117,9 @@ async def _load(
     )
     pool = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
     calls = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
-    scorer = await stack.enter_async_context(Scorer.open(spec.rollout, pool))
+    scorer = await stack.enter_async_context(
+        Scorer.open(spec.rollout, pool, Reach(settings.reward_hosts))
+    )
     address, put_timeout_s = session.transferqueue_address, spec.transferqueue.put_timeout_s
     data = await stack.enter_async_context(DataClient.connect(address, put_timeout_s=put_timeout_s))
     metadata = await stack.enter_async_context(TransferQueueClient.connect(address))

@@ -94,7 +94,7 @@ def _add_checkpoints(
         idempotency_key: Annotated[str, Header(max_length=64, pattern=r"^[\x21-\x7e]*$")] = "",
     ) -> RunView:
         """Start a new run that goes on from a checkpoint, with the same prompts behind it."""
-        parent = await access.run(who, run_id, "operator")
+        parent = await access.run(who, run_id, fork.needed_role)
         scope = f"{who.project}/{who.name} POST {run_id}/fork"
         request = RequestKey.of(scope, idempotency_key, fork.model_dump_json())
         run = await manager.fork(parent, fork, actor=who.name, request=request)

@@ -79,7 +79,9 @@ def _add_collection(
             raise InvalidArgumentError("the body must be a JSON object: the run's specification")
         who.demand("operator")
         spec = parse_spec(document)
+        who.demand_submit(spec)
         if validate_only:
+            manager.policy.check(spec)
             response.status_code = HTTPStatus.OK
             return ValidatedView(spec=spec.model_dump(mode="json"), spec_digest=spec_digest(spec))
         scope = f"{who.project}/{who.name} POST /v1/runs"

@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
+from services.controller.api.principals import Role
+
 _LABEL = "^[a-z0-9]([a-z0-9._/-]{0,61}[a-z0-9])?$"
 Labels = Annotated[
     dict[Annotated[str, Field(pattern=_LABEL)], Annotated[str, Field(max_length=63)]],
@@ -220,3 +222,8 @@ class ForkRequest(BaseModel):
     """Name of the new run; empty keeps that of the old one."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Keys of the specification that differ, such as ``{"trainer": {"steps": 200}}``."""
+
+    @property
+    def needed_role(self) -> Role:
+        """Who may ask for it: code that comes with a model needs an admin."""
+        return "admin" if "trust_remote_code" in self.overrides.get("model", {}) else "operator"

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 import sqlalchemy as sa
 
 from services.common.errors import NotFoundError, PermissionDeniedError, UnauthenticatedError
+from services.common.spec.run import RunSpec
 from services.controller.store.database import Database
 from services.controller.store.records import Run
 from services.controller.store.tables import API_TOKENS
@@ -40,6 +41,14 @@ class Principal:
                 f"this needs the role {role}, and {self.name} has {self.role}; ask an admin of "
                 f"project {self.project}"
             )
+
+    def demand_submit(self, spec: RunSpec) -> None:
+        """See that the principal may submit a specification; code that comes with a model needs an admin.
+
+        Raises:
+            PermissionDeniedError: If it may not.
+        """
+        self.demand("admin" if spec.model.trust_remote_code else "operator")
 
     def demand_run(self, run: Run) -> Run:
         """See that a run is of the principal's project; a foreign one does not exist for it.

@@ -63,6 +63,8 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):  # methods are named by the 
         who.demand("operator")
         with _refusals():
             spec = parse_spec(request.spec_json)
+            self._manager.policy.check(spec)
+        who.demand_submit(spec)
         if request.validate_only:
             return pb.Run(spec_json=canonical_json(spec), spec_digest=spec_digest(spec))
         scope = f"{who.project}/{who.name} CreateRun"
@@ -167,6 +169,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):  # methods are named by the 
         fork = _parsed(ForkRequest, f'{{"overrides": {overrides}}}').model_copy(
             update={"checkpoint_id": request.checkpoint_id, "name": request.run_name}
         )
+        who.demand(fork.needed_role)
         scope = f"{who.project}/{who.name} ForkRun {parent.run_id}"
         key = RequestKey.of(scope, request.request_id, fork.model_dump_json())
         with _refusals():

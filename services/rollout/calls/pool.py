@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from services.rollout.failures import CallError
+from services.rollout.settings import environment_of_user_code
 
 _LOAD_TIMEOUT_S = 120.0
 _LINE_BYTES = 64 << 20
@@ -109,6 +110,7 @@ class CallPool:
                     sys.executable,
                     "-m",
                     "services.rollout.calls.worker",
+                    env=environment_of_user_code(),
                     stdin=PIPE,
                     stdout=PIPE,
                     limit=_LINE_BYTES,

@@ -4,15 +4,16 @@ import json
 from typing import Any
 
 import grpc
+import httpx
 
 from services.common.grpc_client import CHANNEL_OPTIONS
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput
+from services.rollout.rewards.reach import Reach
 from services.rollout.rewards.remote import BusyError
 from slipstream.reward.v1 import reward_pb2 as pb
 from slipstream.reward.v1 import reward_pb2_grpc
 
-_TLS, _PLAIN = "grpcs://", "grpc://"
 _BUSY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
 
 
@@ -23,23 +24,18 @@ class GrpcRewardService:
 
     Args:
         url: ``grpc://host:port``, or ``grpcs://host:port`` for TLS with the system's authorities.
+        reach: Where it may be.
     """
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        if url.startswith(_TLS):
-            self._channel = grpc.aio.secure_channel(
-                url.removeprefix(_TLS), grpc.ssl_channel_credentials(), options=CHANNEL_OPTIONS
-            )
-        else:
-            self._channel = grpc.aio.insecure_channel(
-                url.removeprefix(_PLAIN), options=CHANNEL_OPTIONS
-            )
-        self._stub = reward_pb2_grpc.RewardServiceStub(self._channel)
+    def __init__(self, url: str, *, reach: Reach) -> None:
+        self._url = httpx.URL(url)
+        self._reach = reach
+        self._channel: grpc.aio.Channel | None = None
 
     async def close(self) -> None:
         """Close the connection."""
-        await self._channel.close()
+        if self._channel is not None:
+            await self._channel.close()
 
     async def ask(self, given: RewardInput) -> Any:
         """Return what the service gives as score."""
@@ -49,9 +45,10 @@ class GrpcRewardService:
             answer_json=json.dumps(given.answer, default=str),
             row_json=json.dumps(dict(given.row), default=str),
         )
+        stub = reward_pb2_grpc.RewardServiceStub(await self._connected())
         try:
             # RemoteReward holds the deadline; cancelling this cancels the call.
-            answer = await self._stub.ScoreResponse(request)
+            answer = await stub.ScoreResponse(request)
         except grpc.aio.AioRpcError as error:
             if error.code() in _BUSY:
                 raise BusyError from error
@@ -59,3 +56,23 @@ class GrpcRewardService:
                 "exception", f"{self._url} answered {error.code().name}: {error.details()}"
             ) from error
         return answer.score
+
+    async def _connected(self) -> grpc.aio.Channel:
+        """A channel to the address that was checked, as to the host of the URL."""
+        if self._channel is not None:
+            return self._channel
+        if not self._url.host or self._url.port is None:
+            raise CallError("exception", f"{self._url} needs a host and a port: grpc://host:port")
+        address = await self._reach.resolve(self._url.host, self._url.port)
+        family = "ipv6" if ":" in address else "ipv4"
+        target = f"{family}:{f'[{address}]' if family == 'ipv6' else address}:{self._url.port}"
+        options = (*CHANNEL_OPTIONS, ("grpc.default_authority", self._url.netloc.decode()))
+        if self._url.scheme == "grpcs":
+            self._channel = grpc.aio.secure_channel(
+                target,
+                grpc.ssl_channel_credentials(),
+                options=(*options, ("grpc.ssl_target_name_override", self._url.host)),
+            )
+        else:
+            self._channel = grpc.aio.insecure_channel(target, options=options)
+        return self._channel

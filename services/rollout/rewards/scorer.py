@@ -10,6 +10,7 @@ from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput, checked_score
 from services.rollout.rewards.grpc_client import GrpcRewardService
 from services.rollout.rewards.http_service import HttpRewardService
+from services.rollout.rewards.reach import Reach
 from services.rollout.rewards.remote import RemoteReward, RewardService
 
 _HTTP, _GRPC = ("http://", "https://"), ("grpc://", "grpcs://")
@@ -45,8 +46,13 @@ class Scorer:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, spec: RolloutSpec, pool: CallPool) -> AsyncIterator["Scorer"]:
+    async def open(cls, spec: RolloutSpec, pool: CallPool, reach: Reach) -> AsyncIterator["Scorer"]:
         """The scorer of a run; each term is loaded once, so that a wrong name fails before the start.
+
+        Args:
+            spec: Names the terms.
+            pool: Calls user code.
+            reach: Where services may be.
 
         Raises:
             ValueError: Naming the key of a wrong term and the fix.
@@ -55,7 +61,7 @@ class Scorer:
             remotes = {
                 term.name: await stack.enter_async_context(
                     RemoteReward(
-                        term.name, _service(term.name), concurrency=spec.reward_concurrency
+                        term.name, _service(term.name, reach), concurrency=spec.reward_concurrency
                     )
                 )
                 for term in spec.rewards
@@ -113,8 +119,10 @@ def is_url(name: str) -> bool:
     return name.startswith((*_HTTP, *_GRPC))
 
 
-def _service(url: str) -> RewardService:
-    return GrpcRewardService(url) if url.startswith(_GRPC) else HttpRewardService(url)
+def _service(url: str, reach: Reach) -> RewardService:
+    if url.startswith(_GRPC):
+        return GrpcRewardService(url, reach=reach)
+    return HttpRewardService(url, reach=reach)
 
 
 def _reference(spec: RewardSpec) -> str:

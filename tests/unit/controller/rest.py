@@ -40,7 +40,7 @@ class EmptyQueue:
 
 @asynccontextmanager
 async def open_manager(
-    database, *, max_active_runs=1, max_queued_runs=2
+    database, *, max_active_runs=1, max_queued_runs=2, allowed_roots=()
 ) -> AsyncIterator[RunManager]:
     """A manager; its runs are cancelled at the end."""
     async with asyncio.TaskGroup() as tasks:
@@ -54,6 +54,7 @@ async def open_manager(
             defaults=QuotaDefaults(
                 max_active_runs=max_active_runs, max_queued_runs=max_queued_runs
             ),
+            allowed_roots=allowed_roots,
         )
         manager.launcher = ExternalLauncher()
         yield manager

@@ -162,3 +162,37 @@ async def test_tokens_separate_projects_and_roles(manager, database, tmp_path):
 async def test_the_committed_description_is_current(api):
     committed = Path(__file__).parents[3] / "docs" / "openapi.json"
     assert json.loads(committed.read_text()) == (await api.get("/openapi.json")).json()
+
+
+async def test_what_the_installation_does_not_allow_is_refused(database, tmp_path):
+    async with (
+        open_manager(database, allowed_roots=[tmp_path]) as confined,
+        client_of(confined, database, tmp_path) as client,
+    ):
+        for query in ({}, {"validate_only": True}):
+            refused = await client.post("/v1/runs", json=SPEC, params=query)
+            assert (refused.status_code, refused.json()["code"]) == (422, "invalid_spec")
+            assert "data.train.path" in refused.text
+        plain = {**SPEC, "rollout": {**SPEC["rollout"], "workflow_arguments": {"api_key": "k"}}}
+        assert "workflow_arguments.api_key" in (await client.post("/v1/runs", json=plain)).text
+
+
+async def test_files_of_another_projects_runs_are_not_there(manager, database, tmp_path):
+    tokens = TokenStore(database)
+    ours = tokens.create(name="ann", project="blue", role="operator")
+    theirs = tokens.create(name="eve", project="red", role="admin")
+    async with client_of(manager, database, tmp_path, tokens, ours) as client:
+        run_id = (await client.post("/v1/runs", json=SPEC)).json()["id"]
+    stealing = {**SPEC, "model": {"path": f"/var/lib/slipstream/{run_id}/checkpoints/step-1"}}
+    for token, status in ((theirs, 404), (ours, 201)):
+        async with client_of(manager, database, tmp_path, tokens, token) as client:
+            assert (await client.post("/v1/runs", json=stealing)).status_code == status
+
+
+async def test_code_of_a_model_needs_an_admin(manager, database, tmp_path):
+    tokens = TokenStore(database)
+    trusting = {**SPEC, "model": {"path": "org/model", "trust_remote_code": True}}
+    for role, status in (("operator", 403), ("admin", 201)):
+        token = tokens.create(name=role, project="blue", role=role)
+        async with client_of(manager, database, tmp_path, tokens, token) as client:
+            assert (await client.post("/v1/runs", json=trusting)).status_code == status

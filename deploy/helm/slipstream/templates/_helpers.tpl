@@ -140,3 +140,8 @@ tcpSocket: {port: grpc}
     items: [{key: {{ .Values.serviceKey.key }}, path: key}]
     defaultMode: 0440
 {{- end -}}
+
+{{/* Folders that specifications may name files in, as JSON */}}
+{{- define "slipstream.allowedRoots" -}}
+{{- concat (list "/opt/slipstream/code" "/var/cache/slipstream" "/var/lib/slipstream") .Values.workers.allowedRoots | toJson -}}
+{{- end -}}

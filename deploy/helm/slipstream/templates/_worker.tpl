@@ -70,7 +70,15 @@ spec:
         - name: {{ $prefix }}_LOG_FORMAT
           value: json
         {{- include "slipstream.tlsEnv" (dict "root" .root "prefix" $prefix) | nindent 8 }}
+        - name: {{ $prefix }}_ALLOWED_ROOTS
+          value: {{ include "slipstream.allowedRoots" .root | quote }}
+        {{- if $workers.secrets }}
+        - name: {{ $prefix }}_SECRETS_DIRECTORY
+          value: /etc/slipstream/secrets
+        {{- end }}
         {{- if eq .role "rollout" }}
+        - name: SLIPSTREAM_ROLLOUT_REWARD_HOSTS
+          value: {{ $workers.rewardHosts | toJson | quote }}
         # Before the grace period ends, unfinished responses are stored.
         - name: SLIPSTREAM_ROLLOUT_DRAIN_TIMEOUT_S
           value: {{ max 3 (sub (int $workers.terminationGracePeriodSeconds) 10) | quote }}
@@ -105,6 +113,9 @@ spec:
         - {name: cache, mountPath: /var/cache/slipstream}
         - {name: runs, mountPath: /var/lib/slipstream}
         {{- include "slipstream.tlsMount" .root | nindent 8 }}
+        {{- if $workers.secrets }}
+        - {name: secrets, mountPath: /etc/slipstream/secrets, readOnly: true}
+        {{- end }}
         {{- if $workers.codeConfigMap }}
         - {name: code, mountPath: /opt/slipstream/code, readOnly: true}
         {{- end }}
@@ -118,6 +129,10 @@ spec:
     - name: runs
       {{- include "slipstream.claimOrScratch" $workers.checkpoints.existingClaim | nindent 6 }}
     {{- include "slipstream.tlsVolume" (dict "root" .root "peer" "worker") | nindent 4 }}
+    {{- with $workers.secrets }}
+    - name: secrets
+      secret: {secretName: {{ . }}, defaultMode: 0440}
+    {{- end }}
     {{- with $workers.codeConfigMap }}
     - name: code
       configMap: {name: {{ . }}}

@@ -14,17 +14,20 @@ from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput
 from services.rollout.rewards.grpc_client import GrpcRewardService
 from services.rollout.rewards.http_service import HttpRewardService
+from services.rollout.rewards.reach import Reach
 from services.rollout.rewards.remote import CircuitBreaker, RemoteReward
 from services.rollout.rewards.scorer import Scorer
 from slipstream.reward.v1 import reward_pb2 as pb
 from slipstream.reward.v1 import reward_pb2_grpc
 
 GIVEN = RewardInput(prompt="p", response="r", answer="a", row={"x": 1})
-URL = "http://reward/score"
+URL = "http://127.0.0.1:1/score"
 
 
 def service(handler: Callable[[httpx.Request], httpx.Response], **changes: object) -> RemoteReward:
-    http = HttpRewardService(URL, transport=httpx.MockTransport(handler))
+    http = HttpRewardService(
+        URL, reach=Reach({"127.0.0.1"}), transport=httpx.MockTransport(handler)
+    )
     return RemoteReward(URL, http, concurrency=2, **changes)  # type: ignore[arg-type]
 
 
@@ -109,7 +112,9 @@ async def test_a_grpc_service_scores_and_its_failures_are_typed() -> None:
     try:
         async with (
             CallPool(1) as pool,
-            RemoteReward(url, GrpcRewardService(url), concurrency=2) as remote,
+            RemoteReward(
+                url, GrpcRewardService(url, reach=Reach({"127.0.0.1"})), concurrency=2
+            ) as remote,
         ):
             scorer = Scorer([RewardSpec(name=url, weight=2.0)], pool, {url: remote})
             assert await scorer.score(GIVEN) == 1.0
