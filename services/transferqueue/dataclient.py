@@ -13,7 +13,7 @@ from torch import Tensor
 
 from services.common.batch import KVBatchMeta
 from services.common.columns import BlobRef, TagValues
-from services.common.errors import DataLossError, InternalError, InvalidArgumentError
+from services.common.errors import InternalError, InvalidArgumentError
 from services.common.ids import new_id
 from services.common.jagged import Jagged
 from services.transferqueue.client import TransferQueueClient
@@ -223,14 +223,6 @@ class DataClient:
         reads = zip(links, by_shard.values(), strict=True)
         await run_all([link.transport.read(extents, data) for link, extents in reads])
         view = data.numpy().data
-        for extent in plan.extents:
-            part = view[extent.position : extent.position + extent.size]
-            if extent.is_whole and codec.checksum(part) != extent.blob.checksum:
-                raise DataLossError(
-                    f"blob {extent.blob.blob_id} on {extent.blob.shard_id} is damaged",
-                    blob_id=extent.blob.blob_id,
-                    shard_id=extent.blob.shard_id,
-                )
         for source, target, size in plan.copies:
             view[target : target + size] = view[source : source + size]
         return plan, data

@@ -5,6 +5,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from sys import intern
+from typing import cast
 
 from services.common.batch import KVBatchMeta
 from services.common.columns import BlobRef, TagValues
@@ -244,5 +245,5 @@ def _part_of(meta: KVBatchMeta) -> Part:
 
 def _compact(values: TagValues) -> Sequence[int] | Sequence[float] | Sequence[str]:
     if isinstance(values[0], str):
-        return tuple([intern(str(value)) for value in values])
+        return tuple(map(intern, cast("Sequence[str]", values)))
     return array("d" if isinstance(values[0], float) else "q", values)

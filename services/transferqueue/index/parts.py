@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from operator import add
 from typing import ClassVar
 
 from services.common.batch import KVBatchMeta
@@ -132,14 +133,15 @@ class Schema:
                 f"{', '.join(ITEM_BYTES)}",
                 field=column.name,
             )
-        if len(set(column.blob_indexes)) != 1 or min(column.blob_indexes) < 0:
+        blob_index = column.blob_indexes[0]
+        if blob_index < 0 or column.blob_indexes.count(blob_index) < len(column.blob_indexes):
             raise InvalidArgumentError(f"field {column.name!r} must lie in one blob")
-        size = blobs[column.blob_indexes[0]].size_bytes
+        size = blobs[blob_index].size_bytes
         row_bytes = ITEM_BYTES[column.dtype] * prod(column.tail_shape)
-        ends = [o + n * row_bytes for o, n in zip(column.offsets, column.lengths, strict=True)]
-        if max(ends) > size:
+        end = max(map(add, column.offsets, [row_bytes * length for length in column.lengths]))
+        if end > size:
             raise InvalidArgumentError(
-                f"field {column.name!r} ends at byte {max(ends)} of a blob of {size}",
+                f"field {column.name!r} ends at byte {end} of a blob of {size}",
                 field=column.name,
             )
 

@@ -37,26 +37,30 @@ class PackedColumn:
     """The bytes in order: tensors of one dimension and one dtype on the CPU."""
     size_bytes: int
 
-    def packed(self, target: Tensor, step_bytes: int) -> Iterator[Tensor]:
-        """Lay the bytes into ``target`` bit by bit; yields each part of about ``step_bytes``."""
-        values = target.view(self.pieces[0].dtype)
-        step = max(step_bytes // values.element_size(), 1)
-        batch: list[Tensor] = []
-        begin = end = 0
-        with torch.no_grad():
-            for piece in self.pieces:
-                batch.append(piece)
-                end += len(piece)
-                if end - begin >= step:
-                    yield torch.cat(batch, out=values[begin:end])
-                    batch, begin = [], end
-            if end > begin:
-                yield torch.cat(batch, out=values[begin:end])
+    def packed(self, target: Tensor, step_bytes: int) -> Iterator[memoryview]:
+        """Lay the bytes into ``target`` part by part; yields each part of about ``step_bytes``.
+
+        Args:
+            target: uint8 of ``size_bytes``.
+            step_bytes: What is done with a part right after it was written finds it in the cache.
+        """
+        if self.size_bytes == 0:
+            return
+        view, values = target.numpy().data, target.view(self.pieces[0].dtype)
+        item = values.element_size()
+        begin = 0
+        for batch in _batches(self.pieces, max(step_bytes // item, 1)):
+            end = begin + sum(map(Tensor.numel, batch))
+            with torch.no_grad():
+                torch.cat(batch, out=values[begin:end])
+            yield view[begin * item : end * item]
+            begin = end
 
     def to_bytes(self) -> memoryview:
         """A copy of the bytes."""
         target = torch.empty(self.size_bytes, dtype=torch.uint8)
-        self.copy_into(target)
+        for _ in self.packed(target, self.size_bytes):
+            pass
         return target.numpy().data
 
     def to_field(self, blob_index: int) -> FieldColumn:
@@ -71,17 +75,6 @@ class PackedColumn:
             offsets=self.offsets,
         )
 
-    def copy_into(self, target: Tensor) -> None:
-        """Lay the bytes into ``target``, uint8 of ``size_bytes``."""
-        if self.size_bytes == 0:
-            return
-        values = target.view(self.pieces[0].dtype)
-        with torch.no_grad():
-            if len(self.pieces) == 1:
-                values.copy_(self.pieces[0])
-            else:
-                torch.cat(self.pieces, out=values)
-
 
 def pack(name: str, values: Values) -> PackedColumn:
     """Pack the values of one field, one row per key.
@@ -90,7 +83,7 @@ def pack(name: str, values: Values) -> PackedColumn:
         InvalidArgumentError: If the dtype is not supported or the rows do not agree.
     """
     if isinstance(values, Tensor):
-        values = Jagged.from_dense(values)
+        return _pack_dense(name, values)
     if isinstance(values, Jagged):
         rank = 0 if values.is_scalar else values.values.dim()
         lengths = values.lengths.tolist()
@@ -151,6 +144,14 @@ def unpack_objects(column: FieldColumn, data: Tensor) -> list[object]:
     ]
 
 
+def _pack_dense(name: str, tensor: Tensor) -> PackedColumn:
+    if tensor.dim() == 0:
+        raise InvalidArgumentError(f"field {name!r} is one number; expected one row per key")
+    num_rows, *shape = tensor.shape
+    length = shape[0] if shape else 1
+    return _column(name, [tensor.reshape(-1)], [length] * num_rows, len(shape), tuple(shape[1:]))
+
+
 def _pack_rows(name: str, rows: Sequence[Tensor]) -> PackedColumn:
     first = rows[0]
     rank, tail = first.dim(), first.shape[1:]
@@ -163,6 +164,21 @@ def _pack_rows(name: str, rows: Sequence[Tensor]) -> PackedColumn:
     # The number of elements is what a row of rank 0 or 1 counts; asking a tensor for len is slow.
     lengths = list(map(Tensor.numel, rows)) if rank < 2 else [row.shape[0] for row in rows]
     return _column(name, rows, lengths, rank, tuple(tail))
+
+
+def _batches(pieces: Sequence[Tensor], step: int) -> Iterator[list[Tensor]]:
+    """Pieces that have about ``step`` elements together, cut where one has more."""
+    batch: list[Tensor] = []
+    size = 0
+    for piece in pieces:
+        for part in piece.split(step) if piece.numel() > step else (piece,):
+            batch.append(part)
+            size += part.numel()
+            if size >= step:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _is_tensor(value: object) -> bool:

@@ -7,7 +7,7 @@ from math import prod
 
 from services.common.batch import KVBatchMeta
 from services.common.columns import MISSING, BlobRef, FieldColumn
-from services.common.errors import NotFoundError
+from services.common.errors import DataLossError, NotFoundError
 from services.transferqueue.storage.arena import aligned
 from services.transferqueue.transport.codec import ITEM_BYTES
 
@@ -25,6 +25,19 @@ class Extent:
     def is_whole(self) -> bool:
         """Whether these are all bytes of the blob."""
         return self.size == self.blob.size_bytes
+
+    def check(self, digest: int) -> None:
+        """Compare the checksum of the whole blob.
+
+        Raises:
+            DataLossError: If it is not what the blob's writer said.
+        """
+        if digest != self.blob.checksum:
+            raise DataLossError(
+                f"blob {self.blob.blob_id} on {self.blob.shard_id} is damaged",
+                blob_id=self.blob.blob_id,
+                shard_id=self.blob.shard_id,
+            )
 
 
 @dataclass(slots=True)

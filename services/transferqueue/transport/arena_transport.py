@@ -3,10 +3,13 @@
 import asyncio
 import mmap
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,9 +22,11 @@ from services.transferqueue.transport.connection import ShardConnection
 from services.transferqueue.transport.socket_transport import TIMEOUT_S, Transport
 
 _SMALL_BYTES = 64 << 10
-_INLINE_BYTES = 1 << 20
+_INLINE_BYTES = 4 << 20
+_STEP_BYTES = 4 << 20
 """Copies below this take less time than handing them to a thread."""
 T = TypeVar("T")
+Bytes = npt.NDArray[np.uint8]
 
 
 class ArenaTransport:
@@ -45,10 +50,8 @@ class ArenaTransport:
         deadline = time.monotonic() + codec.GRANT_S / 2
 
         def fill(position: int, column: PackedColumn) -> int:
-            _check_time(deadline)
             target = self._arena[position : position + column.size_bytes]
-            column.copy_into(target)
-            return codec.checksum(target.numpy().data)
+            return codec.checksum_of(_in_time(column.packed(target, _STEP_BYTES), deadline))
 
         # Columns are copied by several threads: one alone does not use up the memory's bandwidth.
         return await run_all(
@@ -77,22 +80,41 @@ class ArenaTransport:
         answer, _ = await self._connection.ask(request, timeout_s=TIMEOUT_S)
         if not isinstance(answer, codec.Located):
             raise InternalError(f"expected Located, the shard sent {type(answer).__name__}")
-
         if not answer.positions:
             await self._fallback.read(extents, target)
             return
+        source, view = self._arena.numpy(), target.numpy()
 
-        def copy() -> None:
-            source, view = self._arena.numpy(), target.numpy()
-            for extent, start in zip(extents, answer.positions, strict=True):
-                _check_time(deadline)
-                end = extent.position + extent.size
-                view[extent.position : end] = source[start : start + extent.size]
+        def copy(located: Sequence[tuple[Extent, int]]) -> None:
+            for extent, start in located:
+                parts = _copied(source[start : start + extent.size], view[extent.position :])
+                parts = _in_time(parts, deadline)
+                if extent.is_whole:
+                    extent.check(codec.checksum_of(parts))
+                else:
+                    deque(parts, maxlen=0)
 
+        jobs = _shared_out(list(zip(extents, answer.positions, strict=True)))
         try:
-            await _run(copy, sum(extent.size for extent in extents))
+            await run_all([_run(partial(copy, job), sum(e.size for e, _ in job)) for job in jobs])
         finally:
             self._connection.tell(codec.Unpin(answer.pin_id))
+
+
+def _shared_out(located: list[tuple[Extent, int]]) -> list[list[tuple[Extent, int]]]:
+    """Cut into pieces of work for several threads: large extents alone, the small ones together."""
+    jobs = [[one] for one in located if one[0].size >= _INLINE_BYTES]
+    small = [one for one in located if one[0].size < _INLINE_BYTES]
+    return [*jobs, small] if small else jobs
+
+
+def _copied(source: Bytes, target: Bytes) -> Iterator[memoryview]:
+    """Copy part by part; what is done with a part at once finds it in the cache."""
+    for begin in range(0, len(source), _STEP_BYTES):
+        part = source[begin : begin + _STEP_BYTES]
+        copied = target[begin : begin + len(part)]
+        copied[:] = part
+        yield copied.data
 
 
 async def _run(work: Callable[[], T], size_bytes: int) -> T:
@@ -105,6 +127,12 @@ async def _run(work: Callable[[], T], size_bytes: int) -> T:
         # The thread still uses the memory, which must not go to anyone else before it is done.
         await asyncio.wait([copying])
         raise
+
+
+def _in_time(parts: Iterable[memoryview], deadline: float) -> Iterator[memoryview]:
+    for part in parts:
+        yield part
+        _check_time(deadline)
 
 
 def _check_time(deadline: float) -> None:

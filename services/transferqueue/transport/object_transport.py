@@ -14,6 +14,8 @@ from services.transferqueue.tensors.packing import PackedColumn
 from services.transferqueue.tensors.readplan import Extent
 from services.transferqueue.transport import codec
 
+_STEP = 4 << 20
+
 
 class ObjectTransport:
     """One object per field and put.
@@ -37,10 +39,12 @@ class ObjectTransport:
         """Fill granted blobs; returns the checksum of each."""
 
         def fill(views: Sequence[memoryview]) -> list[int]:
-            for view, column in zip(views, columns, strict=True):
-                if column.size_bytes:
-                    column.copy_into(torch.frombuffer(view, dtype=torch.uint8))
-            return [codec.checksum(view) for view in views]
+            return [
+                codec.checksum_of(column.packed(torch.frombuffer(view, dtype=torch.uint8), _STEP))
+                if column.size_bytes
+                else codec.checksum(b"")
+                for view, column in zip(views, columns, strict=True)
+            ]
 
         keys = [object_key(self._instance_id, blob_id) for blob_id in grant.blob_ids]
         sizes = [column.size_bytes for column in columns]
@@ -56,7 +60,10 @@ class ObjectTransport:
         await asyncio.to_thread(self._store.read, ranges, memoryview(data))
         view, done = target.numpy().data, 0
         for extent in extents:
-            view[extent.position : extent.position + extent.size] = data[done : done + extent.size]
+            part = view[extent.position : extent.position + extent.size]
+            part[:] = data[done : done + extent.size]
+            if extent.is_whole:
+                extent.check(codec.checksum(part))
             done += extent.size
 
 

@@ -1,7 +1,7 @@
 """How the bytes of puts and gets move: the interface, and its form over the data socket."""
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -35,7 +35,11 @@ class Transport(Protocol):
         """
 
     async def read(self, extents: Sequence[Extent], target: Tensor) -> None:
-        """Fetch bytes of blobs into ``target``, a uint8 tensor."""
+        """Fetch bytes of blobs into ``target``, a uint8 tensor.
+
+        Raises:
+            DataLossError: If bytes are damaged.
+        """
 
     def close(self) -> None:
         """Let go of what the transport holds besides the connection."""
@@ -77,6 +81,10 @@ class SocketTransport:
                 _scatter(batch, buffers, view)
 
         await run_all([fetch(batch) for batch in _batches(extents)])
+        for extent in extents:
+            if extent.is_whole:
+                part = view[extent.position : extent.position + extent.size]
+                extent.check(codec.checksum(part))
 
     def close(self) -> None:
         """Nothing is held."""
@@ -90,10 +98,10 @@ class SocketTransport:
             offset += len(frame)
 
     def _frames(self, column: PackedColumn) -> Iterator[memoryview]:
-        pieces: Iterable[Tensor] = column.pieces
         if column.size_bytes < _LARGE_PIECE_BYTES * len(column.pieces):
-            pieces = column.packed(self._pool.take(column.size_bytes), codec.FRAME_BYTES)
-        for piece in pieces:
+            yield from column.packed(self._pool.take(column.size_bytes), codec.FRAME_BYTES)
+            return
+        for piece in column.pieces:
             view = piece.detach().contiguous().view(torch.uint8).numpy().data
             for begin in range(0, len(view), codec.FRAME_BYTES):
                 yield view[begin : begin + codec.FRAME_BYTES]
