@@ -57,8 +57,7 @@ async def run_controller(settings: ControllerSettings) -> None:
     clock = SystemClock()
     async with AsyncExitStack() as stack:
         stack.enter_context(serve_metrics(settings.metrics_port))
-        default = f"sqlite:///{settings.state_directory / 'slipstream.db'}"
-        database = Database(settings.database_url or default)
+        database = Database(settings.database)
         stack.callback(database.close)
         leadership = Leadership(database, holder=settings.holder, ttl_s=settings.lease_ttl_s)
         await leadership.acquire()

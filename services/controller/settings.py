@@ -72,6 +72,11 @@ class ControllerSettings(KeySettings):
     rest_tls_key: Path | None = None
     """PEM file with that certificate's key."""
 
+    @property
+    def database(self) -> str:
+        """SQLAlchemy's URL of the database."""
+        return self.database_url or f"sqlite:///{self.state_directory / 'slipstream.db'}"
+
     def check_exposure(self) -> None:
         """See that an API without authentication is meant, and not reachable from elsewhere.
 

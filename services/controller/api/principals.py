@@ -103,6 +103,17 @@ class Authenticators:
         return last.authenticate(authorization)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownToken:
+    """A token, without what is secret of it."""
+
+    name: str
+    project: str
+    role: Role
+    expire_time: float | None
+    """Seconds since the epoch; None ends never."""
+
+
 class TokenStore:
     """API tokens in the database. Methods block.
 
@@ -138,6 +149,17 @@ class TokenStore:
                     expire_time=None if life_s is None else now + life_s,
                 )
             )
+
+    def known(self) -> list[KnownToken]:
+        """The tokens that there are, by name."""
+        query = sa.select(API_TOKENS).order_by(API_TOKENS.c.name, API_TOKENS.c.create_time)
+        with self._database.read() as connection:
+            return [
+                KnownToken(
+                    name=row.name, project=row.project, role=row.role, expire_time=row.expire_time
+                )
+                for row in connection.execute(query)
+            ]
 
     def revoke(self, name: str) -> int:
         """Forget all tokens of a name; returns how many there were."""

@@ -1,0 +1,56 @@
+"""Makes, lists and revokes API tokens: ``python -m services.controller.tokens``, where the database is."""
+
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from services.controller.api.principals import Role, TokenStore
+from services.controller.settings import ControllerSettings
+from services.controller.store.database import Database
+
+app = typer.Typer(help="API tokens of users.", no_args_is_help=True, add_completion=False)
+Name = Annotated[str, typer.Argument(help="Whose token it is.")]
+
+_DAY_S = 86_400.0
+
+
+@app.command()
+def create(
+    name: Name,
+    project: Annotated[str, typer.Option(help="The project whose runs it shows.")],
+    role: Annotated[str, typer.Option(help="viewer, operator or admin.")] = "operator",
+    days: Annotated[float | None, typer.Option(help="Life of the token; none ends never.")] = None,
+) -> None:
+    """Make a token and print it; it is shown this once."""
+    roles: dict[str, Role] = {"viewer": "viewer", "operator": "operator", "admin": "admin"}
+    if role not in roles:
+        raise typer.BadParameter(f"--role is viewer, operator or admin, not {role!r}")
+    life_s = None if days is None else days * _DAY_S
+    made = _store().create(name=name, project=project, role=roles[role], life_s=life_s)
+    sys.stdout.write(f"{made}\n")
+
+
+@app.command(name="list")
+def list_() -> None:
+    """List the tokens, without what is secret of them."""
+    for token in _store().known():
+        ends = "never"
+        if token.expire_time is not None:
+            ends = time.strftime("%Y-%m-%d", time.gmtime(token.expire_time))
+        sys.stdout.write(f"{token.name}\t{token.project}\t{token.role}\tends {ends}\n")
+
+
+@app.command()
+def revoke(name: Name) -> None:
+    """Forget all tokens of a name."""
+    sys.stdout.write(f"{_store().revoke(name)} revoked\n")
+
+
+def _store() -> TokenStore:
+    return TokenStore(Database(ControllerSettings().database))
+
+
+if __name__ == "__main__":
+    app()
