@@ -3,7 +3,7 @@
 import base64
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,24 @@ class Installed:
     api: httpx.Client
     install_s: float
     """Time from ``helm install --wait`` to its return."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """What the tests measured."""
+
+    def member(self, project: str) -> "Installed":
+        """The same release as an operator of another project sees it."""
+        made = self.execute(
+            "deploy/demo-slipstream-controller",
+            "-m", "services.controller.tokens", "create", "member", "--project", project,
+        )  # fmt: skip
+        headers = {"Authorization": f"Bearer {made.strip()}"}
+        api = httpx.Client(base_url=self.api.base_url, headers=headers, timeout=30, trust_env=False)
+        return replace(self, api=api)
+
+    def execute(self, pod: str, *arguments: str) -> str:
+        """Run Python in a pod and return its output."""
+        return self.cluster.command(
+            "kubectl", "-n", NAMESPACE, "exec", pod, "--", "python", *arguments
+        )
 
     def helm(self, *arguments: str) -> str:
         """Run Helm in the release's namespace."""
@@ -116,7 +134,7 @@ def install(cluster: Cluster) -> Installed:
         "-f", str(PROFILES / "cpu-smoke.yaml"), "--set", "image.registry=localhost,image.tag=test",
         "--set", "workers.codeConfigMap=code,workers.checkpoints.existingClaim=checkpoints",
         "--set", "workers.modelCache.existingClaim=models,controller.persistence.existingClaim=state",
-        "--set", "controller.persistence.enabled=true",
+        "--set", "controller.persistence.enabled=true,transferqueue.shards=2",
     )  # fmt: skip
     install_s = time.monotonic() - begin
     service = cluster.core.read_namespaced_service("demo-slipstream-controller", NAMESPACE)
