@@ -95,15 +95,6 @@ def test_an_upgrade_in_the_middle_does_not_disturb_a_run(installed: Installed) -
     assert_ledger_closes(run)
 
 
-def test_an_image_that_is_not_there_shows_on_the_run(installed: Installed) -> None:
-    installed.upgrade("trainer.image.repository=slipstream/none")
-    installed.ready()
-    run_id = installed.submit()
-    eventually(lambda: bool(installed.events(run_id, "WorkerPending")), timeout_s=90)
-    assert "slipstream/none" in installed.events(run_id, "WorkerPending")[0]["message"]
-    installed.api.post(f"/v1/runs/{run_id}/cancel").raise_for_status()
-
-
 # Asks, as a worker of one run, for the samples of another.
 _PRY = """
 import asyncio, sys
@@ -145,6 +136,15 @@ def test_runs_of_two_projects_train_at_once_and_see_nothing_of_each_other(
     for user, run_id in ((blue, ours), (red, theirs)):
         ended = user.wait(run_id, lambda run: run["state"] == "SUCCEEDED", timeout_s=500)
         assert_ledger_closes(ended)
+
+
+def test_an_image_that_is_not_there_shows_on_the_run(installed: Installed) -> None:
+    installed.upgrade("trainer.image.repository=slipstream/none")
+    installed.ready()
+    run_id = installed.submit()
+    eventually(lambda: bool(installed.events(run_id, "WorkerPending")), timeout_s=90)
+    assert "slipstream/none" in installed.events(run_id, "WorkerPending")[0]["message"]
+    installed.api.post(f"/v1/runs/{run_id}/cancel").raise_for_status()
 
 
 def test_install_and_first_step_are_within_the_bars(installed: Installed) -> None:
