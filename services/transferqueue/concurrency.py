@@ -1,7 +1,7 @@
 """Running several pieces of work at once."""
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -18,6 +18,19 @@ async def run_all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     except BaseExceptionGroup as group:
         raise _first(group) from None
     return [task.result() for task in running]
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Run in a thread; ends when the work does, also when it is cancelled.
+
+    The thread still uses the memory, which must not go to anyone else before it is done.
+    """
+    working = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait([working])
+        raise
 
 
 @contextmanager

@@ -56,6 +56,7 @@ class BlobClient:
                 request = codec.Read((blob.blob_id, begin, step), in_arena=False)
                 answer, frames = await connection.ask(request, timeout_s=_TIMEOUT_S)
                 data = b"".join(frames)
+                connection.let_go(answer)
                 if not isinstance(answer, codec.Data) or codec.checksum(data) != answer.checksum:
                     raise DataLossError(f"blob {blob.blob_id} on {blob.shard_id} is damaged")
                 parts.append(data)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
+import numpy as np
 import xxhash
 
 from services.common.columns import BlobRef
@@ -13,6 +14,7 @@ from services.common.errors import (
     InvalidArgumentError,
     NotFoundError,
 )
+from services.transferqueue.concurrency import in_thread
 from services.transferqueue.storage.arena import Arena, aligned
 
 
@@ -50,6 +52,9 @@ class BlobStore(Protocol):
     def reserve(self, sizes: Sequence[int]) -> Grant | None:
         """Take room for the blobs of a put; None if there is none now."""
 
+    async def make_room(self, size_bytes: int) -> bool:
+        """Move blobs out of the memory; returns whether any could be moved."""
+
     def write(self, blob_id: int, offset: int, data: memoryview) -> None:
         """Fill a part of a reserved blob."""
 
@@ -62,8 +67,11 @@ class BlobStore(Protocol):
     async def views(self, ranges: Sequence[tuple[int, int, int]]) -> list[memoryview]:
         """Bytes of sealed blobs, ``(blob_id, offset, size)`` each."""
 
-    def pin(self, ranges: Sequence[tuple[int, int, int]]) -> tuple[int, tuple[int, ...]] | None:
-        """Hold ranges in the arena for a reader; None if they are not there."""
+    def positions(self, ranges: Sequence[tuple[int, int, int]]) -> tuple[int, ...] | None:
+        """Where ranges lie in the arena; None if they are not there."""
+
+    def pin(self, ranges: Sequence[tuple[int, int, int]]) -> int:
+        """Hold ranges in place for a reader; returns the pin, 0 if none is needed."""
 
     def unpin(self, pin_id: int) -> None:
         """End a hold."""
@@ -116,7 +124,7 @@ class Storage:
             )
         starts: list[int] = []
         for size in sizes:
-            start = self._allocate(size)
+            start = self._arena.allocate(size)
             if start is None:
                 for done, taken in zip(starts, sizes, strict=False):
                     self._arena.free(done, taken)
@@ -126,6 +134,20 @@ class Storage:
         for blob_id, start, size in zip(blob_ids, starts, sizes, strict=True):
             self._blobs[blob_id] = _Blob(self._arena, start, size)
         return Grant(blob_ids, tuple(starts))
+
+    async def make_room(self, size_bytes: int) -> bool:
+        """Move the oldest blobs that nobody reads to disk, until about so many bytes are free.
+
+        Returns:
+            Whether any could be moved.
+        """
+        moved = 0
+        for blob_id, blob in list(self._blobs.items()) if self._spill else ():
+            is_idle = blob.checksum is not None and blob.num_pins == 0 and not blob.is_doomed
+            if moved < size_bytes and is_idle and blob.arena.is_memory:
+                assert self._spill is not None
+                moved += blob.size * await self._move_to_disk(self._spill, blob_id, blob)
+        return moved > 0
 
     def write(self, blob_id: int, offset: int, data: memoryview) -> None:
         """Fill a part of a reserved blob; frames of a blob come in order.
@@ -179,24 +201,34 @@ class Storage:
         """
         return [self._view(*extent) for extent in ranges]
 
-    def pin(self, ranges: Sequence[tuple[int, int, int]]) -> tuple[int, tuple[int, ...]] | None:
-        """Hold ranges ``(blob_id, offset, size)`` in place for a reader.
+    def positions(self, ranges: Sequence[tuple[int, int, int]]) -> tuple[int, ...] | None:
+        """Where ranges ``(blob_id, offset, size)`` lie in the arena; None if some are on disk.
 
-        Returns:
-            The pin and the position of each range in the arena; None if some are on disk.
+        Raises:
+            NotFoundError: If there is no such blob.
+            InvalidArgumentError: If a range is not inside it.
         """
         blobs = [self._find(*extent) for extent in ranges]
         if not all(blob.arena.is_memory for blob in blobs):
             return None
-        positions = tuple(
+        return tuple(
             [blob.start + offset for blob, (_, offset, _) in zip(blobs, ranges, strict=True)]
         )
+
+    def pin(self, ranges: Sequence[tuple[int, int, int]]) -> int:
+        """Hold blobs in place for a reader of ranges ``(blob_id, offset, size)``.
+
+        Raises:
+            NotFoundError: If there is no such blob.
+        """
         pin_id = next(self._pin_ids)
         blob_ids = tuple({blob_id for blob_id, _, _ in ranges})
         for blob_id in blob_ids:
+            self._find(blob_id, 0, 0)
+        for blob_id in blob_ids:
             self._blobs[blob_id].num_pins += 1
         self._pins[pin_id] = blob_ids
-        return pin_id, positions
+        return pin_id
 
     def unpin(self, pin_id: int) -> None:
         """End a hold; one that expired is gone already."""
@@ -210,24 +242,21 @@ class Storage:
         begin = blob.start + offset
         return blob.arena.memory[begin : begin + size]
 
-    def _allocate(self, size: int) -> int | None:
-        start = self._arena.allocate(size)
-        if start is not None or self._spill is None:
-            return start
-        for blob in self._blobs.values():
-            if blob.checksum is None or blob.num_pins or not blob.arena.is_memory:
-                continue
-            moved = self._spill.allocate(blob.size)
-            if moved is None:
-                continue
-            source = self._arena.memory[blob.start : blob.start + blob.size]
-            self._spill.memory[moved : moved + blob.size] = source
-            self._arena.free(blob.start, blob.size)
-            blob.arena, blob.start = self._spill, moved
-            start = self._arena.allocate(size)
-            if start is not None:
-                return start
-        return None
+    async def _move_to_disk(self, spill: Arena, blob_id: int, blob: _Blob) -> bool:
+        start = spill.allocate(blob.size)
+        if start is None:
+            return False
+        source = np.frombuffer(blob.arena.memory, np.uint8, blob.size, blob.start)
+        target = np.frombuffer(spill.memory, np.uint8, blob.size, start)
+        blob.num_pins += 1
+        try:
+            await in_thread(lambda: np.copyto(target, source))
+        finally:
+            blob.arena.free(blob.start, blob.size)
+            blob.arena, blob.start = spill, start
+            blob.num_pins -= 1
+            self._collect(blob_id, blob)
+        return True
 
     def _find(self, blob_id: int, offset: int, size: int) -> _Blob:
         blob = self._blobs.get(blob_id)

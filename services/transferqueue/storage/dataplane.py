@@ -8,7 +8,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -39,8 +39,11 @@ _MAX_DETAIL = 1024
 _PACK_BELOW_BYTES = 64 << 10
 
 
-Reply = Callable[[Sequence[bytes | memoryview]], None]
-"""Sends the frames of an answer to the peer that asked."""
+class Reply(Protocol):
+    """Sends the frames of an answer to the peer that asked."""
+
+    def __call__(self, frames: Sequence[bytes | memoryview], *, copy: bool = True) -> None:
+        """Send; without a copy the frames stay as they are until the peer has answered."""
 
 
 class Admission(Protocol):
@@ -191,7 +194,8 @@ class DataPlane:
         except Exception as error:
             logger.exception("data request failed", extra={"op": op})
             answer = _failed(InternalError(f"{op}: {type(error).__name__}: {error}"))
-        reply([codec.encode(answer, request_id), *payload])
+        is_pinned = isinstance(answer, codec.Data) and answer.pin_id > 0
+        reply([codec.encode(answer, request_id), *payload], copy=not is_pinned)
         code = answer.reason if isinstance(answer, codec.Failed) else "OK"
         metrics.OPS.labels(op, code).inc()
         metrics.OP_DURATION.labels(op).observe(time.monotonic() - started)
@@ -221,23 +225,30 @@ class DataPlane:
         ranges = list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
         size = sum(numbers[2::3])
         metrics.BYTES.labels("out").inc(size)
-        pin = self._storage.pin(ranges) if message.in_arena else None
-        if message.in_arena and pin is None:
+        positions = self._storage.positions(ranges) if message.in_arena else None
+        if message.in_arena and positions is None:
             return codec.Located(0, ())
-        if pin is not None:
-            pin_id, positions = pin
-            asyncio.get_running_loop().call_later(codec.PIN_S, self._storage.unpin, pin_id)
-            return codec.Located(pin_id, positions)
+        if positions is not None:
+            return codec.Located(self._pin(ranges), positions)
         if size > codec.MAX_READ_BYTES:
             raise InvalidArgumentError(
                 f"a read of {size} bytes is above the limit of {codec.MAX_READ_BYTES}; split it"
             )
+        # Small ranges are copied into the answer, so nothing of them has to stay.
+        pin_id = self._pin(ranges) if size >= _PACK_BELOW_BYTES else 0
         payload += _frames(await self._storage.views(ranges))
-        return codec.Data(codec.checksum_of(payload) if message.with_checksum else 0)
+        return codec.Data(codec.checksum_of(payload) if message.with_checksum else 0, pin_id)
 
-    def _send(self, peer: bytes, frames: Sequence[bytes | memoryview]) -> None:
+    def _pin(self, ranges: Sequence[tuple[int, int, int]]) -> int:
+        pin_id = self._storage.pin(ranges)
+        asyncio.get_running_loop().call_later(codec.PIN_S, self._storage.unpin, pin_id)
+        return pin_id
+
+    def _send(
+        self, peer: bytes, frames: Sequence[bytes | memoryview], *, copy: bool = True
+    ) -> None:
         try:
-            self._socket.send([peer, *frames])
+            self._socket.send([peer, *frames], copy=copy)
         except zmq.ZMQError as error:
             # The peer left or does not read; its own deadline tells it.
             logger.warning("answer not sent", extra={"error": str(error)})

@@ -114,8 +114,16 @@ class ObjectStorage:
         await self._run(self._store.read, keyed, data)
         return [data]
 
-    def pin(self, ranges: Sequence[tuple[int, int, int]]) -> None:
+    async def make_room(self, size_bytes: int) -> bool:
+        """The store has no other place for blobs."""
+        return False
+
+    def positions(self, ranges: Sequence[tuple[int, int, int]]) -> None:
         """Nothing of these blobs is in memory that could be mapped."""
+
+    def pin(self, ranges: Sequence[tuple[int, int, int]]) -> int:
+        """What ``views`` returns belongs to the reader."""
+        return 0
 
     def unpin(self, pin_id: int) -> None:
         """There are no pins."""

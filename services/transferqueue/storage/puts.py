@@ -250,6 +250,8 @@ class Puts:
             grant = self._storage.reserve(request.sizes)
             if grant is not None:
                 return grant
+            if await self._storage.make_room(sum(request.sizes)):
+                continue
             rest_s = deadline - time.monotonic()
             if rest_s <= 0:
                 used, capacity = self._storage.used_bytes, self._storage.capacity_bytes

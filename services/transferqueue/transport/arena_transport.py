@@ -1,6 +1,5 @@
 """Bytes of puts and gets through the shared memory of a shard on the same host."""
 
-import asyncio
 import mmap
 import time
 from collections import deque
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from services.common.errors import DeadlineExceededError, InternalError
-from services.transferqueue.concurrency import run_all
+from services.transferqueue.concurrency import in_thread, run_all
 from services.transferqueue.tensors.packing import PackedColumn
 from services.transferqueue.tensors.readplan import Extent
 from services.transferqueue.transport import codec
@@ -98,7 +97,7 @@ class ArenaTransport:
         try:
             await run_all([_run(partial(copy, job), sum(e.size for e, _ in job)) for job in jobs])
         finally:
-            self._connection.tell(codec.Unpin(answer.pin_id))
+            self._connection.let_go(answer)
 
 
 def _shared_out(located: list[tuple[Extent, int]]) -> list[list[tuple[Extent, int]]]:
@@ -120,13 +119,7 @@ def _copied(source: Bytes, target: Bytes) -> Iterator[memoryview]:
 async def _run(work: Callable[[], T], size_bytes: int) -> T:
     if size_bytes < _INLINE_BYTES:
         return work()
-    copying = asyncio.get_running_loop().run_in_executor(None, work)
-    try:
-        return await asyncio.shield(copying)
-    except asyncio.CancelledError:
-        # The thread still uses the memory, which must not go to anyone else before it is done.
-        await asyncio.wait([copying])
-        raise
+    return await in_thread(work)
 
 
 def _in_time(parts: Iterable[memoryview], deadline: float) -> Iterator[memoryview]:

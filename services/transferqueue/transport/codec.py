@@ -157,10 +157,12 @@ class Located:
 class Data:
     """Answers Read: the ranges one after the other in the payload frames.
 
-    The checksum is 0 if none was asked for.
+    The checksum is 0 if none was asked for. The frames are sent from where the blobs lie, which stay
+    until Unpin; without a pin there is nothing to let go.
     """
 
     checksum: int
+    pin_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +306,6 @@ _FIELDS: Final = {
     Committed: (("revision", _is_count),),
     Stored: (("blob_ids", _is_counts), ("revision", _is_count)),
     Located: (("pin_id", _is_count), ("positions", _is_counts)),
-    Data: (("checksum", _is_hash),),
+    Data: (("checksum", _is_hash), ("pin_id", _is_count)),
     Failed: (("reason", _is_text), ("message", _is_text), ("details", _is_texts)),
 }  # fmt: skip

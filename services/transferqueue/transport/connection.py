@@ -140,7 +140,8 @@ class ShardConnection:
             ) from error
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
-                self._let_go(waiter.result()[0])
+                # Nobody else knows of what the answer holds.
+                self.let_go(waiter.result()[0])
             raise
         finally:
             del self._pending[request_id]
@@ -165,11 +166,11 @@ class ShardConnection:
         if waiter is not None and not waiter.done() and isinstance(message, codec.Response):
             waiter.set_result((message, frames[1:]))
         else:
-            self._let_go(message)
+            self.let_go(message)
 
-    def _let_go(self, message: codec.Message) -> None:
-        """End the hold of an answer whose asker was cancelled; nobody else knows of it."""
-        if self._is_open and isinstance(message, codec.Located) and message.positions:
+    def let_go(self, message: codec.Message) -> None:
+        """End the hold that came with an answer, if there is one."""
+        if self._is_open and isinstance(message, codec.Located | codec.Data) and message.pin_id:
             self.tell(codec.Unpin(message.pin_id))
 
 

@@ -77,6 +77,7 @@ class SocketTransport:
             async with window:
                 request = codec.Read(numbers, in_arena=False, with_checksum=with_checksum)
                 answer, buffers = await self._connection.ask(request, timeout_s=TIMEOUT_S)
+                self._connection.let_go(answer)
                 _check(batch, answer, buffers, with_checksum=with_checksum)
                 _scatter(batch, buffers, view)
 

@@ -29,7 +29,7 @@ MESSAGES = st.one_of(
     st.builds(codec.Committed, COUNTS),
     st.builds(codec.Stored, IDS, COUNTS),
     st.builds(codec.Located, COUNTS, IDS),
-    st.builds(codec.Data, st.integers(0, (1 << 64) - 1)),
+    st.builds(codec.Data, st.integers(0, (1 << 64) - 1), COUNTS),
     st.builds(codec.Failed, TEXT, TEXT, st.lists(st.tuples(TEXT, TEXT), max_size=2).map(
         lambda pairs: tuple(text for pair in pairs for text in pair)
     )),

@@ -1,5 +1,6 @@
 """Blobs of a shard."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -90,23 +91,43 @@ async def test_a_blob_that_is_being_read_goes_when_its_reader_is_done() -> None:
     target = storage()
     blob_id = await store(target, b"hello")
     pin = target.pin([(blob_id, 0, 5)])
-    assert pin is not None
     target.free([blob_id])
     assert target.used_bytes == 64
     with pytest.raises(NotFoundError):
         await read(target, blob_id, 0, 1)
-    target.unpin(pin[0])
-    target.unpin(pin[0])
+    target.unpin(pin)
+    target.unpin(pin)
     assert target.used_bytes == 0
 
 
 async def test_the_oldest_blobs_move_to_disk_when_the_memory_is_full(tmp_path: Path) -> None:
     target = storage(spill=Arena(8192, tmp_path / "spill"))
     first = await store(target, b"1" * 3000)
+    assert target.reserve([3000]) is None
+    assert await target.make_room(3000)
     second = await store(target, b"2" * 3000)
     assert (await read(target, first, 0, 3000)) == b"1" * 3000
     assert (await read(target, second, 0, 3000)) == b"2" * 3000
-    assert target.pin([(first, 0, 1)]) is None
-    assert target.pin([(second, 0, 1)]) is not None
+    assert target.positions([(first, 0, 1)]) is None
+    assert target.positions([(second, 0, 1)]) is not None
     target.free([first])
     assert target.used_bytes == 3008
+
+
+async def test_what_is_read_or_written_does_not_move(tmp_path: Path) -> None:
+    target = storage(spill=Arena(8192, tmp_path / "spill"))
+    assert target.reserve([1000]) is not None
+    pin = target.pin([(await store(target, b"1" * 3000), 0, 1)])
+    assert not await target.make_room(1)
+    target.unpin(pin)
+    assert await target.make_room(1)
+
+
+async def test_a_blob_that_is_released_while_it_moves_leaves_nothing(tmp_path: Path) -> None:
+    target = storage(spill=Arena(8192, tmp_path / "spill"))
+    first = await store(target, b"1" * 3000)
+    moving = asyncio.ensure_future(target.make_room(3000))
+    await asyncio.sleep(0)
+    target.free([first])
+    assert await moving
+    assert target.used_bytes == 0
