@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from services.common.weightsync.checksum import bucket_checksum
+from services.common.weightsync.checksum import write_checksum
 from services.common.weightsync.plan import WeightPlan
 
 
@@ -51,14 +51,13 @@ class WeightArena:
         bucket = self.plan.sources[source].buckets[index]
         return self.buffers[source][bucket.start : bucket.stop]
 
-    def checksum(self, source: int, index: int, *, alone: bool = False) -> Tensor:
-        """Checksum of one bucket: ``[2]`` int64; see :func:`bucket_checksum`."""
-        return bucket_checksum(self.bucket(source, index), alone=alone)
-
     def checksums(self, source: int) -> Tensor:
         """Checksums of all buckets of a source: ``[num_buckets, 2]`` int64."""
         count = len(self.plan.sources[source].buckets)
-        return torch.stack([self.checksum(source, index, alone=True) for index in range(count)])
+        sums = torch.zeros(count, 2, dtype=torch.int64, device=self.device)
+        for index in range(count):
+            write_checksum(self.bucket(source, index), sums[index], alone=True)
+        return sums
 
 
 def whole_tensors(arena: WeightArena) -> Mapping[str, Tensor]:

@@ -14,29 +14,35 @@ import xxhash
 from torch import Tensor
 
 WORDS_PER_ROW = 1024
-_BLOCK_ROWS = 4
+_BLOCK_ROWS = 8
+_WARPS = 8
 # Beside a running transfer and decoding, a checksum may take this many of the GPU's processors: more would
 # delay the transfer's own kernels, fewer could not keep up with the wire.
 _BLOCKS_BESIDE = 32
 
 
-def bucket_checksum(bucket: Tensor, *, alone: bool = False) -> Tensor:
-    """Checksum of a bucket: ``[2]`` int64.
+def write_checksum(bucket: Tensor, sums: Tensor, *, alone: bool = False) -> None:
+    """Compute the checksum of a bucket.
 
     Args:
         bucket: ``[n]`` uint8; ``n`` is a multiple of 8 KiB.
+        sums: ``[2]`` int64 zeros; receives the checksum.
         alone: Whether nothing else runs on the GPU, so that all of it may be used.
     """
     if not bucket.is_cuda:
         digest = xxhash.xxh3_128_digest(bucket.numpy().data)
-        return torch.frombuffer(bytearray(digest), dtype=torch.int64)
+        sums.copy_(torch.frombuffer(bytearray(digest), dtype=torch.int64))
+        return
     words = bucket.view(torch.int64).view(-1, WORDS_PER_ROW)
-    sums = torch.zeros(2, dtype=torch.int64, device=bucket.device)
     blocks = -(-words.shape[0] // _BLOCK_ROWS)
     _weighted_sums()[(blocks if alone else min(blocks, _BLOCKS_BESIDE),)](
-        words, sums, words.shape[0], block_rows=_BLOCK_ROWS, row_words=WORDS_PER_ROW
+        words,
+        sums,
+        words.shape[0],
+        block_rows=_BLOCK_ROWS,
+        row_words=WORDS_PER_ROW,
+        num_warps=_WARPS,
     )
-    return sums
 
 
 @cache

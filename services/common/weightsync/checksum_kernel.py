@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def weighted_sums(words, sums, num_rows, block_rows: tl.constexpr, row_words: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """Add the share of one program to ``sums``: ``[2]`` int64, by row factors and by column factors.
 

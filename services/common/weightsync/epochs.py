@@ -2,13 +2,16 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
 
 from services.common.errors import FailedPreconditionError, UnavailableError
+from services.common.weightsync.checksum import write_checksum
 from services.common.weightsync.endpoints import in_own_thread, on_device
 from services.common.weightsync.group import KeyValueStore, WeightGroup, form_group
+from services.common.weightsync.plan import BUCKET_ALIGNMENT
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +92,11 @@ class Epochs:
 
         def join() -> WeightGroup:
             with on_device(self._device):
+                # Compiles the GPU's kernel, which would take a transfer's time otherwise.
+                write_checksum(
+                    torch.zeros(BUCKET_ALIGNMENT, dtype=torch.uint8, device=device),
+                    torch.zeros(2, dtype=torch.int64, device=device),
+                )
                 return form_group(
                     backend,
                     values,
@@ -115,7 +123,10 @@ class Epochs:
         logger.info("weight group formed", extra={"epoch": epoch, "receivers": num_receivers})
 
     def leave(self, epoch: int | None = None) -> bool:
-        """End the group of this epoch, or of all up to ``epoch``; returns whether there was one."""
+        """End the group of this epoch, or of all up to ``epoch``; returns whether there was one.
+
+        Ending it takes NCCL half a second, so that goes on in a thread.
+        """
         if epoch is not None:
             if epoch < self._epoch:
                 return False
@@ -123,5 +134,5 @@ class Epochs:
         group, self._group = self._group, None
         if group is None:
             return False
-        group.abort()
+        threading.Thread(target=group.abort, name="weights-abort", daemon=True).start()
         return True

@@ -12,13 +12,13 @@ for the device until the end.
 """
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from services.common.weightsync.arena import WeightArena, source_digest
+from services.common.weightsync.checksum import write_checksum
 from services.common.weightsync.group import Channel, WeightGroup
 from services.common.weightsync.plan import WeightPlan
 
@@ -106,7 +106,6 @@ def receive_version(group: WeightGroup, shadow: WeightArena, order: TransferOrde
             one.check(index)
     for one in arriving:
         one.finish()
-    group.settle()
     return Transferred(
         digests=tuple(one.verified(order) for one in arriving), num_bytes=shadow.plan.num_bytes
     )
@@ -122,7 +121,7 @@ class _Arriving:
         self._num_buckets = len(shadow.plan.sources[source].buckets)
         self._header = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=shadow.device)
         self._stated = torch.zeros(self._num_buckets, 2, dtype=torch.int64, device=shadow.device)
-        self._computed: list[Tensor] = []
+        self._computed = torch.zeros_like(self._stated)
         self._works = [channel.broadcast(self._header)]
 
     def start(self, index: int) -> None:
@@ -139,7 +138,8 @@ class _Arriving:
             self._works[1 + index].wait()
             # Behind the last bucket the wire is free, and the rest of the GPU may help.
             is_last = index == self._num_buckets - 1
-            self._computed.append(self._shadow.checksum(self._source, index, alone=is_last))
+            bucket = self._shadow.bucket(self._source, index)
+            write_checksum(bucket, self._computed[index], alone=is_last)
 
     def finish(self) -> None:
         """Wait for the header and the checksums that the source states."""
@@ -148,9 +148,16 @@ class _Arriving:
 
     def verified(self, order: TransferOrder) -> str:
         """Compare; returns the digest of what arrived."""
-        check_header(self._header, self._shadow.plan, order, self._source)
+        # One copy to the host; it waits for all that was started on a GPU.
+        sums = torch.cat(
+            (self._computed.flatten(), self._stated.flatten(), self._header.view(torch.int64))
+        )
+        computed, stated, header = sums.cpu().split(
+            (2 * self._num_buckets, 2 * self._num_buckets, HEADER_BYTES // 8)
+        )
+        check_header(header.view(torch.uint8), self._shadow.plan, order, self._source)
         return check_buckets(
-            self._computed, self._stated, self._shadow.plan, order, source=self._source
+            computed.view(-1, 2), stated.view(-1, 2), self._shadow.plan, order, source=self._source
         )
 
 
@@ -193,7 +200,7 @@ def check_header(header: Tensor, plan: WeightPlan, order: TransferOrder, source:
 
 
 def check_buckets(
-    computed: Sequence[Tensor],
+    computed: Tensor,
     stated: Tensor,
     plan: WeightPlan,
     order: TransferOrder,
@@ -205,11 +212,10 @@ def check_buckets(
     Raises:
         TransferError: If a bucket differs.
     """
-    found = torch.stack(list(computed))
-    damaged = (found != stated).any(1).nonzero().flatten().tolist()
+    damaged = (computed != stated).any(1).nonzero().flatten().tolist()
     if damaged:
         raise TransferError(
             f"version {order.version}: buckets {damaged[:8]} of source {source} differ from what was "
             "sent; it is refused"
         )
-    return source_digest(plan.plan_hash, order.version, source, found)
+    return source_digest(plan.plan_hash, order.version, source, computed)

@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 _PROBE_EVERY_S = 0.5
 _PROBE_TIMEOUT_S = 1.5
 # A member that does not answer an abort within this time is lost.
-_ABORT_TIMEOUT_S = 0.7
+_ABORT_TIMEOUT_S = 1.0
 
 
 class WeightMembers:
@@ -223,7 +223,7 @@ def first_error() -> Iterator[None]:
             error = error.exceptions[0]
         if not isinstance(error, ServiceError):
             raise
-        raise error from group
+        raise error from None
 
 
 async def _probe(name: str, member: WeightSyncClient) -> None:

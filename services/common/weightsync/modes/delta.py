@@ -142,7 +142,7 @@ class DeltaReceiver:
             channel.broadcast(stated).wait()
             group.settle()
             computed = shadow.checksums(source)
-            digests.append(check_buckets(list(computed), stated, self.plan, order, source=source))
+            digests.append(check_buckets(computed, stated, self.plan, order, source=source))
         return Transferred(digests=tuple(digests), num_bytes=num_bytes)
 
     def _apply(

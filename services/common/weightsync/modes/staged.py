@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from services.common.weightsync.arena import WeightArena, source_digest
-from services.common.weightsync.checksum import bucket_checksum
+from services.common.weightsync.checksum import write_checksum
 from services.common.weightsync.group import Channel, WeightGroup, Work
 from services.common.weightsync.plan import WeightPlan
 from services.common.weightsync.transfer import (
@@ -66,15 +66,15 @@ def send_staged(
     plan = arena.plan
     group.bound(plan)
     works = [channel.broadcast(make_header(plan, order, source).to(slots.device))]
-    checksums: list[Tensor] = []
-    for index in range(len(plan.sources[source].buckets)):
+    count = len(plan.sources[source].buckets)
+    stated = torch.zeros(count, 2, dtype=torch.int64, device=slots.device)
+    for index in range(count):
         if index >= _SLOTS:
             works[1 + index - _SLOTS].wait()
         slot = slots.slot(source, index)
         slot.copy_(arena.bucket(source, index))
-        checksums.append(bucket_checksum(slot))
+        write_checksum(slot, stated[index])
         works.append(channel.broadcast(slot))
-    stated = torch.stack(checksums)
     works.append(channel.broadcast(stated))
     for work in works:
         work.wait()
@@ -120,7 +120,7 @@ class _Arriving:
         self._num_buckets = len(slots.plan.sources[source].buckets)
         self._header = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=slots.device)
         self._stated = torch.zeros(self._num_buckets, 2, dtype=torch.int64, device=slots.device)
-        self._computed: list[Tensor] = []
+        self._computed = torch.zeros_like(self._stated)
         self._works: list[Work] = [channel.broadcast(self._header)]
         for index in range(_SLOTS):
             self._start(index)
@@ -131,7 +131,7 @@ class _Arriving:
             return
         self._works[1 + index].wait()
         slot = self._slots.slot(self._source, index)
-        self._computed.append(bucket_checksum(slot))
+        write_checksum(slot, self._computed[index])
         self._place(self._source, index, slot)
         self._start(index + _SLOTS)
 

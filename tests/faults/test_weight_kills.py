@@ -1,0 +1,18 @@
+"""Rollouts are killed and stopped at random around weight transfers, twenty in a row."""
+
+import pytest
+
+from bench.weightsync.recovery import kill_in_a_row
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
+
+NUM_BYTES = 64 << 20
+# On an idle machine it takes 2 to 4 s, and the bench measures it; this bound tells recovery from a hang.
+SERVES_WITHIN_S = 20.0
+
+
+async def test_the_others_serve_the_new_version_after_each_of_twenty_random_kills():
+    kills = await kill_in_a_row(20, seed=6, num_bytes=NUM_BYTES)
+    assert len(kills) == 20
+    assert {kill.signal for kill in kills} == {"SIGKILL", "SIGSTOP"}
+    assert max(kill.seconds for kill in kills) <= SERVES_WITHIN_S
