@@ -86,7 +86,6 @@ def _similar(lengths: list[int]) -> list[list[int]]:
     return groups
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -116,9 +115,12 @@ def packed_attention(
     flat = [states[0].transpose(0, 1) for states in (query, key, value)]
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _varlen(*flat, scaling=scaling, layout=layout)[None], None
-    return _batched(*flat, scaling=scaling, layout=layout)[None], None
+    output: Tensor = _batched(*flat, scaling=scaling, layout=layout)
+    return output[None], None
 
 
+# The number of batches differs from pack to pack, and each would be another graph.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _batched(
     query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, layout: AttentionLayout
 ) -> Tensor:
