@@ -59,7 +59,7 @@ def test_a_killed_role_loses_nothing(plumbing, tmp_path, group, settings):
             if child.environ().get("SLIPSTREAM_TRAINER_ROLE") == group
         )
         role.kill()
-        out, _ = process.communicate(timeout=120)
+        out, _ = process.communicate(timeout=240)
         assert process.returncode == 0, "".join(lines) + out
         assert_all_gone(children)
     summary = json.loads(next(tmp_path.glob("*/summary.json")).read_text())

@@ -1,0 +1,74 @@
+"""Train sort4 with every algorithm through the whole system: ``python -m bench.learning [VARIANT...]``.
+
+Each run starts all services, trains 50 steps and evaluates 256 held-out prompts. Results go to
+``bench/results/learning.json``, one entry for each variant and seed.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.learning.variants import VARIANTS, Variant
+
+REPOSITORY = Path(__file__).parents[2]
+RESULTS = REPOSITORY / "bench" / "results" / "learning.json"
+_SMOKE = ("trainer.steps=3", "validation.every=0")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("variants", nargs="*", help=f"some of: {'; '.join(VARIANTS)}")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each variant")
+    parser.add_argument("--smoke", action="store_true", help="three steps of one seed, not kept")
+    arguments = parser.parse_args()
+    seeds = range(1 if arguments.smoke else arguments.seeds)
+    for name in arguments.variants or VARIANTS:
+        for seed in seeds:
+            entry = measure(VARIANTS[name], seed, extra=_SMOKE if arguments.smoke else ())
+            print(f"{name:32} seed {seed}  {entry}", flush=True)
+            if not arguments.smoke:
+                keep({"variant": name, "seed": seed, **entry})
+
+
+def measure(variant: Variant, seed: int, *, extra: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Train once; returns held-out scores, staleness and whether the bounds hold."""
+    settings = (f"seed={seed}", "validation.every=0", *variant.settings, *extra)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            *(sys.executable, "-m", "services.cli.main", "run", "examples/sort4.yaml", "--json"),
+            *("--state-directory", folder),
+            *(part for setting in settings for part in ("--set", setting)),
+        ]
+        start = time.perf_counter()
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+        summary = json.loads(Path(done.stdout.splitlines()[-1]).read_text(encoding="utf-8"))
+    greedy, sampled = (summary["heldout"][kind] for kind in ("greedy", "sampled"))
+    return {
+        "greedy": round(greedy, 3),
+        "sampled": round(sampled, 3),
+        "staleness_mean": round(summary["staleness"]["mean"], 2),
+        "seconds": round(time.perf_counter() - start),
+        "holds": greedy >= variant.least_greedy
+        and variant.least_sampled <= sampled <= variant.most_sampled,
+    }
+
+
+def keep(entry: dict[str, Any]) -> None:
+    """Write an entry in the place of the former one of its variant and seed."""
+    entries = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
+    place = (entry["variant"], entry["seed"])
+    entries = [old for old in entries if (old["variant"], old["seed"]) != place] + [entry]
+    order = list(VARIANTS)
+    entries.sort(key=lambda e: (order.index(e["variant"]), e["seed"]))
+    RESULTS.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
