@@ -1,5 +1,5 @@
 # Benchmarks; included by the Makefile.
-.PHONY: bench-dataplane bench-trainer bench-rollout bench-weightsync
+.PHONY: bench-controller bench-dataplane bench-trainer bench-rollout bench-weightsync
 bench-dataplane: $(READY) ## The data plane next to its peer, minutes (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.dataplane $(OPTIONS)
 
@@ -12,3 +12,6 @@ bench-rollout: $(READY) ## The torch engine against static batches, and partial 
 
 bench-weightsync: $(READY) ## Weight sync against the raw wire (OPTIONS=--smoke on a machine without a GPU)
 	$(BIN)/python -m bench.weightsync $(OPTIONS)
+
+bench-controller: $(READY) ## One controller process between fakes: rates, latencies, memory (OPTIONS=--smoke for seconds)
+	$(BIN)/python -m bench.controller $(OPTIONS)

@@ -242,6 +242,8 @@ class KVBatchMeta:
         return cls.from_proto(proto)
 
     def _indexes_of(self, keys: Sequence[str]) -> list[int]:
+        if not keys:
+            return []
         positions = {key: index for index, key in enumerate(self.keys)}
         absent = [key for key in keys if key not in positions]
         if absent:

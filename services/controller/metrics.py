@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.common.metrics import SYNC
+from services.common.metrics import RPC, SYNC
 
 if TYPE_CHECKING:
     from services.controller.run.weight_sync import SyncReport
@@ -37,6 +37,12 @@ WEIGHT_GROUP_EPOCH = Gauge(
 )
 WEIGHT_GROUP_SIZE = Gauge(
     "slipstream_weight_sync_group_size", "Trainer ranks and rollouts in the weight group.", ["run"]
+)
+DISPATCH_SECONDS = Histogram(
+    "slipstream_dispatch_duration_seconds",
+    "From the moment a group may start to its rollout having taken it.",
+    ["run"],
+    buckets=RPC,
 )
 
 
@@ -71,3 +77,9 @@ def observe_group(run: str, epoch: int, size: int) -> None:
     """Record a formed weight group."""
     WEIGHT_GROUP_EPOCH.labels(run).set(epoch)
     WEIGHT_GROUP_SIZE.labels(run).set(size)
+
+
+def observe_dispatch(run: str, num_groups: int, seconds: float) -> None:
+    """Record that a rollout has taken groups."""
+    for _ in range(num_groups):
+        DISPATCH_SECONDS.labels(run).observe(seconds)

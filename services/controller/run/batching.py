@@ -33,6 +33,8 @@ async def take_batch(
     Returns:
         The groups, oldest first; None if ``unless`` came before them.
     """
+    if unless.is_set():
+        return None
     async with asyncio.TaskGroup() as tasks:
         ending = tasks.create_task(unless.wait())
         taking = tasks.create_task(

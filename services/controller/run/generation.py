@@ -12,7 +12,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from services.common.batch import KVBatchMeta
 from services.common.spec.run import RunSpec
 from services.controller.client import GroupFailure
 from services.controller.run.groups import RUNNING, WAITING, Group, GroupState
@@ -21,7 +20,13 @@ from services.controller.run.journal import Journal
 from services.controller.run.ledger import Ledger
 from services.controller.run.prompts import PromptOrder
 from services.controller.run.replicas import Replicas
-from services.controller.run.stored import StoredGroups, attempt_of, oldest_version, why_unfit
+from services.controller.run.stored import (
+    GroupSamples,
+    StoredGroups,
+    attempt_of,
+    oldest_version,
+    why_unfit,
+)
 from services.controller.store.records import Note
 from services.rollout.client import GroupAssignment
 
@@ -180,17 +185,17 @@ class Generation:
         """
         unwanted: list[str] = []
         unscored: set[str] = set()
-        for group_id, meta in (await self.stored.find()).items():
-            group = self._ledger.get(group_id, attempt_of(meta))
-            if group is None or group.state in WAITING or not self.stored.is_whole(meta):
-                unwanted += meta.keys
+        for group_id, samples in (await self.stored.find()).items():
+            group = self._ledger.get(group_id, attempt_of(samples))
+            if group is None or group.state in WAITING or not self.stored.is_whole(samples):
+                unwanted += samples.keys
                 continue
-            if not self.stored.is_scored(meta):
+            if not self.stored.is_scored(samples):
                 unscored.add(group_id)
                 continue
-            self.stored.keep(group, meta)
+            self.stored.keep(group, samples)
             if group.state in RUNNING:
-                self._ledger.complete(group, oldest_version=oldest_version(meta))
+                self._ledger.complete(group, oldest_version=oldest_version(samples))
         await self.stored.delete(unwanted)
         return unscored
 
@@ -214,22 +219,22 @@ class Generation:
                 f"{limit} groups failed in a row, the last one with {failure.reason}: {failure.message}"
             )
 
-    async def _take_in(self, groups: Sequence[tuple[str, KVBatchMeta]]) -> None:
+    async def _take_in(self, groups: Sequence[tuple[str, GroupSamples]]) -> None:
         late: list[str] = []
         unfit: dict[str, list[Group]] = defaultdict(list)
-        for group_id, meta in groups:
-            group = self._ledger.get(group_id, attempt_of(meta))
+        for group_id, samples in groups:
+            group = self._ledger.get(group_id, attempt_of(samples))
             if group is not None and group in self.stored:
                 continue
             if group is None or group.state not in RUNNING:
                 logger.info("late result of a group is not used", extra={"group": group_id})
-                late += meta.keys
+                late += samples.keys
                 continue
             self._replicas.finished(group.worker_id)
             self._failures_in_a_row = 0
-            self._ledger.complete(group, oldest_version=oldest_version(meta))
-            self.stored.keep(group, meta)
-            reason = self._why_unfit(meta, num_unfit=len(unfit["equal_rewards"]))
+            self._ledger.complete(group, oldest_version=oldest_version(samples))
+            self.stored.keep(group, samples)
+            reason = self._why_unfit(samples, num_unfit=len(unfit["equal_rewards"]))
             if reason is not None:
                 unfit[reason].append(group)
         await self.stored.delete(late)
@@ -237,11 +242,11 @@ class Generation:
             await self.drop(unfit)
         await self._notify()
 
-    def _why_unfit(self, meta: KVBatchMeta, *, num_unfit: int) -> str | None:
+    def _why_unfit(self, samples: GroupSamples, *, num_unfit: int) -> str | None:
         algorithm = self._spec.algorithm
         refilled = self._ledger.num_ended("equal_rewards") + num_unfit
         may_refill = refilled < (algorithm.max_refill_factor - 1) * self._total
-        return why_unfit(meta, algorithm, may_refill=may_refill)
+        return why_unfit(samples, algorithm, may_refill=may_refill)
 
     async def _notify(self) -> None:
         self._work.set()

@@ -1,10 +1,12 @@
 """Hands groups to rollouts: those that go on, those that begin again, then new ones, as the gate allows."""
 
+import asyncio
 from collections import defaultdict
 
 from services.common.clock import Clock
 from services.common.fields import partition_id
 from services.common.spec.run import RunSpec
+from services.controller import metrics
 from services.controller.run.groups import RUNNING, Group, GroupState
 from services.controller.run.journal import Journal
 from services.controller.run.ledger import Ledger
@@ -44,6 +46,7 @@ class Handout:
         clock: Clock,
     ) -> None:
         self._spec = spec
+        self._run_id = run_id
         self._partition = partition_id(run_id, "train")
         self._ledger = ledger
         self._order = order
@@ -61,6 +64,7 @@ class Handout:
 
     async def hand_out(self) -> None:
         """Start whatever may start now."""
+        begin = self._clock.monotonic()
         groups = self._next_groups()
         if not groups:
             return
@@ -71,7 +75,16 @@ class Handout:
             self._ledger.lease(group, worker_id, version=version, now=self._clock.monotonic())
             by_worker[worker_id].append(self.assignment(group))
         await self._journal.save(self._ledger)
-        await self._replicas.start(by_worker)
+
+        async def start(worker_id: str, assignments: list[GroupAssignment]) -> None:
+            await self._replicas.start({worker_id: assignments})
+            metrics.observe_dispatch(
+                self._run_id, len(assignments), self._clock.monotonic() - begin
+            )
+
+        async with asyncio.TaskGroup() as tasks:
+            for item in by_worker.items():
+                tasks.create_task(start(*item))
         for group in groups:
             self._ledger.confirm(group)
 

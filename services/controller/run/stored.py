@@ -2,12 +2,37 @@
 
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from services.common.batch import KVBatchMeta
 from services.common.columns import MISSING
 from services.common.spec.algorithm import AlgorithmSpec
 from services.controller.run.groups import Group
 from services.transferqueue.client import TransferQueueClient
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSamples:
+    """The samples of one group: some of those of a description that is not taken apart for it."""
+
+    batch: KVBatchMeta
+    indexes: Sequence[int]
+
+    @property
+    def keys(self) -> list[str]:
+        """Their keys."""
+        return [self.batch.keys[index] for index in self.indexes]
+
+    def tag(self, name: str) -> list[int | float | str]:
+        """Values of a tag, one for each of them."""
+        values = self.batch.tag(name)
+        return [values[index] for index in self.indexes]
+
+    def and_(self, later: "GroupSamples") -> "GroupSamples":
+        """These and others of the same group."""
+        metas = [self.batch.select(self.indexes), later.batch.select(later.indexes)]
+        both = KVBatchMeta.concat(metas)
+        return GroupSamples(both, range(both.num_keys))
 
 
 class StoredGroups:
@@ -32,85 +57,96 @@ class StoredGroups:
         self._partition = partition
         self._group_size = group_size
         self._required_fields = frozenset(required_fields)
-        self._metas: dict[str, KVBatchMeta] = {}
+        self._samples: dict[str, GroupSamples] = {}
 
     def __contains__(self, group: Group) -> bool:
-        return group.group_id in self._metas
+        return group.group_id in self._samples
 
-    def keep(self, group: Group, meta: KVBatchMeta) -> None:
+    def keep(self, group: Group, samples: GroupSamples) -> None:
         """Remember the samples of a group."""
-        self._metas[group.group_id] = meta
+        self._samples[group.group_id] = samples
 
     def meta(self, groups: Iterable[Group]) -> KVBatchMeta:
         """The samples of groups, in order."""
-        metas = [self._metas[group.group_id] for group in groups]
-        return (
-            KVBatchMeta.concat(metas)
-            if metas
-            else KVBatchMeta(partition_id=self._partition, keys=())
-        )
+        # Neighbours that one message described are described as one again.
+        runs: list[tuple[KVBatchMeta, list[int]]] = []
+        for group in groups:
+            samples = self._samples[group.group_id]
+            if not runs or runs[-1][0] is not samples.batch:
+                runs.append((samples.batch, []))
+            runs[-1][1].extend(samples.indexes)
+        if not runs:
+            return KVBatchMeta(partition_id=self._partition, keys=())
+        return KVBatchMeta.concat([batch.select(indexes) for batch, indexes in runs])
 
     async def release(self, groups: Sequence[Group]) -> None:
         """Delete the samples of groups that ended."""
-        await self.delete([key for group in groups for key in self._metas.pop(group.group_id).keys])
+        ended = [self._samples.pop(group.group_id) for group in groups]
+        await self.delete([key for samples in ended for key in samples.keys])
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Delete samples that nobody waits for."""
         if keys:
             await self._queue.release(self._partition, keys)
 
-    async def find(self) -> dict[str, KVBatchMeta]:
+    async def find(self) -> dict[str, GroupSamples]:
         """What is stored now, by group; a group may be incomplete."""
         return dict(_split(await self._queue.get_batch(self._partition)))
 
-    def is_whole(self, meta: KVBatchMeta) -> bool:
+    def is_whole(self, samples: GroupSamples) -> bool:
         """Whether all members of a group are there."""
-        return meta.num_keys == self._group_size
+        return len(samples.indexes) == self._group_size
 
-    def is_scored(self, meta: KVBatchMeta) -> bool:
+    def is_scored(self, samples: GroupSamples) -> bool:
         """Whether nobody has to add to the members of a group any more."""
-        present = {column.name for column in meta.fields if MISSING not in column.blob_indexes}
+        present = {
+            column.name
+            for column in samples.batch.fields
+            if MISSING not in [column.blob_indexes[index] for index in samples.indexes]
+        }
         return self._required_fields <= present
 
-    async def finished(self) -> AsyncIterator[list[tuple[str, KVBatchMeta]]]:
+    async def finished(self) -> AsyncIterator[list[tuple[str, GroupSamples]]]:
         """Groups as they become whole, for ever; those that are whole already come first."""
-        members: dict[str, list[KVBatchMeta]] = defaultdict(list)
+        begun: dict[str, GroupSamples] = {}
         async for batch in self._queue.watch(self._partition, 0):
-            whole: list[tuple[str, KVBatchMeta]] = []
+            whole: list[tuple[str, GroupSamples]] = []
             for group_id, found in _split(batch):
-                meta = found
-                if group_id in members or not self.is_whole(found):
-                    members[group_id].append(found)
-                    meta = KVBatchMeta.concat(members[group_id])
-                if self.is_whole(meta):
-                    members.pop(group_id, None)
-                    whole.append((group_id, meta))
+                earlier = begun.pop(group_id, None)
+                samples = earlier.and_(found) if earlier is not None else found
+                if self.is_whole(samples):
+                    whole.append((group_id, samples))
+                else:
+                    begun[group_id] = samples
             if whole:
                 yield whole
 
 
-def attempt_of(meta: KVBatchMeta) -> int:
+def attempt_of(samples: GroupSamples) -> int:
     """The try that brought a group."""
-    return int(meta.tag("attempt")[0])
+    return int(samples.batch.tag("attempt")[samples.indexes[0]])
 
 
-def oldest_version(meta: KVBatchMeta) -> int:
+def oldest_version(samples: GroupSamples) -> int:
     """The oldest weight version in a group."""
-    return min(int(version) for version in meta.tag("v_min"))
+    return min(int(version) for version in samples.tag("v_min"))
 
 
-def why_unfit(meta: KVBatchMeta, algorithm: AlgorithmSpec, *, may_refill: bool) -> str | None:
+def why_unfit(samples: GroupSamples, algorithm: AlgorithmSpec, *, may_refill: bool) -> str | None:
     """Why a finished group is not worth training, or None.
 
     Args:
-        meta: Its samples.
+        samples: Its samples.
         algorithm: What training needs.
         may_refill: Whether dynamic sampling may still replace groups.
     """
     rewards = [
         float(str(reward))
         for reward, finish, greedy in zip(
-            meta.tag("reward"), meta.tag("finish_reason"), meta.tag("greedy"), strict=True
+            samples.tag("reward"),
+            samples.tag("finish_reason"),
+            samples.tag("greedy"),
+            strict=True,
         )
         if finish != "failed" and not greedy
     ]
@@ -121,7 +157,7 @@ def why_unfit(meta: KVBatchMeta, algorithm: AlgorithmSpec, *, may_refill: bool) 
     return None
 
 
-def _split(batch: KVBatchMeta) -> Iterator[tuple[str, KVBatchMeta]]:
+def _split(batch: KVBatchMeta) -> Iterator[tuple[str, GroupSamples]]:
     """The samples of each group."""
     if batch.num_keys == 0:  # then it has no tags either
         return
@@ -129,4 +165,4 @@ def _split(batch: KVBatchMeta) -> Iterator[tuple[str, KVBatchMeta]]:
     for index, group_id in enumerate(batch.tag("group_id")):
         groups[str(group_id)].append(index)
     for group_id, indexes in groups.items():
-        yield group_id, batch if len(groups) == 1 else batch.select(indexes)
+        yield group_id, GroupSamples(batch, indexes)

@@ -1,0 +1,51 @@
+"""From a submission to the first generated token, on this machine, as a user starts it."""
+
+import asyncio
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from services.cli.api import Api
+from services.cli.local import local_services
+from services.common.spec.loader import load_spec
+
+_SPEC = """
+name: first-token
+model: {path: "tiny:qwen2-0.4m"}
+data: {train: {source: jsonl, path: prompts.jsonl}, answer_column: null}
+rollout: {group_size: 4, max_response_tokens: 16, rewards: [{name: "reward.py:length"}]}
+trainer: {steps: 100000, prompts_per_step: 8}
+validation: {every: 0, before_train: false}
+"""
+
+
+async def measure_first_token(*, rounds: int) -> dict[str, Any]:
+    """Submit a run on running services, and wait for the rollouts' first token."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        rows = [json.dumps({"prompt": f"question {number}"}) for number in range(64)]
+        (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+        (folder / "reward.py").write_text(
+            "def length(prompt, response, answer, row):\n    return float(len(response))\n"
+        )
+        (folder / "spec.yaml").write_text(_SPEC)
+        spec = load_spec(folder / "spec.yaml").model_dump(mode="json")
+        seconds: list[float] = []
+        async with local_services(folder / "runs") as services, Api(services.url) as api:
+            for _ in range(rounds):
+                begin = time.perf_counter()
+                run_id = (await api.submit(spec)).id
+                while not await _has_token(api, run_id):
+                    await asyncio.sleep(0.02)
+                seconds.append(time.perf_counter() - begin)
+                await api.cancel(run_id)
+                while (await api.get(run_id)).state != "CANCELLED":
+                    await asyncio.sleep(0.1)
+    return {"seconds": seconds, "worst_s": max(seconds)}
+
+
+async def _has_token(api: Api, run_id: str) -> bool:
+    workers = await api.topology(run_id)
+    return any(worker.gauges.get("tokens_total", 0.0) > 0 for worker in workers)

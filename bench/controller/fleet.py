@@ -1,0 +1,86 @@
+"""The process of the fakes: ``python -m bench.controller.fleet``; told what to do on its standard input.
+
+Each line of input is a JSON object that names a run, how many rollouts it has, and how long a group and a
+step take; the workers of that run register with the controller and send heartbeats from then on.
+"""
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import grpc
+
+from bench.controller.peers import FakeQueue, add_services
+from slipstream.controller.v1 import membership_pb2 as pb
+from slipstream.controller.v1 import membership_pb2_grpc
+from slipstream.transferqueue.v1 import transferqueue_pb2_grpc
+from slipstream.type.v1 import worker_pb2
+
+_OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+
+
+async def main() -> None:
+    queue = FakeQueue()
+    server = grpc.aio.server(options=_OPTIONS)
+    transferqueue_pb2_grpc.add_TransferQueueServiceServicer_to_server(queue, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(json.dumps({"port": port}), flush=True)
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    async with asyncio.TaskGroup() as tasks:
+        while line := await reader.readline():
+            tasks.create_task(_populate(json.loads(line), queue, tasks))
+        raise SystemExit(0)
+
+
+async def _populate(order: dict[str, Any], queue: FakeQueue, tasks: asyncio.TaskGroup) -> None:
+    """Bring up the workers of a run."""
+    names = ["trainer-0", *(f"rollout-{i}" for i in range(order["rollouts"]))]
+    server = grpc.aio.server(options=_OPTIONS)
+    seconds = (order["least_s"], order["most_s"])
+    add_services(server, queue, seconds=seconds, step_s=order["step_s"])
+    ports = [server.add_insecure_port("127.0.0.1:0") for _ in names]
+    await server.start()
+    channel = grpc.aio.insecure_channel(order["controller"], options=_OPTIONS)
+    members = membership_pb2_grpc.MembershipServiceStub(channel)
+    for number, (name, port) in enumerate(zip(names, ports, strict=True)):
+        offset_s = order["heartbeat_s"] * number / len(names)
+        beat = _beat(members, order, name, port, offset_s=offset_s, version=queue)
+        tasks.create_task(beat)
+    await server.wait_for_termination()
+
+
+async def _beat(
+    members: Any, order: dict[str, Any], name: str, port: int, *, offset_s: float, version: Any
+) -> None:
+    role = "TRAINER" if name == "trainer-0" else "ROLLOUT"
+    known = {"run_id": order["run_id"], "worker_id": name, "incarnation": f"{name}-1"}
+    await members.RegisterWorker(
+        pb.RegisterWorkerRequest(
+            **known,
+            role=worker_pb2.WorkerRole.Value(f"WORKER_ROLE_{role}"),
+            address=f"127.0.0.1:{port}",
+            host_id="bench",
+        )
+    )
+    gauges = {"prompts_train": float(order["rows"]), "prompts_heldout": 0.0, "tokens_total": 0.0}
+    await asyncio.sleep(offset_s)
+    while True:
+        answer = await members.Heartbeat(
+            pb.HeartbeatRequest(
+                **known,
+                state=worker_pb2.WORKER_STATE_LOADED,
+                weight_version=version.version,
+                gauges=gauges,
+            )
+        )
+        if answer.order == pb.HeartbeatResponse.ORDER_STOP:
+            return
+        await asyncio.sleep(order["heartbeat_s"])
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,168 @@
+"""A real controller process between fakes, for one measurement."""
+
+import asyncio
+import json
+import os
+import re
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from services.cli.api import Api
+
+
+@dataclass(kw_only=True)
+class Stage:
+    """A controller and its fakes."""
+
+    api: Api
+    url: str
+    grpc: str
+    fleet: asyncio.subprocess.Process
+    controller: asyncio.subprocess.Process
+    metrics_url: str
+    folder: Path
+
+    def rss_mib(self) -> float:
+        """Memory of the controller."""
+        return psutil.Process(self.controller.pid).memory_info().rss / 2**20
+
+    def cpu_s(self) -> float:
+        """Processor time that the controller has used."""
+        times = psutil.Process(self.controller.pid).cpu_times()
+        return times.user + times.system
+
+    async def submit(
+        self,
+        *,
+        steps: int,
+        prompts_per_step: int,
+        rollouts: int,
+        group_size: int = 4,
+        max_staleness: int = 1,
+        running: int = 1 << 20,
+        rows: int = 1 << 20,
+        group_s: tuple[float, float] = (0.0, 0.0),
+        step_s: float = 0.0,
+        heartbeat_s: float = 1.0,
+    ) -> str:
+        """Submit a run and bring up its workers; returns its id."""
+        spec = {
+            "name": "bench",
+            "model": {"path": "tiny:qwen2-0.4m"},
+            "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
+            "algorithm": {"max_staleness": max_staleness},
+            "rollout": {
+                "replicas": rollouts,
+                "group_size": group_size,
+                "max_running_samples": running,
+                "max_response_tokens": 64,
+                "rewards": [{"name": "exact_match"}],
+            },
+            "trainer": {"steps": steps, "prompts_per_step": prompts_per_step},
+            "validation": {"every": 0, "before_train": False, "at_end": False},
+        }
+        run = await self.api.submit(spec)
+        order = {
+            "run_id": run.id,
+            "rollouts": rollouts,
+            "least_s": group_s[0],
+            "most_s": group_s[1],
+            "step_s": step_s,
+            "rows": rows,
+            "heartbeat_s": heartbeat_s,
+            "controller": self.grpc,
+        }
+        assert self.fleet.stdin is not None
+        self.fleet.stdin.write(json.dumps(order).encode() + b"\n")
+        await self.fleet.stdin.drain()
+        return run.id
+
+    async def until_step(self, run_id: str, step: int, *, every_s: float = 0.2) -> None:
+        """Wait until a step is committed."""
+        while True:
+            run = await self.api.get(run_id)
+            if run.state in ("FAILED", "CANCELLED"):
+                raise RuntimeError(f"{run.state}: {run.message}")
+            if run.step >= step or run.state == "SUCCEEDED":
+                return
+            await asyncio.sleep(every_s)
+
+    async def histogram(self, name: str) -> dict[float, float]:
+        """Cumulative counts of a histogram of the controller by upper bound, over all labels."""
+        async with httpx.AsyncClient(trust_env=False) as client:
+            text = (await client.get(self.metrics_url)).text
+        counts: dict[float, float] = {}
+        for bound, value in re.findall(rf'{name}_bucket{{[^}}]*le="([^"]+)"[^}}]*}} (\S+)', text):
+            counts[float(bound)] = counts.get(float(bound), 0.0) + float(value)
+        return counts
+
+
+@asynccontextmanager
+async def stage() -> AsyncIterator[Stage]:
+    """Start a controller and its fakes; end them with the block."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        fleet = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "bench.controller.fleet"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert fleet.stdout is not None
+        port = json.loads(await fleet.stdout.readline())["port"]
+        metrics_port = _free_port()
+        ready = folder / "ready"
+        settings = {
+            "TRANSFERQUEUE_ADDRESS": f"127.0.0.1:{port}",
+            "STATE_DIRECTORY": name,
+            "LAUNCHER": "none",
+            "INSECURE_DEV": "true",
+            "READY_FILE": str(ready),
+            "METRICS_PORT": str(metrics_port),
+            "LOG_LEVEL": "WARNING",
+        }
+        environment = {f"SLIPSTREAM_CONTROLLER_{key}": value for key, value in settings.items()}
+        controller = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "services.controller"),
+            env={**os.environ, **environment},  # noqa: TID251
+        )
+        try:
+            addresses = await _addresses(ready, controller)
+            async with Api(addresses["rest"]) as api:
+                yield Stage(
+                    api=api,
+                    url=addresses["rest"],
+                    grpc=addresses["grpc"],
+                    fleet=fleet,
+                    controller=controller,
+                    metrics_url=f"http://127.0.0.1:{metrics_port}/metrics",
+                    folder=folder,
+                )
+        finally:
+            for process in (controller, fleet):
+                if process.returncode is None:
+                    process.kill()
+                await process.wait()
+
+
+async def _addresses(ready: Path, controller: asyncio.subprocess.Process) -> dict[str, Any]:
+    while not ready.exists():
+        if controller.returncode is not None:
+            raise RuntimeError("the controller did not start")
+        await asyncio.sleep(0.05)
+    found: dict[str, Any] = json.loads(ready.read_text())
+    return found
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
