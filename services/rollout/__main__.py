@@ -117,9 +117,8 @@ async def _load(
     )
     pool = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
     calls = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
-    scorer = await stack.enter_async_context(
-        Scorer.open(spec.rollout, pool, Reach(settings.reward_hosts))
-    )
+    reach = Reach(settings.reward_hosts)
+    scorer = await stack.enter_async_context(Scorer.open(spec.rollout, pool, reach))
     address, put_timeout_s = session.transferqueue_address, spec.transferqueue.put_timeout_s
     data = await stack.enter_async_context(DataClient.connect(address, put_timeout_s=put_timeout_s))
     metadata = await stack.enter_async_context(TransferQueueClient.connect(address))
@@ -131,6 +130,7 @@ async def _load(
                 settings.agent_bind,
                 host=settings.advertise_host,
                 temperature=spec.rollout.sampling.temperature,
+                reach=reach,
             )
         )
     sampler = GroupSampler(

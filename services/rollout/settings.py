@@ -21,7 +21,7 @@ class RolloutSettings(WorkerSettings):
     """``host:port`` where agents reach the policy (``rollout.workflow: agent``). Loopback serves agents on
     this machine or in this pod; bind to all interfaces only for an agent that runs elsewhere."""
     reward_hosts: tuple[str, ...] = ()
-    """Hosts of reward services that may be private, in lower case; public ones need no mention."""
+    """Hosts of reward services and agents that may be private, in lower case; public ones need no mention."""
     drain_timeout_s: float = Field(3.0, gt=0)
     """At SIGTERM, time to store what is unfinished; below the grace period of whoever sends it."""
 

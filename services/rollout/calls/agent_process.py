@@ -60,9 +60,7 @@ async def _run(agent: Callable[..., Any], message: dict[str, Any], answers: Text
     _answer(answers, answer)
 
 
-def _forget(
-    running: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[None]
-) -> None:
+def _forget(running: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[None]) -> None:
     del running[number]
 
 

@@ -11,7 +11,11 @@ from typing import Any, Protocol
 
 import httpx
 
+from services.rollout.calls.outside import OutsideService
 from services.rollout.failures import CallError
+from services.rollout.rewards.reach import Reach
+from services.rollout.rewards.remote import BusyError
+from services.rollout.settings import environment_of_user_code
 
 _LOAD_TIMEOUT_S = 120.0
 _LINE_BYTES = 1 << 20
@@ -50,6 +54,7 @@ class AgentProcess:
             process = self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-m", "services.rollout.calls.agent_process", self._reference),
+                env=environment_of_user_code(),
                 stdin=PIPE,
                 stdout=PIPE,
                 limit=_LINE_BYTES,
@@ -126,16 +131,16 @@ class AgentProcesses:
 class AgentService:
     """An agent behind a URL: gets the keywords as JSON and answers when it has finished."""
 
-    def __init__(self, url: str, http: httpx.AsyncClient) -> None:
+    def __init__(self, url: str, service: OutsideService) -> None:
         self._url = url
-        self._http = http
+        self._service = service
 
     async def run(self, keywords: Mapping[str, Any]) -> None:
         """Run one episode."""
         try:
-            response = await self._http.post(self._url, json=dict(keywords))
-        except httpx.TransportError as error:
-            raise CallError("exception", f"{self._url} does not answer: {error}") from error
+            response = await self._service.post(dict(keywords))
+        except (httpx.TransportError, BusyError) as error:
+            raise CallError("exception", f"{self._url} does not answer: {error!r}") from error
         if not response.is_success:
             raise CallError(
                 "exception", f"{self._url} answered {response.status_code}: {response.text[:200]}"
@@ -143,16 +148,23 @@ class AgentService:
 
 
 @asynccontextmanager
-async def agent_runner(agent: str, processes: int) -> AsyncIterator[AgentRunner]:
+async def agent_runner(agent: str, processes: int, reach: Reach) -> AsyncIterator[AgentRunner]:
     """What runs an agent, while the block runs.
+
+    Args:
+        agent: Reference to a function, or URL of a service.
+        processes: Processes of a function.
+        reach: Where a service may be.
 
     Raises:
         ValueError: If there is no such function.
     """
     if agent.startswith(("http://", "https://")):
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(timeout=None, limits=limits) as http:  # noqa: S113 -- the caller's
-            yield AgentService(agent, http)
+        service = OutsideService(agent, reach=reach)
+        try:
+            yield AgentService(agent, service)
+        finally:
+            await service.close()
         return
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from services.rollout.calls.agents import AgentRunner, agent_runner
 from services.rollout.failures import CallError
 from services.rollout.openai.endpoint import Endpoint
+from services.rollout.rewards.reach import Reach
 from services.rollout.workflows.base import Episode
 
 
@@ -39,16 +40,19 @@ class Agent:
         self._parts: tuple[Endpoint, AgentRunner] | None = None
 
     @asynccontextmanager
-    async def serving(self, bind: str, *, host: str, temperature: float) -> AsyncIterator[None]:
+    async def serving(
+        self, bind: str, *, host: str, temperature: float, reach: Reach
+    ) -> AsyncIterator[None]:
         """Serve the endpoint and hold the agent's processes while the block runs.
 
         Args:
             bind: ``host:port`` of the endpoint.
             host: Host name under which the agent reaches it.
             temperature: Of the run.
+            reach: Where the agent may be, if it is a service.
         """
         async with (
-            agent_runner(self._agent, self._processes) as runner,
+            agent_runner(self._agent, self._processes, reach) as runner,
             Endpoint.serve(bind, host=host, temperature=temperature) as endpoint,
         ):
             self._parts = endpoint, runner

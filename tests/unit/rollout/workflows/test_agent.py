@@ -9,6 +9,7 @@ import pytest
 
 from services.common.http_server import serve_http
 from services.rollout.failures import CallError
+from services.rollout.rewards.reach import Reach
 from services.rollout.workflows.agent import Agent
 from services.rollout.workflows.base import Interrupted
 from tests.unit.rollout.openai.served import Scripted, make_episode
@@ -55,7 +56,9 @@ def agents(tmp_path: Path) -> str:
 @asynccontextmanager
 async def serving(agent: str, **arguments):
     workflow = Agent(agent=agent, **arguments)
-    async with workflow.serving("127.0.0.1:0", host="127.0.0.1", temperature=1.0):
+    async with workflow.serving(
+        "127.0.0.1:0", host="127.0.0.1", temperature=1.0, reach=Reach(["127.0.0.1"])
+    ):
         yield workflow
 
 
