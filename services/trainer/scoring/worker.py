@@ -5,7 +5,7 @@ logp      holds the published weights and scores the batches that it is asked fo
 """
 
 import asyncio
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, cast
 
 import grpc
@@ -63,8 +63,7 @@ async def serve_logp(settings: TrainerSettings) -> None:
         session = await stack.enter_async_context(WorkerSession(settings, role="logp", port=port))
         session.report(state="loading", activity="loading the model")
         scorer = await asyncio.to_thread(_subscriber, session.spec, settings)
-        data = await stack.enter_async_context(DataClient.connect(session.transferqueue_address))
-        servicer.attach(scorer, data)
+        servicer.attach(scorer, await stack.enter_async_context(_data_client(session)))
         announce(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
         session.report(state="loaded", activity="")
         await until_stopped(session)
@@ -84,7 +83,7 @@ async def serve_ref_logp(settings: TrainerSettings) -> None:
             settings.run_id,
             scorer=await asyncio.to_thread(_reference, session.spec, settings),
             queue=await stack.enter_async_context(TransferQueueClient.connect(address)),
-            data=await stack.enter_async_context(DataClient.connect(address)),
+            data=await stack.enter_async_context(_data_client(session)),
         )
         announce(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
         session.report(state="ready", activity="", weight_version=_REFERENCE_VERSION)
@@ -92,6 +91,11 @@ async def serve_ref_logp(settings: TrainerSettings) -> None:
             work = tasks.create_task(scoring.run())
             await until_stopped(session)
             work.cancel()
+
+
+def _data_client(session: WorkerSession) -> AbstractAsyncContextManager[DataClient]:
+    put_timeout_s = session.spec.transferqueue.put_timeout_s
+    return DataClient.connect(session.transferqueue_address, put_timeout_s=put_timeout_s)
 
 
 def _subscriber(spec: RunSpec, settings: TrainerSettings) -> Scorer:
