@@ -6,9 +6,12 @@ bench-dataplane: $(READY) ## The data plane next to its peer, minutes (OPTIONS=-
 bench-trainer: $(READY) ## Packed against padded training steps (OPTIONS=--smoke on a machine without a GPU)
 	$(BIN)/python -m bench.trainer $(OPTIONS)
 
-bench-rollout: $(READY) ## The torch engine against static batches, and partial rollout in virtual time
+bench-rollout: $(READY) ## Engines, partial rollout, interruptions, failing rewards, learning; half an hour
 	$(BIN)/python -m bench.rollout.throughput
 	$(BIN)/python -m bench.rollout.partial
+	$(BIN)/python -m bench.rollout.interruption
+	$(BIN)/python -m bench.rollout.rewards
+	$(BIN)/python -m bench.rollout.learning
 
 bench-weightsync: $(READY) ## Weight sync against the raw wire (OPTIONS=--smoke on a machine without a GPU)
 	$(BIN)/python -m bench.weightsync $(OPTIONS)

@@ -14,12 +14,13 @@ import bisect
 import json
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.rollout.parts import NoCache
 from services.common.spec.data import DataSpec
 from services.common.spec.rollout import RolloutSpec
 from services.controller.run.ledger import Group, Ledger
@@ -30,7 +31,6 @@ from services.rollout.client import GroupAssignment
 from services.rollout.engines.fake import FakeEngine, LongTail
 from services.rollout.engines.virtual_time import VirtualTimeLoop
 from services.rollout.group import Tools
-from services.rollout.partial import GroupProgress
 from services.rollout.prompts import Prompt, PromptBook
 from services.rollout.rewards.base import RewardInput
 from services.rollout.samples import Sample
@@ -70,15 +70,6 @@ class _Tokenizer:
 class _Reward:
     async def score(self, given: RewardInput) -> float:
         return 0.0
-
-
-class _NoCache:
-    async def load(self, group_ids: Collection[str]) -> Mapping[str, GroupProgress]:
-        return {}
-
-    async def save(self, groups: Sequence[tuple[GroupAssignment, GroupProgress]]) -> None: ...
-
-    async def forget(self, group_id: str) -> None: ...
 
 
 class Simulation:
@@ -232,7 +223,7 @@ class Simulation:
                     tools,
                     spec,
                     publisher=self,
-                    cache=_NoCache(),
+                    cache=NoCache(),
                     report_failures=self.fail,
                 )
                 self.engines.append(engine)

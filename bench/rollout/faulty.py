@@ -1,0 +1,41 @@
+"""Rewards that fail: one in five, or by sleeping for ever."""
+
+import os
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def earned(response: str) -> float:
+    """What a response has earned: half of them 1, the others 0.25. Nothing earns 0."""
+    return 1.0 if sum(response.encode()) % 2 else 0.25
+
+
+def failing(
+    prompt: str, response: str, answer: Any, row: Mapping[str, Any], *, rate: float
+) -> float:
+    """Fail at a rate, in every way that a reward can."""
+    if random.random() >= rate:
+        return earned(response)
+    way = random.random()
+    if way < 0.1:
+        os._exit(1)  # noqa: TID251 -- a reward that takes its process with it
+    if way < 0.4:
+        return float("nan")
+    if way < 0.6:
+        return 7.0
+    raise ConnectionError("the database of answers is down")
+
+
+def sleeping(
+    prompt: str, response: str, answer: Any, row: Mapping[str, Any], *, once: str
+) -> float:
+    """Sleep for ever, the first time that anybody asks."""
+    try:
+        Path(once).touch(exist_ok=False)
+    except FileExistsError:
+        return earned(response)
+    while True:
+        time.sleep(1000)

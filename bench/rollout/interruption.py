@@ -1,0 +1,202 @@
+"""Interrupts a thousand requests of one replica and resumes them on another one.
+
+Usage: python -m bench.rollout.interruption [--groups 125] [--out FILE.json]
+
+Real: two replicas with the torch engine on a tiny model, group samplers, and a transferqueue in a process of
+its own. Simulated: the controller, which hands the interrupted groups over as soon as they are reported.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.rollout.parts import CountedEngine, no_reward, queue_process, tiny_engine, tokenizer
+from services.common.spec.data import DataSpec
+from services.common.spec.rollout import RolloutSpec
+from services.rollout.calls.pool import CallPool
+from services.rollout.client import GroupAssignment
+from services.rollout.group import Tools
+from services.rollout.progress_cache import TransferQueueCache
+from services.rollout.prompts import Prompt, PromptBook
+from services.rollout.samples import Sample
+from services.rollout.sampling import Failure, GroupSampler
+from services.rollout.workflows.single_turn import SingleTurn
+from services.transferqueue.client import TransferQueueClient
+from services.transferqueue.dataclient import DataClient
+
+GROUP_SIZE = 8
+MAX_TOKENS = 400
+PARTIAL = "run/partial"
+ABORTED = 3
+"""Finish code of a cut turn; see ``services.rollout.partial``."""
+
+
+class Outcome:
+    """What becomes of the groups of one replica."""
+
+    def __init__(self) -> None:
+        self.published: dict[str, list[Sample]] = {}
+        self.interrupted: list[str] = []
+        self.changed = asyncio.Event()
+
+    async def publish(self, assignment: GroupAssignment, _: Prompt, samples: list[Sample]) -> None:
+        self.published[assignment.group_id] = samples
+        self.changed.set()
+
+    async def report(self, failures: Sequence[Failure]) -> None:
+        assert all(error.reason == "interrupted" for _, error in failures), failures
+        self.interrupted += [assignment.group_id for assignment, _ in failures]
+
+
+@asynccontextmanager
+async def replica(address: str) -> AsyncIterator[tuple[GroupSampler, CountedEngine, Outcome]]:
+    """A replica as ``services.rollout`` builds it."""
+    outcome, engine = Outcome(), tiny_engine(max_running=GROUP_SIZE * 1024)
+    data = DataSpec(train={"source": "jsonl", "path": "rows"}, answer_column=None)  # type: ignore[arg-type]
+    prompts = PromptBook(
+        data, {"train": [{"prompt": f"{i:03}="} for i in range(1000)]}, tokenizer()
+    )
+    spec = RolloutSpec(
+        group_size=GROUP_SIZE,
+        max_response_tokens=MAX_TOKENS,
+        max_running_samples=GROUP_SIZE * 1024,
+        partial_rollout=True,
+        rewards=[{"name": "none"}],  # type: ignore[arg-type]
+    )
+    async with (
+        CallPool(1) as calls,
+        DataClient.connect(address) as client,
+        TransferQueueClient.connect(address) as metadata,
+        asyncio.TaskGroup() as tasks,
+    ):
+        tools = Tools(
+            engine=engine,
+            tokenizer=tokenizer(),
+            workflow=SingleTurn(),
+            reward=no_reward(),
+            calls=calls,
+        )
+        cache = TransferQueueCache(PARTIAL, data=client, metadata=metadata)
+        decoding = tasks.create_task(engine.run())
+        async with GroupSampler(
+            prompts, tools, spec, publisher=outcome, cache=cache, report_failures=outcome.report
+        ) as sampler:
+            yield sampler, engine, outcome
+        decoding.cancel()
+
+
+async def measure(address: str, num_groups: int, num_decoded: int) -> dict[str, Any]:
+    """One interruption."""
+    groups = [
+        GroupAssignment(
+            group_id=f"g{index:08}",
+            attempt=1,
+            split="train",
+            row=index,
+            partition_id="run/train",
+            seeds=tuple(index * GROUP_SIZE + member for member in range(GROUP_SIZE)),
+            temperatures=(1.0,) * GROUP_SIZE,
+        )
+        for index in range(num_groups)
+    ]
+    num_requests = num_groups * GROUP_SIZE
+    async with TransferQueueClient.connect(address) as metadata:
+        await metadata.create_partition(PARTIAL, required_fields=())
+        async with (
+            replica(address) as (first, one, before),
+            replica(address) as (second, two, _),
+        ):
+            first.start(groups)
+            while one.stats().tokens_total < num_decoded * num_requests:
+                await asyncio.sleep(0.01)
+            step_s = await step_seconds(one)
+            began = time.monotonic()
+            await first.interrupt()
+            cached_s = time.monotonic() - began
+            sampled = one.stats().tokens_total
+            kept, num_cut = await tokens_kept(address)
+            handed = time.monotonic()
+            second.start(
+                [replace(g, attempt=2) for g in groups if g.group_id in before.interrupted]
+            )
+            while two.num_requests < num_cut:
+                await asyncio.sleep(0.002)
+            accepted_s = time.monotonic() - handed
+            while two.stats().tokens_total < 1:
+                await asyncio.sleep(0.002)
+            first_token_s = time.monotonic() - handed
+        await metadata.drop_partition(PARTIAL)
+    return {
+        "requests_interrupted": num_cut,
+        "tokens_sampled": sampled,
+        "tokens_kept": kept + finished_tokens(before),
+        "decode_step_s": round(step_s, 3),
+        "cached_s": round(cached_s, 3),
+        "accepted_by_other_replica_s": round(accepted_s, 3),
+        "resumed_s": round(cached_s + accepted_s, 3),
+        "decoding_again_s": round(cached_s + first_token_s, 3),
+    }
+
+
+async def step_seconds(engine: CountedEngine) -> float:
+    """Time of a decode step with all requests running."""
+    before, began = engine.stats().tokens_total, time.monotonic()
+    while engine.stats().tokens_total == before:
+        await asyncio.sleep(0.001)
+    return time.monotonic() - began
+
+
+def finished_tokens(outcome: Outcome) -> int:
+    """Tokens of the groups that ended before the interruption."""
+    samples = [sample for samples in outcome.published.values() for sample in samples]
+    return sum(len(sample.response_ids) for sample in samples)
+
+
+async def tokens_kept(address: str) -> tuple[int, int]:
+    """Tokens in the partial partition, and responses that were cut."""
+    async with (
+        DataClient.connect(address) as data,
+        TransferQueueClient.connect(address) as metadata,
+    ):
+        meta = await metadata.get_batch(PARTIAL)
+        rows = await data.get(meta, ["response_ids", "turns"])
+        finish_codes = rows["turns"].values[:, 4]
+        return int(rows["response_ids"].lengths.sum()), int((finish_codes == ABORTED).sum())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--groups", type=int, default=125, help="of eight requests")
+    parser.add_argument(
+        "--tokens", type=int, default=20, help="per request before the interruption"
+    )
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/rollout-interruption.json"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with queue_process() as address:
+        runs = [
+            asyncio.run(measure(address, arguments.groups, arguments.tokens))
+            for _ in range(arguments.repetitions)
+        ]
+    result = {
+        "resumed_s_median": statistics.median(run["resumed_s"] for run in runs),
+        "resumed_s_max": max(run["resumed_s"] for run in runs),
+        "all_tokens_kept": all(run["tokens_kept"] == run["tokens_sampled"] for run in runs),
+        "runs": runs,
+    }
+    print(json.dumps(result, indent=2))
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

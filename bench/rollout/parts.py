@@ -1,0 +1,94 @@
+"""What several benchmarks of rollouts are made of."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from services.common.models.loading import build_model, load_config
+from services.common.models.tokenizer import Tokenizer, load_tokenizer
+from services.common.spec.model import ModelSpec
+from services.rollout.client import GroupAssignment
+from services.rollout.engines.base import GenerationRequest, GenerationResult
+from services.rollout.engines.torch import TorchEngine
+from services.rollout.partial import GroupProgress
+from services.rollout.rewards.base import Reward, RewardInput
+
+MODEL = ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes")
+_START_S = 30.0
+
+
+def tokenizer() -> Tokenizer:
+    """Of the tiny model."""
+    return load_tokenizer(MODEL)
+
+
+class CountedEngine(TorchEngine):
+    """Counts what it was asked for."""
+
+    num_requests = 0
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        self.num_requests += 1
+        return await super().generate(request)
+
+
+def tiny_engine(*, max_running: int, seed: int = 0) -> CountedEngine:
+    """The torch engine on a CPU with random weights."""
+    config = load_config(MODEL, tokenizer())
+    model = build_model(config, dtype=torch.float32, device=torch.device("cpu"), seed=seed)
+    return CountedEngine(model, max_running=max_running, decode=tokenizer().decode)
+
+
+class _NoReward:
+    async def score(self, given: RewardInput) -> float:
+        return 0.0
+
+
+def no_reward() -> Reward:
+    """Scores nothing, at once."""
+    return _NoReward()
+
+
+class NoCache:
+    """Remembers no progress."""
+
+    async def load(self, group_ids: Collection[str]) -> Mapping[str, GroupProgress]:
+        return {}
+
+    async def save(self, groups: Sequence[tuple[GroupAssignment, GroupProgress]]) -> None: ...
+
+    async def forget(self, group_id: str) -> None: ...
+
+
+@contextmanager
+def queue_process() -> Iterator[str]:
+    """A transferqueue in a process of its own; yields its address."""
+    with tempfile.TemporaryDirectory() as folder:
+        ready = Path(folder) / "ready.json"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "services.transferqueue"],
+            stdin=subprocess.PIPE,
+            env={
+                "PYTHONPATH": ":".join(sys.path),
+                "SLIPSTREAM_TRANSFERQUEUE_READY_FILE": str(ready),
+                "SLIPSTREAM_TRANSFERQUEUE_STOP_ON_STDIN_EOF": "true",
+                "SLIPSTREAM_TRANSFERQUEUE_CAPACITY_BYTES": str(256 << 20),
+            },
+        )
+        try:
+            deadline = time.monotonic() + _START_S
+            while not ready.exists():
+                assert process.poll() is None, "the transferqueue ended"
+                assert time.monotonic() < deadline, "the transferqueue does not start"
+                time.sleep(0.05)
+            yield json.loads(ready.read_text())["address"]
+        finally:
+            process.terminate()
+            process.wait()
