@@ -49,7 +49,7 @@ class Stage:
         group_size: int = 4,
         max_staleness: int = 1,
         running: int = 1 << 20,
-        rows: int = 1 << 20,
+        rows: int = 1 << 16,
         group_s: tuple[float, float] = (0.0, 0.0),
         step_s: float = 0.0,
         heartbeat_s: float = 1.0,

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from services.common.batch import KVBatchMeta
 from services.common.columns import MISSING
@@ -68,16 +69,24 @@ class StoredGroups:
 
     def meta(self, groups: Iterable[Group]) -> KVBatchMeta:
         """The samples of groups, in order."""
-        # Neighbours that one message described are described as one again.
-        runs: list[tuple[KVBatchMeta, list[int]]] = []
-        for group in groups:
-            samples = self._samples[group.group_id]
-            if not runs or runs[-1][0] is not samples.batch:
-                runs.append((samples.batch, []))
-            runs[-1][1].extend(samples.indexes)
-        if not runs:
+        chosen = [self._samples[group.group_id] for group in groups]
+        if not chosen:
             return KVBatchMeta(partition_id=self._partition, keys=())
-        return KVBatchMeta.concat([batch.select(indexes) for batch, indexes in runs])
+        # Once per message that described samples, not once per group: then they are put in order.
+        batches = {id(samples.batch): samples.batch for samples in chosen}
+        wanted: dict[int, list[int]] = {number: [] for number in batches}
+        for samples in chosen:
+            wanted[id(samples.batch)] += samples.indexes
+        parts = [batches[number].select(indexes) for number, indexes in wanted.items()]
+        if len(parts) == 1:
+            return parts[0]
+        begins = dict(zip(wanted, accumulate(map(len, wanted.values()), initial=0), strict=False))
+        order: list[int] = []
+        for samples in chosen:
+            begin = begins[id(samples.batch)]
+            begins[id(samples.batch)] += len(samples.indexes)
+            order += range(begin, begins[id(samples.batch)])
+        return KVBatchMeta.concat(parts).select(order)
 
     async def release(self, groups: Sequence[Group]) -> None:
         """Delete the samples of groups that ended."""

@@ -1,0 +1,48 @@
+"""Samples of groups, taken from messages that describe many."""
+
+from services.common.batch import KVBatchMeta
+from services.controller.run.groups import Group
+from services.controller.run.stored import StoredGroups
+
+
+class Messages:
+    """A transferqueue that sends what it was given."""
+
+    def __init__(self, *batches):
+        self._batches = batches
+        self.released = []
+
+    async def watch(self, partition, revision):
+        for batch in self._batches:
+            yield batch
+
+    async def release(self, partition, keys):
+        self.released += keys
+
+
+def samples(*keys):
+    groups = tuple(key.partition(".")[0] for key in keys)
+    tags = {"group_id": groups, "attempt": (1,) * len(keys), "v_min": (0,) * len(keys)}
+    return KVBatchMeta(partition_id="run_1/train", keys=keys, tags=tags)
+
+
+def group(number):
+    return Group(sequence=number, row=number)
+
+
+async def test_samples_of_several_messages_come_in_the_order_of_the_groups():
+    a, b, c = (group(number).group_id for number in range(3))
+    queue = Messages(samples(f"{a}.0", f"{c}.0", f"{c}.1"), samples(f"{b}.0", f"{a}.1", f"{b}.1"))
+    stored = StoredGroups(queue, "run_1/train", group_size=2, required_fields=())
+    arrived = []
+    async for whole in stored.finished():
+        for group_id, found in whole:
+            arrived.append(group_id)
+            stored.keep(group(int(group_id[1:])), found)
+    assert arrived == [c, b, a]
+    meta = stored.meta([group(0), group(1), group(2)])
+    assert meta.keys == (f"{a}.0", f"{a}.1", f"{b}.0", f"{b}.1", f"{c}.0", f"{c}.1")
+    await stored.release([group(1)])
+    assert queue.released == [f"{b}.0", f"{b}.1"]
+    assert group(1) not in stored
+    assert stored.meta([]).num_keys == 0
