@@ -1,22 +1,28 @@
 """The blobs of a shard whose bytes are in Mooncake Store.
 
-Clients move the bytes themselves; the shard gives out ids, counts bytes, and deletes.
+Clients move the bytes themselves; the shard gives out ids, counts bytes, and deletes. The blobs of a put
+are one object, as small objects are slow; the id of a blob says which object it is in, and where.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
+from itertools import accumulate, count
 
 from services.common.columns import BlobRef
 from services.common.errors import InvalidArgumentError, NotFoundError
 from services.transferqueue.storage.arena import aligned
 from services.transferqueue.storage.blobs import Grant, check_arrived
-from services.transferqueue.storage.object_store import ObjectStore
-from services.transferqueue.transport.codec import checksum
+from services.transferqueue.storage.object_store import ObjectStore, Range
+from services.transferqueue.transport.codec import ALIGNMENT, checksum
 
 _USABLE_SHARE = 0.9
 """Share of the memory that is given out: the store's allocator refuses before all of it is used."""
+
+
+_PLACE_BITS = 34
+"""Bits of a blob's id that give its place in the object, in units of ALIGNMENT: up to 1 TiB."""
 
 
 class ObjectStorage:
@@ -36,7 +42,8 @@ class ObjectStorage:
         self._sizes: dict[int, int] = {}
         self._sealed: set[int] = set()
         self._received: dict[int, bytearray] = {}
-        self._blob_ids = count(1)
+        self._numbers = count(1)
+        self._alive: Counter[int] = Counter()
         self._thread = ThreadPoolExecutor(max_workers=1)
 
     def close(self) -> None:
@@ -59,7 +66,10 @@ class ObjectStorage:
         if self.used_bytes + total > self.capacity_bytes:
             return None
         self.used_bytes += total
-        blob_ids = tuple(next(self._blob_ids) for _ in sizes)
+        number = next(self._numbers)
+        starts = accumulate(map(aligned, sizes[:-1]), initial=0)
+        blob_ids = tuple((number << _PLACE_BITS) + start // ALIGNMENT for start in starts)
+        self._alive[number] = len(blob_ids)
         self._sizes.update(zip(blob_ids, sizes, strict=True))
         return Grant(blob_ids, (0,) * len(sizes))
 
@@ -85,9 +95,9 @@ class ObjectStorage:
         for ref, data in received:
             digest = None if data is None else checksum(data)
             check_arrived(ref, self._sizes[ref.blob_id], digest)
-        here = [(self._key(ref.blob_id), data) for ref, data in received if data is not None]
-        if here:
-            await self._run(_store_all, self._store, here)
+        if any(data is not None for _, data in received):
+            key, _ = object_place(self._instance_id, sealed[0].blob_id)
+            await self._run(_store_all, self._store, key, [data or b"" for _, data in received])
         self._sealed.update(ref.blob_id for ref in sealed)
 
     def free(self, blob_ids: Iterable[int]) -> None:
@@ -97,8 +107,11 @@ class ObjectStorage:
             self.used_bytes -= aligned(self._sizes.pop(blob_id))
             self._sealed.discard(blob_id)
             self._received.pop(blob_id, None)
-        if known:
-            self._thread.submit(self._store.remove, [self._key(blob_id) for blob_id in known])
+        numbers = [blob_id >> _PLACE_BITS for blob_id in known]
+        self._alive.subtract(numbers)
+        for number in {number for number in numbers if self._alive[number] == 0}:
+            del self._alive[number]
+            self._thread.submit(self._store.remove, [f"{self._instance_id}/{number}"])
 
     async def views(self, ranges: Sequence[tuple[int, int, int]]) -> list[memoryview]:
         """Bytes of sealed blobs, ``(blob_id, offset, size)`` each.
@@ -110,7 +123,10 @@ class ObjectStorage:
             if blob_id not in self._sealed or offset + size > self._sizes[blob_id]:
                 raise NotFoundError(f"blob {blob_id} is not here; its samples were released")
         data = memoryview(bytearray(sum(size for _, _, size in ranges)))
-        keyed = [(self._key(blob_id), offset, size) for blob_id, offset, size in ranges]
+        keyed = [
+            object_range(self._instance_id, blob_id, offset, size)
+            for blob_id, offset, size in ranges
+        ]
         await self._run(self._store.read, keyed, data)
         return [data]
 
@@ -128,21 +144,25 @@ class ObjectStorage:
     def unpin(self, pin_id: int) -> None:
         """There are no pins."""
 
-    def _key(self, blob_id: int) -> str:
-        return object_key(self._instance_id, blob_id)
-
     async def _run(self, work: Callable[..., None], *arguments: object) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
 
-def object_key(instance_id: str, blob_id: int) -> str:
-    """Key of a blob's object."""
-    return f"{instance_id}/{blob_id}"
+def object_place(instance_id: str, blob_id: int) -> tuple[str, int]:
+    """Key of the object that a blob is in, and the blob's first byte there."""
+    number, place = divmod(blob_id, 1 << _PLACE_BITS)
+    return f"{instance_id}/{number}", place * ALIGNMENT
 
 
-def _store_all(store: ObjectStore, blobs: Sequence[tuple[str, bytearray]]) -> None:
+def object_range(instance_id: str, blob_id: int, offset: int, size: int) -> Range:
+    """A range of a blob as a range of its object."""
+    key, begin = object_place(instance_id, blob_id)
+    return key, begin + offset, size
+
+
+def _store_all(store: ObjectStore, key: str, blobs: Sequence[bytes | bytearray]) -> None:
     def fill(views: Sequence[memoryview]) -> None:
-        for view, (_, data) in zip(views, blobs, strict=True):
+        for view, data in zip(views, blobs, strict=True):
             view[:] = data
 
-    store.write([key for key, _ in blobs], [len(data) for _, data in blobs], fill)
+    store.write(key, [len(data) for data in blobs], fill)

@@ -8,6 +8,7 @@ import ctypes
 import mmap
 import threading
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TypeVar
 
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
@@ -65,15 +66,13 @@ class ObjectStore:
         """Leave the store; what this process lent is gone."""
         self._store.close()
 
-    def write(
-        self, keys: Sequence[str], sizes: Sequence[int], fill: Callable[[Sequence[memoryview]], T]
-    ) -> T:
-        """Store objects in one call.
+    def write(self, key: str, sizes: Sequence[int], fill: Callable[[Sequence[memoryview]], T]) -> T:
+        """Store an object of several aligned parts.
 
         Args:
-            keys: Their keys.
-            sizes: Their sizes; an empty one is not stored.
-            fill: Gets memory for each and fills it.
+            key: Its key.
+            sizes: Sizes of the parts.
+            fill: Gets memory for each part and fills it.
 
         Returns:
             What ``fill`` returns.
@@ -82,29 +81,17 @@ class ObjectStore:
             ResourceExhaustedError: If the store is full.
         """
         with self._lock:
-            starts = [0]
-            for size in sizes:
-                starts.append(starts[-1] + aligned(size))
+            starts = list(accumulate(map(aligned, sizes), initial=0))
             self._grow(starts[-1])
             memory = memoryview(self._staging)
-            views = [
-                memory[start : start + size] for start, size in zip(starts, sizes, strict=False)
-            ]
-            result = fill(views)
-            stored = [number for number, size in enumerate(sizes) if size]
-            codes = self._store.batch_put_from(
-                [keys[number] for number in stored],
-                [self._base + starts[number] for number in stored],
-                [sizes[number] for number in stored],
-                self._config,
+            result = fill(
+                [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
             )
-        for number, code in zip(stored, codes, strict=True):
-            if code == _FULL:
-                raise ResourceExhaustedError(
-                    "Mooncake Store is full; release samples or add memory"
-                )
-            if code != 0:
-                raise InternalError(f"Mooncake Store refused {keys[number]} with code {code}")
+            (code,) = self._store.batch_put_from([key], [self._base], [starts[-1]], self._config)
+        if code == _FULL:
+            raise ResourceExhaustedError("Mooncake Store is full; release samples or add memory")
+        if code != 0:
+            raise InternalError(f"Mooncake Store refused {key} with code {code}")
         return result
 
     def read(self, ranges: Sequence[Range], target: memoryview) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from services.transferqueue.facts import Shard
-from services.transferqueue.storage.object_blobs import object_key
+from services.transferqueue.storage.object_blobs import object_place, object_range
 from services.transferqueue.storage.object_store import ObjectStore
 from services.transferqueue.tensors.packing import PackedColumn
 from services.transferqueue.tensors.readplan import Extent
@@ -18,7 +18,7 @@ _STEP = 4 << 20
 
 
 class ObjectTransport:
-    """One object per field and put.
+    """One object per put.
 
     Args:
         store: The store.
@@ -46,14 +46,14 @@ class ObjectTransport:
                 for view, column in zip(views, columns, strict=True)
             ]
 
-        keys = [object_key(self._instance_id, blob_id) for blob_id in grant.blob_ids]
+        key, _ = object_place(self._instance_id, grant.blob_ids[0])
         sizes = [column.size_bytes for column in columns]
-        return await asyncio.to_thread(self._store.write, keys, sizes, fill)
+        return await asyncio.to_thread(self._store.write, key, sizes, fill)
 
     async def read(self, extents: Sequence[Extent], target: Tensor) -> None:
         """Fetch bytes of blobs into ``target``, a uint8 tensor."""
         ranges = [
-            (object_key(self._instance_id, extent.blob.blob_id), extent.offset, extent.size)
+            object_range(self._instance_id, extent.blob.blob_id, extent.offset, extent.size)
             for extent in extents
         ]
         data = bytearray(sum(extent.size for extent in extents))
