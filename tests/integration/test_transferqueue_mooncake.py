@@ -1,6 +1,7 @@
 """The same service with its bytes in Mooncake Store."""
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
@@ -18,7 +19,11 @@ from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
 from services.transferqueue.settings import TransferQueueSettings
 
-pytest.importorskip("mooncake.store")
+pytest.importorskip(
+    "mooncake.store",
+    reason="Mooncake Store needs slipstream[mooncake] and libibverbs1, libnuma1, libcurl4",
+    exc_type=ImportError,
+)
 
 TRAIN = "run_1/train"
 MIB = 1 << 20
@@ -128,3 +133,55 @@ async def test_a_run_comes_back_from_its_snapshot(
     meta = await metadata.get_batch(TRAIN, ["g.0", "g.1"])
     fetched = await data.get(meta, ["tokens"])
     assert all(map(torch.equal, fetched["tokens"].unbind(), tokens))
+
+
+async def test_samples_outlive_a_process_that_lent_memory_for_a_copy(
+    master: str, tmp_path: Path
+) -> None:
+    settings = TransferQueueSettings(
+        backend="mooncake",
+        mooncake_master=master,
+        mooncake_replicas=2,
+        capacity_bytes=64 * MIB,
+        snapshot_folder=tmp_path,
+    )
+    async with (
+        transferqueue(settings) as address,
+        TransferQueueClient.connect(address) as metadata,
+        DataClient.connect(address) as data,
+    ):
+        await metadata.create_partition(TRAIN, required_fields=["tokens"])
+        lender = start_lender(master, address, tmp_path)
+        try:
+            async for shards in metadata.connect_client():
+                if len(shards) == 2:
+                    break
+            await metadata.drain_shard("shard-1")
+            async for shards in metadata.connect_client():
+                if any(shard.is_draining for shard in shards):
+                    break
+            while not any(shard.is_draining for shard in data.shards):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            tokens = [torch.arange(n, dtype=torch.int32) for n in (3, 200_000)]
+            meta = await data.put(TRAIN, ["g.0", "g.1"], {"tokens": tokens})
+        finally:
+            lender.kill()
+            lender.wait(timeout=20)
+        fetched = await data.get(meta, ["tokens"])
+        assert all(map(torch.equal, fetched["tokens"].unbind(), tokens))
+        await metadata.release(TRAIN, meta.keys)
+
+
+def start_lender(master: str, address: str, folder: Path) -> "subprocess.Popen[bytes]":
+    """One more shard, in a process that can be killed."""
+    prefix = "SLIPSTREAM_TRANSFERQUEUE_"
+    changes = {
+        "BACKEND": "mooncake",
+        "MOONCAKE_MASTER": master,
+        "INDEX_ADDRESS": address,
+        "SHARD_ID": "shard-1",
+        "CAPACITY_BYTES": str(64 * MIB),
+        "SNAPSHOT_FOLDER": str(folder),
+    }
+    environment = os.environ | {prefix + name: value for name, value in changes.items()}
+    return subprocess.Popen([sys.executable, "-m", "services.transferqueue"], env=environment)
