@@ -15,6 +15,9 @@ PROMPTS = Gauge("slipstream_prompts", "Groups by ledger state.", ["run", "state"
 LAST_PROGRESS = Gauge(
     "slipstream_run_last_progress_timestamp_seconds", "When the run last finished a step.", ["run"]
 )
+LATE_GROUPS = Counter(
+    "slipstream_late_groups_total", "Results of groups that had been given to another rollout."
+)
 STALENESS_VIOLATIONS = Counter(
     "slipstream_staleness_violations_total", "Samples trained beyond the bound.", ["run"]
 )

@@ -136,6 +136,9 @@ class AlgorithmSpec(SpecPart):
     off. ``generate_ahead_steps`` is accepted as another name."""
     on_stale: Literal["wait", "mask", "restart", "drop"] = "wait"
     """What happens to a group that grew too stale before it was trained."""
+    mask_older_tokens: bool = False
+    """Whether only those tokens of a response train that its newest weight version sampled; what an earlier
+    version sampled before an interruption is then context."""
     stale_wait_timeout_s: float = Field(600.0, gt=0)
     """Seconds that ``wait`` holds the trainer before it falls back to ``mask``."""
     max_nonfinite_steps: int = Field(3, ge=0)

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from services.common.spec.run import RunSpec
+from services.controller import metrics
 from services.controller.client import GroupFailure
 from services.controller.run.groups import RUNNING, WAITING, Group, GroupState
 from services.controller.run.handout import GenerationError, Handout
@@ -228,6 +229,7 @@ class Generation:
                 continue
             if group is None or group.state not in RUNNING:
                 logger.info("late result of a group is not used", extra={"group": group_id})
+                metrics.LATE_GROUPS.inc()
                 late += samples.keys
                 continue
             self._replicas.finished(group.worker_id)

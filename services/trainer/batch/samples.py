@@ -185,8 +185,9 @@ def build_samples(
 ) -> Samples:
     """Samples from fetched fields, with the mask of the tokens that train.
 
-    A token trains if the policy sampled it, unless it is staler than allowed, its response was
-    truncated under ``overlong.mask_truncated``, or its sample is no member of the group.
+    A token trains if the policy sampled it, unless it is staler than allowed, older than its response's
+    newest tokens under ``mask_older_tokens``, its response was truncated under ``overlong.mask_truncated``,
+    or its sample is no member of the group.
 
     Args:
         fields: Fetched fields of this rank's samples.
@@ -226,5 +227,9 @@ def build_samples(
         trains = trains & ~cohort.is_truncated[chosen]
     loss_mask = tokens["response_mask"] & samples.segments.spread(trains)
     if "token_versions" in tokens:
-        loss_mask &= weight_version - tokens["token_versions"] <= spec.max_staleness
+        versions = tokens["token_versions"]
+        loss_mask &= weight_version - versions <= spec.max_staleness
+        if spec.mask_older_tokens:
+            newest = samples.segments.max(versions.double(), tokens["response_mask"])
+            loss_mask &= versions.double() == samples.segments.spread(newest)
     return samples.with_tokens(loss_mask=loss_mask)

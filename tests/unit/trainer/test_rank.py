@@ -61,6 +61,25 @@ def test_tokens_that_are_too_stale_do_not_train() -> None:
     assert metrics["trained_tokens"] == 0
 
 
+def test_older_tokens_of_a_response_may_be_context_only() -> None:
+    trained = []
+    for is_masked in (False, True):
+        spec = spec_of(algorithm={"mask_older_tokens": is_masked})
+        policy = policy_of(spec)
+        queue = random_queue(policy)
+        lengths = queue.fields["response_ids"].lengths.tolist()
+        runs = [
+            torch.tensor([[0, length // 2], [1, length - length // 2]], dtype=torch.int32)
+            for length in lengths
+        ]
+        queue = queue.replaced(version_runs=Jagged.from_list(runs))
+        result = rank_of(spec, policy, queue).train(2, queue.meta)
+        trained.append(result.metrics["trained_tokens"])
+    mask = queue.fields["response_mask"].unbind()
+    newer = [int(row[len(row) // 2 :].sum()) for row in mask]
+    assert trained == [int(sum(row.sum() for row in mask)), sum(newer)]
+
+
 def test_a_failed_sample_is_in_neither_loss_nor_group() -> None:
     spec = spec_of()
     policy = policy_of(spec)
