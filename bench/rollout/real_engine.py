@@ -119,7 +119,7 @@ async def updates(engine: PartedEngine, weights: dict[str, Tensor]) -> dict[str,
         todo = requests(f"u{version}", 8, 200, NUM_SYMBOLS)
         running = [asyncio.ensure_future(engine.generate(request)) for request in todo]
         before = engine.stats().tokens_total
-        while engine.stats().tokens_total < before + 200:  # noqa: ASYNC110
+        while engine.stats().tokens_total < before + 200:
             await asyncio.sleep(0.005)
         stalls.append(await engine.adopt_weights(version, tensors))
         results = await asyncio.gather(*running)
@@ -137,7 +137,7 @@ async def fingerprint(engine: PartedEngine) -> dict[str, Any]:
     scores = [await engine.score(text) for text in texts]
     greedy = [
         await engine.generate(request)
-        for request in requests("g", 8, 64, NUM_SYMBOLS, temperature=0.0)
+        for request in requests("g", 8, 24, NUM_SYMBOLS, temperature=0.0)
     ]
     return {"scores": scores, "greedy": [(r.token_ids, r.logprobs) for r in greedy]}
 
@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("engine", choices=["vllm", "sglang"])
     parser.add_argument("--size", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--arguments", default="{}", help="engine arguments, as JSON")
     parser.add_argument("--out", type=Path)

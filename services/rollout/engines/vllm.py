@@ -164,11 +164,13 @@ class _Stream:
         self._is_over = output.finished
         cached = output.num_cached_tokens if self._is_first else 0
         self._is_first = False
+        # The output of an abort has no tokens, but in some versions all logprobs so far.
+        logprobs = (part.logprobs or ())[: len(part.token_ids)]
         return Chunk(
             token_ids=part.token_ids,
             logprobs=[
                 position[token].logprob
-                for position, token in zip(part.logprobs or (), part.token_ids, strict=True)
+                for position, token in zip(logprobs, part.token_ids, strict=True)
             ],
             cached_tokens=cached or 0,
             finish_reason=part.finish_reason if output.finished else None,
