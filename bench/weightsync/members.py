@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
@@ -189,7 +190,9 @@ def _model(options: Any, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _device(options: Any, number: int) -> torch.device:
-    device = torch.device("cuda", number) if options.use_gpu else torch.device("cpu")
+    # As in a run: each process sees one GPU.
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(number)  # noqa: TID251
+    device = torch.device("cuda", 0) if options.use_gpu else torch.device("cpu")
     _use(device)
     return device
 

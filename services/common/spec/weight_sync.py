@@ -19,8 +19,9 @@ class WeightSyncSpec(SpecPart):
     senders: Literal["ranks", "leader"] = "ranks"
     """Who sends. ``ranks``: every trainer rank its own rows. ``leader``: rank 0, after a gather; so it is also
     where adapters are merged or tensors divided by columns."""
-    bucket_bytes: int = Field(64 << 20, ge=1 << 16)
-    """Bytes sent by one collective."""
+    bucket_bytes: int | None = Field(None, ge=1 << 16)
+    """Bytes sent by one collective. Default: 512 MiB over NCCL, 64 MiB over Gloo, where a bucket is also the
+    unit in which a stopped member is noticed."""
     publish_every: int = Field(1, ge=1)
     """Trainer steps between two published versions."""
     form_timeout_s: float = Field(60.0, gt=0)

@@ -37,6 +37,8 @@ class Described:
     """In sending order."""
     source_addresses: tuple[str, ...]
     """Of the ranks that send, in the order of their rows; empty if the one that was asked sends all."""
+    device: str
+    """Where the weights lie: ``cpu``, or ``cuda:`` and the GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,7 @@ class WeightSyncClient:
                 TensorSpec(spec.name, tuple(spec.shape), spec.dtype) for spec in response.tensors
             ),
             source_addresses=tuple(response.source_addresses),
+            device=response.device,
         )
 
     async def agree_plan(

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
 import torch
@@ -63,30 +64,47 @@ def on_device(device: torch.device) -> AbstractContextManager[None]:
     return context
 
 
-async def in_own_thread(work: Callable[[], T]) -> T:
-    """Run ``work`` in a thread of its own.
+class OwnThread:
+    """A thread for blocking collectives.
 
-    A collective whose peers are gone may hang for its whole deadline; in a shared pool it would take a place.
+    One whose peers are gone may hang for its whole deadline: in a shared pool it would take a place, and it
+    must not keep the process from ending. So this one is left behind, and another one takes over.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
 
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]  # set together with its type
+    def __init__(self) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._obey, name="weights", daemon=True).start()
 
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = work()
-        except BaseException as error:  # noqa: BLE001  it is raised where the result is awaited
-            failure = error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failure)
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run ``work`` behind what was given before; returns its result."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
 
-    threading.Thread(target=run, name="weights", daemon=True).start()
-    return await future
+        def settle(result: list[T], error: BaseException | None) -> None:
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result[0])
+
+        def attempt() -> None:
+            result: list[T] = []
+            failure: BaseException | None = None
+            try:
+                result.append(work())
+            except BaseException as error:  # noqa: BLE001  it is raised where the result is awaited
+                failure = error
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle, result, failure)
+
+        self._work.put(attempt)
+        return await future
+
+    def leave(self) -> None:
+        """End after what was given so far."""
+        self._work.put(None)
+
+    def _obey(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()

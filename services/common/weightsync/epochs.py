@@ -9,7 +9,7 @@ import torch
 
 from services.common.errors import FailedPreconditionError, UnavailableError
 from services.common.weightsync.checksum import write_checksum
-from services.common.weightsync.endpoints import in_own_thread, on_device
+from services.common.weightsync.endpoints import OwnThread, on_device
 from services.common.weightsync.group import KeyValueStore, WeightGroup, form_group
 from services.common.weightsync.plan import BUCKET_ALIGNMENT
 
@@ -33,6 +33,8 @@ class Epochs:
         self._rendezvous = rendezvous
         self._group: WeightGroup | None = None
         self._epoch = 0
+        self.thread = OwnThread()
+        """For what may block with the group; another one after each group."""
 
     def group(self, epoch: int) -> WeightGroup:
         """The group of an epoch.
@@ -110,7 +112,7 @@ class Epochs:
 
         try:
             async with asyncio.timeout(timeout_s):
-                group = await in_own_thread(join)
+                group = await self.thread.run(join)
         except (RuntimeError, TimeoutError) as error:
             raise UnavailableError(
                 f"weight group of epoch {epoch} was not formed within {timeout_s} s: {error}",
@@ -131,6 +133,8 @@ class Epochs:
             if epoch < self._epoch:
                 return False
             self._epoch = epoch
+        self.thread.leave()
+        self.thread = OwnThread()
         group, self._group = self._group, None
         if group is None:
             return False

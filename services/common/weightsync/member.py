@@ -26,7 +26,6 @@ from services.common.weightsync.canary import Canary, difference
 from services.common.weightsync.endpoints import (
     WeightSink,
     WeightSource,
-    in_own_thread,
     on_device,
 )
 from services.common.weightsync.epochs import Epochs
@@ -207,7 +206,7 @@ class WeightMember:
             if self._receiver is not None:
                 await self._receiver.prepare()
             else:
-                await in_own_thread(lambda: self._pack(version))
+                await self._epochs.thread.run(lambda: self._pack(version))
         return side.held_version
 
     async def transfer(self, order: TransferOrder) -> TransferReport:
@@ -226,7 +225,7 @@ class WeightMember:
         async with self._adopting:
             try:
                 async with asyncio.timeout(order.timeout_s):
-                    done = await in_own_thread(lambda: self._exchange(group, order))
+                    done = await self._epochs.thread.run(lambda: self._exchange(group, order))
             except BaseException as error:
                 await self._leave()
                 raise _explained(error, order) from error
@@ -274,7 +273,7 @@ class WeightMember:
         """
         if self._source is None:
             raise FailedPreconditionError("only the trainer scores the canary; ask the trainer")
-        return await in_own_thread(self._source.score_canary)
+        return await self._epochs.thread.run(self._source.score_canary)
 
     async def check(self, version: int, canary: Canary, tolerance: float) -> float:
         """Compare the live weights with the trainer's; ready if they agree.

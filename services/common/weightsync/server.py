@@ -31,6 +31,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
                 for spec in self._member.describe()
             ],
             source_addresses=self._member.source_addresses,
+            device=self._member.device_name,
         )
 
     async def AgreePlan(  # noqa: N802

@@ -190,13 +190,14 @@ def check_header(header: Tensor, plan: WeightPlan, order: TransferOrder, source:
     Raises:
         TransferError: If it announces something else.
     """
-    num_changed = _HEADER.unpack(header.cpu().numpy().tobytes())[5]
-    if not torch.equal(header.cpu(), make_header(plan, order, source, num_changed)):
+    found = header.cpu().numpy().tobytes()
+    num_changed: int = _HEADER.unpack(found)[5]
+    if found != make_header(plan, order, source, num_changed).numpy().tobytes():
         raise TransferError(
             f"expected epoch {order.epoch}, version {order.version}, source {source} and plan "
             f"{plan.plan_hash[:12]}, but the source announced something else; it is refused"
         )
-    return int(num_changed)
+    return num_changed
 
 
 def check_buckets(
@@ -212,8 +213,8 @@ def check_buckets(
     Raises:
         TransferError: If a bucket differs.
     """
-    damaged = (computed != stated).any(1).nonzero().flatten().tolist()
-    if damaged:
+    if not torch.equal(computed, stated):
+        damaged = (computed != stated).any(1).nonzero().flatten().tolist()
         raise TransferError(
             f"version {order.version}: buckets {damaged[:8]} of source {source} differ from what was "
             "sent; it is refused"

@@ -27,6 +27,7 @@ _PROBE_EVERY_S = 0.5
 _PROBE_TIMEOUT_S = 1.5
 # A member that does not answer an abort within this time is lost.
 _ABORT_TIMEOUT_S = 1.0
+_NCCL_BUCKET, _GLOO_BUCKET = 512 << 20, 64 << 20
 
 
 class WeightMembers:
@@ -43,6 +44,7 @@ class WeightMembers:
         self._mode = spec.mode
         self._stack = AsyncExitStack()
         self._tensors: tuple[TensorSpec, ...] = ()
+        self._bucket_bytes = 0
         self._devices: dict[str, str] = {}
         self.sources: dict[str, WeightSyncClient] = {}
         """Trainer ranks that send, in the order of their rows."""
@@ -68,8 +70,7 @@ class WeightMembers:
         for number, address in enumerate(described.source_addresses[1:], 1):
             self.sources[f"{trainer.worker_id}/{number}"] = await self._connect(address)
         self._tensors = described.tensors
-        shards = fsdp_shards(self._tensors, len(self.sources))
-        self.plan = make_plan(self._tensors, self._spec.bucket_bytes, shards)
+        self._make_plan(described.device)
         self.rollouts = {w.worker_id: await self._connect(w.address) for w in rollouts}
         await self._agree(self.all())
         if self._mode != "cpu_async" and self._share_gpus():
@@ -79,6 +80,7 @@ class WeightMembers:
                 extra={"run": self._run_id, "devices": str(self._devices)},
             )
             self._mode = "cpu_async"
+            self._make_plan(described.device)
             await self._agree(self.all())
 
     async def admit(self, worker: Worker) -> None:
@@ -176,6 +178,14 @@ class WeightMembers:
                 for name, member in members.items():
                     probes.create_task(_probe(name, member))
 
+    def _make_plan(self, device: str) -> None:
+        is_on_gpu = device != "cpu" and self._mode != "cpu_async"
+        self._bucket_bytes = self._spec.bucket_bytes or (
+            _NCCL_BUCKET if is_on_gpu else _GLOO_BUCKET
+        )
+        shards = fsdp_shards(self._tensors, len(self.sources))
+        self.plan = make_plan(self._tensors, self._bucket_bytes, shards)
+
     def _share_gpus(self) -> bool:
         gpus = [device for device in self._devices.values() if device != "cpu"]
         return len(set(gpus)) < len(gpus)
@@ -186,7 +196,7 @@ class WeightMembers:
             {
                 name: member.agree_plan(
                     self._tensors,
-                    self._spec.bucket_bytes,
+                    self._bucket_bytes,
                     num_sources=len(self.sources),
                     source=numbers.get(name),
                     mode=self._mode,

@@ -20,7 +20,7 @@ class Member:
         self.modes: list[str] = []
 
     async def describe(self):
-        return Described(tensors=TENSORS, source_addresses=())
+        return Described(tensors=TENSORS, source_addresses=(), device=self._device)
 
     async def agree_plan(self, tensors, bucket_bytes, *, num_sources, mode, **_):
         self.modes.append(mode)

@@ -75,6 +75,9 @@ class DescribeWeightsResponse(_message.Message):
 
     TENSORS_FIELD_NUMBER: _builtins.int
     SOURCE_ADDRESSES_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    device: _builtins.str
+    """Names where the weights lie: "cpu", or "cuda:" and the GPU."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
         """Lists the tensors in sending order."""
@@ -90,10 +93,11 @@ class DescribeWeightsResponse(_message.Message):
         *,
         tensors: _abc.Iterable[Global___TensorSpec] | None = ...,
         source_addresses: _abc.Iterable[_builtins.str] | None = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["source_addresses", b"source_addresses", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "source_addresses", b"source_addresses", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
