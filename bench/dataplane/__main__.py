@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from statistics import median
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from bench.dataplane import limits, metadata
 from bench.dataplane.ratios import paired_ratio
 from bench.dataplane.sides import ROOT, Ours, Peer, service
-from bench.dataplane.workloads import NAMES, build
+from bench.dataplane.workloads import NAMES, Workload, build
 
 Row = dict[str, str | int | float]
 Times = list[tuple[float, float]]
@@ -102,25 +103,50 @@ async def curve_cost(rounds: int) -> list[Row]:
     return rows
 
 
-async def several_clients(count: int, rounds: int) -> Row:
-    """Total GB/s of several clients at once, each with a connection and samples of its own."""
+async def several_clients(count: int, rounds: int) -> list[Row]:
+    """Several clients at once, each with a connection and samples of its own, next to the peer."""
     workload = build("rl256")
-    moved = 2 * workload.size_bytes * rounds * count
-    row: Row = {"clients": count}
-    with service() as address:
-        for path in ("shared memory", "network"):
+    sides: dict[str, list[float]] = {"shared memory": [], "network": [], "peer": []}
+    with service() as address, Peer.start(2) as peer:
+        async with AsyncExitStack() as stack:
+            clients = {
+                path: [
+                    await stack.enter_async_context(
+                        Ours.connect(address, use_shared_memory=path == "shared memory")
+                    )
+                    for _ in range(count)
+                ]
+                for path in ("shared memory", "network")
+            }
+            for _ in range(rounds + 1):
+                for path, ours in clients.items():
+                    sides[path].append(await _together(ours, workload))
+                peer_s, _ = await asyncio.to_thread(peer.ask, case="rl256", clients=count)
+                sides["peer"].append(peer_s)
+    rows: list[Row] = []
+    for path in ("shared memory", "network"):
+        ratio = paired_ratio(sides["peer"][1:], sides[path][1:])
+        gbps = 2 * count * workload.size_bytes / median(sides[path][1:]) / 1e9
+        rows.append(
+            {
+                "path": path,
+                "clients": count,
+                "ratio": round(ratio.middle, 2),
+                "ratio_low": round(ratio.low, 2),
+                "ratio_high": round(ratio.high, 2),
+                "gbps": round(gbps, 3),
+            }
+        )
+    return rows
 
-            async def work(number: int, use_shared_memory: bool = path == "shared memory") -> None:
-                async with Ours.connect(address, use_shared_memory=use_shared_memory) as ours:
-                    for _ in range(rounds):
-                        await ours.measure(workload, owner=str(number))
 
-            started = time.perf_counter()
-            async with asyncio.TaskGroup() as tasks:
-                for number in range(count):
-                    tasks.create_task(work(number))
-            row[f"{path} gbps"] = round(moved / (time.perf_counter() - started) / 1e9, 3)
-    return row
+async def _together(clients: Sequence[Ours], workload: Workload) -> float:
+    """Seconds until all have put and got the batch."""
+    started = time.perf_counter()
+    async with asyncio.TaskGroup() as tasks:
+        for number, ours in enumerate(clients):
+            tasks.create_task(ours.measure(workload, owner=str(number)))
+    return time.perf_counter() - started
 
 
 def physical_limits(rounds: int) -> dict[str, float]:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import ray
 import torch
@@ -50,6 +51,23 @@ def _measure(workload: Workload, batch: TensorDict, *, check: bool) -> tuple[flo
     return put_s / workload.repeats, get_s / workload.repeats
 
 
+def _measure_together(workload: Workload, batch: TensorDict, clients: int) -> float:
+    """Seconds until several threads have each put and got the batch under keys of their own."""
+
+    def work(owner: int) -> None:
+        keys = [f"{owner}.{n}" for n in range(workload.num_rows)]
+        meta = transfer_queue.kv_batch_put(keys=keys, partition_id="bench", fields=batch)
+        transfer_queue.kv_batch_get_by_meta(meta)
+
+    with ThreadPoolExecutor(clients) as threads:
+        started = time.perf_counter()
+        list(threads.map(work, range(clients)))
+        seconds = time.perf_counter() - started
+    keys = [f"{owner}.{n}" for owner in range(clients) for n in range(workload.num_rows)]
+    transfer_queue.kv_clear(keys=keys, partition_id="bench")
+    return seconds
+
+
 def _measure_ray(size_bytes: int) -> tuple[float, float]:
     data = torch.zeros(size_bytes, dtype=torch.uint8).numpy()
     started = time.perf_counter()
@@ -79,7 +97,11 @@ def main() -> None:
             if is_first:
                 workload = build(name)
                 batches[name] = (workload, _to_tensordict(workload))
-            times = _measure(*batches[name], check=is_first)
+            if "clients" in request:
+                seconds = _measure_together(*batches[name], request["clients"])
+                times = (seconds, seconds)
+            else:
+                times = _measure(*batches[name], check=is_first)
         answers.write(json.dumps(times) + "\n")
         answers.flush()
     transfer_queue.close()
