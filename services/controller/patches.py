@@ -1,4 +1,4 @@
-"""What may change in a run that exists: labels, priority, limits, how often it is evaluated and saved."""
+"""What may change in a run that exists: labels, priority, limits, how often it is saved, its rollouts."""
 
 import json
 from typing import Any
@@ -36,6 +36,8 @@ def patched_spec(run: Run, patch: RunPatch) -> RunSpec | None:
         changes["validation"] = {"every": patch.validation_every}
     if patch.checkpoint_every is not None:
         changes["trainer"] = {"checkpoint": {"every": patch.checkpoint_every}}
+    if patch.rollout_replicas is not None:
+        changes["rollout"] = {"replicas": patch.rollout_replicas}
     if not changes:
         return None
     return parse_spec(merged(json.loads(run.spec_json), changes))

@@ -198,6 +198,8 @@ class RunPatch(BaseModel):
     """``validation.every`` from the next step on."""
     checkpoint_every: int | None = Field(None, ge=0, le=1 << 31)
     """``trainer.checkpoint.every`` from the next step on."""
+    rollout_replicas: int | None = Field(None, ge=1, le=4096)
+    """``rollout.replicas``: more are taken in once they have loaded, fewer at once; the run goes on."""
 
 
 class CancelOptions(BaseModel):

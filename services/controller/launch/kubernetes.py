@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.credentials import current_identity
+from services.common.errors import FailedPreconditionError
 from services.common.spec.run import RunSpec
 from services.controller.launch import pod_state
 from services.controller.launch.launcher import ExitHandler, WorkerExit
@@ -112,6 +113,11 @@ class KubernetesLauncher:
             await self._api.put_secret(token_secret(run_id, token, owner=self._owner))
         for body in bodies:
             name = body["metadata"]["name"]
+            if name in known and set(pod_state.workers(body)) - set(known[name].workers):
+                raise FailedPreconditionError(
+                    f"all workers of the run are in pod {name}, which cannot get more of them; install with "
+                    "workers.topology=separate to change their number while a run goes on"
+                )
             if name not in known:
                 await self._api.create(body)
                 known[name] = self._admit(run_id, body)

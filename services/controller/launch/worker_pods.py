@@ -16,6 +16,9 @@ from services.controller.launch.launcher import program_of, worker_names
 RUN_LABEL = "slipstream.dev/run"
 WORKER_LABEL = "slipstream.dev/worker"
 
+_QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+_GROUP_LABEL = "kueue.x-k8s.io/pod-group-name"
+_COUNT_ANNOTATION = "kueue.x-k8s.io/pod-group-total-count"
 _GRPC_PORT = 50051
 _METRICS_PORT = 9090
 _RUNS = "/var/lib/slipstream"
@@ -106,7 +109,19 @@ def build_pods(
             processes = f"--nproc-per-node={spec.trainer.world_size}"
             container["command"] = ["torchrun", "--standalone", processes, "-m", "services.trainer"]
         pods.append(pod)
-    return [_bundle(run_id, pods)] if templates.topology == "bundled" else pods
+    if templates.topology == "bundled":
+        pods = [_bundle(run_id, pods)]
+    for pod in pods:
+        _join_group(pod, run_id, len(pods))
+    return pods
+
+
+def _join_group(pod: Pod, run_id: str, num_pods: int) -> None:
+    """Let Kueue, if the chart names a queue, admit all pods of a run at once or none."""
+    metadata = pod["metadata"]
+    if _QUEUE_LABEL in metadata["labels"]:
+        metadata["labels"][_GROUP_LABEL] = run_id.replace("_", "-")
+        metadata.setdefault("annotations", {})[_COUNT_ANNOTATION] = str(num_pods)
 
 
 def _add_ports(container: Pod, role: WorkerRole, index: int) -> None:

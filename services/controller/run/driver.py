@@ -27,6 +27,7 @@ from services.controller.run.losses import (
     is_loss,
     leaves,
 )
+from services.controller.run.resize import ResizedError, Resizing
 from services.controller.run.run_state import RunEvent, RunState
 from services.controller.store.records import Note
 from services.transferqueue.client import TransferQueueClient
@@ -98,6 +99,9 @@ class RunDriver:
         self._is_over, self._saves_at_end = False, True
         self._deadline: asyncio.TimerHandle | None = None
         self._losses, self._step_at_loss = 0, -1
+        self._resizing = Resizing(
+            run_id, launcher=services.launcher, membership=services.membership, journal=journal
+        )
         self.task: asyncio.Task[None] | None = None
 
     async def drive(self) -> None:
@@ -165,6 +169,7 @@ class RunDriver:
     def change(self, spec: RunSpec) -> None:
         """Go on under a changed specification from the next step on."""
         self._spec = spec
+        self._resizing.ask()
         if self._loop is not None:
             self._loop.change(spec)
 
@@ -194,6 +199,8 @@ class RunDriver:
 
     def worker_exited(self, exit_: WorkerExit) -> None:
         """A worker ended by itself."""
+        if self._resizing.takes_exit(exit_):
+            return
         known = self._services.membership.find(self._run_id, exit_.worker_id)
         had_loaded = known is not None and known.state in ("loaded", "ready", "draining")
         is_killed = exit_.code is None or exit_.code < 0
@@ -231,7 +238,7 @@ class RunDriver:
                 loop.pause(saves=self._saves_at_end)
             try:
                 is_finished = await self._enter(loop, lost)
-            except (ServiceError, WorkerLostError, ExceptionGroup) as error:
+            except (ServiceError, WorkerLostError, ResizedError, ExceptionGroup) as error:
                 lost = await self._take_loss(error)
                 continue
             if is_finished:
@@ -239,10 +246,21 @@ class RunDriver:
             return RunEvent.DRAINED, "PausedByUser"
 
     async def _enter(self, loop: RunLoop, lost: dict[str, str]) -> bool:
+        entered = self._spec
+
+        def keep_size() -> None:
+            size = {"replicas": entered.rollout.replicas}
+            rollout = self._spec.rollout.model_copy(update=size)
+            self._spec = self._spec.model_copy(update={"rollout": rollout})
+
         async with asyncio.TaskGroup() as tasks:
-            watch = tasks.create_task(self._watch_workers())
+            watches = [
+                tasks.create_task(self._watch_workers()),
+                tasks.create_task(self._resizing.watch(entered, lambda: self._spec, keep_size)),
+            ]
             is_finished = await loop.run(on_ready=self._ready, lost_workers=list(lost))
-            watch.cancel()
+            for watch in watches:
+                watch.cancel()
         return is_finished
 
     async def _ready(self) -> None:
@@ -253,9 +271,12 @@ class RunDriver:
 
     async def _take_loss(self, error: Exception) -> dict[str, str]:
         """Note what was lost and make room for its replacement; raise if the run cannot go on."""
-        errors = leaves(error)
+        errors = [leaf for leaf in leaves(error) if not isinstance(leaf, ResizedError)]
         if not is_loss(errors):
             raise error
+        if len(errors) < len(leaves(error)) and not self._exits:
+            # Whatever else broke did so because the loop was left.
+            return await self._resizing.settle(self._spec)
         await self._await_exit_report()
         step = self._loop.step if self._loop is not None else 0
         self._losses = 1 if step > self._step_at_loss else self._losses + 1

@@ -20,8 +20,8 @@ SPEC = {
 OWNER = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "controller", "uid": "u1"}
 
 
-def build(folder: Path, *, profiles: tuple[str, ...], world_size: int = 1) -> list[Pod]:
-    config = one(render(profiles=profiles), "ConfigMap", "demo-slipstream-workers")
+def build(folder: Path, *values: str, profiles: tuple[str, ...], world_size: int = 1) -> list[Pod]:
+    config = one(render(*values, profiles=profiles), "ConfigMap", "demo-slipstream-workers")
     for name, text in config["data"].items():
         (folder / name).write_text(text)
     spec = parse_spec({**SPEC, "trainer": {**SPEC["trainer"], "world_size": world_size}})
@@ -72,6 +72,17 @@ def test_workers_are_ready_once_they_say_so(tmp_path: Path) -> None:
         assert container["readinessProbe"]["exec"]["command"] == ["test", "-e", file]
         files.add(file)
     assert len(files) == 3
+
+
+def test_a_queue_admits_the_pods_of_a_run_together(tmp_path: Path) -> None:
+    pods = build(tmp_path, "--set", "workers.kueue.queueName=gpus", profiles=("multi-node",))
+    for pod in pods:
+        labels, annotations = pod["metadata"]["labels"], pod["metadata"]["annotations"]
+        assert labels["kueue.x-k8s.io/queue-name"] == "gpus"
+        assert labels["kueue.x-k8s.io/pod-group-name"] == "run-0198"
+        assert annotations["kueue.x-k8s.io/pod-group-total-count"] == "3"
+    (plain, *_) = build(tmp_path, profiles=("multi-node",))
+    assert not [label for label in plain["metadata"]["labels"] if "kueue" in label]
 
 
 def test_bundled_workers_ask_for_a_gpu_each_in_one_pod(tmp_path: Path) -> None:

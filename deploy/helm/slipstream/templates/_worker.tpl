@@ -13,6 +13,9 @@ metadata:
   labels:
     {{- include "slipstream.labels" (dict "root" .root "component" .role) | nindent 4 }}
     slipstream.dev/worker: "true"
+    {{- with $workers.kueue.queueName }}
+    kueue.x-k8s.io/queue-name: {{ . }}
+    {{- end }}
     {{- with $workers.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
