@@ -18,7 +18,7 @@ _BLOCK_ROWS = 8
 _WARPS = 8
 # Beside a running transfer and decoding, a checksum may take this many of the GPU's processors: more would
 # delay the transfer's own kernels, fewer could not keep up with the wire.
-_BLOCKS_BESIDE = 32
+_BLOCKS_BESIDE = 16
 
 
 def write_checksum(bucket: Tensor, sums: Tensor, *, alone: bool = False) -> None:

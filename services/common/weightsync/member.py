@@ -27,6 +27,7 @@ from services.common.weightsync.endpoints import (
     WeightSink,
     WeightSource,
     on_device,
+    quick_turns,
 )
 from services.common.weightsync.epochs import Epochs
 from services.common.weightsync.group import KeyValueStore, WeightGroup
@@ -224,8 +225,9 @@ class WeightMember:
         start = time.perf_counter()
         async with self._adopting:
             try:
-                async with asyncio.timeout(order.timeout_s):
-                    done = await self._epochs.thread.run(lambda: self._exchange(group, order))
+                with quick_turns():
+                    async with asyncio.timeout(order.timeout_s):
+                        done = await self._epochs.thread.run(lambda: self._exchange(group, order))
             except BaseException as error:
                 await self._leave()
                 raise _explained(error, order) from error
