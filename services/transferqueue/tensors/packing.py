@@ -1,5 +1,6 @@
 """Tensors to columns of bytes and back."""
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -49,12 +50,25 @@ class PackedColumn:
         view, values = target.numpy().data, target.view(self.pieces[0].dtype)
         item = values.element_size()
         begin = 0
-        for batch in _batches(self.pieces, max(step_bytes // item, 1)):
-            end = begin + sum(map(Tensor.numel, batch))
+        for batch, size in self._batches(max(step_bytes // item, 1)):
+            end = begin + size
             with torch.no_grad():
                 torch.cat(batch, out=values[begin:end])
             yield view[begin * item : end * item]
             begin = end
+
+    def _batches(self, step: int) -> Iterator[tuple[tuple[Tensor, ...], int]]:
+        """Pieces that have at most ``step`` elements together, and how many; larger ones are cut."""
+        ends = list(accumulate(map(Tensor.numel, self.pieces)))
+        first = begin = 0
+        while first < len(ends):
+            last = bisect_right(ends, begin + step, first)
+            if last == first:
+                yield from (((part,), part.numel()) for part in self.pieces[first].split(step))
+                last += 1
+            else:
+                yield self.pieces[first:last], ends[last - 1] - begin
+            first, begin = last, ends[last - 1]
 
     def to_bytes(self) -> memoryview:
         """A copy of the bytes."""
@@ -88,9 +102,10 @@ def pack(name: str, values: Values) -> PackedColumn:
         rank = 0 if values.is_scalar else values.values.dim()
         lengths = values.lengths.tolist()
         return _column(name, [values.values], lengths, rank, tuple(values.values.shape[1:]))
-    if values and all(map(_is_tensor, values)):
+    are_tensors = {issubclass(kind, Tensor) for kind in set(map(type, values))}
+    if are_tensors == {True}:
         return _pack_rows(name, cast("Sequence[Tensor]", values))
-    if any(map(_is_tensor, values)):
+    if True in are_tensors:
         raise InvalidArgumentError(f"field {name!r} mixes tensors and other values")
     return _pack_objects(name, values)
 
@@ -166,25 +181,6 @@ def _pack_rows(name: str, rows: Sequence[Tensor]) -> PackedColumn:
     return _column(name, rows, lengths, rank, tuple(tail))
 
 
-def _batches(pieces: Sequence[Tensor], step: int) -> Iterator[list[Tensor]]:
-    """Pieces that have about ``step`` elements together, cut where one has more."""
-    batch: list[Tensor] = []
-    size = 0
-    for piece in pieces:
-        for part in piece.split(step) if piece.numel() > step else (piece,):
-            batch.append(part)
-            size += part.numel()
-            if size >= step:
-                yield batch
-                batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
-
-
 def _text_of(rows: Sequence[Tensor]) -> str:
     kinds = dict.fromkeys(f"{row.dtype} {['*', *row.shape[1:]]}" for row in rows)
     return ", ".join(list(kinds)[:5])
@@ -224,7 +220,7 @@ def _column(
     row_bytes = ITEM_BYTES[dtype] * prod(tail)
     is_float8 = dtype.startswith("float8")
     pieces = tuple(tensors if rank == 1 else [tensor.reshape(-1) for tensor in tensors])
-    if is_float8 or not all(piece.is_cpu for piece in pieces):
+    if is_float8 or not pieces[0].is_cpu:
         # Bytes can do what the float8 types cannot: be concatenated.
         pieces = tuple([_bytes_of(piece) if is_float8 else piece.cpu() for piece in pieces])
     offsets = list(accumulate([length * row_bytes for length in lengths], initial=0))
