@@ -28,12 +28,29 @@ def test_a_specification_that_can_run_passes(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "name", ["code_tests", "http://judge/score", "https://judge/score", "grpc://judge:1"]
+)
+def test_built_in_rewards_and_services_pass(tmp_path, name):
+    check(spec_with(tmp_path, rollout={"rewards": [{"name": name}]}))
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"model": {"path": "/no/such/folder"}}, ["model.path", "/no/such/folder", "tiny:"]),
         ({"model": {"path": "tiny:huge"}}, ["tiny:huge", "tiny:qwen2-0.4m"]),
         ({"rollout": {"engine": "vllm"}}, ["vllm", "not installed", "torch"]),
         ({"rollout": {"rewards": [{"name": "nope"}]}}, ["rollout.rewards.0.name", "math_verify"]),
+        (
+            {
+                "rollout": {
+                    "rewards": [{"name": "exact_match"}],
+                    "workflow": "agent",
+                    "workflow_arguments": {"agent": "no_module_y:f"},
+                }
+            },
+            ["rollout.workflow_arguments.agent", "no_module_y"],
+        ),
         (
             {"rollout": {"rewards": [{"name": "no_module_x:f"}]}},
             ["rollout.rewards.0.name", "no_module_x"],
