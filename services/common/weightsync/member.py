@@ -11,13 +11,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from services.common.errors import (
     DataLossError,
-    DeadlineExceededError,
     FailedPreconditionError,
     UnavailableError,
 )
@@ -33,22 +31,11 @@ from services.common.weightsync.epochs import Epochs
 from services.common.weightsync.group import KeyValueStore, WeightGroup
 from services.common.weightsync.modes.base import Receiver, Sender
 from services.common.weightsync.modes.build import build_receiver, build_sender, wire_device
+from services.common.weightsync.outcomes import TransferReport, explained
 from services.common.weightsync.plan import TensorSpec, fsdp_shards, make_plan, version_digest
-from services.common.weightsync.transfer import TransferError, TransferOrder, Transferred
+from services.common.weightsync.transfer import TransferOrder, Transferred
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferReport:
-    """One member's view of a transfer."""
-
-    digests: tuple[str, ...]
-    """Of each source that took part, in order: one for a sender, all for a receiver."""
-    num_bytes: int
-    """Bytes sent or received."""
-    seconds: float
-    """From the order to the verified end."""
 
 
 class WeightMember:
@@ -230,7 +217,7 @@ class WeightMember:
                         done = await self._epochs.thread.run(lambda: self._exchange(group, order))
             except BaseException as error:
                 await self._leave()
-                raise _explained(error, order) from error
+                raise explained(error, order) from error
         if not self._epochs.holds(group):
             raise UnavailableError(f"epoch {order.epoch} was aborted during its transfer")
         seconds = time.perf_counter() - start
@@ -338,21 +325,3 @@ class WeightMember:
                 "no plan is agreed on; agree on one before forming a group"
             )
         return side
-
-
-def _explained(error: BaseException, order: TransferOrder) -> BaseException:
-    """What a failed transfer means to the controller."""
-    match error:
-        case TransferError():
-            metrics.REFUSED.labels("checksum").inc()
-            return DataLossError(str(error), version=order.version)
-        case TimeoutError():
-            return DeadlineExceededError(
-                f"transfer of version {order.version} took longer than {order.timeout_s} s",
-                version=order.version,
-            )
-        case RuntimeError():
-            return UnavailableError(
-                f"transfer of version {order.version} lost a member: {error}", version=order.version
-            )
-    return error
