@@ -98,6 +98,15 @@ class RunSpec(SpecPart):
         return self
 
     @model_validator(mode="after")
+    def _engine_takes_weights(self) -> Self:
+        if self.weight_sync.mode == "inplace" and self.rollout.engine != "torch":
+            raise ValueError(
+                "weight_sync.mode inplace writes into live weights, which engine "
+                f"{self.rollout.engine!r} keeps to itself; choose mode shadow, or rollout.engine torch"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _parts_fit_together(self) -> Self:
         sampling = self.rollout.sampling
         if sampling.temperature == 0:

@@ -1,8 +1,8 @@
 """How new weights reach the rollouts."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from services.common.spec.base import SpecPart
 
@@ -32,3 +32,12 @@ class WeightSyncSpec(SpecPart):
     adopt_timeout_s: float = Field(300.0, gt=0)
     """Deadline for a rollout to put a received version into service. Without partial rollout it finishes
     its running responses first, so this bounds the longest response."""
+
+    @model_validator(mode="after")
+    def _backend_fits_mode(self) -> Self:
+        if self.mode == "cpu_async" and self.backend == "nccl":
+            raise ValueError(
+                "weight_sync.mode cpu_async goes through host memory, which NCCL does not reach; set "
+                "weight_sync.backend to auto"
+            )
+        return self

@@ -35,6 +35,14 @@ def changed(**parts):
     ("document", "words"),
     [
         (changed(trainer={"stepz": 3}), ["trainer.stepz", "not a known key"]),
+        (
+            changed(weight_sync={"mode": "inplace"}, rollout={"engine": "vllm"}),
+            ["inplace", "vllm", "shadow"],
+        ),
+        (
+            changed(weight_sync={"mode": "cpu_async", "backend": "nccl"}),
+            ["weight_sync", "cpu_async", "auto"],
+        ),
         (changed(trainer={"steps": 0}), ["trainer.steps", "greater than or equal to 1", "0"]),
         (changed(rollout={"engine": "tgi"}), ["rollout.engine", "'vllm'", "tgi"]),
         ({key: value for key, value in SMALLEST.items() if key != "model"}, ["model", "missing"]),
