@@ -17,8 +17,8 @@ class WeightSyncSpec(SpecPart):
     the live weights under a pause, where there is no memory for a second copy. ``cpu_async``: through host
     memory and Gloo, where members share no NCCL. ``delta``: only what changed, for slow links."""
     senders: Literal["ranks", "leader"] = "ranks"
-    """Who sends. ``ranks``: every trainer rank its own rows. ``leader``: rank 0, after a gather; so it is also
-    where adapters are merged or tensors divided by columns."""
+    """Who sends. ``ranks``: every trainer rank its own rows. ``leader``: rank 0, after a gather; that is also
+    how merged adapters and tensors divided by columns are sent."""
     bucket_bytes: int | None = Field(None, ge=1 << 16)
     """Bytes sent by one collective. Default: 512 MiB over NCCL, 64 MiB over Gloo, where a bucket is also the
     unit in which a stopped member is noticed."""
