@@ -162,6 +162,19 @@ ALL = (
         actions=(
             "`malformed`: processes of different releases talk to each other; make all images the same.",
             "`unauthenticated`: something else in the cluster tries the port; the network policies should keep it out.",
+            "`foreign`: a worker asked for samples of another run; look at the code of its rewards and data.",
+        ),
+    ),
+    Alert(
+        name="SlipstreamCallersRefused",
+        expression="sum by (reason) (rate(slipstream_auth_failures_total[5m])) > 0.2",
+        lasts="10m",
+        severity="ticket",
+        summary="Callers are refused again and again: {{ $labels.reason }}",
+        meaning="For ten minutes somebody has called the API or the services' gRPC without being allowed to.",
+        actions=(
+            "`unauthenticated`: a token has expired or was revoked, a service has another `serviceKey`, or somebody tries tokens; the pods whose metric grows say where.",
+            "`permission_denied`: a worker asks for another run's data. That is a fault, or an attack by the code of a run: look at that run's rewards and data.",
         ),
     ),
     Alert(

@@ -10,11 +10,11 @@ from prometheus_client.metrics_core import Metric
 from services.controller.run_collector import RunCollector
 
 _MODULES = {
-    "all": "services.common.grpc_metrics",
-    "controller": "services.controller.metrics",
-    "transferqueue": "services.transferqueue.metrics",
-    "rollout": "services.rollout.metrics",
-    "trainer": "services.trainer.metrics",
+    "all": ("services.common.grpc_metrics", "services.common.access"),
+    "controller": ("services.controller.metrics",),
+    "transferqueue": ("services.transferqueue.metrics",),
+    "rollout": ("services.rollout.metrics",),
+    "trainer": ("services.trainer.metrics",),
 }
 _PREFIX = "slipstream_"
 
@@ -34,7 +34,8 @@ def registered() -> list[MetricDoc]:
     """All metrics, by service and name."""
     found = [
         _doc(metric, tuple(collector._labelnames), service)  # noqa: SLF001  no public listing
-        for service, module in _MODULES.items()
+        for service, modules in _MODULES.items()
+        for module in modules
         for collector in _collectors(vars(importlib.import_module(module)).values())
         for metric in collector.describe()
         if metric.name.startswith(_PREFIX)

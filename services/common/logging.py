@@ -2,9 +2,12 @@
 
 import json
 import logging
+import re
 import sys
 from typing import Literal
 
+# API tokens, run tokens, and whatever else is sent to prove who somebody is.
+_SECRET = re.compile(r"\b(slp_|slr_|[Bb]earer )[\w.~+/=-]{8,}")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -35,7 +38,8 @@ class _TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         extras = " ".join(f"{key}={value}" for key, value in _extras(record).items())
-        return " ".join(part for part in (self._prefix, super().format(record), extras) if part)
+        line = " ".join(part for part in (self._prefix, super().format(record), extras) if part)
+        return _without_secrets(line)
 
 
 class _JsonFormatter(logging.Formatter):
@@ -54,4 +58,8 @@ class _JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        return _without_secrets(json.dumps(line, default=str))
+
+
+def _without_secrets(line: str) -> str:
+    return _SECRET.sub(r"\1***", line)

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 import sqlalchemy as sa
 
+from services.common.access import AUTH_FAILURES
 from services.common.errors import NotFoundError, PermissionDeniedError, UnauthenticatedError
 from services.common.spec.run import RunSpec
 from services.controller.store.database import Database
@@ -100,7 +101,11 @@ class Authenticators:
                 return way.authenticate(authorization)
             except UnauthenticatedError:
                 continue
-        return last.authenticate(authorization)
+        try:
+            return last.authenticate(authorization)
+        except UnauthenticatedError:
+            AUTH_FAILURES.labels("unauthenticated").inc()
+            raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

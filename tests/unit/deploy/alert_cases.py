@@ -99,6 +99,12 @@ CASES = [
         summary="The data plane refused messages: malformed",
     ),
     _case(
+        "SlipstreamCallersRefused",
+        {'slipstream_auth_failures_total{reason="unauthenticated"}': "0x10 0+60x30"},
+        severity="ticket", reason="unauthenticated", quiet_at="9m", fires_at="30m",
+        summary="Callers are refused again and again: unauthenticated",
+    ),
+    _case(
         "SlipstreamControllerDown",
         {'slipstream_runs{state="RUNNING"}': "1x5 stale"},
         severity="page", quiet_at="5m", fires_at="15m", summary="No controller is scraped",
