@@ -36,14 +36,13 @@ from services.trainer.batch.packing import pack
 from services.trainer.batch.plan import plan_step
 from services.trainer.batch.samples import Samples
 from services.trainer.checkpoint.checkpointer import Checkpointer
+from services.trainer.model.flops import peak_flops
 from services.trainer.model.parallel import Topology, build_topology, distribute, join_processes
 from services.trainer.model.policy import Policy
 from services.trainer.ranks.build import sequence_cost
 from services.trainer.step import StepRunner
 
 RESULTS = Path(__file__).parents[1] / "results" / "trainer.json"
-_PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-"""Dense bfloat16 operations per second by part of the device's name."""
 
 
 class Launch(BaseSettings):
@@ -110,7 +109,7 @@ def measure_packed(
 ) -> dict[str, Any]:
     """Our step: tokens per second, MFU, memory, and what a checkpoint costs."""
     spec = spec_of(scale, **trainer)
-    model = build_model(scale.config, dtype=torch.float32, device="cpu")
+    model = build_model(scale.config, dtype=torch.float32, device=device)
     policy = Policy(model, temperature=1.0)
     cost = sequence_cost(policy)
     topology = build_topology(
@@ -137,7 +136,7 @@ def measure_packed(
         "micro_batches": len(plan.updates[0]),
         "peak_memory_gib": peak_gib(device),
     }
-    peak = next((v for key, v in _PEAK_FLOPS.items() if key in device_name(device)), None)
+    peak = peak_flops(device)
     if peak is not None:
         row["mfu"] = useful_flops(scale) / seconds / peak / launch.world_size
     return row | measure_checkpoint(runner, topology)
@@ -250,10 +249,6 @@ def timed(work: Callable[[], Any], rounds: int, device: torch.device) -> float:
         if number:
             seconds.append(time.perf_counter() - start)
     return median(seconds)
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def reset_peak(device: torch.device) -> None:

@@ -10,6 +10,7 @@ from services.common.jagged import Jagged
 from services.common.models.presets import preset_config
 from services.common.spec.run import RunSpec
 from services.trainer.batch.samples import Cohort, Samples
+from services.trainer.model.flops import training_flops
 
 
 @dataclass(frozen=True)
@@ -114,18 +115,6 @@ def make_samples(scale: Scale) -> tuple[Samples, Cohort]:
 
 
 def useful_flops(scale: Scale) -> float:
-    """Operations of one step that padding, recomputation and the optimizer do not count in.
-
-    Forward ``2 P`` per token in the layers' ``P`` weights, ``2 n h L^2`` in causal attention over a
-    sequence, ``2 V h`` per response token in the logits; the backward pass takes twice as much.
-    """
-    config: Any = scale.config
-    hidden, layers = config.hidden_size, config.num_hidden_layers
-    head = hidden // config.num_attention_heads
-    attention = 2 * hidden * hidden + 2 * hidden * head * config.num_key_value_heads
-    weights = layers * (attention + 3 * hidden * config.intermediate_size)
+    """Operations of one step that are of use."""
     lengths = long_tailed_lengths(scale)
-    forward = 2.0 * weights * sum(lengths)
-    forward += 2.0 * layers * hidden * sum(length**2 for length in lengths)
-    forward += 2.0 * config.vocab_size * hidden * sum(n - n // 8 for n in lengths)
-    return 3.0 * forward
+    return training_flops(scale.config, lengths, sum(n - n // 8 for n in lengths))

@@ -28,7 +28,6 @@ from services.common.spec.loader import canonical_json, parse_spec
 from services.common.weightsync.member import WeightMember
 from services.common.weightsync.server import WeightSyncServicer
 from services.controller.client import WorkerSession, open_rendezvous
-from services.trainer import metrics
 from services.trainer.ending import until_stopped
 from services.trainer.model.parallel import join_processes
 from services.trainer.ranks.build import Built, build_rank, device_of
@@ -39,7 +38,6 @@ from services.trainer.ranks.rank import Fetch
 from services.trainer.scoring.worker import serve_logp, serve_ref_logp
 from services.trainer.server import TrainerServicer
 from services.trainer.settings import TrainerSettings
-from services.trainer.step import StepResult
 from services.transferqueue.dataclient import DataClient
 from slipstream.trainer.v1 import trainer_pb2_grpc
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
@@ -53,11 +51,6 @@ async def lead(settings: TrainerSettings) -> None:
     """Serve one run as rank 0."""
     leader, crew = Leader(), Crew(settings.world_size)
     async with AsyncExitStack() as stack:
-
-        def on_step(step: int, result: StepResult) -> None:
-            session.report(weight_version=step)
-            metrics.observe_step(settings.run_id, step, result.metrics, skipped=result.skipped)
-
         member = WeightMember(
             source=leader,
             device=device_of(settings),
@@ -67,7 +60,12 @@ async def lead(settings: TrainerSettings) -> None:
 
         def register(server: grpc.aio.Server) -> None:
             trainer_pb2_grpc.add_TrainerServiceServicer_to_server(
-                TrainerServicer(leader, on_step), server
+                TrainerServicer(
+                    leader,
+                    settings.run_id,
+                    on_step=lambda step: session.report(weight_version=step),
+                ),
+                server,
             )
             weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server(
                 WeightSyncServicer(member), server

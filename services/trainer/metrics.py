@@ -1,6 +1,7 @@
 """Prometheus metrics of the trainer; docs/metrics.md explains each."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -16,6 +17,27 @@ IDLE_SECONDS = Counter(
     "slipstream_trainer_idle_seconds_total", "Time without work, by what was waited for.",
     ["run", "reason"],
 )  # fmt: skip
+MFU = Gauge(
+    "slipstream_trainer_mfu_ratio", "Useful operations per second over what the device can do.",
+    ["run"],
+)  # fmt: skip
+TOKEN_RATE = Gauge(
+    "slipstream_trainer_tokens_per_second", "Tokens of the newest step over its time.", ["run"]
+)
+GPU_MEMORY = Gauge(
+    "slipstream_trainer_gpu_memory_bytes", "Memory of rank 0's GPU.", ["run", "kind"]
+)
+CHECKPOINTS = Counter("slipstream_checkpoints_total", "Checkpoints by outcome.", ["run", "outcome"])
+CHECKPOINT_SECONDS = Histogram(
+    "slipstream_checkpoint_duration_seconds",
+    "Time of a checkpoint by phase; only the snapshot blocks training.",
+    ["run", "phase"],
+    buckets=STEP,
+)
+CHECKPOINT_STEP = Gauge("slipstream_checkpoint_last_success_step", "Newest saved step.", ["run"])
+CHECKPOINT_TIME = Gauge(
+    "slipstream_checkpoint_last_success_timestamp_seconds", "When it was saved.", ["run"]
+)
 WEIGHT_VERSION = Gauge("slipstream_trainer_weight_version", "Steps trained.", ["run"])
 NONFINITE = Counter(
     "slipstream_trainer_nonfinite_total", "Numbers that were not finite.", ["run", "what"]
@@ -39,6 +61,7 @@ _GAUGES = {
         ("rollout_logprob_abs_diff_max", "logprob_abs_diff", "Largest rollout-to-trainer gap."),
     )
 }  # fmt: skip
+_NONFINITE = ("reward", "logprob", "loss", "grad")
 _KL_PAIRS = {"kl_rollout": "policy_rollout", "kl_ref": "policy_ref"}
 
 
@@ -56,12 +79,38 @@ def observe_step(run: str, step: int, metrics: Mapping[str, float], *, skipped: 
     for name, value in metrics.items():
         if name.startswith("seconds_"):
             STEP_SECONDS.labels(run, name.removeprefix("seconds_")).observe(value)
+        elif name.startswith("idle_seconds_"):
+            IDLE_SECONDS.labels(run, name.removeprefix("idle_seconds_")).inc(value)
         elif name in _GAUGES:
             _GAUGES[name].labels(run).set(value)
         elif name in _KL_PAIRS:
             KL.labels(run, _KL_PAIRS[name]).set(value)
-    NONFINITE.labels(run, "input").inc(metrics.get("nonfinite_inputs", 0.0))
-    NONFINITE.labels(run, "gradient").inc(metrics.get("nonfinite_updates", 0.0))
+    for what in _NONFINITE:
+        NONFINITE.labels(run, what).inc(metrics.get(f"nonfinite_{what}", 0.0))
+    if "mfu" in metrics:
+        MFU.labels(run).set(metrics["mfu"])
+    if "gpu_memory_peak_bytes" in metrics:
+        GPU_MEMORY.labels(run, "peak").set(metrics["gpu_memory_peak_bytes"])
     if "tokens" in metrics:
+        TOKEN_RATE.labels(run).set(metrics["tokens_per_s"])
         TOKENS.labels(run, "response").inc(metrics["response_tokens"])
         TOKENS.labels(run, "prompt").inc(metrics["tokens"] - metrics["response_tokens"])
+
+
+@contextmanager
+def counted_checkpoint(run: str) -> Iterator[None]:
+    """Count what a block makes of a checkpoint."""
+    outcome = "failed"
+    try:
+        yield
+        outcome = "ok"
+    finally:
+        CHECKPOINTS.labels(run, outcome).inc()
+
+
+def observe_checkpoint(run: str, step: int, seconds: Mapping[str, float]) -> None:
+    """Export a saved checkpoint: its step, and its time by phase."""
+    for phase, spent in seconds.items():
+        CHECKPOINT_SECONDS.labels(run, phase).observe(spent)
+    CHECKPOINT_STEP.labels(run).set(step)
+    CHECKPOINT_TIME.labels(run).set_to_current_time()

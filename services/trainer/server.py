@@ -7,8 +7,8 @@ import grpc
 
 from services.common.batch import KVBatchMeta
 from services.common.errors import InvalidArgumentError
+from services.trainer import metrics
 from services.trainer.ranks.leader import Leader
-from services.trainer.step import StepResult
 from slipstream.trainer.v1 import trainer_pb2 as pb
 from slipstream.trainer.v1 import trainer_pb2_grpc
 
@@ -20,11 +20,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     Args:
         leader: Trains.
+        run_id: Labels the metrics.
         on_step: Hears of every answered step.
     """
 
-    def __init__(self, leader: Leader, on_step: Callable[[int, StepResult], None]) -> None:
+    def __init__(self, leader: Leader, run_id: str, on_step: Callable[[int], None]) -> None:
         self._leader = leader
+        self._run_id = run_id
         self._on_step = on_step
 
     async def TrainStep(  # noqa: N802
@@ -44,7 +46,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         result = await self._leader.train_step(
             request.step, meta, weight_version=request.weight_version
         )
-        self._on_step(request.step, result)
+        metrics.observe_step(self._run_id, request.step, result.metrics, skipped=result.skipped)
+        self._on_step(request.step)
         return pb.TrainStepResponse(
             step=request.step, metrics=result.metrics, skipped=result.skipped
         )
@@ -59,5 +62,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.SaveCheckpointRequest, context: _Context
     ) -> pb.SaveCheckpointResponse:
         """Save the training state; answers when it is safe on disk."""
-        folder = await self._leader.save(request.step)
-        return pb.SaveCheckpointResponse(path=str(folder))
+        with metrics.counted_checkpoint(self._run_id):
+            saved = await self._leader.save(request.step)
+        metrics.observe_checkpoint(self._run_id, request.step, saved.seconds)
+        return pb.SaveCheckpointResponse(path=str(saved.folder))

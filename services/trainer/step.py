@@ -8,6 +8,7 @@ Every rank runs the same sequence of collectives, whatever its share of the batc
 """
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from services.trainer.batch.report import derive, describe_batch
 from services.trainer.batch.samples import Cohort, Samples, idle_samples
 from services.trainer.model import optim
 from services.trainer.model.critic import CriticRunner
+from services.trainer.model.flops import peak_flops, training_flops
 from services.trainer.model.parallel import free_gathered
 from services.trainer.model.policy import Policy, trainable
 from services.trainer.phases import PhaseTimer
@@ -107,8 +109,8 @@ class StepRunner:
             plan: What this rank does.
         """
         timer, tally = PhaseTimer(), Tally()
-        with timer("score"):
-            samples = self._with_frozen_logprobs(samples, plan)
+        begin = time.perf_counter()
+        samples = self._with_frozen_logprobs(samples, plan, timer)
         with timer("advantage"):
             samples = self._with_advantages(samples, cohort, tally)
         describe_batch(weight_version, samples, tally)
@@ -117,6 +119,7 @@ class StepRunner:
             metrics = self._summary(samples, updates, tally)
         self._adapt_kl(metrics, len(cohort.groups))
         metrics |= {f"seconds_{phase}": spent for phase, spent in timer.seconds.items()}
+        metrics |= self._utilization(metrics, cohort, time.perf_counter() - begin)
         return StepResult(metrics=metrics, skipped=not any(update.applied for update in updates))
 
     def parts(self) -> dict[str, tuple[nn.Module, torch.optim.AdamW]]:
@@ -138,16 +141,34 @@ class StepRunner:
     def _packed(self, samples: Samples) -> PackedTokens:
         return pack(samples.prompts, samples.responses, device=self._device)
 
-    def _with_frozen_logprobs(self, samples: Samples, plan: StepPlan) -> Samples:
+    def _utilization(
+        self, metrics: Mapping[str, float], cohort: Cohort, seconds: float
+    ) -> dict[str, float]:
+        """What the step made of the device; nothing where that is not known."""
+        if self._device.type != "cuda":
+            return {}
+        used = {"gpu_memory_peak_bytes": float(torch.cuda.max_memory_allocated(self._device))}
+        peak = peak_flops(self._device)
+        if peak is not None:
+            flops = training_flops(
+                self._policy.model.config, cohort.lengths, int(metrics["response_tokens"])
+            )
+            used["mfu"] = flops / seconds / peak / self._spec.trainer.world_size
+        return used
+
+    def _with_frozen_logprobs(self, samples: Samples, plan: StepPlan, timer: PhaseTimer) -> Samples:
         """Add what the step compares with and no update changes."""
         if self._needs_proximal and "proximal_logprobs" not in samples.tokens:
-            scored = self._score(self._policy, samples, plan)
+            with timer("old_logprob"):
+                scored = self._score(self._policy, samples, plan)
             samples = samples.with_tokens(proximal_logprobs=scored)
         if self._reference is not None and "ref_logprobs" not in samples.tokens:
-            scored = self._score(self._reference, samples, plan)
+            with timer("ref_logprob"):
+                scored = self._score(self._reference, samples, plan)
             samples = samples.with_tokens(ref_logprobs=scored)
         if self.critic is not None:
-            samples = samples.with_tokens(values=self.critic.values(samples, plan))
+            with timer("critic"):
+                samples = samples.with_tokens(values=self.critic.values(samples, plan))
         return samples
 
     @torch.no_grad()
@@ -270,6 +291,8 @@ class StepRunner:
         metrics["learning_rate"] = updates[-1].learning_rate
         metrics["kl_coefficient"] = self.kl_coefficient
         metrics["nonfinite_updates"] = float(sum(not update.applied for update in updates))
+        metrics["nonfinite_loss"] = float(sum(not math.isfinite(u.loss) for u in updates))
+        metrics["nonfinite_grad"] = metrics["nonfinite_updates"] - metrics["nonfinite_loss"]
         return metrics
 
     def _adapt_kl(self, metrics: Mapping[str, float], num_samples: int) -> None:

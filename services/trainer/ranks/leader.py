@@ -2,8 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -13,10 +14,21 @@ from services.common.errors import FailedPreconditionError, UnavailableError
 from services.common.weightsync.canary import Canary
 from services.common.weightsync.plan import TensorSpec
 from services.trainer.checkpoint.checkpointer import Snapshot
+from services.trainer.phases import PhaseTimer
 from services.trainer.ranks.crew import Crew, Kind, Order
+from services.trainer.ranks.idle import IdleClock
 from services.trainer.ranks.rank import Rank
 from services.trainer.step import StepResult
 from services.trainer.weights import WeightExport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCheckpoint:
+    """A checkpoint that is safe on disk."""
+
+    folder: Path
+    seconds: Mapping[str, float]
+    """Time by phase: the ``snapshot`` blocked training, the ``write`` did not."""
 
 
 class Leader:
@@ -33,6 +45,7 @@ class Leader:
         self._turn = threading.Lock()
         self._steps = asyncio.Lock()
         self._saving = asyncio.Lock()
+        self._idle = IdleClock()
 
     def attach(self, rank: Rank, weights: WeightExport, crew: Crew, *, step: int = 0) -> None:
         """Start to answer, with the other ranks following.
@@ -93,12 +106,15 @@ class Leader:
         rank, _ = self._attached()
         with self._turn:
             version = step - 1 if weight_version is None else weight_version
+            idle = self._idle.step_begins()
             self._crew.tell(Order(Kind.TRAIN, step, version, meta.to_bytes()))
             result = rank.train(step, meta, weight_version=version)
+            result.metrics.update({f"idle_seconds_{why}": spent for why, spent in idle.items()})
             self._newest = (step, result)
+            self._idle.step_ended()
             return result
 
-    async def save(self, step: int) -> Path:
+    async def save(self, step: int) -> SavedCheckpoint:
         """Save the state of the newest step. Training waits for the copy, not for the disk.
 
         Raises:
@@ -107,11 +123,15 @@ class Leader:
         """
         rank, _ = self._attached()
         async with self._saving:
-            snapshot = await asyncio.to_thread(self._snapshot, rank, step)
-            return await asyncio.to_thread(rank.checkpointer.write, snapshot)
+            timer = PhaseTimer()
+            with timer("snapshot"):
+                snapshot = await asyncio.to_thread(self._snapshot, rank, step)
+            with timer("write"):
+                folder = await asyncio.to_thread(rank.checkpointer.write, snapshot)
+            return SavedCheckpoint(folder=folder, seconds=timer.seconds)
 
     def _snapshot(self, rank: Rank, step: int) -> Snapshot:
-        with self._turn:
+        with self._turn, self._idle("checkpoint"):
             # A step may have ended while this waited for its turn, so the check belongs here.
             newest, _ = self._newest
             if step != newest:
@@ -131,7 +151,7 @@ class Leader:
     def weight_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The current weights, or this rank's rows of them; training waits until they are read."""
         _, weights = self._attached()
-        with self._turn:
+        with self._turn, self._idle("weight_sync"):
             if weights.sends_rows:
                 yield from weights.weight_rows()
             else:
@@ -141,7 +161,7 @@ class Leader:
     def score_canary(self) -> Canary:
         """Score a short text under the current weights, with all ranks."""
         _, weights = self._attached()
-        with self._turn:
+        with self._turn, self._idle("weight_sync"):
             self._crew.tell(Order(Kind.SCORE))
             return weights.score_canary()
 

@@ -89,8 +89,10 @@ class Rank:
         )
         with timer("fetch"):
             samples = self._fetch_share(version, meta, fields, cohort, plan)
-        if self._any_rank_has(nonfinite_inputs(samples, cohort)):
-            result = StepResult(metrics={"nonfinite_inputs": 1.0}, skipped=True)
+        if self._any_rank_has(found := nonfinite_inputs(samples, cohort)):
+            what = "reward" if "rewards" in found else "logprob"
+            metrics = {"nonfinite_inputs": 1.0, f"nonfinite_{what}": 1.0}
+            result = StepResult(metrics=metrics, skipped=True)
         else:
             result = self.runner.run(version, samples, cohort, plan)
         if result.skipped:

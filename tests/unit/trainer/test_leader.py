@@ -20,9 +20,7 @@ async def test_steps_are_trained_once_and_in_order() -> None:
     leader = Leader()
     with pytest.raises(UnavailableError, match="still loads"):
         await leader.train_step(1, queue.meta)
-    leader.attach(
-        rank_of(spec, policy, queue), WeightExport(policy, dtype=torch.float32), Crew(1)
-    )
+    leader.attach(rank_of(spec, policy, queue), WeightExport(policy, dtype=torch.float32), Crew(1))
     with pytest.raises(FailedPreconditionError, match="train step 1 next"):
         await leader.train_step(2, queue.meta)
     first, repeated = await asyncio.gather(
@@ -53,6 +51,6 @@ async def test_only_the_newest_step_is_saved(tmp_path: Path) -> None:
         Crew(1),
     )
     await leader.train_step(1, queue.meta)
-    assert await leader.save(1) == tmp_path / "step-00000001"
+    assert (await leader.save(1)).folder == tmp_path / "step-00000001"
     with pytest.raises(FailedPreconditionError, match="newest one is 1"):
         await leader.save(0)

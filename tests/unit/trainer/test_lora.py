@@ -20,8 +20,7 @@ def test_merged_weights_are_the_trained_policy(tmp_path: Path) -> None:
     policy = policy_of(SPEC)
     queue = random_queue(policy)
     plain = [
-        (spec.name, spec.shape)
-        for spec in WeightExport(policy, dtype=torch.float32).weight_specs()
+        (spec.name, spec.shape) for spec in WeightExport(policy, dtype=torch.float32).weight_specs()
     ]
     frozen = policy.model.get_input_embeddings().weight.clone()
     add_adapters(policy.model, SPEC.trainer.lora)
