@@ -1,0 +1,61 @@
+"""Every declared algorithm runs through all services for a few steps."""
+
+import json
+import math
+from itertools import cycle
+from typing import get_args
+
+import pytest
+
+from services.common.spec.algorithm import AlgorithmSpec
+from tests.helpers.cli import train
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """Values that an option of the algorithm takes."""
+    return get_args(AlgorithmSpec.model_fields[name].annotation)
+
+
+OTHERS = (
+    ("algorithm.kl={coefficient: 0.1, placement: reward, estimator: k1}",),
+    ("algorithm.kl={coefficient: 0.1, estimator: k3+, target: 0.1}", "trainer.updates_per_step=2"),
+    ("algorithm.overlong={buffer_tokens: 2, mask_truncated: true}",),
+    ("algorithm.rejection=[{level: seq_mean, lower: 0.5, upper: 2.0}]",),
+    ("algorithm.correction=decoupled", "algorithm.correction_level=sequence"),
+    ("algorithm.dynamic_sampling=true", "algorithm.entropy_coefficient=0.01"),
+)
+COMBINATIONS = [
+    (advantage, loss, aggregation, others)
+    for advantage, loss, aggregation, others in zip(
+        choices("advantage"),
+        cycle(choices("loss")),
+        cycle(choices("aggregation")),
+        cycle(OTHERS),
+        strict=False,
+    )
+]
+# Those that need more than a group of sampled responses run at every commit.
+SPECIAL = {"remax", "gae"}
+
+
+@pytest.mark.parametrize(
+    ("advantage", "loss", "aggregation", "others"),
+    [
+        pytest.param(*names, marks=() if names[0] in SPECIAL else pytest.mark.nightly, id=names[0])
+        for names in COMBINATIONS
+    ],
+)
+def test_an_algorithm_runs(plumbing, tmp_path, advantage, loss, aggregation, others):
+    settings = (
+        f"algorithm.advantage={advantage}",
+        f"algorithm.loss={loss}",
+        f"algorithm.aggregation={aggregation}",
+        *others,
+    )
+    done = train(plumbing, tmp_path, *settings)
+    assert done.code == 0, done.out + done.err
+    steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]
+    assert len(steps) == 3
+    assert all(math.isfinite(step["loss"]) and step["nonfinite_updates"] == 0 for step in steps)
