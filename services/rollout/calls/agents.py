@@ -19,6 +19,8 @@ from services.rollout.settings import environment_of_user_code
 
 _LOAD_TIMEOUT_S = 120.0
 _LINE_BYTES = 1 << 20
+_Pending = dict[int | None, asyncio.Future[None]]
+"""Episodes by number; None stands for the loading of the function."""
 
 
 class AgentRunner(Protocol):
@@ -36,7 +38,7 @@ class AgentProcess:
         self._reference = reference
         self._tasks = tasks
         self._numbers = itertools.count()
-        self._pending: dict[int | None, asyncio.Future[None]] = {}
+        self._pending: _Pending = {}
         self._process: Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
@@ -59,8 +61,10 @@ class AgentProcess:
                 stdout=PIPE,
                 limit=_LINE_BYTES,
             )
-            loaded = self._pending[None] = asyncio.Future()
-            self._reader = self._tasks.create_task(self._read(process))
+            loaded: asyncio.Future[None] = asyncio.Future()
+            # Of this process: what is left of one that died must not touch it.
+            self._pending = {None: loaded}
+            self._reader = self._tasks.create_task(self._read(process, self._pending))
             try:
                 async with asyncio.timeout(_LOAD_TIMEOUT_S):
                     await loaded
@@ -73,13 +77,13 @@ class AgentProcess:
     async def run(self, keywords: Mapping[str, Any]) -> None:
         """Run one episode; cancelling this cancels the agent."""
         await self.start()
-        number = next(self._numbers)
-        ended = self._pending[number] = asyncio.Future()
+        number, pending = next(self._numbers), self._pending
+        ended = pending[number] = asyncio.Future()
         self._send({"id": number, "keywords": dict(keywords)})
         try:
             await ended
         finally:
-            if self._pending.pop(number, None) is not None:
+            if pending.pop(number, None) is not None:
                 self._send({"cancel": number})
 
     async def stop(self) -> None:
@@ -89,12 +93,12 @@ class AgentProcess:
         if self._reader is not None:
             await asyncio.wait([self._reader])
 
-    async def _read(self, process: Process) -> None:
+    async def _read(self, process: Process, pending: _Pending) -> None:
         """Take answers until the process ends; then whatever it worked on has failed."""
         assert process.stdout is not None
         async for line in process.stdout:
             answer = json.loads(line)
-            future = self._pending.pop(answer["id"], None)
+            future = pending.pop(answer["id"], None)
             if future is None or future.done():
                 continue
             if "error" in answer:
@@ -104,11 +108,11 @@ class AgentProcess:
             else:
                 future.set_result(None)
         status = await process.wait()
-        for future in self._pending.values():
+        for future in pending.values():
             if not future.done():
                 message = f"the process of {self._reference!r} died (exit status {status})"
                 future.set_exception(CallError("sandbox_killed", message))
-        self._pending.clear()
+        pending.clear()
 
     def _send(self, message: Mapping[str, Any]) -> None:
         assert self._process is not None
