@@ -1,6 +1,7 @@
 """Loss, gradients and weights do not depend on ranks, tensor parallelism or micro-batches."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ from torch import distributed, multiprocessing, nn
 from torch.distributed.tensor import DTensor
 
 from services.common.spec.run import RunSpec
+from services.common.spec.weight_sync import WeightSyncSpec
 from services.trainer.batch.samples import IncompleteBatchError
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.model.parallel import build_topology, distribute
 from services.trainer.ranks.crew import Crew
-from services.trainer.ranks.follower import follow
+from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
 from services.trainer.weights import WeightExport
 from tests.unit.trainer.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
@@ -53,7 +55,7 @@ def train_once(spec: RunSpec, *, rank: int = 0, world_size: int = 1) -> Outcome:
     recorder: Any = Recorder(policy)
     trained.runner.optimizer = recorder
     result = trained.train(1, queue.meta)
-    weights = dict(WeightExport(policy.model, dtype=torch.float32).weight_tensors())
+    weights = dict(WeightExport(policy, dtype=torch.float32).weight_tensors())
     return {"metrics": result.metrics, "gradients": recorder.gradients, "weights": weights}
 
 
@@ -100,9 +102,12 @@ def _serve(rank: int, world_size: int, folder: str, spec_json: str) -> None:
     trained.checkpointer = Checkpointer(
         trained.runner.parts(), root=Path(folder) / "checkpoints", keep=1, topology=topology
     )
-    weights, crew = WeightExport(policy.model, dtype=torch.float32), Crew(world_size)
+    weights = WeightExport(policy, dtype=torch.float32, senders=spec.weight_sync.senders)
+    crew = Crew(world_size)
     if rank > 0:
-        follow(crew, trained, weights)
+        follower = Follower(crew, trained, weights)
+        follower.follow()
+        torch.save(dict(follower.weight_tensors()), Path(folder) / "rows-1.pt")
     else:
         leader = Leader()
         leader.attach(trained, weights, crew)
@@ -116,7 +121,8 @@ async def _lead(leader: Leader, queue: Queue, folder: Path) -> None:
     await leader.train_step(1, queue.meta)
     await leader.train_step(2, queue.meta)
     await leader.save(2)
-    torch.save(dict(leader.weight_tensors()), folder / "weights.pt")
+    torch.save(dict(leader.weight_tensors()), folder / "rows-0.pt")
+    (folder / "canary.json").write_text(json.dumps(leader.score_canary().logprobs))
     leader.stop()
 
 
@@ -208,8 +214,10 @@ def test_a_checkpoint_of_two_ranks_goes_on_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_the_other_ranks_follow_rank_0(tmp_path: Path) -> None:
+@pytest.mark.parametrize("senders", ["ranks", "leader"])
+def test_the_other_ranks_follow_rank_0(tmp_path: Path, senders: str) -> None:
     spec = _spec(world_size=2)
+    spec = spec.model_copy(update={"weight_sync": WeightSyncSpec(senders=senders)})
     arguments = (2, str(tmp_path), spec.model_dump_json())
     multiprocessing.start_processes(_serve, args=arguments, nprocs=2)  # type: ignore[no-untyped-call]
     policy = policy_of(spec)
@@ -217,7 +225,15 @@ def test_the_other_ranks_follow_rank_0(tmp_path: Path) -> None:
     rank = rank_of(spec, policy, queue)
     for step in (1, 2):
         rank.train(step, queue.meta)
-    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
-    for name, value in WeightExport(policy.model, dtype=torch.float32).weight_tensors():
-        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-5)
+    rows = [torch.load(tmp_path / f"rows-{rank}.pt", weights_only=True) for rank in (0, 1)]
+    export = WeightExport(policy, dtype=torch.float32)
+    for name, value in export.weight_tensors():
+        found = (
+            rows[0][name]
+            if senders == "leader"
+            else torch.cat([r[name] for r in rows if name in r])
+        )
+        torch.testing.assert_close(found, value, rtol=0, atol=1e-5)
+    canary = json.loads((tmp_path / "canary.json").read_text())
+    assert canary == pytest.approx(export.score_canary().logprobs, abs=1e-4)
     assert (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").is_file()
