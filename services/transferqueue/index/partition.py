@@ -5,13 +5,13 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from sys import intern
-from typing import cast
+from typing import Any, cast
 
 from services.common.batch import KVBatchMeta
 from services.common.columns import BlobRef, TagValues
 from services.common.errors import NotFoundError
 from services.transferqueue.index.describe import MetaBuilder
-from services.transferqueue.index.parts import Column, Extension, Part, Row, Schema
+from services.transferqueue.index.parts import Column, Extension, Part, Row, Schema, first_place
 
 _MIN_LOG_ENTRIES = 1024
 
@@ -66,7 +66,7 @@ class Partition:
         by_parts: dict[tuple[Part, ...], list[Row]] = {}
         for place, row in enumerate(rows):
             by_parts.setdefault(row.parts, []).append(row)
-            row.places += (place,)
+            row.places = (*row.places, place) if row.places else first_place(place)
         extensions = [_extend(parts, group, part) for parts, group in by_parts.items()]
         for extension in extensions:
             if self.required_fields <= extension.after:
@@ -231,19 +231,31 @@ def _extend(parts: tuple[Part, ...], rows: list[Row], part: Part) -> Extension:
 
 
 def _part_of(meta: KVBatchMeta) -> Part:
+    # Many columns of a put are equal, such as the lengths of all that is counted in tokens.
+    kept: dict[TagValues, Sequence[int] | Sequence[float] | Sequence[str]] = {}
+
+    def keep(values: TagValues) -> Any:
+        found = kept.get(values)
+        if found is None or type(found[0]) is not type(values[0]):
+            found = kept[values] = _compact(values)
+        return found
+
     columns = {
         column.name: Column(
-            meta.blobs[column.blob_indexes[0]],
-            array("q", column.lengths),
-            array("q", column.offsets),
+            meta.blobs[column.blob_indexes[0]], keep(column.lengths), keep(column.offsets)
         )
         for column in meta.fields
     }
-    tags = {name: _compact(values) for name, values in meta.tags.items()}
+    tags = {name: keep(values) for name, values in meta.tags.items()}
     return Part(columns, tags, len(meta.keys))
 
 
 def _compact(values: TagValues) -> Sequence[int] | Sequence[float] | Sequence[str]:
     if isinstance(values[0], str):
         return tuple(map(intern, cast("Sequence[str]", values)))
-    return array("d" if isinstance(values[0], float) else "q", values)
+    if isinstance(values[0], float):
+        return array("d", values)
+    try:
+        return array("i", cast("Sequence[int]", values))
+    except OverflowError:
+        return array("q", cast("Sequence[int]", values))

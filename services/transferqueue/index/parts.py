@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from operator import add
 from typing import ClassVar
@@ -39,6 +40,12 @@ class Part:
     def blobs(self) -> list[BlobRef]:
         """Blobs of the columns."""
         return [column.blob for column in self.columns.values()]
+
+
+@lru_cache(maxsize=4096)
+def first_place(place: int) -> tuple[int, ...]:
+    """The places of a row in one put; kept once, as most rows have one of a few."""
+    return (place,)
 
 
 class Row:

@@ -1,5 +1,7 @@
 """Samples of a partition: rules of puts, the log that watchers follow, descriptions."""
 
+import tracemalloc
+
 import pytest
 
 from services.common.batch import KVBatchMeta
@@ -129,3 +131,34 @@ def test_a_field_that_leaves_its_blob_is_refused() -> None:
     outside = KVBatchMeta(partition_id="run/train", keys=("a",), fields=meta.fields, blobs=(small,))
     with pytest.raises(InvalidArgumentError, match="ends at byte 8 of a blob of 7"):
         partition().add(outside)
+
+
+def test_a_sample_of_a_group_of_eight_takes_less_than_500_bytes() -> None:
+    target = partition()
+    tracemalloc.start()
+    try:
+        for group in range(500):
+            keys = [f"group-{group:08}.{member}" for member in range(8)]
+            tags = {"member": range(8), "v_min": [300] * 8, "v_max": [300] * 8, "reward": [0.5] * 8}
+            target.add(meta_of(*keys, blob_id=group << 24, **tags))
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert used / 4000 < 500
+
+
+def test_equal_tags_of_different_types_stay_apart() -> None:
+    target = partition()
+    target.add(meta_of("a", "b", version=[1, 2], reward=[1.0, 2.0], score=[1.0, 2.0]))
+    meta = target.describe(target.get(["a", "b"]))
+    assert [type(meta.tag(name)[0]) for name in ("version", "reward", "score")] == [
+        int,
+        float,
+        float,
+    ]
+
+
+def test_numbers_above_32_bits_are_kept() -> None:
+    target = partition()
+    target.add(meta_of("a", version=[1 << 40]))
+    assert target.describe(target.get(["a"])).tag("version") == (1 << 40,)
