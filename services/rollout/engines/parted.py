@@ -8,6 +8,7 @@ kept, and the next part goes on from them. Every part salts its blocks of the pr
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 from torch import Tensor
@@ -27,6 +28,7 @@ from services.rollout.engines.gate import Gate
 from services.rollout.engines.model_shape import ModelShape
 from services.rollout.engines.places import Places
 from services.rollout.engines.request_parts import Chunk, Part, Progress
+from services.rollout.engines.shared_tensors import shared
 from services.rollout.engines.stop_texts import Decode
 
 _CUT_TIMEOUT_S = 60.0
@@ -74,8 +76,8 @@ class Backend(Protocol):
         """End parts soon, with reason ``abort``; unknown ones are ignored."""
         ...
 
-    async def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace all weights, while no part runs."""
+    async def load(self, description: str) -> None:
+        """Replace all weights by those that are shared under a description, while no part runs."""
         ...
 
     async def score(self, name: str, token_ids: Sequence[int]) -> tuple[float, ...]:
@@ -206,13 +208,15 @@ class PartedEngine:
         """Load new weights; what runs is cut, kept, and goes on under them."""
         check_tensors({spec.name: spec.shape for spec in self._model.specs}, tensors)
         await self._started.wait()
-        async with self._gate.closed():
-            started_at = time.monotonic()
-            await self._cut(self._running.values())
-            await self._backend.load(tensors)
-            self._weight_version = version
-            self._num_adoptions += 1
-            return time.monotonic() - started_at
+        with ExitStack() as stack:
+            description = await asyncio.to_thread(stack.enter_context, shared(tensors))
+            async with self._gate.closed():
+                started_at = time.monotonic()
+                await self._cut(self._running.values())
+                await self._backend.load(description)
+                self._weight_version = version
+                self._num_adoptions += 1
+                return time.monotonic() - started_at
 
     def stats(self) -> EngineStats:
         """Gauges. Prefixes that requests share count in each of them."""

@@ -88,14 +88,23 @@ class Progress:
 
     def extend(self, chunk: Chunk, version: int) -> bool:
         """Take in tokens; True if they completed a stop text, and what came after it was left out."""
-        for token, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True):
-            self.token_ids.append(token)
-            self.logprobs.append(logprob)
-            append_version(self.version_runs, version, 1)
-            texts = self.request.stop_texts
-            if texts and self._decode and ends_in_stop_text(texts, self.token_ids, self._decode):
-                return True
-        return False
+        first = len(self.token_ids)
+        self.token_ids += chunk.token_ids
+        end = self._end_of_stop_text(first)
+        if end is not None:
+            del self.token_ids[end:]
+        num_kept = len(self.token_ids) - first
+        self.logprobs += chunk.logprobs[:num_kept]
+        append_version(self.version_runs, version, num_kept)
+        return end is not None
+
+    def _end_of_stop_text(self, first: int) -> int | None:
+        """Where a stop text is complete, if tokens from a place on complete one."""
+        texts, decode = self.request.stop_texts, self._decode
+        if not texts or decode is None:
+            return None
+        ends = range(first + 1, len(self.token_ids) + 1)
+        return next((n for n in ends if ends_in_stop_text(texts, self.token_ids[:n], decode)), None)
 
     def result(self, reason: FinishReason) -> GenerationResult:
         """The result as it is now."""

@@ -12,13 +12,11 @@ import torch
 from sglang import Engine
 from sglang.srt.managers import io_struct
 from sglang.srt.utils import MultiprocessingSerializer
-from torch import Tensor
 from transformers import PretrainedConfig
 
 from services.rollout.engines.base import EngineCapabilities
 from services.rollout.engines.parted import EngineDiedError
 from services.rollout.engines.request_parts import Chunk, Part
-from services.rollout.engines.shared_tensors import shared
 
 _LOADER = "services.rollout.engines.sglang_worker.load"
 _DIED = "the SGLang engine died; its own log lines above say why"
@@ -146,24 +144,23 @@ class SglangBackend:
         """End one request."""
         self.engine.tokenizer_manager.abort_request(rid=name)
 
-    async def load(self, tensors: Mapping[str, Tensor]) -> None:
+    async def load(self, description: str) -> None:
         """Copy weights into the schedulers' models."""
         manager = self.engine.tokenizer_manager
         has_session = hasattr(io_struct, "BeginWeightUpdateReqInput")
-        with shared(tensors) as description:
-            payload = MultiprocessingSerializer.serialize([(description, torch.zeros(1))])
-            update = io_struct.UpdateWeightsFromTensorReqInput(
-                serialized_named_tensors=[payload] * self.engine.server_args.tp_size,
-                load_format=_LOADER,
-                # Nothing is shared between versions (see Part.cache_salt), and a flush kills a scheduler
-                # that is not idle.
-                flush_cache=False,
-            )
-            if has_session:
-                await manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None)
-            is_loaded, message = await manager.update_weights_from_tensor(update, None)
-            if has_session:
-                await manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None)
+        payload = MultiprocessingSerializer.serialize([(description, torch.zeros(1))])
+        update = io_struct.UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[payload] * self.engine.server_args.tp_size,
+            load_format=_LOADER,
+            # Nothing is shared between versions (see Part.cache_salt), and a flush kills a scheduler that is
+            # not idle.
+            flush_cache=False,
+        )
+        if has_session:
+            await manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None)
+        is_loaded, message = await manager.update_weights_from_tensor(update, None)
+        if has_session:
+            await manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None)
         if not is_loaded:
             raise EngineDiedError(f"SGLang refused the weights: {message}")
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PretrainedConfig
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -18,7 +17,6 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from services.rollout.engines.base import EngineCapabilities
 from services.rollout.engines.parted import EngineDiedError
 from services.rollout.engines.request_parts import Chunk, Part, part_seed
-from services.rollout.engines.shared_tensors import shared
 
 _WORKER = "services.rollout.engines.vllm_worker.WeightLoader"
 _DIED = "the vLLM engine died; its own log lines above say why"
@@ -101,10 +99,9 @@ class VllmBackend:
         """End parts; vLLM answers at once and forgets what the step under way would add."""
         await self.llm.abort(part_ids)
 
-    async def load(self, tensors: Mapping[str, Tensor]) -> None:
+    async def load(self, description: str) -> None:
         """Copy weights into the workers' models."""
-        with shared(tensors) as description:
-            await self.llm.collective_rpc("load_slipstream_weights", args=(description,))
+        await self.llm.collective_rpc("load_slipstream_weights", args=(description,))
 
     async def score(self, name: str, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Ask for the logprobs of a prompt; vLLM then reads no cached prefix."""

@@ -1,17 +1,20 @@
 """The adapter of foreign engines, over a scripted one."""
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import pytest
-from torch import Tensor
+import torch
 
 from services.common.weightsync.plan import TensorSpec
 from services.rollout.engines.base import EngineCapabilities, GenerationResult
 from services.rollout.engines.model_shape import ModelShape
 from services.rollout.engines.parted import EngineDiedError, PartedEngine
 from services.rollout.engines.request_parts import Chunk, Part
+from services.rollout.engines.shared_tensors import open_shared
 from tests.unit.rollout.builders import request, running, until
+
+WEIGHTS = {"weight": torch.ones(2, 3)}
 
 
 class ScriptedStream:
@@ -71,7 +74,8 @@ class ScriptedBackend:
         self.cuts |= set(part_ids)
         self.step.set()
 
-    async def load(self, tensors: Mapping[str, Tensor]) -> None:
+    async def load(self, description: str) -> None:
+        assert open_shared(description).keys() == WEIGHTS.keys()
         self.running_at_load.append(len(self.running))
 
     async def score(self, name: str, token_ids: Sequence[int]) -> tuple[float, ...]:
@@ -79,7 +83,7 @@ class ScriptedBackend:
 
 
 def make_engine(backend: ScriptedBackend) -> PartedEngine:
-    specs: list[TensorSpec] = []
+    specs = [TensorSpec("weight", (2, 3), "float32")]
     shape = ModelShape(specs=specs, vocab_size=1000, max_tokens=500)
     return PartedEngine(
         backend, shape, max_running=4, decode=lambda ids: "".join(f"<{i}>" for i in ids)
@@ -90,11 +94,11 @@ async def test_parts_of_different_adoptions_never_share_a_prefix() -> None:
     backend = ScriptedBackend()
     engine = make_engine(backend)
     async with running(engine):
-        await engine.adopt_weights(3, {})
+        await engine.adopt_weights(3, WEIGHTS)
         task = asyncio.ensure_future(engine.generate(request("r", (1, 2), max_tokens=50)))
         await until(lambda: engine.stats().tokens_total >= 5)
         # The same number with other weights: the trainer went back to a checkpoint.
-        await engine.adopt_weights(3, {})
+        await engine.adopt_weights(3, WEIGHTS)
         result = await task
     assert result.token_ids == tuple(range(2, 52))
     assert result.version_runs == ((3, 50),)
@@ -109,7 +113,7 @@ async def test_a_paused_request_can_be_aborted_and_scored_around() -> None:
     backend = ScriptedBackend()
     engine = make_engine(backend)
     async with running(engine):
-        await engine.adopt_weights(0, {})
+        await engine.adopt_weights(0, WEIGHTS)
         tasks = [
             asyncio.ensure_future(engine.generate(request(name, (1,), max_tokens=400)))
             for name in ("a", "b")
@@ -120,7 +124,7 @@ async def test_a_paused_request_can_be_aborted_and_scored_around() -> None:
         assert await engine.score((1, 2, 3)) == (-1.0, -1.0)
         await engine.abort({"a"})
         aborted = await tasks[0]
-        await engine.adopt_weights(1, {})
+        await engine.adopt_weights(1, WEIGHTS)
         assert not backend.running
         await engine.resume()
         other = await tasks[1]
@@ -157,7 +161,7 @@ async def test_an_engine_that_does_not_end_a_request_is_dead(
         task = asyncio.ensure_future(engine.generate(request("r", (1,), max_tokens=400)))
         await until(lambda: bool(backend.running))
         with pytest.raises(EngineDiedError, match="did not end 1 requests"):
-            await engine.adopt_weights(1, {})
+            await engine.adopt_weights(1, WEIGHTS)
         assert backend.running_at_load == []
         task.cancel()
 
