@@ -168,6 +168,21 @@ def physical_limits(rounds: int) -> dict[str, float]:
     return {name: round(size / value / 1e9, 3) for name, value in seconds.items()}
 
 
+def shares_of_limits(limits_gbps: dict[str, float], rows: Sequence[Row]) -> list[Row]:
+    """What part of a plain copy or a plain socket each path reaches with rl1024."""
+    limit_of = {"shared memory": "memcpy", "network": "tcp"}
+    return [
+        {
+            "path": row["path"],
+            "op": row["op"],
+            "limit": limit_of[str(row["path"])],
+            "share": round(float(row["gbps"]) / limits_gbps[limit_of[str(row["path"])]], 3),
+        }
+        for row in rows
+        if row["case"] == "rl1024" and row["peer_units"] == 2
+    ]
+
+
 def main() -> None:
     """Measure and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -179,9 +194,12 @@ def main() -> None:
     num_keys = 10_000 if options.smoke else 100_000
     with service() as address:
         through_service = asyncio.run(metadata.service_figures(address, num_keys))
+    limits_gbps = physical_limits(rounds)
+    rows = [row for units in (2, 1) for row in asyncio.run(compare(units, rounds))]
     results = {
-        "limits_gbps": physical_limits(rounds),
-        "rows": [row for units in (2, 1) for row in asyncio.run(compare(units, rounds))],
+        "limits_gbps": limits_gbps,
+        "shares_of_limits": shares_of_limits(limits_gbps, rows),
+        "rows": rows,
         "curve": asyncio.run(curve_cost(rounds)),
         "several_clients": asyncio.run(several_clients(4, rounds)),
         "metadata": {
