@@ -39,6 +39,10 @@ def step_event(step: int) -> dict[str, Any]:
     }
 
 
+def log_line(component: str, line: str) -> dict[str, str]:
+    return {"component": component, "line": line}
+
+
 class FakeController:
     """Ten steps are over; more come when the test says so."""
 
@@ -99,6 +103,13 @@ class FakeController:
             async for event in self.events(after_seq):
                 yield ServerSentEvent(data=event, event=event["type"], id=str(event["seq"]))
 
+        @app.get("/v1/runs/{run_id}/logs/stream", response_class=EventSourceResponse)
+        async def logs(run_id: str) -> AsyncIterator[ServerSentEvent]:
+            yield ServerSentEvent(data=log_line("trainer-0", "step 10 <i>done</i>"), event="line")
+            await self.more.wait()
+            yield ServerSentEvent(data=log_line("rollout-0", "weights synced"), event="line")
+            yield ServerSentEvent(data={}, event="end")
+
         return with_run_page(app)
 
 
@@ -147,10 +158,12 @@ async def test_page_shows_a_run_live_and_asks_nobody_else(chromium: str) -> None
             await expect(page.locator("#verdict")).to_contain_text("Rollouts are the bottleneck")
             await expect(page.locator("#workers")).to_contain_text("rollout-0")
             await expect(page.locator("#events")).to_contain_text("<b>rollout-1</b> ended")
+            await expect(page.locator("#logs")).to_have_text("trainer-0  step 10 <i>done</i>")
 
             controller.steps = 11
             controller.more.set()
             await expect(reward.locator(".legend")).to_contain_text("mean 0.55")
+            await expect(page.locator("#logs")).to_contain_text("rollout-0  weights synced")
             controller.state, controller.message = "FAILED", "trainer-0 ended"
             await expect(page.locator("#message")).to_have_text("trainer-0 ended")
         assert errors == []

@@ -26,8 +26,17 @@ export async function getJson(path) {
 }
 
 /** Events of a run from behind `seq`, as they come; the last one is the run itself, once it has ended. */
-export async function* readEvents(id, seq, signal) {
-  const response = await get(`/v1/runs/${id}/events/stream?after_seq=${seq}`, signal);
+export function readEvents(id, seq, signal) {
+  return readStream(`/v1/runs/${id}/events/stream?after_seq=${seq}`, signal);
+}
+
+/** Lines of the workers' logs, as they come; the last one is empty, once the run has ended. */
+export function readLogs(id, tailLines, signal) {
+  return readStream(`/v1/runs/${id}/logs/stream?tail_lines=${tailLines}`, signal);
+}
+
+async function* readStream(path, signal) {
+  const response = await get(path, signal);
   if (!response.ok) throw new Error(response.statusText);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

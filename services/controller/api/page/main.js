@@ -1,9 +1,10 @@
-// The run page: a list of runs, and one run with its charts, workers and events, live.
+// The run page: a list of runs, and one run with its charts, workers, events and logs, live.
 import { drawCharts } from "./charts.js";
-import { TokenNeeded, getJson, readEvents, useToken } from "./api.js";
+import { TokenNeeded, getJson, readEvents, readLogs, useToken } from "./api.js";
 
 const REFRESH_MS = 2000;
 const KEPT_EVENTS = 300;
+const KEPT_LINES = 1000;
 const QUIET = new Set(["StepCommitted", "WeightsPublished"]);
 const $ = (id) => document.getElementById(id);
 
@@ -49,8 +50,36 @@ function open(id) {
   shown.stop.abort();
   shown = { id, steps: [], syncs: [], scores: [], stop: new AbortController() };
   $("events").replaceChildren();
+  $("logs").replaceChildren();
   drawCharts($("charts"), shown);
-  if (id) follow(shown);
+  if (!id) return;
+  follow(shown);
+  followLogs(shown);
+}
+
+async function followLogs(run) {
+  while (!run.stop.signal.aborted) {
+    try {
+      let isFirst = true;
+      for await (const { component, line } of readLogs(run.id, 100, run.stop.signal)) {
+        if (component === undefined) return; // the run has ended
+        if (isFirst) $("logs").replaceChildren(); // a stream that is opened again begins with the past
+        isFirst = false;
+        addLine(`${component}  ${line}\n`);
+      }
+    } catch (error) {
+      if (run.stop.signal.aborted) return;
+    }
+    await new Promise((resolve) => setTimeout(resolve, REFRESH_MS));
+  }
+}
+
+function addLine(text) {
+  const logs = $("logs");
+  const isAtEnd = logs.scrollTop + logs.clientHeight >= logs.scrollHeight - 4;
+  logs.append(text);
+  if (logs.childNodes.length > KEPT_LINES) logs.firstChild.remove();
+  if (isAtEnd) logs.scrollTop = logs.scrollHeight;
 }
 
 async function follow(run) {
