@@ -1,0 +1,75 @@
+"""`slipstream run` with an agent and a reward service, as a user has them."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import yaml
+
+from tests.helpers.cli import train
+
+pytestmark = pytest.mark.timeout(300)
+
+AGENT = """
+import httpx
+
+http = httpx.AsyncClient(timeout=60)
+
+async def talk(base_url, api_key, model, prompt, row):
+    messages = [{"role": "user", "content": prompt}]
+    for _ in range(2):
+        response = await http.post(
+            f"{base_url}/chat/completions",
+            headers={"Authorization": f"Bearer {api_key}"},
+            json={"model": model, "messages": messages, "max_tokens": 5},
+        )
+        response.raise_for_status()
+        messages += [response.json()["choices"][0]["message"], {"role": "user", "content": "more"}]
+"""
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Likes long answers."""
+
+    def do_POST(self) -> None:
+        given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.dumps({"score": len(given["response"]) / 100}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def judge():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/score"
+    server.shutdown()
+
+
+def test_an_agent_trains_on_what_a_service_judges(plumbing, judge, tmp_path):
+    """Replies are put aside every three tokens, so that agents run again and get what was recorded."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    spec = yaml.safe_load(plumbing.read_text())
+    spec["rollout"] |= {
+        "max_response_tokens": 60,
+        "partial_rollout": True,
+        "segment_tokens": 3,
+        "workflow": "agent",
+        "workflow_arguments": {"agent": "agent.py:talk"},
+        "rewards": [{"name": judge}],
+    }
+    plumbing.write_text(yaml.safe_dump(spec))
+    done = train(plumbing, tmp_path / "runs")
+    assert done.code == 0, done.out + done.err
+    summary = done.summary
+    assert summary["steps"] == 3
+    assert summary["prompts"]["consumed"] == summary["prompts"]["issued"] == 12
+    steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps[0]["rollout_logprob_abs_diff_max"] <= 1e-4
+    assert all(step["trained_tokens"] < step["response_tokens"] for step in steps)
