@@ -116,7 +116,7 @@ async def updates(engine: PartedEngine, weights: dict[str, Tensor]) -> dict[str,
                 )
                 for name, value in weights.items()
             }
-        todo = requests(f"u{version}", 8, 200, NUM_SYMBOLS)
+        todo = requests(f"u{version}", 8, 100, NUM_SYMBOLS)
         running = [asyncio.ensure_future(engine.generate(request)) for request in todo]
         before = engine.stats().tokens_total
         while engine.stats().tokens_total < before + 200:
