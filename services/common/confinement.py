@@ -17,6 +17,8 @@ from services.common.spec.run import RunSpec
 _TEXT = frozenset({"name", "stop"})
 _PATH_STARTS = ("/", "~", "./", "../", "file:")
 _RUN = re.compile(r"run_[0-9a-f]{32}")
+# What is made on the spot: presets of models and of tokenizers.
+_PRESETS = ("tiny:", "chars:")
 _FILE_CALLABLE = re.compile(r"^(?P<file>.+\.py):[A-Za-z_]\w*$")
 _MODULE_CALLABLE = re.compile(r"^(?P<module>[A-Za-z_]\w*)(\.\w+)*:[A-Za-z_]\w*$")
 _SECRET_KEY = re.compile(
@@ -55,7 +57,7 @@ def strays_here(spec: RunSpec, roots: Sequence[Path]) -> list[str]:
         named = _MODULE_CALLABLE.match(value)
         if (
             named
-            and not value.startswith("tiny:")
+            and not value.startswith(_PRESETS)
             and not _is_module_inside(named["module"], followed)
         ):
             found.append(

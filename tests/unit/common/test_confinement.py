@@ -96,6 +96,15 @@ def test_functions_of_modules_elsewhere_are_not_called(roots, monkeypatch):
     assert "ours_for_test" not in sys.modules
 
 
+def test_presets_are_no_modules(roots):
+    spec = spec_with(
+        model__path="tiny:qwen2",
+        model__tokenizer="chars:abcdef",
+        **source(str(roots[0] / "train.jsonl")),
+    )
+    assert strays_here(spec, roots) == []
+
+
 def test_values_that_look_like_secrets_are_refused():
     spec = spec_with(**reward("exact_match", api_key="abc", nested={"password": "x"}, tokens="ok"))
     problems = plain_secrets(spec)
