@@ -6,6 +6,7 @@ covered by the other tests of this folder; group mix-ups by the tests of the sam
 
 import asyncio
 import random
+import struct
 import time
 from collections.abc import AsyncIterator
 
@@ -27,6 +28,7 @@ from services.transferqueue.dataclient import DataClient
 from services.transferqueue.facts import AcquireRequest
 from services.transferqueue.index.index import Index
 from services.transferqueue.settings import TransferQueueSettings
+from services.transferqueue.storage.arena_socket import open_arena
 from services.transferqueue.transport import codec
 
 TRAIN = "run_1/train"
@@ -160,6 +162,25 @@ async def test_a_frame_above_the_limit_ends_the_connection_and_nothing_else(addr
         await data.get(meta, ["tokens"])
         stranger.close(linger=0)
         context.term()
+
+
+@pytest.mark.parametrize(
+    "sent", [b"\xff" * 12, struct.pack("<Iq", 4, -1) + b"junk", struct.pack("<Iq", 4, 8) + b"cut"]
+)
+async def test_what_breaks_a_connection_of_this_host_harms_no_other(
+    address: str, sent: bytes
+) -> None:
+    async with DataClient.connect(address) as data:
+        meta = await put(data, "a")
+        (shard,) = data.shards
+        opened = open_arena(shard.arena_socket, instance_id=shard.instance_id)
+        assert opened is not None
+        memory, stranger = opened
+        with memory, stranger:
+            stranger.sendall(sent)
+            fetched = await data.get(meta, ["tokens"])
+        assert fetched["tokens"].values.shape == (4,)
+        await put(data, "b")
 
 
 async def test_errors_leave_the_client_as_they_are(address: str) -> None:
