@@ -17,7 +17,13 @@ from slipstream.controller.v1 import membership_pb2_grpc
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc
 from slipstream.type.v1 import worker_pb2
 
-_OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # The services' own servers allow the pings that clients send while they wait.
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+)
 
 
 async def main() -> None:

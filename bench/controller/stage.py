@@ -147,7 +147,7 @@ async def stage() -> AsyncIterator[Stage]:
                     folder=folder,
                 )
         finally:
-            for process in (controller, fleet):
+            for process in (fleet, controller):
                 if process.returncode is None:
                     process.kill()
                 await process.wait()

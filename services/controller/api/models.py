@@ -3,7 +3,7 @@
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, WithJsonSchema
 
 from services.controller.api.principals import Role
 
@@ -209,7 +209,7 @@ class CancelOptions(BaseModel):
 
     grace_seconds: float = Field(0.0, ge=0, le=86_400)
     """Time in which the run may finish its step; then it is ended by force. 0 ends it at once."""
-    save_checkpoint: bool = False
+    save_checkpoint: StrictBool = False
     """Whether a checkpoint is saved behind that step."""
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -41,7 +41,9 @@ class Evaluation:
     sampled: float | None
     """Mean reward of sampled responses; None without any."""
     by_source: dict[str, dict[str, float]]
-    """The same two per data source, and ``best``: the mean over prompts of the best sampled reward."""
+    """The same two per data source, and of each prompt's k sampled rewards, averaged over prompts: ``best``
+    (best@k) and ``maj`` (maj@k, the reward that most of them got: the controller sees rewards, not the
+    answers)."""
     seconds: float
 
 
@@ -49,8 +51,8 @@ class Evaluation:
 class _Scores:
     greedy: list[float] = field(default_factory=list)
     sampled: list[float] = field(default_factory=list)
-    best: dict[str, float] = field(default_factory=dict)
-    """Highest sampled reward of each prompt."""
+    by_prompt: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Sampled rewards of each prompt."""
 
     def add(self, group_id: str, reward: float, *, is_greedy: bool) -> None:
         """Take in one sample."""
@@ -58,7 +60,18 @@ class _Scores:
             self.greedy.append(reward)
             return
         self.sampled.append(reward)
-        self.best[group_id] = max(reward, self.best.get(group_id, reward))
+        self.by_prompt[group_id].append(reward)
+
+    def means(self) -> dict[str, float]:
+        """Every score that there is, by name."""
+        prompts = self.by_prompt.values()
+        scores = {
+            "greedy": _mean(self.greedy),
+            "sampled": _mean(self.sampled),
+            "best": _mean([max(rewards) for rewards in prompts]),
+            "maj": _mean([_majority(rewards) for rewards in prompts]),
+        }
+        return {name: score for name, score in scores.items() if score is not None}
 
 
 class Evaluator:
@@ -172,11 +185,13 @@ class Evaluator:
         version = machine.pinned
         assert version is not None
         start = clock()
-        async with self._pin:
-            machine.leased()
-            groups = self._groups(version)
-            await self._start(groups)
-            await self._await_samples(groups)
+        if await self._acquire():
+            try:
+                groups = self._groups(version)
+                await self._start(groups)
+                await self._await_samples(groups)
+            finally:
+                self._pin.release()
         scores = self._score()
         machine.scored()
         num_results = len(machine.results)
@@ -188,6 +203,17 @@ class Evaluator:
         await self._on_result(
             _evaluation(result.version, result.reason, result.status, scores, clock() - start)
         )
+
+    async def _acquire(self) -> bool:
+        """Have the weights stay as they are; False if that was not to be had in time."""
+        try:
+            async with asyncio.timeout(self._spec.validation.timeout_s):
+                await self._pin.acquire()
+        except TimeoutError:
+            self._machine.timeout()
+            return False
+        self._machine.leased()
+        return True
 
     def _groups(self, version: int) -> list[GroupAssignment]:
         return [
@@ -258,21 +284,16 @@ def _evaluation(
         num_samples=len(greedy) + len(sampled),
         greedy=_mean(greedy),
         sampled=_mean(sampled),
-        by_source={
-            name: {
-                kind: mean
-                for kind, mean in (
-                    ("greedy", _mean(source.greedy)),
-                    ("sampled", _mean(source.sampled)),
-                    ("best", _mean(list(source.best.values()))),
-                )
-                if mean is not None
-            }
-            for name, source in scores.items()
-        },
+        by_source={name: source.means() for name, source in scores.items()},
         seconds=seconds,
     )
 
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+def _majority(rewards: Sequence[float]) -> float:
+    """The most frequent reward; of several, the least."""
+    counts = Counter(rewards)
+    return min(counts, key=lambda reward: (-counts[reward], reward))

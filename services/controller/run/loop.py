@@ -170,8 +170,13 @@ class RunLoop:
 
     async def _catch_up(self, state: Restored) -> None:
         """Settle the step that was being trained; see that every rollout serves the newest weights."""
-        if state.begun is not None and await self._steps.settle(state, state.begun):
-            self.step = state.begun
+        if state.begun is not None:
+            is_untrained = state.parts.trained < state.begun
+            if state.parts.scoring.is_active and is_untrained:
+                # A worker that was started again scores the step under the weights that it starts from.
+                await self._publish(state, self.step)
+            if await self._steps.settle(state, state.begun):
+                self.step = state.begun
         served_step = state.published - state.version_offset
         is_due = served_step < self.step and self._is_published(self.step)
         if state.parts.served != state.published or is_due:

@@ -25,6 +25,11 @@ class BatchScoring:
         self._stack = AsyncExitStack()
         self._clients: list[ScoringClient] = []
 
+    @property
+    def is_active(self) -> bool:
+        """Whether there are workers."""
+        return bool(self._clients)
+
     async def open(self, workers: Sequence[Worker]) -> None:
         """Connect to the workers of the role logp."""
         for worker in workers:
