@@ -4,11 +4,13 @@ Usage: python -m bench.rollout.interruption [--groups 125] [--out FILE.json]
 
 Real: two replicas with the torch engine on a tiny model, group samplers, and a transferqueue in a process of
 its own. Simulated: the controller, which hands the interrupted groups over as soon as they are reported.
+On a machine that others use, look at the processor time: ``resumed_cpu_s``.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -119,18 +121,20 @@ async def measure(address: str, num_groups: int, num_decoded: int) -> dict[str, 
             while one.stats().tokens_total < num_decoded * num_requests:
                 await asyncio.sleep(0.01)
             step_s = await step_seconds(one)
-            began = time.monotonic()
+            began, began_cpu = time.monotonic(), time.process_time()
             await first.interrupt()
             cached_s = time.monotonic() - began
+            cpu_s = time.process_time() - began_cpu
             sampled = one.stats().tokens_total
             kept, num_cut = await tokens_kept(address)
-            handed = time.monotonic()
+            handed, handed_cpu = time.monotonic(), time.process_time()
             second.start(
                 [replace(g, attempt=2) for g in groups if g.group_id in before.interrupted]
             )
             while two.num_requests < num_cut:
                 await asyncio.sleep(0.002)
             accepted_s = time.monotonic() - handed
+            cpu_s += time.process_time() - handed_cpu
             while two.stats().tokens_total < 1:
                 await asyncio.sleep(0.002)
             first_token_s = time.monotonic() - handed
@@ -143,6 +147,7 @@ async def measure(address: str, num_groups: int, num_decoded: int) -> dict[str, 
         "cached_s": round(cached_s, 3),
         "accepted_by_other_replica_s": round(accepted_s, 3),
         "resumed_s": round(cached_s + accepted_s, 3),
+        "resumed_cpu_s": round(cpu_s, 3),
         "decoding_again_s": round(cached_s + first_token_s, 3),
     }
 
@@ -191,6 +196,8 @@ def main() -> None:
     result = {
         "resumed_s_median": statistics.median(run["resumed_s"] for run in runs),
         "resumed_s_max": max(run["resumed_s"] for run in runs),
+        "resumed_cpu_s_median": statistics.median(run["resumed_cpu_s"] for run in runs),
+        "cores_wanted_by_others": round(os.getloadavg()[0], 1),
         "all_tokens_kept": all(run["tokens_kept"] == run["tokens_sampled"] for run in runs),
         "runs": runs,
     }

@@ -3,8 +3,8 @@
 Usage: python -m bench.rollout.learning [--seeds 0 1 2] [--engine torch] [--out FILE.json]
 
 Bars: held-out greedy >= 0.88 and sampled >= 0.75; at least 30 % of the trained samples have tokens of more
-than one weight version. The example's 1,600 prompts are trained in small steps, so that new weights come
-while responses, five tokens long, are under way.
+than one weight version. The example's 1,600 prompts are trained in small steps, and few are generated at
+once, so that new weights come while responses, five tokens long, are under way.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from typing import Any
 PARTIAL = (
     "rollout.partial_rollout=true",
     "rollout.segment_tokens=2",
+    "rollout.max_running_samples=16",
     "trainer.prompts_per_step=8",
     "trainer.steps=200",
     "trainer.optimizer.learning_rate=2e-4",
