@@ -173,7 +173,9 @@ async def test_what_breaks_a_connection_of_this_host_harms_no_other(
     async with DataClient.connect(address) as data:
         meta = await put(data, "a")
         (shard,) = data.shards
-        opened = open_arena(shard.arena_socket, instance_id=shard.instance_id)
+        opened = await asyncio.to_thread(
+            open_arena, shard.arena_socket, instance_id=shard.instance_id
+        )
         assert opened is not None
         memory, stranger = opened
         with memory, stranger:
