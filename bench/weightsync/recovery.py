@@ -70,6 +70,9 @@ async def kill_in_a_row(
             begin = time.monotonic()
             report = await (publishing if moment == "during" else session.publish(version))
             seconds = time.monotonic() - begin
+            assert set(report.lost) <= {victim}, (
+                f"{report.lost} were lost, but only {victim} was ended"
+            )
             others = [members[name] for name in ROLLOUTS if name != victim]
             digests = {await member.serves_version(version) for member in others}
             assert len(digests) == 1, f"rollouts serve different weights: {digests}"

@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 # While a call lasts, its member's process is asked for a sign of life this often, and answers in this time.
 _PROBE_EVERY_S = 0.5
-_PROBE_TIMEOUT_S = 1.5
+_PROBE_TIMEOUT_S = 1.0
 # A member that does not answer an abort within this time is lost.
 _ABORT_TIMEOUT_S = 1.0
 _NCCL_BUCKET, _GLOO_BUCKET = 512 << 20, 64 << 20

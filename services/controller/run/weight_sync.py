@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _LEAST_RATE = {"gloo": 100e6, "nccl": 5e9}
 _LEAST_TIMEOUT_S = 1.5
 # Tries of one version while nobody is lost: a busy machine misses a deadline, a bit flips.
-_MAX_TRIES = 3
+_MAX_TRIES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
