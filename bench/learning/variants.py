@@ -19,6 +19,16 @@ class Variant:
 
 _LAG_4 = ("algorithm.max_staleness=4",)
 
+
+def _apart(role: str) -> tuple[str, ...]:
+    """A process of its own for a role, beside one trainer and two rollouts."""
+    return (
+        f"topology.task_groups=[train, {role}, generate]",
+        "topology.ratios=[0.25, 0.25, 0.5]",
+        "topology.gpus=4",
+    )
+
+
 VARIANTS = {
     "grpo, synchronous": Variant(
         settings=("algorithm.max_staleness=0",), least_greedy=0.90, least_sampled=0.78
@@ -30,6 +40,16 @@ VARIANTS = {
     "cispo": Variant(settings=("algorithm.loss=cispo",)),
     "decoupled ppo, 4 mini-batches": Variant(
         settings=("trainer.updates_per_step=4", "trainer.optimizer.learning_rate=1.5e-4")
+    ),
+    "kl to the reference, ref_logp apart": Variant(
+        settings=("algorithm.kl.coefficient=0.01", *_apart("ref_logp"))
+    ),
+    "decoupled ppo, logp apart": Variant(
+        settings=(
+            "trainer.updates_per_step=4",
+            "trainer.optimizer.learning_rate=1.5e-4",
+            *_apart("logp"),
+        )
     ),
     "grpo, lag 4": Variant(settings=_LAG_4, least_greedy=0.88, least_sampled=0.78),
     # Weights that are all cut to the same tiny number are no correction. The scale of the gradient is

@@ -94,6 +94,9 @@ def pack(prompts: Jagged, responses: Jagged, *, device: torch.device) -> PackedT
     targets = responses.values.to(torch.int64)
     whole[response_places] = targets
     lengths = totals - 1
+    if int(lengths.sum()) == 0:
+        # Nothing is predicted, but a model cannot run on nothing, and other ranks may wait for it.
+        return _one_idle_token(device)
     # Sequence i moves i places to the front, because i last tokens before it are gone.
     owners = torch.repeat_interleave(torch.arange(len(totals)), responses.lengths)
     kept = torch.ones(len(whole), dtype=torch.bool)
@@ -106,6 +109,18 @@ def pack(prompts: Jagged, responses: Jagged, *, device: torch.device) -> PackedT
         predictors=(response_places - 1 - owners).to(device),
         targets=targets.to(device),
         layout=build_layout(lengths.tolist(), device),
+    )
+
+
+def _one_idle_token(device: torch.device) -> PackedTokens:
+    """A pack from which nothing is predicted."""
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    return PackedTokens(
+        input_ids=zero,
+        position_ids=zero,
+        predictors=zero[:0],
+        targets=zero[:0],
+        layout=build_layout([1], device),
     )
 
 

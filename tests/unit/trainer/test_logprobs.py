@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from services.common.jagged import Jagged
 from services.trainer.algorithm import logprobs
+from services.trainer.batch.packing import pack
+from tests.unit.trainer.batches import CPU, policy_of, spec_of
 
 
 @pytest.mark.parametrize("chunk_elements", [1, 37 * 4, 1 << 20])
@@ -28,3 +31,11 @@ def test_chunks_do_not_change_values_or_gradients(
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
     for ours, plain in zip(gradients(*actual), gradients(*expected), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("prompts", [[[1], [2]], [[1, 2], [3]]])
+def test_empty_responses_have_no_logprobs(prompts):
+    rows = Jagged.from_list([torch.tensor(prompt) for prompt in prompts])
+    nothing = Jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
+    logprobs, entropy = policy_of(spec_of())(pack(rows, nothing, device=CPU))
+    assert logprobs.shape == entropy.shape == (0,)
