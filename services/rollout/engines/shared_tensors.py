@@ -28,7 +28,9 @@ def shared(tensors: Mapping[str, Tensor]) -> Iterator[str]:
         Text that :func:`open_shared` takes.
     """
     if next(iter(tensors.values())).device.type == "cuda":
-        yield json.dumps(_cuda_handles(tensors))
+        # What had to be copied to lie in one piece lives as long as it is shared.
+        dense = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        yield json.dumps(_cuda_handles(dense))
         return
     with tempfile.NamedTemporaryFile(dir=_memory_folder()) as file:
         yield json.dumps(_write(file.name, tensors))
@@ -83,8 +85,7 @@ def _cuda_handles(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     handles: list[list[Any]] = []
     known: dict[int, int] = {}
     entries = []
-    for name, value in tensors.items():
-        tensor = value.detach().contiguous()
+    for name, tensor in tensors.items():
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
             known[storage.data_ptr()] = len(handles)
