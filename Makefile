@@ -11,7 +11,7 @@ SPEC ?= examples/sort4.yaml
 EVERY_COMMIT := not nightly and not gpu and not multi_gpu and not cluster
 PROTOS := $(shell find proto/slipstream -name '*.proto')
 
-.PHONY: help setup run test test-nightly check lint types imports proto proto-check docs docs-check format clean
+.PHONY: help setup run test test-api test-nightly check lint types imports proto proto-check docs docs-check format clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -39,6 +39,9 @@ test-nightly: $(READY) ## Learning of every algorithm over three seeds, and its 
 
 test-faults: $(READY) ## Two hundred random kills over training runs; half an hour
 	SLIPSTREAM_KILLS=204 $(BIN)/python -m pytest -m faults tests/faults
+
+test-api: $(READY) ## The REST API against a live server, as two tenants, at length
+	SLIPSTREAM_API_EXAMPLES=50 $(BIN)/python -m pytest tests/api
 
 check: $(READY) lint types imports proto-check docs-check ## Everything but the tests
 

@@ -32,7 +32,12 @@ async def throughput(is_smoke: bool) -> dict[str, Any]:
     async with stage() as here:
         run_id = await here.submit(steps=steps, prompts_per_step=batch, rollouts=8)
         rates, cpu_s = await _rates(here, run_id, steps, batch)
-    return {"groups_per_s": statistics.median(rates), "batch": batch, "controller_cpu_s": cpu_s}
+    return {
+        "groups_per_s": statistics.median(rates),
+        "batch": batch,
+        # What a processor that does nothing else would do.
+        "groups_per_controller_cpu_s": (steps - 1) * batch / cpu_s,
+    }
 
 
 async def ledger(is_smoke: bool) -> dict[str, Any]:
@@ -144,7 +149,8 @@ def main() -> None:
     arguments = parser.parse_args()
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name in arguments.names or MEASUREMENTS:
-        found = asyncio.run(MEASUREMENTS[name](arguments.smoke))
+        load = os.getloadavg()[0]
+        found = asyncio.run(MEASUREMENTS[name](arguments.smoke)) | {"load_average_before": load}
         print(name, json.dumps(found, indent=1), flush=True)
         known[name] = found
         if not arguments.smoke:

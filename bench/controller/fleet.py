@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health, health_pb2_grpc
 
 from bench.controller.peers import FakeQueue, add_services
 from slipstream.controller.v1 import membership_pb2 as pb
@@ -48,6 +49,7 @@ async def _populate(order: dict[str, Any], queue: FakeQueue, tasks: asyncio.Task
     server = grpc.aio.server(options=_OPTIONS)
     seconds = (order["least_s"], order["most_s"])
     add_services(server, queue, seconds=seconds, step_s=order["step_s"])
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
     ports = [server.add_insecure_port("127.0.0.1:0") for _ in names]
     await server.start()
     channel = grpc.aio.insecure_channel(order["controller"], options=_OPTIONS)

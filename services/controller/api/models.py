@@ -207,7 +207,7 @@ class CancelOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    grace_seconds: float = Field(0.0, ge=0, le=86_400)
+    grace_seconds: float = Field(0.0, ge=0, le=86_400, strict=True)
     """Time in which the run may finish its step; then it is ended by force. 0 ends it at once."""
     save_checkpoint: StrictBool = False
     """Whether a checkpoint is saved behind that step."""
