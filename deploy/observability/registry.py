@@ -15,6 +15,7 @@ _MODULES = {
     "transferqueue": ("services.transferqueue.metrics",),
     "rollout": ("services.rollout.metrics",),
     "trainer": ("services.trainer.metrics",),
+    "trainer and rollout": ("services.common.weightsync.metrics",),
 }
 _PREFIX = "slipstream_"
 
