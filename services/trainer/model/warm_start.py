@@ -4,13 +4,15 @@ The result lies in a cache folder named by the digest of everything that shapes 
 examples (their source included), recipe and seed.
 """
 
+import fcntl
 import hashlib
 import json
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -61,12 +63,13 @@ def load_base_model(
     if model.warm_start is None:
         return load_model(model, tokenizer, dtype=torch.float32, device=device, seed=seed)
     folder = cache / _digest(model, tokenizer, seed)
-    if not folder.is_dir():
-        made = load_model(model, tokenizer, dtype=torch.float32, device=device, seed=seed)
-        attention = made.config._attn_implementation  # noqa: SLF001 -- its only name
-        train(made, tokenizer, model.warm_start, seed=seed, progress=progress)
-        made.set_attn_implementation(attention)
-        _keep(made, tokenizer, folder)
+    with _alone(folder):
+        if not folder.is_dir():
+            made = load_model(model, tokenizer, dtype=torch.float32, device=device, seed=seed)
+            attention = made.config._attn_implementation  # noqa: SLF001 -- its only name
+            train(made, tokenizer, model.warm_start, seed=seed, progress=progress)
+            made.set_attn_implementation(attention)
+            _keep(made, tokenizer, folder)
     return load_folder(folder, dtype=torch.float32, device=device)
 
 
@@ -148,9 +151,17 @@ def _digest(model: ModelSpec, tokenizer: Tokenizer, seed: int) -> str:
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Let one process of this host at a time make a folder; the others find it made."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def _keep(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
     """Write the folder at once: a reader sees all of it or nothing."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder.parent))
     try:
         model.save_pretrained(unfinished)

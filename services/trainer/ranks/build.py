@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
 
 from services.common.models.tokenizer import Tokenizer, load_tokenizer
 from services.common.spec.run import RunSpec
@@ -124,9 +123,6 @@ def _load_policy(
     tokenizer: Tokenizer,
     progress: Progress,
 ) -> Policy:
-    # Rank 0 goes first, so that a warm start is made once and the others find it in the cache.
-    if topology.rank > 0:
-        distributed.barrier()
     model = load_base_model(
         spec.model,
         tokenizer,
@@ -135,8 +131,6 @@ def _load_policy(
         cache=settings.model_cache.expanduser(),
         progress=progress,
     )
-    if topology.rank == 0 and topology.world_size > 1:
-        distributed.barrier()
     return Policy(model, temperature=spec.rollout.sampling.temperature)
 
 

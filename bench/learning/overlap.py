@@ -1,0 +1,53 @@
+"""How much of the time for reference logprobs their own worker hides: ``python -m bench.learning.overlap``.
+
+sort4 with a KL penalty, with the reference inside the trainer and apart. Results go to
+``bench/results/overlap.json``: means over the steps, in seconds.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean
+
+from bench.learning.variants import VARIANTS
+
+REPOSITORY = Path(__file__).parents[2]
+RESULTS = REPOSITORY / "bench" / "results" / "overlap.json"
+_PLACES = {
+    "inside": ("algorithm.kl.coefficient=0.01",),
+    "apart": VARIANTS["kl to the reference, ref_logp apart"].settings,
+}
+_NUMBERS = ("seconds_ref_logprob", "seconds_total", "idle_seconds_no_data", "tokens_per_s")
+_WARMUP_STEPS = 3
+
+
+def main() -> None:
+    found = {place: measure(settings) for place, settings in _PLACES.items()}
+    inside, apart = found["inside"], found["apart"]
+    waits = apart["idle_seconds_no_data"] - inside["idle_seconds_no_data"]
+    spent = inside["seconds_ref_logprob"]
+    result = {**found, "hidden_fraction": round(min(1.0, 1.0 - waits / spent), 3)}
+    print(json.dumps(result, indent=1))
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def measure(settings: tuple[str, ...]) -> dict[str, float]:
+    """Mean numbers of a step."""
+    settings = (*settings, "trainer.steps=16", "validation.every=0")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            *(sys.executable, "-m", "services.cli.main", "run", "examples/sort4.yaml", "--json"),
+            *("--state-directory", folder),
+            *(part for setting in settings for part in ("--set", setting)),
+        ]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+        metrics = Path(done.stdout.splitlines()[-1]).parent / "metrics.jsonl"
+        lines = metrics.read_text(encoding="utf-8").splitlines()
+    steps = [json.loads(line) for line in lines[_WARMUP_STEPS:]]
+    return {name: round(mean(step.get(name, 0.0) for step in steps), 4) for name in _NUMBERS}
+
+
+if __name__ == "__main__":
+    main()
