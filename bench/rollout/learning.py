@@ -20,9 +20,9 @@ PARTIAL = (
     "rollout.partial_rollout=true",
     "rollout.segment_tokens=2",
     "rollout.max_running_samples=16",
-    "trainer.prompts_per_step=8",
-    "trainer.steps=200",
-    "trainer.optimizer.learning_rate=2e-4",
+    "trainer.prompts_per_step=4",
+    "trainer.steps=400",
+    "trainer.optimizer.learning_rate=1.5e-4",
     "validation.every=0",
 )
 
