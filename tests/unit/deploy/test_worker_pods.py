@@ -64,6 +64,33 @@ def test_separate_workers_learn_who_they_are(tmp_path: Path) -> None:
     )
 
 
+def test_roles_of_their_own_get_pods_of_the_trainers_program(tmp_path: Path) -> None:
+    config = one(render(profiles=("multi-node",)), "ConfigMap", "demo-slipstream-workers")
+    for name, text in config["data"].items():
+        (tmp_path / name).write_text(text)
+    spec = parse_spec(
+        {
+            **SPEC,
+            "rollout": {"rewards": [{"name": "exact_match"}]},
+            "algorithm": {"kl": {"coefficient": 0.1}},
+            "topology": {
+                "task_groups": ["train", "ref_logp", "generate"],
+                "ratios": [0.5, 0.25, 0.25],
+                "gpus": 4,
+            },
+        }
+    )
+    pods = build_pods(
+        load_templates(tmp_path), "run_0198", spec, controller_address="c:50051", owner=OWNER
+    )
+    names = [pod["metadata"]["name"].removeprefix("run-0198-") for pod in pods]
+    assert names == ["trainer-0", "rollout-0", "ref-logp-0"]
+    kubernetes_validate.validate(pods[2], "1.35", strict=True)
+    (container,) = pods[2]["spec"]["containers"]
+    assert environment(container)["SLIPSTREAM_TRAINER_ROLE"] == "ref_logp"
+    assert "--nproc-per-node=2" in pods[0]["spec"]["containers"][0]["command"]
+
+
 def test_workers_are_ready_once_they_say_so(tmp_path: Path) -> None:
     (pod,) = build(tmp_path, profiles=("one-gpu-node",))
     files = set()
