@@ -7,6 +7,7 @@ The methods block; call them in a thread.
 import ctypes
 import mmap
 import threading
+import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TypeVar
@@ -22,6 +23,10 @@ Range = tuple[str, int, int]
 """Key of an object, offset, size."""
 
 _FULL = -200
+_TRANSFER_FAILED = -800
+_FAILOVER_S = 20.0
+"""The master needs about 10 s to see that a process is gone, and then names the other copies only."""
+_RETRY_S = 0.25
 _STAGING_BYTES = 32 << 20
 _LOCAL_BYTES = 16 << 20
 
@@ -114,6 +119,22 @@ class ObjectStore:
         self._store.batch_remove(list(keys), True)
 
     def _read_batch(self, batch: Sequence[Range], sizes: Sequence[int]) -> None:
+        deadline = time.monotonic() + (_FAILOVER_S if self._config.replica_num > 1 else 0.0)
+        while True:
+            codes = self._codes_of_read(batch, sizes)
+            if _TRANSFER_FAILED not in codes or time.monotonic() > deadline:
+                break
+            time.sleep(_RETRY_S)
+        for (key, _, size), got in zip(batch, codes, strict=True):
+            if got != size:
+                raise NotFoundError(
+                    f"{key} is not in Mooncake Store (code {got}); its samples were released or "
+                    "the process that held them is gone",
+                    key=key,
+                )
+
+    def _codes_of_read(self, batch: Sequence[Range], sizes: Sequence[int]) -> list[int]:
+        """What was read of each range, or an error code."""
         starts = [sum(sizes[:number]) for number in range(len(sizes))]
         ((answers),) = self._store.get_into_ranges(
             [self._base],
@@ -122,13 +143,7 @@ class ObjectStore:
             [[[offset] for _, offset, _ in batch]],
             [[[size] for size in sizes]],
         )
-        for (key, _, size), (got,) in zip(batch, answers, strict=True):
-            if got != size:
-                raise NotFoundError(
-                    f"{key} is not in Mooncake Store (code {got}); its samples were released or "
-                    "the process that held them is gone",
-                    key=key,
-                )
+        return [got for (got,) in answers]
 
     def _grow(self, size_bytes: int) -> None:
         if size_bytes > len(self._staging):
