@@ -33,6 +33,15 @@ spec:
       securityContext: {{- include "slipstream.podSecurityContext" .root | nindent 8 }}
       {{- include "slipstream.pullSecrets" .root | nindent 6 }}
       {{- include "slipstream.placement" $values | nindent 6 }}
+      {{- if gt (int .replicas) 1 }}
+      # A node that is lost takes few shards with it.
+      topologySpreadConstraints:
+        - maxSkew: 1
+          topologyKey: kubernetes.io/hostname
+          whenUnsatisfiable: ScheduleAnyway
+          labelSelector:
+            matchLabels: {{- include "slipstream.selectorLabels" . | nindent 14 }}
+      {{- end }}
       containers:
         - name: transferqueue
           image: {{ include "slipstream.image" (dict "root" .root "image" $values.image) }}
