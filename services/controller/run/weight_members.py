@@ -25,6 +25,8 @@ _T = TypeVar("_T")
 # While a call lasts, its member's process is asked for a sign of life this often, and answers in this time.
 _PROBE_EVERY_S = 0.5
 _PROBE_TIMEOUT_S = 1.0
+# Of many members each is asked less often and gets longer to answer: asking takes this process's time too.
+_PROBES_PER_S = 250
 # A member that does not answer an abort within this time is lost.
 _ABORT_TIMEOUT_S = 1.0
 _NCCL_BUCKET, _GLOO_BUCKET = 512 << 20, 64 << 20
@@ -172,11 +174,13 @@ class WeightMembers:
 
     async def _watch(self, names: Sequence[str]) -> None:
         members = {name: member for name, member in self.all().items() if name in names}
+        round_s = len(members) / _PROBES_PER_S
         while True:
-            await asyncio.sleep(_PROBE_EVERY_S)
+            await asyncio.sleep(max(_PROBE_EVERY_S, round_s))
             async with asyncio.TaskGroup() as probes:
                 for name, member in members.items():
-                    probes.create_task(_probe(name, member))
+                    timeout_s = max(_PROBE_TIMEOUT_S, 2 * round_s)
+                    probes.create_task(_probe(name, member, timeout_s))
 
     def _make_plan(self, device: str) -> None:
         is_on_gpu = device != "cpu" and self._mode != "cpu_async"
@@ -236,8 +240,8 @@ def first_error() -> Iterator[None]:
         raise error from None
 
 
-async def _probe(name: str, member: WeightSyncClient) -> None:
+async def _probe(name: str, member: WeightSyncClient, timeout_s: float) -> None:
     try:
-        await member.alive(timeout_s=_PROBE_TIMEOUT_S)
+        await member.alive(timeout_s=timeout_s)
     except ServiceError as error:
         raise UnavailableError(f"{name} does not answer: {error}") from error
