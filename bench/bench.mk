@@ -1,5 +1,5 @@
 # Benchmarks; included by the Makefile.
-.PHONY: bench-controller bench-dataplane bench-learning bench-trainer bench-rollout bench-weightsync
+.PHONY: bench-controller bench-dataplane bench-learning bench-trainer bench-rollout bench-weightsync bench-recovery
 bench-dataplane: $(READY) ## The data plane next to its peer, minutes (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.dataplane $(OPTIONS)
 
@@ -18,6 +18,10 @@ bench-rollout: $(READY) ## Engines, partial rollout, interruptions, failing rewa
 
 bench-weightsync: $(READY) ## Weight sync against the raw wire (OPTIONS=--smoke on a machine without a GPU)
 	$(BIN)/python -m bench.weightsync $(OPTIONS)
+	$(BIN)/python -m bench.weightsync.end_to_end $(OPTIONS)
+
+bench-recovery: $(READY) ## Rollouts killed at random: how soon the others serve the new version
+	$(BIN)/python -m bench.weightsync.recovery
 
 bench-controller: $(READY) ## One controller process between fakes: rates, latencies, memory (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.controller $(OPTIONS)
