@@ -57,10 +57,12 @@ class Api:
     Args:
         url: Such as ``http://127.0.0.1:8080``.
         token: API token; empty where none is asked for.
+        patience_s: How long a controller that does not answer is asked again: one that is started again.
     """
 
-    def __init__(self, url: str, *, token: str = "") -> None:
+    def __init__(self, url: str, *, token: str = "", patience_s: float = 0.0) -> None:
         self._url = url
+        self._patience_s = patience_s
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._http = httpx.AsyncClient(
             base_url=url, timeout=_TIMEOUT_S, trust_env=False, headers=headers
@@ -265,16 +267,25 @@ class Api:
         return model.model_validate_json(await self._call(method, path, **arguments))
 
     async def _call(self, method: str, path: str, **arguments: Any) -> bytes:
-        try:
-            response = await self._http.request(method, path, **arguments)
-        except httpx.TransportError as error:
-            raise ApiError(
-                f"no controller answers at {self._url} ({error}); start one with 'slipstream up', or set "
-                "SLIPSTREAM_URL or --url"
-            ) from error
+        response = await self._answer(method, path, **arguments)
         if response.is_error:
             raise ApiError(_explain(response))
         return response.content
+
+    async def _answer(self, method: str, path: str, **arguments: Any) -> httpx.Response:
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._patience_s
+        may_repeat = method == "GET" or "Idempotency-Key" in arguments.get("headers", {})
+        while True:
+            try:
+                return await self._http.request(method, path, **arguments)
+            except httpx.TransportError as error:
+                if not may_repeat or clock() >= deadline:
+                    raise ApiError(
+                        f"no controller answers at {self._url} ({error}); start one with 'slipstream up', or "
+                        "set SLIPSTREAM_URL or --url"
+                    ) from error
+            await asyncio.sleep(_RECONNECT_EVERY_S)
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[tuple[str, dict[str, Any]]]:

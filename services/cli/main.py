@@ -41,6 +41,7 @@ Overrides = Annotated[
 ]
 Port = Annotated[int, typer.Option(help="Port of the REST API; 0 takes a free one.")]
 
+_PATIENCE_S = 30.0
 # A service that ends more often than this under `slipstream up` ends it.
 _UP_RESTARTS = 20
 
@@ -107,7 +108,8 @@ async def _run(spec: RunSpec, state_directory: Path, port: int) -> dict[str, Any
         local_services(
             state_directory, port=port, max_restarts=spec.limits.max_restarts
         ) as services,
-        Api(services.url) as api,
+        # A controller that dies is started again.
+        Api(services.url, patience_s=_PATIENCE_S) as api,
     ):
         created = await api.submit(spec.model_dump(mode="json"))
         return await _follow_beside(services, api, created.id, state_directory)

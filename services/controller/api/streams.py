@@ -15,12 +15,15 @@ from services.controller.logs import RunLogs
 from services.controller.runs import RunManager
 from services.controller.store.records import Event
 
+_KEPT_TEXTS = 2000
+
 
 def add_stream_routes(
     app: FastAPI, manager: RunManager, logs: RunLogs, authenticate: Authenticate
 ) -> None:
     """Add the routes; they come before ``/v1/runs/{run_id}``, which would take ``stream`` for an id."""
     access = Access(manager)
+    encoded = _Encoded()
 
     async def existing(run_id: RunId, who: Annotated[Principal, Depends(authenticate)]) -> str:
         # Checked before the stream begins: an answer that has begun cannot say 404.
@@ -34,7 +37,7 @@ def add_stream_routes(
         """Events of all runs of the project as they come, from now on or behind ``Last-Event-ID``."""
         try:
             async for event in manager.feed.watch_project(who.project, _time(last_event_id)):
-                yield _sent(event, f"{event.time:.6f}")
+                yield encoded.sent(event, f"{event.time:.6f}")
         except ResourceExhaustedError as error:
             yield ServerSentEvent(data={"detail": error.message}, event="overflow")
 
@@ -52,7 +55,7 @@ def add_stream_routes(
         start = int(last_event_id) if is_number else after_seq
         try:
             async for event in manager.feed.watch(known, start):
-                yield _sent(event, str(event.seq))
+                yield encoded.sent(event, str(event.seq))
         except ResourceExhaustedError as error:
             yield ServerSentEvent(data={"detail": error.message}, event="overflow")
             return
@@ -73,8 +76,21 @@ def add_stream_routes(
         yield ServerSentEvent(data={}, event="end", id=cursor)
 
 
-def _sent(event: Event, id_: str) -> ServerSentEvent:
-    return ServerSentEvent(data=view_event(event).model_dump(mode="json"), event=event.type, id=id_)
+class _Encoded:
+    """The text of the newest events, made once however many read them."""
+
+    def __init__(self) -> None:
+        self._texts: dict[tuple[str, int], str] = {}
+
+    def sent(self, event: Event, id_: str) -> ServerSentEvent:
+        """An event as it is sent."""
+        key = (event.run_id, event.seq)
+        text = self._texts.get(key)
+        if text is None:
+            if len(self._texts) >= _KEPT_TEXTS:
+                del self._texts[next(iter(self._texts))]
+            text = self._texts[key] = view_event(event).model_dump_json()
+        return ServerSentEvent(raw_data=text, event=event.type, id=id_)
 
 
 def _time(last_event_id: str) -> float | None:

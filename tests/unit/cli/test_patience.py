@@ -1,0 +1,42 @@
+"""A client that waits for a controller that is started again."""
+
+import httpx
+import pytest
+
+from services.cli.api import Api, ApiError
+
+
+def api_of(num_failures, calls, **options):
+    async def answer(request):
+        calls.append((request.method, request.headers.get("Idempotency-Key")))
+        if len(calls) <= num_failures:
+            raise httpx.ConnectError("refused")
+        return httpx.Response(200, json={"version": "1"})
+
+    api = Api("http://controller", **options)
+    api._http = httpx.AsyncClient(
+        transport=httpx.MockTransport(answer), base_url="http://controller"
+    )
+    return api
+
+
+async def test_a_patient_client_asks_again_until_the_controller_is_back():
+    calls = []
+    async with api_of(1, calls, patience_s=30.0) as api:
+        assert await api.version() == "1"
+    assert len(calls) == 2
+
+
+async def test_an_impatient_client_says_at_once_that_nobody_answers():
+    calls = []
+    async with api_of(1, calls) as api:
+        with pytest.raises(ApiError, match="no controller answers"):
+            await api.version()
+
+
+async def test_only_what_may_be_repeated_is_asked_again():
+    calls = []
+    async with api_of(1, calls, patience_s=30.0) as api:
+        with pytest.raises(ApiError):
+            await api.pause("run_1")
+    assert len(calls) == 1
