@@ -91,6 +91,9 @@ class SglangBackend:
             self._config.save_pretrained(folder)
             arguments = {"model_path": folder} | self._arguments
             engine = await asyncio.to_thread(Engine, **arguments)
+        # Its import makes uvloop's policy everyone's, whose loops this process does not run: child processes,
+        # such as those of rewards, could not be started.
+        asyncio.set_event_loop_policy(None)
         pids = engine.get_all_child_pids()
         try:
             engine.tokenizer_manager.auto_create_handle_loop()
