@@ -31,8 +31,10 @@ class WeightArena:
         self.plan = plan
         self.device = device
         held = range(len(plan.sources)) if source is None else (source,)
+        # What a receiver holds is all received, and memory that is not touched costs no time.
+        allocate = torch.empty if source is None else torch.zeros
         self.buffers = {
-            number: torch.zeros(plan.sources[number].arena_bytes, dtype=torch.uint8, device=device)
+            number: allocate(plan.sources[number].arena_bytes, dtype=torch.uint8, device=device)
             for number in held
         }
 

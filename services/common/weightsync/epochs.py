@@ -119,7 +119,7 @@ class Epochs:
                 epoch=epoch,
             ) from error
         if epoch != self._epoch:
-            group.abort()
+            _end(group)
             raise FailedPreconditionError(f"epoch {epoch} was aborted while it formed", epoch=epoch)
         self._group = group
         logger.info("weight group formed", extra={"epoch": epoch, "receivers": num_receivers})
@@ -127,7 +127,7 @@ class Epochs:
     def leave(self, epoch: int | None = None) -> bool:
         """End the group of this epoch, or of all up to ``epoch``; returns whether there was one.
 
-        Ending it takes NCCL half a second, so that goes on in a thread.
+        Ending it takes NCCL half a second and Gloo up to a deadline, so that goes on in a thread.
         """
         if epoch is not None:
             if epoch < self._epoch:
@@ -138,5 +138,9 @@ class Epochs:
         group, self._group = self._group, None
         if group is None:
             return False
-        threading.Thread(target=group.abort, name="weights-abort", daemon=True).start()
+        _end(group)
         return True
+
+
+def _end(group: WeightGroup) -> None:
+    threading.Thread(target=group.abort, name="weights-abort", daemon=True).start()

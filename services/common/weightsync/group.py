@@ -7,6 +7,7 @@ on GPUs take the same store.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -82,6 +83,7 @@ class Channel:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
+        self._started: list[Work] = []
 
     def broadcast(self, tensor: Tensor) -> Work:
         """Start sending (rank 0) or receiving (others) a tensor in place."""
@@ -89,15 +91,22 @@ class Channel:
         options.rootRank = 0
         options.rootTensor = 0
         work: Work = self._backend.broadcast([tensor], options)
+        if not tensor.is_cuda:
+            self._started.append(work)
         return work
 
     def set_timeout(self, timeout_s: float) -> None:
         """Bound each collective that starts from now on (Gloo)."""
+        self._started.clear()
         self._backend._set_default_timeout(timedelta(seconds=timeout_s))  # noqa: SLF001  no public name
 
     def abort(self) -> None:
-        """End the channel; pending and later collectives fail."""
+        """End the channel; pending and later collectives fail. Returns when none is pending."""
         self._backend.abort()
+        # Gloo's collectives go on to their deadline, and whoever drops the backend would wait for them.
+        for work in self._started:
+            with suppress(RuntimeError):
+                work.wait()
 
 
 class WeightGroup:
