@@ -92,6 +92,8 @@ class Places:
     def _admit(self) -> None:
         while self._is_open and self._waiting and len(self._running) < self._size:
             waiting = heapq.heappop(self._waiting)
+            if waiting.admitted.done():
+                continue  # Its caller was cancelled and has not run since.
             self._running.add(waiting.request_id)
             self._empty.clear()
             waiting.admitted.set_result(True)

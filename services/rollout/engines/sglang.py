@@ -239,8 +239,8 @@ class _Stream:
             if self._is_dead:
                 raise EngineDiedError(_DIED) from None
             raise
-        # Outputs are cumulative.
-        entries = info["output_token_logprobs"][self._num_seen :]
+        # Outputs are cumulative; what was ended before it began says little about itself.
+        entries = info.get("output_token_logprobs", ())[self._num_seen :]
         is_first = self._num_seen == 0
         self._num_seen += len(entries)
         finish = info["finish_reason"]
@@ -251,7 +251,7 @@ class _Stream:
         return Chunk(
             token_ids=[entry[1] for entry in entries],
             logprobs=[float(entry[0]) for entry in entries],
-            cached_tokens=info["cached_tokens"] if is_first else 0,
+            cached_tokens=info.get("cached_tokens", 0) if is_first else 0,
             finish_reason=None if finish is None else finish["type"],
         )
 

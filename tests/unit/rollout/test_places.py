@@ -40,6 +40,21 @@ async def test_those_who_wait_can_be_turned_away() -> None:
     assert [await task for task in waiting] == [False, True]
 
 
+async def test_a_place_skips_callers_that_were_cancelled_at_the_same_moment() -> None:
+    async def work(name: str) -> bool:
+        async with places.take(request(name, (1,))) as is_admitted:
+            return is_admitted
+
+    places = Places(1)
+    places.close()
+    waiting = [asyncio.ensure_future(work(name)) for name in ("a", "b")]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    places.open()
+    assert await waiting[1]
+    assert places.num_waiting == len(places.running) == 0
+
+
 async def test_a_gate_closes_behind_those_inside_and_holds_back_the_others() -> None:
     async def passenger(name: str) -> None:
         async with gate.passage(give_up=lambda: False):
