@@ -8,7 +8,6 @@ from services.common.clock import Clock
 from services.common.errors import InvalidArgumentError
 from services.controller.client import GroupFailure, WorkerRole, WorkerState
 from services.controller.membership import HeartbeatOutcome, Membership, Worker
-from services.controller.rendezvous import RendezvousStore
 from services.controller.runs import RunManager
 from services.controller.settings import ControllerSettings
 from slipstream.controller.v1 import membership_pb2, membership_pb2_grpc
@@ -113,31 +112,3 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
         ]
         await self._manager.report_failures(request.run_id, failures)
         return membership_pb2.ReportGroupsResponse()
-
-
-class RendezvousServicer(membership_pb2_grpc.RendezvousServiceServicer):
-    """Key-value scopes for weight groups."""
-
-    def __init__(self, store: RendezvousStore) -> None:
-        self._store = store
-
-    async def SetValue(  # noqa: N802
-        self, request: membership_pb2.SetValueRequest, context: _Context
-    ) -> membership_pb2.SetValueResponse:
-        """Store a value."""
-        await self._store.set(request.scope, request.key, request.value)
-        return membership_pb2.SetValueResponse()
-
-    async def GetValue(  # noqa: N802
-        self, request: membership_pb2.GetValueRequest, context: _Context
-    ) -> membership_pb2.GetValueResponse:
-        """Return a value, waiting for it."""
-        value = await self._store.get(request.scope, request.key, request.wait_timeout_s)
-        return membership_pb2.GetValueResponse(value=value)
-
-    async def AddValue(  # noqa: N802
-        self, request: membership_pb2.AddValueRequest, context: _Context
-    ) -> membership_pb2.AddValueResponse:
-        """Add to a counter."""
-        value = await self._store.add(request.scope, request.key, request.amount)
-        return membership_pb2.AddValueResponse(value=value)
