@@ -90,7 +90,11 @@ def started(*arguments: str | Path, until: str) -> Iterator[tuple[subprocess.Pop
     finally:
         if process.poll() is None:
             process.terminate()
-            process.wait(20)
+            try:
+                process.communicate(timeout=20)  # read on: a command that waits to write does not end
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
 
 
 def descendants(process: subprocess.Popen) -> dict[str, psutil.Process]:
