@@ -31,7 +31,7 @@ run: $(READY) ## Train the example end to end (SPEC=examples/sort4.yaml)
 	$(BIN)/slipstream run $(SPEC)
 
 test: check ## Everything that every commit must pass: style, types, imports, stubs, docs, tests
-	$(BIN)/python -m pytest -n 2 -m '$(EVERY_COMMIT) and not learning and not faults'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m '$(EVERY_COMMIT) and not learning and not faults'
 	$(BIN)/python -m pytest -m '$(EVERY_COMMIT) and (learning or faults)'
 
 test-nightly: $(READY) ## Learning of every algorithm over three seeds, and its controls
