@@ -97,8 +97,12 @@ async def test_parts_of_different_adoptions_never_share_a_prefix() -> None:
         await engine.adopt_weights(3, WEIGHTS)
         task = asyncio.ensure_future(engine.generate(request("r", (1, 2), max_tokens=50)))
         await until(lambda: engine.stats().tokens_total >= 5)
+        backend.step.clear()  # no token while the update prepares
         # The same number with other weights: the trainer went back to a checkpoint.
-        await engine.adopt_weights(3, WEIGHTS)
+        update = asyncio.ensure_future(engine.adopt_weights(3, WEIGHTS))
+        await until(lambda: bool(backend.cuts))
+        backend.step.set()
+        await update
         result = await task
     assert result.token_ids == tuple(range(2, 52))
     assert result.version_runs == ((3, 50),)
