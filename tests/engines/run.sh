@@ -41,5 +41,8 @@ fi
 "$venv/bin/pip" install -q --no-deps -e .
 export OMP_NUM_THREADS=1 PYTHONPATH=$PWD:$PWD/proto/gen
 [ "$engine" = sglang ] && PYTHONPATH=$PWD/tests/engines/sglang_cpu:$PYTHONPATH
-exec "$venv/bin/python" -m pytest -k "$engine" --durations=10 \
-  -o addopts='--import-mode=importlib --strict-markers -ra' tests/contract tests/engines "$@"
+# One after the other: the engines of the contract suite stay up, and busy, until its process ends.
+for suite in tests/contract tests/engines; do
+  "$venv/bin/python" -m pytest -k "$engine" --durations=10 \
+    -o addopts='--import-mode=importlib --strict-markers -ra' $suite "$@"
+done

@@ -28,7 +28,8 @@ SGLANG_ON_CPU: Mapping[str, Any] = {
     "disable_cuda_graph": True,
     "disable_overlap_schedule": True,
     "max_total_tokens": 32768,
-    "mem_fraction_static": 0.05,
+    # Other processes use this memory too; what is taken is bounded by max_total_tokens.
+    "mem_fraction_static": 0.3,
 }
 
 
