@@ -91,7 +91,9 @@ def started(*arguments: str | Path, until: str) -> Iterator[tuple[subprocess.Pop
         if process.poll() is None:
             process.terminate()
             try:
-                process.communicate(timeout=20)  # read on: a command that waits to write does not end
+                process.communicate(
+                    timeout=20
+                )  # read on: a command that waits to write does not end
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise
