@@ -14,7 +14,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from services.rollout.engines.layout import copy_pieces, plan_pieces
+from services.rollout.engines.layout import copy_weights
 from services.rollout.settings import prepare_vllm_environment
 
 pytest.importorskip("vllm", reason="vllm is not installed here")
@@ -97,11 +97,7 @@ def test_copied_parameters_equal_loaded_ones(
     loaded.load_weights(iter(source.items()))
     targets = dict(copied.named_parameters())
     with torch.no_grad():
-        pieces = plan_pieces(
-            {name: tuple(value.shape) for name, value in source.items()},
-            {name: tuple(value.shape) for name, value in targets.items()},
-        )
-        copy_pieces(pieces, source, targets)
+        copy_weights(source, targets)
     expected = dict(loaded.named_parameters())
     assert targets.keys() == expected.keys()
     for name, value in targets.items():

@@ -67,14 +67,22 @@ def plan_pieces(
     return pieces
 
 
-def copy_pieces(
-    pieces: Sequence[Piece], sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]
+def copy_weights(
+    sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], *, rank: int = 0, ranks: int = 1
 ) -> None:
-    """Copy tensors into parameters, in place."""
-    for piece in pieces:
+    """Copy a whole checkpoint into an engine's parameters, in place; nothing is copied if that fails.
+
+    Raises:
+        UnknownLayoutError: If the parameters are laid out in a way that is not known.
+    """
+    for piece in plan_pieces(_shapes(sources), _shapes(targets), rank=rank, ranks=ranks):
         source = sources[piece.source].narrow(piece.dim, piece.start, piece.length)
         target = targets[piece.target].narrow(piece.dim, piece.target_start, piece.length)
         target.copy_(source, non_blocking=True)
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _place(

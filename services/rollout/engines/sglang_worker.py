@@ -11,7 +11,7 @@ from sglang.srt.distributed.parallel_state import (
 )
 from torch import Tensor
 
-from services.rollout.engines.layout import UnknownLayoutError, copy_pieces, plan_pieces
+from services.rollout.engines.layout import UnknownLayoutError, copy_weights
 from services.rollout.engines.shared_tensors import open_shared
 
 logger = logging.getLogger(__name__)
@@ -26,19 +26,16 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """
     ((description, _),) = named_tensors
     tensors = open_shared(description)
-    parameters = dict(model.named_parameters())
     with torch.no_grad():
         try:
-            pieces = plan_pieces(
-                {name: tuple(tensor.shape) for name, tensor in tensors.items()},
-                {name: tuple(parameter.shape) for name, parameter in parameters.items()},
+            copy_weights(
+                tensors,
+                dict(model.named_parameters()),
                 rank=get_tensor_model_parallel_rank(),
                 ranks=get_tensor_model_parallel_world_size(),
             )
         except UnknownLayoutError as error:
             logger.warning("weights go through SGLang's loader", extra={"why": str(error)})
             model.load_weights(list(tensors.items()))
-        else:
-            copy_pieces(pieces, tensors, parameters)
     if torch.cuda.is_available():
         torch.cuda.synchronize()

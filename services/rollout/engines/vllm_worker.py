@@ -15,7 +15,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from services.rollout.engines.layout import UnknownLayoutError, copy_pieces, plan_pieces
+from services.rollout.engines.layout import UnknownLayoutError, copy_weights
 from services.rollout.engines.shared_tensors import open_shared
 
 logger = logging.getLogger(__name__)
@@ -61,18 +61,16 @@ class WeightLoader:
 
 def _copy(model: Any, tensors: dict[str, Tensor]) -> bool:
     """Copy tensors into parameters whose layout is known."""
-    parameters = dict(model.named_parameters())
     try:
-        pieces = plan_pieces(
-            {name: tuple(tensor.shape) for name, tensor in tensors.items()},
-            {name: tuple(parameter.shape) for name, parameter in parameters.items()},
+        copy_weights(
+            tensors,
+            dict(model.named_parameters()),
             rank=get_tensor_model_parallel_rank(),
             ranks=get_tensor_model_parallel_world_size(),
         )
     except UnknownLayoutError as error:
         logger.info("weights go through vLLM's loader", extra={"why": str(error)})
         return False
-    copy_pieces(pieces, tensors, parameters)
     return True
 
 

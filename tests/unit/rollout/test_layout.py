@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.rollout.engines.layout import UnknownLayoutError, copy_pieces, plan_pieces
+from services.rollout.engines.layout import UnknownLayoutError, copy_weights, plan_pieces
 
 HIDDEN, HEADS, KV_HEADS, HEAD, FF, VOCAB = 16, 8, 2, 4, 24, 40
 LAYER = "model.layers.0"
@@ -51,8 +51,7 @@ def shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 def adopt(source: dict[str, Tensor], rank: int, ranks: int, padded_vocab: int) -> dict[str, Tensor]:
     target = engine_parameters(ranks, padded_vocab)
-    pieces = plan_pieces(shapes(source), shapes(target), rank=rank, ranks=ranks)
-    copy_pieces(pieces, source, target)
+    copy_weights(source, target, rank=rank, ranks=ranks)
     return target
 
 
