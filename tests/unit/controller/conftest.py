@@ -1,13 +1,16 @@
 """Fixtures of the controller's tests."""
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
+import httpx
 import pytest
 import sqlalchemy as sa
 
+from services.controller.runs import RunManager
 from services.controller.store.database import Database
 from tests.unit.controller.databases import postgres_cluster
+from tests.unit.controller.rest import client_of, open_manager
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +41,17 @@ def database(database_url) -> Iterator[Database]:
     opened = Database(database_url)
     yield opened
     opened.close()
+
+
+@pytest.fixture
+async def manager(database) -> AsyncIterator[RunManager]:
+    """A manager whose runs wait for workers that never come."""
+    async with open_manager(database) as manager:
+        yield manager
+
+
+@pytest.fixture
+async def api(manager, database, tmp_path) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of that manager's REST API."""
+    async with client_of(manager, database, tmp_path) as client:
+        yield client

@@ -3,22 +3,8 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from services.controller.api.principals import TokenStore
 from tests.unit.controller.rest import SPEC, client_of, open_manager
-
-
-@pytest.fixture
-async def manager(database):
-    async with open_manager(database) as manager:
-        yield manager
-
-
-@pytest.fixture
-async def api(manager, database, tmp_path):
-    async with client_of(manager, database, tmp_path) as client:
-        yield client
 
 
 async def test_a_run_is_submitted_read_and_cancelled(api):

@@ -22,7 +22,7 @@ from services.controller.audit import RunAudit
 from services.controller.logs import RunLogs
 from slipstream.controller.v1 import run_pb2 as pb
 from slipstream.controller.v1 import run_pb2_grpc
-from tests.unit.controller.rest import SPEC, client_of, open_manager
+from tests.unit.controller.rest import SPEC, client_of
 
 # Operations of the one API, and what they are called in the other.
 PAIRS = {
@@ -51,12 +51,6 @@ PAIRS = {
     ("get", "/v1/quota"): "GetQuota",
     ("get", "/v1/version"): "GetVersion",
 }
-
-
-@pytest.fixture
-async def manager(database):
-    async with open_manager(database) as manager:
-        yield manager
 
 
 @pytest.fixture

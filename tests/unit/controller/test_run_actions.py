@@ -3,27 +3,13 @@
 import asyncio
 import json
 
-import pytest
-
 from services.controller.run.checkpoints import Checkpoint
 from services.controller.run.ledger import Ledger
 from services.controller.run.run_state import RunEvent
 from services.controller.store import ledgers as ledger_store
 from services.controller.store.runs import RunStore
 from services.controller.store.tables import CHECKPOINTS
-from tests.unit.controller.rest import SPEC, client_of, open_manager
-
-
-@pytest.fixture
-async def manager(database):
-    async with open_manager(database) as manager:
-        yield manager
-
-
-@pytest.fixture
-async def api(manager, database, tmp_path):
-    async with client_of(manager, database, tmp_path) as client:
-        yield client
+from tests.unit.controller.rest import SPEC
 
 
 async def submitted(api) -> str:
