@@ -10,6 +10,7 @@ import torch
 from torch import distributed, multiprocessing, nn
 from torch.distributed.tensor import DTensor
 
+from services.common.errors import UnavailableError
 from services.common.spec.run import RunSpec
 from services.common.spec.weight_sync import WeightSyncSpec
 from services.trainer.batch.samples import IncompleteBatchError
@@ -113,6 +114,25 @@ def _serve(rank: int, world_size: int, folder: str, spec_json: str) -> None:
         leader.attach(trained, weights, crew)
         asyncio.run(_lead(leader, queue, Path(folder)))
     distributed.destroy_process_group()
+
+
+def _lose(rank: int, world_size: int, folder: str, spec_json: str) -> None:
+    """Rank 1 is gone before the first step."""
+    spec = RunSpec.model_validate_json(spec_json)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+    )
+    policy = policy_of(spec)
+    queue = random_queue(policy_of(spec))
+    topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=world_size)
+    distribute(policy, spec.trainer, topology)
+    trained = rank_of(spec, policy, queue, ranks=topology.data)
+    if rank > 0:
+        return
+    leader = Leader()
+    leader.attach(trained, WeightExport(policy, dtype=torch.float32), Crew(world_size))
+    with pytest.raises(UnavailableError, match="a rank of the trainer is gone"):
+        asyncio.run(leader.train_step(1, queue.meta))
 
 
 async def _lead(leader: Leader, queue: Queue, folder: Path) -> None:
@@ -237,3 +257,10 @@ def test_the_other_ranks_follow_rank_0(tmp_path: Path, senders: str) -> None:
     canary = json.loads((tmp_path / "canary.json").read_text())
     assert canary == pytest.approx(export.score_canary().logprobs, abs=1e-4)
     assert (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").is_file()
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_is_gone_is_an_outage_and_not_a_fault(tmp_path: Path) -> None:
+    spec = _spec(world_size=2)
+    arguments = (2, str(tmp_path), spec.model_dump_json())
+    multiprocessing.start_processes(_lose, args=arguments, nprocs=2)  # type: ignore[no-untyped-call]

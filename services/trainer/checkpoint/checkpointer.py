@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor
 
+from services.common.errors import FailedPreconditionError
 from services.trainer.checkpoint import manifest
 from services.trainer.model.parallel import Topology
 
@@ -87,7 +89,20 @@ class Checkpointer:
 
         Returns:
             The published folder.
+
+        Raises:
+            FailedPreconditionError: If the disk takes no more.
         """
+        try:
+            return self._write(snapshot)
+        except (OSError, CheckpointException) as error:
+            raise FailedPreconditionError(
+                f"step {snapshot.step} cannot be written to {self._root}: {_cause(error)}; make room there, "
+                "or lower trainer.checkpoint.keep",
+                step=snapshot.step,
+            ) from error
+
+    def _write(self, snapshot: Snapshot) -> Path:
         unfinished = manifest.unfinished_of(self._root, snapshot.step)
         if self._rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -169,3 +184,10 @@ class Checkpointer:
             shape=value.shape,
             stride=value.stride(),
         )
+
+
+def _cause(error: OSError | CheckpointException) -> str:
+    """What went wrong, without the traces that torch adds for every rank."""
+    if isinstance(error, OSError):
+        return str(error)
+    return "; ".join(dict.fromkeys(str(inner) for inner, _ in error.failures.values()))

@@ -4,11 +4,15 @@ Every order is broadcast as a small header and its bytes, so that no rank enters
 """
 
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 from torch import distributed
+
+from services.common.errors import UnavailableError
 
 _HEADER = struct.Struct("<qqqq")
 _LONGEST_TEXT = 512
@@ -64,6 +68,22 @@ class Crew:
         if order.payload:
             _broadcast(bytearray(order.payload))
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what all ranks do: the loss of one is an outage, which the run waits out.
+
+        Raises:
+            UnavailableError: If the ranks' connection broke. They are started again together.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self._size == 1 or not _is_broken_group(error):
+                raise
+            raise UnavailableError(
+                f"a rank of the trainer is gone, and all of them start again: {error}"
+            ) from error
+
     def gather(self, text: str) -> list[str]:
         """Texts of all ranks, in their order. Every rank calls it."""
         if self._size == 1:
@@ -80,6 +100,11 @@ class Crew:
         kind, step, weight_version, size = _HEADER.unpack(header)
         payload = bytes(_broadcast(bytearray(size))) if size else b""
         return Order(Kind(kind), step, weight_version, payload)
+
+
+def _is_broken_group(error: RuntimeError) -> bool:
+    # Gloo's failures have no class of their own.
+    return isinstance(error, distributed.DistError) or "gloo" in str(error)
 
 
 def _broadcast(data: bytearray) -> bytearray:

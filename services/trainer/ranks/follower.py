@@ -43,7 +43,7 @@ class Follower:
                 with self._turn:
                     if order.kind is Kind.SAVE:
                         if writing is not None:
-                            writing.result()  # its buffers are used again
+                            _await_written(writing)  # its buffers are used again
                         snapshot = self._rank.snapshot(order.step)
                         writing = writer.submit(self._rank.checkpointer.write, snapshot)
                     else:
@@ -75,3 +75,11 @@ class Follower:
         except (ServiceError, ValueError) as error:
             # Rank 0 met the same and reports it; the next order may be a good one.
             logger.warning("order failed", extra={"order": order.kind.name, "error": str(error)})
+
+
+def _await_written(writing: Future[Path]) -> None:
+    try:
+        writing.result()
+    except ServiceError as error:
+        # Rank 0 reports it.
+        logger.warning("checkpoint not written", extra={"error": str(error)})

@@ -71,7 +71,7 @@ class Leader:
 
         Raises:
             FailedPreconditionError: If ``step`` does not follow the newest one.
-            UnavailableError: If the model is not loaded yet.
+            UnavailableError: If the model is not loaded yet, or a rank is gone.
         """
         async with self._steps:
             if self._begun is None or self._begun[0] != step or self._begun[1].done():
@@ -104,7 +104,7 @@ class Leader:
 
     def _train(self, step: int, meta: KVBatchMeta, weight_version: int | None) -> StepResult:
         rank, _ = self._attached()
-        with self._turn:
+        with self._turn, self._crew.together():
             version = step - 1 if weight_version is None else weight_version
             idle = self._idle.step_begins()
             self._crew.tell(Order(Kind.TRAIN, step, version, meta.to_bytes()))
@@ -119,7 +119,7 @@ class Leader:
 
         Raises:
             FailedPreconditionError: If ``step`` is not the newest one.
-            UnavailableError: If the model is not loaded yet.
+            UnavailableError: If the model is not loaded yet, or a rank is gone.
         """
         rank, _ = self._attached()
         async with self._saving:
@@ -127,11 +127,15 @@ class Leader:
             with timer("snapshot"):
                 snapshot = await asyncio.to_thread(self._snapshot, rank, step)
             with timer("write"):
-                folder = await asyncio.to_thread(rank.checkpointer.write, snapshot)
+                folder = await asyncio.to_thread(self._write, rank, snapshot)
             return SavedCheckpoint(folder=folder, seconds=timer.seconds)
 
+    def _write(self, rank: Rank, snapshot: Snapshot) -> Path:
+        with self._crew.together():
+            return rank.checkpointer.write(snapshot)
+
     def _snapshot(self, rank: Rank, step: int) -> Snapshot:
-        with self._turn, self._idle("checkpoint"):
+        with self._turn, self._idle("checkpoint"), self._crew.together():
             # A step may have ended while this waited for its turn, so the check belongs here.
             newest, _ = self._newest
             if step != newest:
@@ -151,7 +155,7 @@ class Leader:
     def weight_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The current weights, or this rank's rows of them; training waits until they are read."""
         _, weights = self._attached()
-        with self._turn, self._idle("weight_sync"):
+        with self._turn, self._idle("weight_sync"), self._crew.together():
             if weights.sends_rows:
                 yield from weights.weight_rows()
             else:
@@ -161,7 +165,7 @@ class Leader:
     def score_canary(self) -> Canary:
         """Score a short text under the current weights, with all ranks."""
         _, weights = self._attached()
-        with self._turn, self._idle("weight_sync"):
+        with self._turn, self._idle("weight_sync"), self._crew.together():
             self._crew.tell(Order(Kind.SCORE))
             return weights.score_canary()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.common.errors import NotFoundError
+from services.common.errors import FailedPreconditionError, NotFoundError
 from services.trainer.batch.guard import NotFiniteError
 from services.trainer.checkpoint import manifest
 from services.trainer.checkpoint.export import export_checkpoint
@@ -61,6 +61,14 @@ def test_a_damaged_checkpoint_is_refused_and_the_previous_one_used(
     (tmp_path / "step-00000002" / manifest.MANIFEST).unlink()
     with pytest.raises(NotFoundError, match="damaged: step-00000003, step-00000002"):
         rank.restore()
+
+
+def test_a_disk_that_takes_no_more_is_said_and_training_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    _, rank, queue = _trained(tmp_path / "file" / "checkpoints")
+    with pytest.raises(FailedPreconditionError, match="make room there"):
+        rank.checkpointer.write(rank.snapshot(1))
+    assert not rank.train(2, queue.meta).skipped
 
 
 def test_too_many_skipped_steps_go_back_to_the_checkpoint_and_then_end_the_run(
