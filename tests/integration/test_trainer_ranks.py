@@ -19,6 +19,7 @@ from services.trainer.model.parallel import build_topology, distribute
 from services.trainer.ranks.crew import Crew
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
+from services.trainer.ranks.rank import Rank
 from services.trainer.weights import WeightExport
 from tests.unit.trainer.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
 
@@ -70,27 +71,10 @@ def _child(rank: int, world_size: int, folder: str, spec_json: str) -> None:
     distributed.destroy_process_group()
 
 
-def _save(rank: int, world_size: int, folder: str, spec_json: str) -> None:
-    """Train one step on several ranks and save it."""
-    spec = RunSpec.model_validate_json(spec_json)
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
-    )
-    policy = policy_of(spec)
-    queue = random_queue(policy_of(spec))
-    topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=world_size)
-    distribute(policy, spec.trainer, topology)
-    trained = rank_of(spec, policy, queue, ranks=topology.data)
-    trained.train(1, queue.meta)
-    trained.checkpointer = Checkpointer(
-        trained.runner.parts(), root=Path(folder) / "checkpoints", keep=1, topology=topology
-    )
-    trained.checkpointer.write(trained.snapshot(1))
-    distributed.destroy_process_group()
-
-
-def _serve(rank: int, world_size: int, folder: str, spec_json: str) -> None:
-    """Rank 0 trains, gathers weights, saves and stops; the other one follows."""
+def _rank_of_several(
+    rank: int, world_size: int, folder: str, spec_json: str
+) -> tuple[Rank, WeightExport, Queue]:
+    """One rank that trains a random batch and saves to the folder."""
     spec = RunSpec.model_validate_json(spec_json)
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
@@ -104,6 +88,20 @@ def _serve(rank: int, world_size: int, folder: str, spec_json: str) -> None:
         trained.runner.parts(), root=Path(folder) / "checkpoints", keep=1, topology=topology
     )
     weights = WeightExport(policy, dtype=torch.float32, senders=spec.weight_sync.senders)
+    return trained, weights, queue
+
+
+def _save(rank: int, world_size: int, folder: str, spec_json: str) -> None:
+    """Train one step on several ranks and save it."""
+    trained, _, queue = _rank_of_several(rank, world_size, folder, spec_json)
+    trained.train(1, queue.meta)
+    trained.checkpointer.write(trained.snapshot(1))
+    distributed.destroy_process_group()
+
+
+def _serve(rank: int, world_size: int, folder: str, spec_json: str) -> None:
+    """Rank 0 trains, gathers weights, saves and stops; the other one follows."""
+    trained, weights, queue = _rank_of_several(rank, world_size, folder, spec_json)
     crew = Crew(world_size)
     if rank > 0:
         follower = Follower(crew, trained, weights)
@@ -118,19 +116,11 @@ def _serve(rank: int, world_size: int, folder: str, spec_json: str) -> None:
 
 def _lose(rank: int, world_size: int, folder: str, spec_json: str) -> None:
     """Rank 1 is gone before the first step."""
-    spec = RunSpec.model_validate_json(spec_json)
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
-    )
-    policy = policy_of(spec)
-    queue = random_queue(policy_of(spec))
-    topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=world_size)
-    distribute(policy, spec.trainer, topology)
-    trained = rank_of(spec, policy, queue, ranks=topology.data)
+    trained, weights, queue = _rank_of_several(rank, world_size, folder, spec_json)
     if rank > 0:
         return
     leader = Leader()
-    leader.attach(trained, WeightExport(policy, dtype=torch.float32), Crew(world_size))
+    leader.attach(trained, weights, Crew(world_size))
     with pytest.raises(UnavailableError, match="a rank of the trainer is gone"):
         asyncio.run(leader.train_step(1, queue.meta))
 
