@@ -105,6 +105,7 @@ async def measure(address: str, num_groups: int, num_decoded: int) -> dict[str, 
             split="train",
             row=index,
             partition_id="run/train",
+            members=tuple(range(GROUP_SIZE)),
             seeds=tuple(index * GROUP_SIZE + member for member in range(GROUP_SIZE)),
             temperatures=(1.0,) * GROUP_SIZE,
         )
@@ -174,7 +175,7 @@ async def tokens_kept(address: str) -> tuple[int, int]:
     ):
         meta = await metadata.get_batch(PARTIAL)
         rows = await data.get(meta, ["response_ids", "turns"])
-        finish_codes = rows["turns"].values[:, 4]
+        finish_codes = rows["turns"].values[:, 3]
         return int(rows["response_ids"].lengths.sum()), int((finish_codes == ABORTED).sum())
 
 

@@ -139,6 +139,7 @@ class Simulation:
             split="train",
             row=0,
             partition_id="run/train",
+            members=tuple(range(size)),
             seeds=tuple(group.sequence * size + member for member in range(size)),
             temperatures=(1.0,) * size,
         )

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +14,6 @@ import torch
 from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import Tokenizer, load_tokenizer
 from services.common.spec.model import ModelSpec
-from services.rollout.client import GroupAssignment
 from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.engines.torch import TorchEngine
 from services.rollout.partial import GroupProgress
@@ -62,9 +61,9 @@ class NoCache:
     async def load(self, group_ids: Collection[str]) -> Mapping[str, GroupProgress]:
         return {}
 
-    async def save(self, groups: Sequence[tuple[GroupAssignment, GroupProgress]]) -> None: ...
+    async def save(self, groups: Mapping[str, GroupProgress], *, is_last: bool) -> None: ...
 
-    async def forget(self, group_id: str) -> None: ...
+    async def forget(self, group_id: str, members: Collection[int]) -> None: ...
 
 
 @contextmanager

@@ -101,6 +101,7 @@ def assignment(index: int) -> GroupAssignment:
         split="train",
         row=index % 1000,
         partition_id="run/train",
+        members=tuple(range(GROUP_SIZE)),
         seeds=tuple(index * GROUP_SIZE + member for member in range(GROUP_SIZE)),
         temperatures=(1.0,) * GROUP_SIZE,
     )

@@ -14,7 +14,7 @@ _TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAssignment:
-    """What to generate. Prompts are named by row."""
+    """What to generate: a group, or those of its members that one replica takes. Prompts are named by row."""
 
     group_id: str
     """Its samples get the keys ``{group_id}.{member}``."""
@@ -26,6 +26,8 @@ class GroupAssignment:
     """Row inside the split, from 0."""
     partition_id: str
     """Partition that the samples go to."""
+    members: tuple[int, ...]
+    """Places of the samples in the group, from 0."""
     seeds: tuple[int, ...]
     """One sampling seed per sample."""
     temperatures: tuple[float, ...]
@@ -67,6 +69,7 @@ class RolloutClient:
                         split=group.split,
                         row=group.row,
                         partition_id=group.partition_id,
+                        members=group.members,
                         seeds=group.seeds,
                         temperatures=group.temperatures,
                     )

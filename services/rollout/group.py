@@ -1,4 +1,4 @@
-"""One group on this replica: its members are sampled and scored concurrently."""
+"""One group on this replica: those of its members that were assigned are sampled and scored concurrently."""
 
 import asyncio
 import hashlib
@@ -40,7 +40,7 @@ class Tools:
 
 
 class RunningGroup:
-    """Samples all members at once; the first that fails for good ends the others.
+    """Samples all assigned members at once; the first that fails for good ends the others.
 
     Attributes:
         assignment: What is generated.
@@ -70,10 +70,11 @@ class RunningGroup:
         Raises:
             GroupError: If a member failed for good.
         """
-        self._earlier = progress
+        members = self.assignment.members
+        self._earlier = {member: progress[member] for member in members if member in progress}
         try:
             async with asyncio.TaskGroup() as tasks:
-                for member in range(len(self.assignment.seeds)):
+                for member in members:
                     self._members[member] = tasks.create_task(self._sample_member(prompt, member))
         except* GroupError as errors:
             raise _first(errors) from None
@@ -142,12 +143,13 @@ class RunningGroup:
         self, prompt: Prompt, member: int, num_failed: int, recorded: Sequence[Turn]
     ) -> Episode:
         assignment = self.assignment
-        seed = assignment.seeds[member]
+        place = assignment.members.index(member)
+        seed = assignment.seeds[place]
         return Episode(
             prompt,
             EpisodeLimits(
                 seed=seed if num_failed == 0 else _derived_seed(seed, num_failed),
-                temperature=assignment.temperatures[member],
+                temperature=assignment.temperatures[place],
                 max_response_tokens=self._spec.max_response_tokens,
                 stop_texts=self._spec.sampling.stop,
                 # Held-out prompts are evaluated under one version, in one piece.

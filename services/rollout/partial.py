@@ -1,4 +1,4 @@
-"""Unfinished groups as tensors, so that any replica can go on with them."""
+"""Unfinished samples as tensors, so that any replica can go on with them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,40 +30,42 @@ GroupProgress = Mapping[int, MemberProgress]
 """Progress by member."""
 
 PARTIAL_FIELDS: Final = ("response_ids", "rollout_logprobs", "version_runs", "turns", "scores")
-"""Fields of the ``partial`` partition, one row per group.
+"""Fields of the ``partial`` partition, one row per member of a group.
 
-``response_ids``, ``rollout_logprobs`` and ``version_runs`` are as for samples, those of all members one after
-the other. ``turns`` int32 ``[T, 5]`` has member, failed scores, tokens, version runs and finish code of each
-turn; ``scores`` float64 ``[S, 2]`` has member and reward of those that were scored.
+``response_ids``, ``rollout_logprobs`` and ``version_runs`` are as for samples. ``turns`` int32 ``[T, 4]`` has
+failed scores, tokens, version runs and finish code of each turn; ``scores`` float64 ``[S]`` has the reward if
+there is one.
 """
 
 
-def encode_progress(progress: GroupProgress) -> dict[str, Tensor]:
-    """Tensors of a group by field."""
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    runs: list[tuple[int, int]] = []
-    table: list[tuple[int, int, int, int, int]] = []
-    scores = [(member, part.reward) for member, part in progress.items() if part.reward is not None]
-    for member, part in progress.items():
-        for turn in part.turns:
-            tokens += turn.token_ids
-            logprobs += turn.logprobs
-            runs += turn.version_runs
-            counts = (len(turn.token_ids), len(turn.version_runs))
-            code = _FINISH_CODES[turn.finish_reason]
-            table.append((member, part.num_failed_scores, *counts, code))
+def encode_progress(progress: MemberProgress) -> dict[str, Tensor]:
+    """Tensors of a member by field."""
+    turns = progress.turns
+    table = [
+        (
+            progress.num_failed_scores,
+            len(turn.token_ids),
+            len(turn.version_runs),
+            _FINISH_CODES[turn.finish_reason],
+        )
+        for turn in turns
+    ]
+    scores = [] if progress.reward is None else [progress.reward]
     return {
-        "response_ids": torch.tensor(tokens, dtype=torch.int32),
-        "rollout_logprobs": torch.tensor(logprobs, dtype=torch.float32),
-        "version_runs": torch.tensor(runs, dtype=torch.int32).reshape(-1, 2),
-        "turns": torch.tensor(table, dtype=torch.int32).reshape(-1, 5),
-        "scores": torch.tensor(scores, dtype=torch.float64).reshape(-1, 2),
+        "response_ids": torch.tensor([t for u in turns for t in u.token_ids], dtype=torch.int32),
+        "rollout_logprobs": torch.tensor(
+            [p for u in turns for p in u.logprobs], dtype=torch.float32
+        ),
+        "version_runs": torch.tensor(
+            [run for turn in turns for run in turn.version_runs], dtype=torch.int32
+        ).reshape(-1, 2),
+        "turns": torch.tensor(table, dtype=torch.int32).reshape(-1, 4),
+        "scores": torch.tensor(scores, dtype=torch.float64),
     }
 
 
-def decode_progress(fields: Mapping[str, Tensor]) -> dict[int, MemberProgress]:
-    """The group that :func:`encode_progress` made tensors of.
+def decode_progress(fields: Mapping[str, Tensor]) -> MemberProgress:
+    """The member that :func:`encode_progress` made tensors of.
 
     Raises:
         ValueError: If the tensors do not fit together.
@@ -71,23 +73,22 @@ def decode_progress(fields: Mapping[str, Tensor]) -> dict[int, MemberProgress]:
     table = fields["turns"].tolist()
     tokens, logprobs = fields["response_ids"].tolist(), fields["rollout_logprobs"].tolist()
     runs = [(version, count) for version, count in fields["version_runs"].tolist()]
-    if sum(row[2] for row in table) != len(tokens) or sum(row[3] for row in table) != len(runs):
-        raise ValueError("the turns of a cached group do not cover its tokens; generate it again")
-    scores = {int(member): reward for member, reward in fields["scores"].tolist()}
-    progress: dict[int, MemberProgress] = {}
+    if sum(row[1] for row in table) != len(tokens) or sum(row[2] for row in table) != len(runs):
+        raise ValueError("the turns of a cached sample do not cover its tokens; generate it again")
+    turns: list[Turn] = []
     token, run = 0, 0
-    for member, num_failed_scores, num_tokens, num_runs, code in table:
-        turn = Turn(
-            token_ids=tuple(tokens[token : token + num_tokens]),
-            logprobs=tuple(logprobs[token : token + num_tokens]),
-            version_runs=tuple(runs[run : run + num_runs]),
-            finish_reason=_FINISH_REASONS[code],
-        )
-        earlier = progress[member].turns if member in progress else ()
-        progress[member] = MemberProgress(
-            num_failed_scores=num_failed_scores,
-            turns=(*earlier, turn),
-            reward=scores.get(member),
+    for _, num_tokens, num_runs, code in table:
+        turns.append(
+            Turn(
+                token_ids=tuple(tokens[token : token + num_tokens]),
+                logprobs=tuple(logprobs[token : token + num_tokens]),
+                version_runs=tuple(runs[run : run + num_runs]),
+                finish_reason=_FINISH_REASONS[code],
+            )
         )
         token, run = token + num_tokens, run + num_runs
-    return progress
+    return MemberProgress(
+        num_failed_scores=table[0][0] if table else 0,
+        turns=tuple(turns),
+        reward=next(iter(fields["scores"].tolist()), None),
+    )

@@ -1,15 +1,16 @@
 """Progress of unfinished groups in the transferqueue."""
 
 import logging
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from services.common.batch import KVBatchMeta
 from services.common.errors import AlreadyExistsError, ServiceError
-from services.rollout.client import GroupAssignment
 from services.rollout.failures import GroupError
 from services.rollout.partial import (
     PARTIAL_FIELDS,
     GroupProgress,
+    MemberProgress,
     decode_progress,
     encode_progress,
 )
@@ -18,13 +19,15 @@ from services.transferqueue.dataclient import DataClient
 
 logger = logging.getLogger(__name__)
 _SLOTS = (0, 1)
+_Member = tuple[str, int]
 
 
 class TransferQueueCache:
-    """One row per group in the run's ``partial`` partition.
+    """One row per member of a group in the run's ``partial`` partition.
 
-    A group has two keys that take turns: the new row is stored before the old one is deleted, so that a
-    crash at any moment leaves one that is complete. The tag ``serial`` says which is newer.
+    A member has two keys that take turns: the new row is stored before the old one is deleted, so that a
+    crash at any moment leaves one that is complete. The tag ``serial`` says which is newer. Replicas that
+    work on different members of a group touch different rows.
 
     Args:
         partition_id: The run's ``partial`` partition.
@@ -38,7 +41,7 @@ class TransferQueueCache:
         self._partition_id = partition_id
         self._data = data
         self._metadata = metadata
-        self._serials: dict[str, int] = {}
+        self._serials: dict[str, dict[int, int]] = defaultdict(dict)
 
     async def load(self, group_ids: Collection[str]) -> Mapping[str, GroupProgress]:
         """Return the newest progress of those groups that have some that can be used."""
@@ -51,52 +54,62 @@ class TransferQueueCache:
             logger.warning("cached progress is not usable", extra={"why": str(error)})
             return {}
         columns = {name: rows[name].unbind() for name in PARTIAL_FIELDS}
-        found: dict[str, GroupProgress] = {}
-        for index, group_id in enumerate(newest.tag("group_id")):
-            self._serials[str(group_id)] = int(newest.tag("serial")[index])
+        found: dict[str, dict[int, MemberProgress]] = defaultdict(dict)
+        for index, (group_id, member) in enumerate(_members(newest)):
+            self._serials[group_id][member] = int(newest.tag("serial")[index])
             try:
-                found[str(group_id)] = decode_progress(
+                found[group_id][member] = decode_progress(
                     {name: column[index] for name, column in columns.items()}
                 )
             except ValueError as error:
                 logger.warning("cached progress is not usable", extra={"why": str(error)})
         return found
 
-    async def save(self, groups: Sequence[tuple[GroupAssignment, GroupProgress]]) -> None:
-        """Store progress in place of older progress.
+    async def save(self, groups: Mapping[str, GroupProgress], *, is_last: bool) -> None:
+        """Store progress in place of older progress of the same members.
+
+        Args:
+            groups: Progress by group.
+            is_last: Whether this replica gives these groups away.
 
         Raises:
             GroupError: If the transferqueue does not take it.
         """
-        serials = {
-            assignment.group_id: self._serials.get(assignment.group_id, 0) + 1
-            for assignment, _ in groups
-        }
-        rows = [encode_progress(progress) for _, progress in groups]
-        keys = [_key(group_id, serial % 2) for group_id, serial in serials.items()]
+        members = [(group_id, member) for group_id in groups for member in groups[group_id]]
+        serials = [self._serials[name].get(member, 0) + 1 for name, member in members]
+        rows = [encode_progress(groups[group_id][member]) for group_id, member in members]
+        keys = [_key(*who, serial % 2) for who, serial in zip(members, serials, strict=True)]
+        old = [_key(*who, 1 - serial % 2) for who, serial in zip(members, serials, strict=True)]
         try:
             fields = {name: [row[name] for row in rows] for name in PARTIAL_FIELDS}
             tags: dict[str, Sequence[int] | Sequence[float] | Sequence[str]] = {
-                "group_id": list(serials),
-                "serial": list(serials.values()),
+                "group_id": [group_id for group_id, _ in members],
+                "member": [member for _, member in members],
+                "serial": serials,
             }
             try:
                 await self._data.put(self._partition_id, keys, fields, tags=tags)
             except AlreadyExistsError:
                 # A row that a crash left in this slot is older than the one that takes its place.
-                await self._metadata.release(self._partition_id, keys)
+                await self._release(keys)
                 await self._data.put(self._partition_id, keys, fields, tags=tags)
-            await self._release(_key(name, 1 - serial % 2) for name, serial in serials.items())
+            await self._release(old)
         except ServiceError as error:
             raise GroupError("cache_failed", error.message, retryable=True) from error
-        self._serials.update(serials)
+        for (group_id, member), serial in zip(members, serials, strict=True):
+            if is_last:
+                self._serials.pop(group_id, None)
+            else:
+                self._serials[group_id][member] = serial
 
-    async def forget(self, group_id: str) -> None:
-        """Delete the progress of a group, if there is any."""
-        if self._serials.pop(group_id, None) is None:
+    async def forget(self, group_id: str, members: Collection[int]) -> None:
+        """Delete the progress of members of a group, if there is any."""
+        known = self._serials.pop(group_id, {})
+        keys = [_key(group_id, m, slot) for m in members if m in known for slot in _SLOTS]
+        if not keys:
             return
         try:
-            await self._release(_key(group_id, slot) for slot in _SLOTS)
+            await self._release(keys)
         except ServiceError as error:
             logger.warning("cached progress was not deleted", extra={"why": str(error)})
 
@@ -104,20 +117,26 @@ class TransferQueueCache:
         await self._metadata.release(self._partition_id, list(keys))
 
 
-def _key(group_id: str, slot: int) -> str:
-    return f"{group_id}.{slot}"
+def _key(group_id: str, member: int, slot: int) -> str:
+    return f"{group_id}.{member}.{slot}"
+
+
+def _members(stored: KVBatchMeta) -> list[_Member]:
+    """Whose progress each row is."""
+    names, members = stored.tag("group_id"), stored.tag("member")
+    return [(str(names[row]), int(members[row])) for row in range(stored.num_keys)]
 
 
 def _newest(stored: KVBatchMeta, group_ids: Collection[str]) -> KVBatchMeta:
-    """Of each of the groups that is stored, the row with the highest serial."""
+    """Of each member of these groups that is stored, the row with the highest serial."""
     wanted = set(group_ids)
-    places: dict[str, int] = {}
+    places: dict[_Member, int] = {}
     if stored.num_keys == 0:
         return stored
-    names, serials = stored.tag("group_id"), stored.tag("serial")
-    for place, name in enumerate(map(str, names)):
-        if name in wanted and (
-            name not in places or int(serials[place]) > int(serials[places[name]])
+    serials = stored.tag("serial")
+    for place, who in enumerate(_members(stored)):
+        if who[0] in wanted and (
+            who not in places or int(serials[place]) > int(serials[places[who]])
         ):
-            places[name] = place
+            places[who] = place
     return stored.select(list(places.values()))

@@ -2,6 +2,7 @@
 
 import time
 
+from services.common import tracing
 from services.common.errors import AlreadyExistsError, ServiceError
 from services.rollout import metrics
 from services.rollout.client import GroupAssignment
@@ -37,7 +38,7 @@ class GroupPublisher:
             prompts = prompt_fields(samples)
             is_shared = len(prompts) < len(samples)
             fields = sample_fields(samples) | ({} if is_shared else {"prompt_ids": prompts})
-            with metrics.PUBLISH_SECONDS.time():
+            with metrics.PUBLISH_SECONDS.time(), tracing.span("samples.put"):
                 await self._data.put(
                     assignment.partition_id,
                     [f"{group_id}.{sample.member}" for sample in samples],
@@ -47,9 +48,11 @@ class GroupPublisher:
                     ),
                     shared={"prompt_ids": prompts[0]} if is_shared else None,
                 )
-        except AlreadyExistsError:
-            # A lease that was taken from this replica and given to another finished there first.
+        except AlreadyExistsError as error:
+            # A lease that was taken from this replica and given to another finished there first; or the one
+            # before this lease did, too late. The controller knows which, and generates again in that case.
             metrics.LATE_GROUPS.inc()
+            raise GroupError("publish_failed", error.message, retryable=True) from error
         except ServiceError as error:
             raise GroupError("publish_failed", error.message, retryable=True) from error
         finally:

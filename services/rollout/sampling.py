@@ -48,12 +48,17 @@ class ProgressCache(Protocol):
         """Return the newest progress of those groups that have any."""
         ...
 
-    async def save(self, groups: Sequence[tuple[GroupAssignment, GroupProgress]]) -> None:
-        """Store progress in place of older progress. Raises GroupError if it cannot be stored."""
+    async def save(self, groups: Mapping[str, GroupProgress], *, is_last: bool) -> None:
+        """Store progress in place of older progress. Raises GroupError if it cannot be stored.
+
+        Args:
+            groups: Progress by group.
+            is_last: Whether this replica gives these groups away.
+        """
         ...
 
-    async def forget(self, group_id: str) -> None:
-        """Delete the progress of a group, if there is any."""
+    async def forget(self, group_id: str, members: Collection[int]) -> None:
+        """Delete the progress of members of a group, if there is any."""
         ...
 
 
@@ -173,7 +178,7 @@ class GroupSampler:
         """Cache what the running groups have, while they run on."""
         async with self._caching:
             running = await self._tools.engine.peek()
-            await self._save(list(self._groups.values()), running)
+            await self._save(list(self._groups.values()), running, is_last=False)
 
     def checkpoint_soon(self) -> None:
         """Checkpoint beside whatever the caller does next."""
@@ -189,14 +194,18 @@ class GroupSampler:
             parked, self._parked = self._parked, []
             if not parked:
                 return
-            await self._save(parked, {})
+            await self._save(parked, {}, is_last=True)
             metrics.GROUPS.labels(outcome="interrupted").inc(len(parked))
             await self._report_failures(
                 [(group.assignment, _interruption(group)) for group in parked]
             )
 
     async def _save(
-        self, groups: Sequence[RunningGroup], running: Mapping[str, GenerationResult]
+        self,
+        groups: Sequence[RunningGroup],
+        running: Mapping[str, GenerationResult],
+        *,
+        is_last: bool,
     ) -> None:
         """Cache progress; if that fails, the groups are merely generated anew after a crash."""
         progress = [(group.assignment, group.progress(running)) for group in groups]
@@ -204,7 +213,7 @@ class GroupSampler:
         if not found:
             return
         try:
-            await self._cache.save(found)
+            await self._cache.save(found, is_last=is_last)
         except GroupError as error:
             metrics.CACHE_FAILURES.inc()
             logger.warning("progress was not cached", extra={"why": error.message})
@@ -249,7 +258,7 @@ class GroupSampler:
         self._end(group)
         if self._spec.partial_rollout and not group.is_cut:
             async with self._caching:
-                await self._cache.forget(group_id)
+                await self._cache.forget(group_id, assignment.members)
 
 
 def _interruption(group: RunningGroup) -> InterruptedGroupError:

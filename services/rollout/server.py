@@ -77,8 +77,12 @@ def _assignment(group: pb.GroupAssignment) -> GroupAssignment:
         "group_id must not be empty": not group.group_id,
         "attempt must be at least 1": group.attempt < 1,
         "partition_id must not be empty": not group.partition_id,
-        "seeds must not be empty": not group.seeds,
-        "temperatures must have one entry per seed": len(group.temperatures) != len(group.seeds),
+        "members must not be empty": not group.members,
+        "members must be different and not negative": len({m for m in group.members if m >= 0})
+        != len(group.members),
+        "seeds must have one entry per member": len(group.seeds) != len(group.members),
+        "temperatures must have one entry per member": len(group.temperatures)
+        != len(group.members),
         "temperatures must not be negative": any(value < 0 for value in group.temperatures),
     }
     wrong = [problem for problem, is_true in problems.items() if is_true]
@@ -92,6 +96,7 @@ def _assignment(group: pb.GroupAssignment) -> GroupAssignment:
         split=group.split,
         row=group.row,
         partition_id=group.partition_id,
+        members=tuple(group.members),
         seeds=tuple(group.seeds),
         temperatures=tuple(group.temperatures),
     )

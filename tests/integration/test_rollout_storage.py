@@ -6,6 +6,7 @@ import pytest
 
 from services.common.fields import ROLLOUT_FIELDS, TAGS
 from services.rollout.client import GroupAssignment
+from services.rollout.failures import GroupError
 from services.rollout.partial import GroupProgress, MemberProgress
 from services.rollout.progress_cache import TransferQueueCache
 from services.rollout.prompts import Prompt
@@ -36,6 +37,7 @@ def assignment(group_id: str, attempt: int = 1) -> GroupAssignment:
         split="train",
         row=0,
         partition_id=TRAIN,
+        members=(0, 1),
         seeds=(1, 2),
         temperatures=(1.0, 0.0),
     )
@@ -76,7 +78,8 @@ async def test_a_published_group_is_complete_and_comes_once(
         for member in range(2)
     ]
     publisher = GroupPublisher(data)
-    for _ in range(2):
+    await publisher.publish(assignment("g"), PROMPT, samples)
+    with pytest.raises(GroupError, match="never change"):
         await publisher.publish(assignment("g"), PROMPT, samples)
     meta = await metadata.get_batch(TRAIN)
     assert meta.keys == ("g.0", "g.1")
@@ -104,13 +107,13 @@ async def test_cached_progress_is_found_by_another_replica_until_it_is_forgotten
     }
     assert await one.load(["g"]) == {}
     for _ in range(3):
-        await one.save([(assignment("g"), early), (assignment("h"), early)])
-    await one.save([(assignment("g"), late)])
+        await one.save({"g": early, "h": early}, is_last=False)
+    await one.save({"g": late}, is_last=True)
     assert await other.load(["g"]) == {"g": late}
     assert await other.load(["h"]) == {"h": early}
-    assert len((await metadata.get_batch(PARTIAL)).keys) == 2
-    await other.save([(assignment("g", 2), early)])
-    assert await one.load(["g"]) == {"g": early}
-    await other.forget("g")
+    assert len((await metadata.get_batch(PARTIAL)).keys) == 3
+    await other.save({"g": early}, is_last=False)
+    assert await one.load(["g"]) == {"g": late | early}
+    await other.forget("g", (0, 1))
     assert await one.load(["g"]) == {}
     assert await one.load(["h"]) == {"h": early}

@@ -236,6 +236,7 @@ class Evaluator:
         by_worker: dict[str, list[GroupAssignment]] = defaultdict(list)
         for group in groups:
             worker_id, _ = self._replicas.choose(group.group_id)
+                members=tuple(range(len(self._temperatures))),
             self._replicas.assigned(worker_id)
             by_worker[worker_id].append(group)
         await self._replicas.start(by_worker)

@@ -132,6 +132,7 @@ class Handout:
         free = self._per_replica * self._replicas.num_replicas - ledger.count(*RUNNING)
         if free <= 0:
             return []
+            members=tuple(members),
         groups = resume_order(
             ledger.in_state(GroupState.PARTIAL),
             gate=self.gate,

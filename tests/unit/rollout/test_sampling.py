@@ -18,7 +18,12 @@ from services.rollout.client import GroupAssignment
 from services.rollout.engines.torch import TorchEngine
 from services.rollout.failures import CallError, GroupError
 from services.rollout.group import Tools
-from services.rollout.partial import GroupProgress, decode_progress, encode_progress
+from services.rollout.partial import (
+    GroupProgress,
+    MemberProgress,
+    decode_progress,
+    encode_progress,
+)
 from services.rollout.prompts import Prompt, PromptBook
 from services.rollout.rewards.base import RewardInput
 from services.rollout.samples import Sample, sample_fields, sample_tags
@@ -59,17 +64,23 @@ class MemoryCache:
     """Progress in this process, as tensors."""
 
     def __init__(self) -> None:
-        self.rows: dict[str, dict[str, Tensor]] = {}
+        self.rows: dict[tuple[str, int], dict[str, Tensor]] = {}
 
     async def load(self, group_ids: Collection[str]) -> Mapping[str, GroupProgress]:
-        return {name: decode_progress(self.rows[name]) for name in group_ids if name in self.rows}
+        found: dict[str, dict[int, MemberProgress]] = {}
+        for (group_id, member), row in self.rows.items():
+            if group_id in group_ids:
+                found.setdefault(group_id, {})[member] = decode_progress(row)
+        return found
 
-    async def save(self, groups: Sequence[tuple[GroupAssignment, GroupProgress]]) -> None:
-        for assignment, progress in groups:
-            self.rows[assignment.group_id] = encode_progress(progress)
+    async def save(self, groups: Mapping[str, GroupProgress], *, is_last: bool) -> None:
+        for group_id, members in groups.items():
+            for member, progress in members.items():
+                self.rows[group_id, member] = encode_progress(progress)
 
-    async def forget(self, group_id: str) -> None:
-        self.rows.pop(group_id, None)
+    async def forget(self, group_id: str, members: Collection[int]) -> None:
+        for member in members:
+            self.rows.pop((group_id, member), None)
 
 
 class ScoreBy:
@@ -98,6 +109,7 @@ def assignment(group_id: str, row: int = 0, **changes: Any) -> GroupAssignment:
         "seeds": (11, 12, 13),
         "temperatures": (1.0, 1.0, 0.0),
     } | changes
+    values.setdefault("members", tuple(range(len(values["seeds"]))))
     return GroupAssignment(group_id=group_id, row=row, **values)
 
 

@@ -44,7 +44,9 @@ Global___StartGroupsRequest: _TypeAlias = StartGroupsRequest  # noqa: Y015
 
 @_typing.final
 class GroupAssignment(_message.Message):
-    """Says what to generate. Prompts are named by row; their text never passes through the controller."""
+    """Says what to generate: a group, or those of its members that one worker takes. Prompts are named by row;
+    their text never passes through the controller.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -55,6 +57,7 @@ class GroupAssignment(_message.Message):
     PARTITION_ID_FIELD_NUMBER: _builtins.int
     SEEDS_FIELD_NUMBER: _builtins.int
     TEMPERATURES_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Names the group; its samples get the keys "{group_id}.{member}"."""
     attempt: _builtins.int
@@ -73,6 +76,10 @@ class GroupAssignment(_message.Message):
     def temperatures(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Holds one temperature per sample; 0 is greedy."""
 
+    @_builtins.property
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Holds the place of each sample in the group, from 0."""
+
     def __init__(
         self,
         *,
@@ -83,10 +90,11 @@ class GroupAssignment(_message.Message):
         partition_id: _builtins.str = ...,
         seeds: _abc.Iterable[_builtins.int] | None = ...,
         temperatures: _abc.Iterable[_builtins.float] | None = ...,
+        members: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "group_id", b"group_id", "partition_id", b"partition_id", "row", b"row", "seeds", b"seeds", "split", b"split", "temperatures", b"temperatures"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "group_id", b"group_id", "members", b"members", "partition_id", b"partition_id", "row", b"row", "seeds", b"seeds", "split", b"split", "temperatures", b"temperatures"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
