@@ -208,8 +208,8 @@ class GroupSampler:
         is_last: bool,
     ) -> None:
         """Cache progress; if that fails, the groups are merely generated anew after a crash."""
-        progress = [(group.assignment, group.progress(running)) for group in groups]
-        found = [(assignment, part) for assignment, part in progress if part]
+        progress = {group.assignment.group_id: group.progress(running) for group in groups}
+        found = {group_id: members for group_id, members in progress.items() if members}
         if not found:
             return
         try:
