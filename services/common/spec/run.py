@@ -67,6 +67,11 @@ class RunSpec(SpecPart):
         """Samples of a group: its members, and the greedy baseline of ReMax."""
         return self.rollout.group_size + (self.algorithm.advantage == "remax")
 
+    @property
+    def engine_gpus(self) -> int:
+        """GPUs of one rollout, where there are GPUs."""
+        return _engine_gpus(self.rollout.engine_arguments)
+
     @model_validator(mode="before")
     @classmethod
     def _topology_gives_the_counts(cls, values: Any) -> Any:
@@ -135,6 +140,11 @@ class RunSpec(SpecPart):
                 f"trainer.world_size ({self.trainer.world_size}) must be a multiple of "
                 f"trainer.tensor_parallel ({self.trainer.tensor_parallel})"
             )
+        if self.validation.replicas >= self.rollout.replicas:
+            raise ValueError(
+                f"validation.replicas ({self.validation.replicas}) must be below rollout.replicas "
+                f"({self.rollout.replicas}), because somebody has to generate meanwhile; 0 shares all of them"
+            )
         if self.validation.only and self.data.heldout is None:
             raise ValueError("validation.only needs data.heldout; name the held-out prompts")
         return self
@@ -147,14 +157,13 @@ def _engine_gpus(engine_arguments: Mapping[str, Any]) -> int:
 
 def _check_counts(spec: RunSpec) -> None:
     """Processes must be those that the task groups give."""
-    engine_gpus = _engine_gpus(spec.rollout.engine_arguments)
-    parallelism = {"train": spec.trainer.tensor_parallel, "generate": engine_gpus}
+    parallelism = {"train": spec.trainer.tensor_parallel, "generate": spec.engine_gpus}
     placed = spec.topology.place(parallelism)
     given = {
         "trainer.world_size": (spec.trainer.world_size, spec.topology.gpus_of("train")),
         "rollout.replicas": (
             spec.rollout.replicas,
-            spec.topology.gpus_of("generate") // engine_gpus,
+            spec.topology.gpus_of("generate") // spec.engine_gpus,
         ),
     }
     for key, (stated, follows) in given.items():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.credentials import current_identity
-from services.common.errors import FailedPreconditionError
+from services.common.errors import FailedPreconditionError, ServiceError
 from services.common.spec.run import RunSpec
 from services.controller.launch import pod_state
 from services.controller.launch.launcher import ExitHandler, WorkerExit
@@ -99,7 +99,8 @@ class KubernetesLauncher:
         """
         templates = await asyncio.to_thread(load_templates, self._templates)
         known = await self._find(run_id)
-        for name in [name for name, pod in known.items() if pod.is_over]:
+        over = {worker_id for pod in known.values() if pod.is_over for worker_id in pod.workers}
+        for name in [name for name, pod in known.items() if over.intersection(pod.workers)]:
             await self._remove(run_id, name)
         bodies = build_pods(
             templates,
@@ -187,7 +188,7 @@ class KubernetesLauncher:
         else:
             self._note_start(run_id, seen.name, seen.pod)
             for end in pod_state.ended(seen.pod):
-                self._report(run_id, pod, end.worker_id, end.code, end.message)
+                self._report(run_id, end.worker_id, end.code, end.message)
             pod.is_over = pod.is_over or pod_state.is_over(seen.pod)
         async with self._changed:
             self._changed.notify_all()
@@ -204,8 +205,12 @@ class KubernetesLauncher:
         if seen.pod is None or not pod_state.is_over(seen.pod):
             return
         owners = seen.pod["metadata"].get("ownerReferences", [])
-        if any(owner["uid"] == self._owner["uid"] for owner in owners):
+        if not any(owner["uid"] == self._owner["uid"] for owner in owners):
+            return
+        try:
             await self._api.delete(seen.name)
+        except ServiceError as error:  # it is seen again with the next list
+            logger.warning("ended pod stays", extra={"pod": seen.name, "error": str(error)})
 
     def _note_start(self, run_id: str, name: str, body: Mapping[str, Any]) -> None:
         """Keep what hinders a pod; tell it once per reason."""
@@ -231,23 +236,25 @@ class KubernetesLauncher:
         found = pod.obstacle
         why = f"{found.reason}: {found.message}" if found else "Kubernetes gave no reason"
         for worker_id in pod.workers:
-            self._report(run_id, pod, worker_id, 1, f"pod {name} could not start: {why}")
+            self._report(run_id, worker_id, 1, f"pod {name} could not start: {why}")
 
-    def _report(
-        self, run_id: str, pod: _Pod, worker_id: str, code: int | None, message: str
-    ) -> None:
-        if worker_id not in pod.reported:
-            pod.reported.add(worker_id)
+    def _report(self, run_id: str, worker_id: str, code: int | None, message: str) -> None:
+        """Tell once that a worker ended; all its pods end with the first."""
+        pods = [pod for pod in self._runs[run_id].values() if worker_id in pod.workers]
+        if not any(worker_id in pod.reported for pod in pods):
             self._on_exit(
                 WorkerExit(run_id=run_id, worker_id=worker_id, code=code, last_lines=message)
             )
+        for pod in pods:
+            pod.reported.add(worker_id)
 
     def _forget(self, run_id: str, name: str, *, code: int, message: str) -> None:
         """A pod is gone."""
-        pod = self._runs[run_id].pop(name)
+        pod = self._runs[run_id][name]
         pod.stop_timer()
         for worker_id in pod.workers:
-            self._report(run_id, pod, worker_id, code, message)
+            self._report(run_id, worker_id, code, message)
+        del self._runs[run_id][name]
 
     async def _remove(self, run_id: str, name: str) -> None:
         """Delete a pod without grace, and wait until it is gone."""

@@ -61,6 +61,11 @@ def num_ranks(role: WorkerRole, spec: RunSpec) -> int:
     return spec.trainer.world_size if role == "trainer" else 1
 
 
+def num_gpus(role: WorkerRole, spec: RunSpec) -> int:
+    """GPUs of one worker of a role, where there are GPUs."""
+    return spec.engine_gpus if role == "rollout" else num_ranks(role, spec)
+
+
 class ExternalLauncher:
     """For workers that somebody else starts: it only waits for them."""
 

@@ -2,19 +2,23 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, cast
 
 from kubernetes.client import ApiException, AppsV1Api, CoreV1Api, V1Pod, V1Secret
 from urllib3.exceptions import HTTPError
 
-from services.common.errors import FailedPreconditionError, UnavailableError
+from services.common.errors import FailedPreconditionError, NotFoundError, UnavailableError
 
 _TIMEOUT_S = 10
 
 
 class PodApi:
     """Creates, lists and deletes pods of one namespace, and writes the secrets that they need.
+
+    All methods raise FailedPreconditionError, with Kubernetes' explanation, if Kubernetes refuses, and
+    UnavailableError if it does not answer.
 
     Args:
         core: Client of the core API.
@@ -26,113 +30,84 @@ class PodApi:
         self._namespace = namespace
 
     async def create(self, pod: Mapping[str, Any]) -> None:
-        """Create a pod.
-
-        Raises:
-            FailedPreconditionError: If Kubernetes refuses it, with its explanation.
-            UnavailableError: If the API server does not answer.
-        """
-        name = pod["metadata"]["name"]
-        try:
-            await asyncio.to_thread(
-                self._core.create_namespaced_pod,
-                self._namespace,
-                cast("V1Pod", dict(pod)),
-                _request_timeout=_TIMEOUT_S,
-            )
-        except ApiException as error:
-            raise FailedPreconditionError(
-                f"Kubernetes refused pod {name}: {_explanation(error)}", pod=name
-            ) from error
-        except HTTPError as error:
-            raise UnavailableError(f"the Kubernetes API does not answer: {error}") from error
+        """Create a pod."""
+        await self._call(
+            f"pod {pod['metadata']['name']}",
+            self._core.create_namespaced_pod,
+            self._namespace,
+            cast("V1Pod", dict(pod)),
+        )
 
     async def list(self, selector: str) -> list[dict[str, Any]]:
-        """Pods with certain labels.
-
-        Raises:
-            UnavailableError: If the API server does not answer.
-        """
-        try:
-            listed = await asyncio.to_thread(
-                self._core.list_namespaced_pod,
-                self._namespace,
-                label_selector=selector,
-                _request_timeout=_TIMEOUT_S,
-            )
-        except (ApiException, HTTPError) as error:
-            raise UnavailableError(f"Kubernetes did not list pods: {error}") from error
+        """Pods with certain labels."""
+        listed = await self._call(
+            "to list pods",
+            self._core.list_namespaced_pod,
+            self._namespace,
+            label_selector=selector,
+        )
         pods: list[dict[str, Any]] = self._core.api_client.sanitize_for_serialization(listed)[
             "items"
         ]
         return pods
 
     async def delete(self, name: str, *, grace_s: int | None = None) -> bool:
-        """Delete a pod; returns whether it was there.
-
-        Raises:
-            UnavailableError: If Kubernetes did not do it.
-        """
+        """Delete a pod; returns whether it was there."""
         try:
-            await asyncio.to_thread(
+            await self._call(
+                f"the end of pod {name}",
                 self._core.delete_namespaced_pod,
                 name,
                 self._namespace,
-                _request_timeout=_TIMEOUT_S,
                 grace_period_seconds=grace_s,
             )
-        except ApiException as error:
-            if error.status == 404:
-                return False
-            raise UnavailableError(
-                f"Kubernetes did not delete pod {name}: {_explanation(error)}", pod=name
-            ) from error
-        except HTTPError as error:
-            raise UnavailableError(f"the Kubernetes API does not answer: {error}") from error
+        except NotFoundError:
+            return False
         return True
 
     async def put_secret(self, secret: Mapping[str, Any]) -> None:
-        """Write a secret in place of any of its name.
-
-        Raises:
-            FailedPreconditionError: If Kubernetes refuses it, with its explanation.
-            UnavailableError: If the API server does not answer.
-        """
+        """Write a secret in place of any of its name."""
         name = secret["metadata"]["name"]
         # Deleting first needs no right to read or change secrets.
         await self.delete_secret(name)
-        try:
-            await asyncio.to_thread(
-                self._core.create_namespaced_secret,
-                self._namespace,
-                cast("V1Secret", dict(secret)),
-                _request_timeout=_TIMEOUT_S,
-            )
-        except ApiException as error:
-            raise FailedPreconditionError(
-                f"Kubernetes refused secret {name}: {_explanation(error)}", secret=name
-            ) from error
-        except HTTPError as error:
-            raise UnavailableError(f"the Kubernetes API does not answer: {error}") from error
+        await self._call(
+            f"secret {name}",
+            self._core.create_namespaced_secret,
+            self._namespace,
+            cast("V1Secret", dict(secret)),
+        )
 
     async def delete_secret(self, name: str) -> None:
-        """Delete a secret, if it is there.
-
-        Raises:
-            UnavailableError: If Kubernetes did not do it.
-        """
-        try:
-            await asyncio.to_thread(
+        """Delete a secret, if it is there."""
+        with suppress(NotFoundError):
+            await self._call(
+                f"the end of secret {name}",
                 self._core.delete_namespaced_secret,
                 name,
                 self._namespace,
-                _request_timeout=_TIMEOUT_S,
             )
-        except (ApiException, HTTPError) as error:
-            if not (isinstance(error, ApiException) and error.status == 404):
-                raise UnavailableError(
-                    f"Kubernetes did not delete secret {name}: {error}", secret=name
-                ) from error
+
+    async def _call(
+        self, what: str, method: Callable[..., Any], *arguments: Any, **options: Any
+    ) -> Any:
+        """Call a method of the client; ``what`` is asked of Kubernetes.
+
+        Raises:
+            NotFoundError: If its object is not there.
+        """
+        try:
+            return await asyncio.to_thread(
+                method, *arguments, _request_timeout=_TIMEOUT_S, **options
+            )
+        except ApiException as error:
+            if error.status == 404:
+                raise NotFoundError(f"there is no {what}") from error
+            message = f"Kubernetes refused {what}: {_explanation(error)}"
+            if error.status == 429 or (error.status or 0) >= 500:
+                raise UnavailableError(message) from error
+            raise FailedPreconditionError(message) from error
+        except HTTPError as error:
+            raise UnavailableError(f"the Kubernetes API does not answer: {error}") from error
 
 
 async def deployment_reference(core: CoreV1Api, namespace: str, name: str) -> dict[str, str]:

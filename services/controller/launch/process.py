@@ -19,6 +19,7 @@ from services.controller.launch.gpus import HostGpus, host_gpus
 from services.controller.launch.launcher import (
     ExitHandler,
     WorkerExit,
+    num_gpus,
     num_ranks,
     program_of,
     worker_names,
@@ -72,7 +73,8 @@ class ProcessLauncher:
         running = self._processes.setdefault(run_id, {})
         names = worker_names(spec)
         ranks = {worker_id: num_ranks(role, spec) for role, worker_id in names}
-        gpus = self._gpus.assign(run_id, ranks)
+        needs = {worker_id: num_gpus(role, spec) for role, worker_id in names}
+        gpus = self._gpus.assign(run_id, needs)
         for role, worker_id in names:
             if worker_id in running:
                 continue

@@ -1,8 +1,13 @@
-"""Pods of a run's workers, made from the templates that the Helm chart wrote."""
+"""Pods of a run's workers, made from the templates that the Helm chart wrote.
+
+rollout, logp, ref_logp   a pod each
+trainer                   a pod with all ranks, or one for each node that they fill
+bundled                   the containers of all in one pod
+"""
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -11,16 +16,18 @@ import yaml
 from services.common.errors import FailedPreconditionError
 from services.common.spec.run import RunSpec
 from services.controller.client import WorkerRole
-from services.controller.launch.launcher import program_of, worker_names
+from services.controller.launch.launcher import num_gpus, num_ranks, program_of, worker_names
 
 RUN_LABEL = "slipstream.dev/run"
 WORKER_LABEL = "slipstream.dev/worker"
 
+_GPU_ANNOTATION = "slipstream.dev/gpu-resource"
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _GROUP_LABEL = "kueue.x-k8s.io/pod-group-name"
 _COUNT_ANNOTATION = "kueue.x-k8s.io/pod-group-total-count"
 _GRPC_PORT = 50051
 _METRICS_PORT = 9090
+_MEETING_PORT = 29500
 _RUNS = "/var/lib/slipstream"
 _TOKEN_KEY = "token"  # noqa: S105 -- its name inside the secret
 
@@ -35,6 +42,24 @@ class WorkerTemplates:
     """A pod per worker, or all workers of a run in one pod."""
     pods: Mapping[str, Pod]
     """Pod of one worker, by its program."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Which worker a pod serves, and on which of its nodes."""
+
+    role: WorkerRole
+    worker_id: str
+    index: int
+    """The worker among all of its run."""
+    ranks: int
+    """Processes of the worker on all nodes."""
+    node: int
+    nodes: int
+
+    def pod_name(self, run_id: str) -> str:
+        suffix = f"-node-{self.node}" if self.node else ""
+        return f"{run_id.replace('_', '-')}-{self.worker_id}{suffix}"
 
 
 def token_secret(run_id: str, token: str, *, owner: Mapping[str, str]) -> Pod:
@@ -92,22 +117,25 @@ def build_pods(
         spec: Its specification.
         controller_address: ``host:port`` at which workers reach the controller.
         owner: Owner reference; when the owner goes, the pods go too.
+
+    Raises:
+        FailedPreconditionError: If the trainer's ranks cannot be spread evenly over nodes.
     """
     pods = []
-    for index, (role, worker_id) in enumerate(worker_names(spec)):
-        pod = copy.deepcopy(templates.pods[program_of(role)])
+    for place in _places(templates, spec):
+        pod = copy.deepcopy(templates.pods[program_of(place.role)])
         metadata = pod["metadata"]
-        metadata["name"] = f"{run_id.replace('_', '-')}-{worker_id}"
+        metadata["name"] = place.pod_name(run_id)
         metadata["labels"] |= {RUN_LABEL: run_id, "slipstream.dev/run-name": spec.name}
         metadata["ownerReferences"] = [dict(owner)]
+        pod["spec"]["hostname"] = metadata["name"]
         (container,) = pod["spec"]["containers"]
-        container["name"] = worker_id
-        _add_ports(container, role, index)
-        _name_worker(container, role, run_id, worker_id, controller_address)
-        _add_readiness(container, role, worker_id)
-        if role == "trainer" and spec.trainer.world_size > 1:
-            processes = f"--nproc-per-node={spec.trainer.world_size}"
-            container["command"] = ["torchrun", "--standalone", processes, "-m", "services.trainer"]
+        container["name"] = place.worker_id
+        _name_worker(container, place, run_id, controller_address)
+        _add_ports(container, place)
+        _ask_for_gpus(pod, num_gpus(place.role, spec) // place.nodes)
+        if place.ranks > 1:
+            container["command"] = _torchrun(place, run_id, pod["spec"]["subdomain"])
         pods.append(pod)
     if templates.topology == "bundled":
         pods = [_bundle(run_id, pods)]
@@ -116,35 +144,68 @@ def build_pods(
     return pods
 
 
+def _places(templates: WorkerTemplates, spec: RunSpec) -> Iterator[_Place]:
+    for index, (role, worker_id) in enumerate(worker_names(spec)):
+        ranks = num_ranks(role, spec)
+        nodes = 1 if templates.topology == "bundled" else _num_nodes(ranks, spec)
+        for node in range(nodes):
+            yield _Place(
+                role=role, worker_id=worker_id, index=index, ranks=ranks, node=node, nodes=nodes
+            )
+
+
+def _num_nodes(ranks: int, spec: RunSpec) -> int:
+    """Nodes that the ranks of a worker fill."""
+    room = spec.topology.gpus_per_node
+    if ranks > room and ranks % room:
+        raise FailedPreconditionError(
+            f"the trainer's {ranks} ranks cannot be spread evenly over nodes of {room} GPUs; make "
+            "trainer.world_size a multiple of topology.gpus_per_node"
+        )
+    return max(1, ranks // room)
+
+
+def _torchrun(place: _Place, run_id: str, subdomain: str) -> list[str]:
+    """The command of a worker of several ranks; those of several nodes meet at the first."""
+    where = ["--standalone"]
+    if place.nodes > 1:
+        first = replace(place, node=0).pod_name(run_id)
+        where = [
+            f"--nnodes={place.nodes}",
+            f"--node-rank={place.node}",
+            f"--master-addr={first}.{subdomain}",
+            f"--master-port={_MEETING_PORT}",
+        ]
+    processes = f"--nproc-per-node={place.ranks // place.nodes}"
+    return ["torchrun", *where, processes, "-m", f"services.{program_of(place.role)}"]
+
+
+def _ask_for_gpus(pod: Pod, count: int) -> None:
+    """The run says how many GPUs a worker has; the chart, of what kind, if any."""
+    kind = pod["metadata"]["annotations"].get(_GPU_ANNOTATION)
+    if kind is not None:
+        (container,) = pod["spec"]["containers"]
+        for part in ("requests", "limits"):
+            container["resources"].setdefault(part, {})[kind] = str(count)
+
+
 def _join_group(pod: Pod, run_id: str, num_pods: int) -> None:
     """Let Kueue, if the chart names a queue, admit all pods of a run at once or none."""
     metadata = pod["metadata"]
     if _QUEUE_LABEL in metadata["labels"]:
         metadata["labels"][_GROUP_LABEL] = run_id.replace("_", "-")
-        metadata.setdefault("annotations", {})[_COUNT_ANNOTATION] = str(num_pods)
+        metadata["annotations"][_COUNT_ANNOTATION] = str(num_pods)
 
 
-def _add_ports(container: Pod, role: WorkerRole, index: int) -> None:
-    """Ports differ between a run's workers, which may share one network."""
-    grpc, metrics = _GRPC_PORT + index, _METRICS_PORT + index
-    prefix = f"SLIPSTREAM_{program_of(role).upper()}"
-    container["ports"] = [
-        {"name": "grpc", "containerPort": grpc, "protocol": "TCP"},
-        {"name": "metrics", "containerPort": metrics, "protocol": "TCP"},
-    ]
-    container["env"] += [
-        {"name": f"{prefix}_BIND", "value": f"$(POD_IP):{grpc}"},
-        {"name": f"{prefix}_METRICS_PORT", "value": str(metrics)},
-    ]
-
-
-def _name_worker(
-    container: Pod, role: WorkerRole, run_id: str, worker_id: str, controller_address: str
-) -> None:
-    prefix = f"SLIPSTREAM_{program_of(role).upper()}"
-    values = {"CONTROLLER_ADDRESS": controller_address, "RUN_ID": run_id, "WORKER_ID": worker_id}
-    if program_of(role) == "trainer":
-        values["ROLE"] = role
+def _name_worker(container: Pod, place: _Place, run_id: str, controller_address: str) -> None:
+    prefix = _prefix(place)
+    values = {
+        "CONTROLLER_ADDRESS": controller_address,
+        "RUN_ID": run_id,
+        "WORKER_ID": place.worker_id,
+    }
+    if program_of(place.role) == "trainer":
+        values["ROLE"] = place.role
         values["STATE_DIRECTORY"] = f"{_RUNS}/{run_id}"
     container["env"] += [
         {"name": f"{prefix}_{name}", "value": value} for name, value in values.items()
@@ -153,15 +214,33 @@ def _name_worker(
     container["env"].append({"name": f"{prefix}_RUN_TOKEN", "valueFrom": token})
 
 
-def _add_readiness(container: Pod, role: WorkerRole, worker_id: str) -> None:
-    """A worker is ready once it has loaded, which it says with a file of its own."""
-    ready_file = f"/tmp/{worker_id}.ready"  # noqa: S108 -- a volume of the pod
-    name = f"SLIPSTREAM_{program_of(role).upper()}_READY_FILE"
-    container["env"].append({"name": name, "value": ready_file})
-    container["readinessProbe"] = {
-        "exec": {"command": ["test", "-e", ready_file]},
-        "periodSeconds": 5,
-    }
+def _add_ports(container: Pod, place: _Place) -> None:
+    """Ports differ between a run's workers, which may share one network; the first rank serves them.
+
+    A worker is ready once it has loaded, which it says with a file of its own.
+    """
+    prefix = _prefix(place)
+    grpc, metrics = _GRPC_PORT + place.index, _METRICS_PORT + place.index
+    ready_file = f"/tmp/{place.worker_id}.ready"  # noqa: S108 -- a volume of the pod
+    container["env"] += [
+        {"name": f"{prefix}_BIND", "value": f"$(POD_IP):{grpc}"},
+        {"name": f"{prefix}_METRICS_PORT", "value": str(metrics)},
+        {"name": f"{prefix}_READY_FILE", "value": ready_file},
+    ]
+    if place.node == 0:
+        container["ports"] = [
+            {"name": "grpc", "containerPort": grpc, "protocol": "TCP"},
+            {"name": "metrics", "containerPort": metrics, "protocol": "TCP"},
+        ]
+        container["readinessProbe"] = {
+            "exec": {"command": ["test", "-e", ready_file]},
+            "periodSeconds": 5,
+        }
+
+
+def _prefix(place: _Place) -> str:
+    """Of the environment variables that the worker reads."""
+    return f"SLIPSTREAM_{program_of(place.role).upper()}"
 
 
 def _bundle(run_id: str, pods: list[Pod]) -> Pod:

@@ -29,6 +29,11 @@ SPEC = parse_spec(
         "trainer": {"steps": 1, "prompts_per_step": 1},
     }
 )
+SPREAD = {
+    **SPEC.model_dump(),
+    "topology": {"gpus_per_node": 1},
+    "trainer": {"steps": 1, "prompts_per_step": 1, "world_size": 2},
+}
 
 
 @dataclass
@@ -99,8 +104,9 @@ def write_templates(folder: Path, topology: str = "separate") -> Path:
     (folder / "topology").write_text(topology)
     for role in ("trainer", "rollout"):
         pod = {
-            "metadata": {"labels": {"slipstream.dev/worker": "true"}},
+            "metadata": {"labels": {"slipstream.dev/worker": "true"}, "annotations": {}},
             "spec": {
+                "subdomain": "workers",
                 "terminationGracePeriodSeconds": 0,
                 "containers": [{"name": role, "image": role, "env": []}],
                 "volumes": [{"name": "tmp"}],
@@ -198,6 +204,38 @@ async def test_a_deleted_pod_ends_its_worker(tmp_path: Path) -> None:
         await cluster.delete(ROLLOUT)
         await cluster.settle()
         assert [(exit_.worker_id, exit_.code) for exit_ in heard.exits] == [("rollout-0", -9)]
+        await launcher.stop(RUN)
+
+
+async def test_pods_of_one_trainer_end_together_and_are_told_once(tmp_path: Path) -> None:
+    cluster, spread = FakeCluster(), parse_spec(SPREAD)
+    first, second = TRAINER, f"{TRAINER}-node-1"
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+        await launcher.start(RUN, spread)
+        assert set(cluster.pods) == {first, second, ROLLOUT}
+        cluster.terminated(second, "trainer-0", exitCode=1, message="out of memory")
+        cluster.terminated(first, "trainer-0", exitCode=1, message="a peer is gone")
+        await cluster.settle()
+        (exit_,) = heard.exits
+        assert exit_.last_lines == "out of memory"
+        await launcher.end(RUN, "trainer-0")
+        assert set(cluster.pods) == {ROLLOUT}
+        await launcher.start(RUN, spread)
+        assert {cluster.pods[name]["status"]["phase"] for name in (first, second)} == {"Pending"}
+        assert len(heard.exits) == 1
+        await launcher.stop(RUN)
+
+
+async def test_a_trainer_that_lost_a_pod_unseen_is_started_as_a_whole(tmp_path: Path) -> None:
+    cluster, spread = FakeCluster(), parse_spec(SPREAD)
+    templates = write_templates(tmp_path)
+    async with launching(cluster, templates) as (launcher, _):
+        await launcher.start(RUN, spread)
+    kept, lost = cluster.pods[TRAINER], f"{TRAINER}-node-1"
+    cluster.pods[lost] = {**cluster.pods[lost], "status": {"phase": "Failed"}}
+    async with launching(cluster, templates) as (launcher, _):
+        await launcher.start(RUN, spread)
+        assert cluster.pods[TRAINER] is not kept
         await launcher.stop(RUN)
 
 

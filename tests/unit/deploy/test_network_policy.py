@@ -2,7 +2,7 @@
 
 import itertools
 
-from tests.unit.deploy.chart import Manifest, pods, render
+from tests.unit.deploy.chart import Manifest, one, pods, render, worker_templates
 
 # Who may open a connection to whom: (from, to, port).
 _CONNECTIONS = {
@@ -53,6 +53,23 @@ def test_network_policies_allow_the_connection_matrix_and_no_more() -> None:
         if port in _SERVED[target] and _allows(policies, labels[source], labels[target], port)
     }
     assert allowed == _CONNECTIONS
+
+
+def test_ports_that_workers_kernels_give_out_are_open_between_workers() -> None:
+    manifests = render()
+    policy = one(manifests, "NetworkPolicy", "demo-slipstream-workers")["spec"]
+    (opened,) = [item for item in policy["ingress"][0]["ports"] if "endPort" in item]
+    for template in worker_templates(manifests).values():
+        (setting,) = template["spec"]["securityContext"]["sysctls"]
+        assert setting["name"] == "net.ipv4.ip_local_port_range"
+        first, last = map(int, setting["value"].split())
+        assert opened["port"] < first < last == opened["endPort"]
+    assert opened["port"] == 29500, "torchrun's port"
+
+
+def test_pods_on_the_nodes_network_leave_its_ports_alone() -> None:
+    for template in worker_templates(render("--set", "workers.hostNetwork=true")).values():
+        assert "sysctls" not in template["spec"]["securityContext"]
 
 
 def _allows(

@@ -1,6 +1,7 @@
 """The pods that the controller makes from the chart's own templates."""
 
 from pathlib import Path
+from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -20,14 +21,31 @@ SPEC = {
 OWNER = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "controller", "uid": "u1"}
 
 
-def build(folder: Path, *values: str, profiles: tuple[str, ...], world_size: int = 1) -> list[Pod]:
+def build(
+    folder: Path, *values: str, profiles: tuple[str, ...], **sections: dict[str, Any]
+) -> list[Pod]:
+    """The pods of a run, whose specification has some sections changed."""
     config = one(render(*values, profiles=profiles), "ConfigMap", "demo-slipstream-workers")
     for name, text in config["data"].items():
         (folder / name).write_text(text)
-    spec = parse_spec({**SPEC, "trainer": {**SPEC["trainer"], "world_size": world_size}})
+    changed = {name: {**SPEC.get(name, {}), **section} for name, section in sections.items()}
     return build_pods(
-        load_templates(folder), "run_0198", spec, controller_address="c:50051", owner=OWNER
+        load_templates(folder),
+        "run_0198",
+        parse_spec({**SPEC, **changed}),
+        controller_address="c:50051",
+        owner=OWNER,
     )
+
+
+def gpus(pod: Pod) -> list[str]:
+    """What the pod's containers ask for."""
+    asked = []
+    for container in pod["spec"]["containers"]:
+        resources = container["resources"]
+        assert resources["requests"]["nvidia.com/gpu"] == resources["limits"]["nvidia.com/gpu"]
+        asked.append(resources["limits"]["nvidia.com/gpu"])
+    return asked
 
 
 def environment(container: Pod) -> dict[str, str]:
@@ -65,30 +83,25 @@ def test_separate_workers_learn_who_they_are(tmp_path: Path) -> None:
 
 
 def test_roles_of_their_own_get_pods_of_the_trainers_program(tmp_path: Path) -> None:
-    config = one(render(profiles=("multi-node",)), "ConfigMap", "demo-slipstream-workers")
-    for name, text in config["data"].items():
-        (tmp_path / name).write_text(text)
-    spec = parse_spec(
-        {
-            **SPEC,
-            "rollout": {"rewards": [{"name": "exact_match"}]},
-            "algorithm": {"kl": {"coefficient": 0.1}},
-            "topology": {
-                "task_groups": ["train", "ref_logp", "generate"],
-                "ratios": [0.5, 0.25, 0.25],
-                "gpus": 4,
-            },
-        }
-    )
-    pods = build_pods(
-        load_templates(tmp_path), "run_0198", spec, controller_address="c:50051", owner=OWNER
+    groups = {
+        "task_groups": ["train", "ref_logp", "generate"],
+        "ratios": [0.5, 0.25, 0.25],
+        "gpus": 8,
+    }
+    pods = build(
+        tmp_path,
+        profiles=("multi-node",),
+        algorithm={"kl": {"coefficient": 0.1}},
+        rollout={"replicas": 1, "engine_arguments": {"tensor_parallel_size": 2}},
+        topology=groups,
     )
     names = [pod["metadata"]["name"].removeprefix("run-0198-") for pod in pods]
-    assert names == ["trainer-0", "rollout-0", "ref-logp-0"]
+    assert names == ["trainer-0", "rollout-0", "ref-logp-0", "ref-logp-1"]
+    assert [gpus(pod) for pod in pods] == [["4"], ["2"], ["1"], ["1"]]
     kubernetes_validate.validate(pods[2], "1.35", strict=True)
     (container,) = pods[2]["spec"]["containers"]
     assert environment(container)["SLIPSTREAM_TRAINER_ROLE"] == "ref_logp"
-    assert "--nproc-per-node=2" in pods[0]["spec"]["containers"][0]["command"]
+    assert "--nproc-per-node=4" in pods[0]["spec"]["containers"][0]["command"]
 
 
 def test_workers_are_ready_once_they_say_so(tmp_path: Path) -> None:
@@ -112,17 +125,55 @@ def test_a_queue_admits_the_pods_of_a_run_together(tmp_path: Path) -> None:
     assert not [label for label in plain["metadata"]["labels"] if "kueue" in label]
 
 
-def test_bundled_workers_ask_for_a_gpu_each_in_one_pod(tmp_path: Path) -> None:
-    (pod,) = build(tmp_path, profiles=("one-gpu-node",))
-    limits = [container["resources"]["limits"] for container in pod["spec"]["containers"]]
-    assert [limit["nvidia.com/gpu"] for limit in limits] == ["1", "1", "1"]
+def test_bundled_workers_ask_for_their_gpus_in_one_pod(tmp_path: Path) -> None:
+    (pod,) = build(tmp_path, profiles=("one-gpu-node",), trainer={"world_size": 2})
+    assert gpus(pod) == ["2", "1", "1"]
+
+
+def test_workers_on_the_cpu_ask_for_no_gpu(tmp_path: Path) -> None:
+    for pod in build(tmp_path, profiles=("cpu-smoke",), trainer={"world_size": 2}):
+        for part in ("requests", "limits"):
+            assert set(pod["spec"]["containers"][0]["resources"][part]) <= {"cpu", "memory"}
 
 
 def test_several_trainer_processes_start_by_torchrun(tmp_path: Path) -> None:
-    pods = build(tmp_path, profiles=("multi-node",), world_size=8)
+    pods = build(tmp_path, profiles=("multi-node",), trainer={"world_size": 8})
+    assert gpus(pods[0]) == ["8"]
     command = pods[0]["spec"]["containers"][0]["command"]
     assert command == ["torchrun", "--standalone", "--nproc-per-node=8", "-m", "services.trainer"]
     assert "command" not in pods[1]["spec"]["containers"][0]
+
+
+def test_a_trainer_of_more_ranks_than_a_node_has_gpus_is_a_set_of_pods(tmp_path: Path) -> None:
+    pods = build(tmp_path, profiles=("multi-node",), trainer={"world_size": 16})
+    first, second, *_ = pods
+    assert len(pods) == 4
+    assert [pod["metadata"]["name"] for pod in (first, second)] == [
+        "run-0198-trainer-0",
+        "run-0198-trainer-0-node-1",
+    ]
+    for rank, pod in enumerate((first, second)):
+        kubernetes_validate.validate(pod, "1.35", strict=True)
+        assert gpus(pod) == ["8"]
+        (container,) = pod["spec"]["containers"]
+        assert container["name"] == "trainer-0"
+        assert container["command"][1:6] == [
+            "--nnodes=2",
+            f"--node-rank={rank}",
+            "--master-addr=run-0198-trainer-0.demo-slipstream-workers",
+            "--master-port=29500",
+            "--nproc-per-node=8",
+        ]
+    assert "ports" in first["spec"]["containers"][0]
+    assert "ports" not in second["spec"]["containers"][0], "only the first rank serves"
+    assert pods[0]["spec"]["hostname"] == "run-0198-trainer-0"
+    service = one(render(), "Service", "demo-slipstream-workers")["spec"]
+    assert service["selector"].items() <= first["metadata"]["labels"].items()
+
+
+def test_ranks_that_do_not_fill_their_nodes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FailedPreconditionError, match="multiple of topology"):
+        build(tmp_path, profiles=("multi-node",), trainer={"world_size": 12})
 
 
 def test_missing_templates_are_named(tmp_path: Path) -> None:

@@ -20,6 +20,9 @@ metadata:
     {{- toYaml . | nindent 4 }}
     {{- end }}
   annotations:
+    {{- with $role.gpu.resourceName }}
+    slipstream.dev/gpu-resource: {{ . }}
+    {{- end }}
     # Moving a worker to another node costs its run more than the node saves.
     cluster-autoscaler.kubernetes.io/safe-to-evict: "false"
     {{- with $workers.podAnnotations }}
@@ -29,13 +32,20 @@ spec:
   restartPolicy: Never
   serviceAccountName: {{ include "slipstream.fullname" .root }}-worker
   automountServiceAccountToken: false
+  subdomain: {{ include "slipstream.fullname" .root }}-workers
   terminationGracePeriodSeconds: {{ $workers.terminationGracePeriodSeconds }}
   hostNetwork: {{ $workers.hostNetwork }}
   hostIPC: {{ $workers.hostIPC }}
   {{- if $workers.hostNetwork }}
   dnsPolicy: ClusterFirstWithHostNet
   {{- end }}
-  securityContext: {{- include "slipstream.podSecurityContext" .root | nindent 4 }}
+  securityContext:
+    {{- include "slipstream.podSecurityContext" .root | nindent 4 }}
+    {{- if not $workers.hostNetwork }}
+    # NCCL and Gloo listen where the kernel puts them; this is what the network policy lets through.
+    sysctls:
+      - {name: net.ipv4.ip_local_port_range, value: "29501 39500"}
+    {{- end }}
   {{- include "slipstream.pullSecrets" .root | nindent 2 }}
   {{- include "slipstream.placement" (merge (dict "priorityClassName" $workers.priorityClassName) $role) | nindent 2 }}
   {{- with $role.topologySpreadConstraints }}
@@ -150,12 +160,11 @@ emptyDir: {}
 {{- end -}}
 {{- end -}}
 
-{{/* Requests and limits with GPUs and RDMA devices; quantities are text, as server-side apply demands. Needs: root, role */}}
+{{/* Requests and limits with RDMA devices; the controller adds GPUs. Quantities are text, as server-side apply demands. Needs: root, role */}}
 {{- define "slipstream.workerResources" -}}
 {{- $role := get .root.Values .role -}}
 {{- $rdma := .root.Values.workers.rdma -}}
 {{- $devices := dict -}}
-{{- if gt (int $role.gpu.count) 0 }}{{ $_ := set $devices $role.gpu.resourceName (toString $role.gpu.count) }}{{ end -}}
 {{- if $rdma.resourceName }}{{ $_ := set $devices $rdma.resourceName (toString $rdma.count) }}{{ end -}}
 requests: {{- merge (deepCopy $devices) (default dict $role.resources.requests) | toYaml | nindent 2 }}
 limits: {{- merge (deepCopy $devices) (default dict $role.resources.limits) | toYaml | nindent 2 }}
