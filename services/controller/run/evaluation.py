@@ -223,6 +223,7 @@ class Evaluator:
                 split="heldout",
                 row=row,
                 partition_id=self._partition,
+                members=tuple(range(len(self._temperatures))),
                 seeds=tuple(
                     sample_seed(self._spec.seed, _SEED_OFFSET + row, member)
                     for member in range(len(self._temperatures))
@@ -236,7 +237,6 @@ class Evaluator:
         by_worker: dict[str, list[GroupAssignment]] = defaultdict(list)
         for group in groups:
             worker_id, _ = self._replicas.choose(group.group_id)
-                members=tuple(range(len(self._temperatures))),
             self._replicas.assigned(worker_id)
             by_worker[worker_id].append(group)
         await self._replicas.start(by_worker)
