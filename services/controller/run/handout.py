@@ -122,6 +122,7 @@ class Handout:
             split="train",
             row=group.row,
             partition_id=self._partition,
+            members=tuple(members),
             seeds=tuple(sample_seed(self._spec.seed, group.sequence, m) for m in members),
             temperatures=tuple(temperatures),
         )
@@ -132,7 +133,6 @@ class Handout:
         free = self._per_replica * self._replicas.num_replicas - ledger.count(*RUNNING)
         if free <= 0:
             return []
-            members=tuple(members),
         groups = resume_order(
             ledger.in_state(GroupState.PARTIAL),
             gate=self.gate,
