@@ -3,8 +3,8 @@
 ``python -m bench.weightsync.recovery [--kills 20] [--megabytes 64] [--gpu]``
 
 One trainer and three rollouts, each a process with its weight member; the controller's session runs here. The
-trainer is never restarted. Each lost rollout is replaced, admitted, and gets the version that is served. Adds
-to ``bench/results/weightsync.json``.
+trainer is never restarted. Each lost rollout is replaced and gets the version that is served. Adds to
+``bench/results/weightsync.json``.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.helpers.weight_session import session_of
+from tests.helpers.weight_session import open_session, session_of
 
 RESULTS = Path(__file__).parents[1] / "results" / "weightsync.json"
 ROLLOUTS = ("rollout-0", "rollout-1", "rollout-2")
@@ -79,11 +79,11 @@ async def kill_in_a_row(
             kills.append(Kill(moment, sent.name, seconds, victim in report.lost))
             print(f"  {len(kills):3} {moment:7} {sent.name} {seconds:6.2f} s", flush=True)
             await members[victim].end()
-            if victim not in report.lost:
-                await session.dismiss(victim)
             members[victim] = await spare
             await members[victim].started()
-            await session.admit(members[victim].worker())
+            # As the run's loop does: a session of all that there are now.
+            await session.close()
+            session = await open_session(members, attempt=1 + len(kills))
             await session.publish(version)
             assert await members[victim].serves_version(version) in digests
         assert members["trainer"].process.pid == trainer

@@ -104,8 +104,14 @@ async def session_of(*names, num_bytes=64 << 20, use_gpu=False, **spec):
         members = {name: await started.start(name, device) for device, name in enumerate(names)}
         for member in members.values():
             await member.started()
-        session = WeightSession(WeightSyncSpec(**spec), "run_1")
-        rollouts = [m.worker() for name, m in members.items() if name != "trainer"]
-        await session.open(members["trainer"].worker(), rollouts)
+        session = await open_session(members, **spec)
         yield session, members, started
         await session.close()
+
+
+async def open_session(members, *, attempt=1, **spec):
+    """A formed session of members by name, as the run's loop opens one each time that it is entered."""
+    session = WeightSession(WeightSyncSpec(**spec), "run_1", first_epoch=attempt << 20)
+    rollouts = [member.worker() for name, member in members.items() if name != "trainer"]
+    await session.open(members["trainer"].worker(), rollouts)
+    return session

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from services.common.errors import UnavailableError
-from tests.helpers.weight_session import session_of
+from tests.helpers.weight_session import open_session, session_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -70,12 +70,14 @@ async def test_a_rollout_that_comes_later_gets_the_version_that_is_served():
         version, digest = await members["rollout-0"].serves()
         late = await started.start("rollout-1")
         await late.started()
-        await session.admit(late.worker())
-        await session.publish(0)
+        members["rollout-1"] = late
+        later_session = await open_session(members, attempt=2)
+        await later_session.publish(0)
         assert await late.serves() == (version, digest)
-        report = await session.publish(1)
+        report = await later_session.publish(1)
         assert report.lost == ()
         assert (await late.serves())[0] == 1
+        await later_session.close()
 
 
 @pytest.mark.parametrize("mode", ["inplace", "cpu_async", "delta"])

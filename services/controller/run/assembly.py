@@ -1,7 +1,7 @@
 """Brings the parts of one run together: partitions, registered workers, connections, weight group."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Final
@@ -10,7 +10,6 @@ from services.common.errors import DataLossError, FailedPreconditionError, NotFo
 from services.common.fields import ROLLOUT_FIELDS, partition_id
 from services.common.grpc_client import open_channel
 from services.common.spec.run import RunSpec
-from services.controller.client import WorkerRole
 from services.controller.launch.launcher import worker_names
 from services.controller.membership import Membership, Worker
 from services.controller.run.replicas import Replicas
@@ -19,8 +18,6 @@ from services.controller.run.weight_sync import WeightSession
 from services.trainer.client import TrainerClient
 from services.transferqueue.client import TransferQueueClient
 
-SERVING_ROLES: Final[tuple[WorkerRole, ...]] = ("rollout", "logp")
-"""Who receives the trainer's weights."""
 logger = logging.getLogger(__name__)
 
 _PURPOSES: Final = ("train", "validation", "partial")
@@ -42,6 +39,8 @@ class Assembly:
     replicas: Replicas
     scoring: BatchScoring
     weights: WeightSession
+    serving: Sequence[Worker]
+    """Who receives the trainer's weights."""
     num_train_rows: int
     num_heldout_rows: int
 
@@ -92,9 +91,10 @@ async def assemble(
     *,
     queue: TransferQueueClient,
     attempt: int,
+    absent: Collection[str] = (),
     snapshot_id: str = "",
 ) -> Assembly:
-    """Create the partitions, wait until all workers have loaded, and connect to them.
+    """Create the partitions, wait until the workers have loaded, and connect to them.
 
     Args:
         stack: Closes the connections.
@@ -103,13 +103,14 @@ async def assemble(
         membership: Where its workers register.
         queue: Holds its samples.
         attempt: Number of this attempt; the weight groups of a later one have later epochs.
+        absent: Rollouts that are not waited for.
         snapshot_id: What a transferqueue that holds nothing is given back; empty for nothing.
 
     Raises:
         DeadlineExceededError: If a worker did not come in time.
     """
     is_queue_empty = await create_partitions(queue, run_id, spec, snapshot_id=snapshot_id)
-    names = [name for _, name in worker_names(spec)]
+    names = [name for _, name in worker_names(spec) if name not in absent]
 
     def missing() -> list[str]:
         loaded = {worker.worker_id for worker in membership.workers(run_id) if _is_loaded(worker)}
@@ -121,7 +122,7 @@ async def assemble(
         waiting_for=lambda: f"{', '.join(missing())} to load; see their logs",
     )
     (trainer,) = membership.workers(run_id, "trainer")
-    rollouts = membership.workers(run_id, "rollout")
+    rollouts = [w for w in membership.workers(run_id, "rollout") if w.worker_id in names]
     logp = membership.workers(run_id, "logp")
     weights = WeightSession(spec.weight_sync, run_id, first_epoch=attempt << 20)
     stack.push_async_callback(weights.close)
@@ -144,6 +145,7 @@ async def assemble(
         replicas=replicas,
         scoring=scoring,
         weights=weights,
+        serving=[*rollouts, *logp],
         num_train_rows=_agreed_rows(rollouts, "prompts_train"),
         num_heldout_rows=_agreed_rows(rollouts, "prompts_heldout"),
     )

@@ -1,13 +1,14 @@
 """Drives one run from its admission to its end.
 
 workers of the run                         -> started; the loop is entered
-a worker ended, is silent or was replaced  -> the loop is left; what is gone is started; it is entered again
+a worker ended, is silent or was replaced  -> the loop is left; what is gone is started; it is entered again,
+                                              without lost rollouts while others are left, and again with them
 too many losses without a finished step    -> the run fails, with the last lines of what was lost
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -21,6 +22,7 @@ from services.controller.run.assembly import drop_partitions
 from services.controller.run.journal import Journal
 from services.controller.run.loop import RunLoop
 from services.controller.run.losses import (
+    UnansweringError,
     WorkerLostError,
     ends_the_process,
     explain,
@@ -223,6 +225,7 @@ class RunDriver:
     async def _work(self) -> tuple[RunEvent, str]:
         """Enter the loop, again after each loss; returns how the run ended."""
         lost: dict[str, str] = {}
+        absent: set[str] = set()
         while True:
             self._lost.clear()
             await self._services.launcher.start(self._run_id, self._spec)
@@ -237,15 +240,16 @@ class RunDriver:
             if self._state is RunState.PAUSING or self._ending is Ending.CANCEL:
                 loop.pause(saves=self._saves_at_end)
             try:
-                is_finished = await self._enter(loop, lost)
+                is_finished = await self._enter(loop, lost, absent)
             except (ServiceError, WorkerLostError, ResizedError, ExceptionGroup) as error:
                 lost = await self._take_loss(error)
+                absent = self._resizing.absent(self._spec)
                 continue
             if is_finished:
                 return RunEvent.FINISH, "Completed"
             return RunEvent.DRAINED, "PausedByUser"
 
-    async def _enter(self, loop: RunLoop, lost: dict[str, str]) -> bool:
+    async def _enter(self, loop: RunLoop, lost: Collection[str], absent: Collection[str]) -> bool:
         entered = self._spec
 
         def keep_size() -> None:
@@ -256,9 +260,11 @@ class RunDriver:
         async with asyncio.TaskGroup() as tasks:
             watches = [
                 tasks.create_task(self._watch_workers()),
-                tasks.create_task(self._resizing.watch(entered, lambda: self._spec, keep_size)),
+                tasks.create_task(
+                    self._resizing.watch(entered, lambda: self._spec, keep_size, absent=absent)
+                ),
             ]
-            is_finished = await loop.run(on_ready=self._ready, lost_workers=list(lost))
+            is_finished = await loop.run(on_ready=self._ready, lost_workers=lost, absent=absent)
             for watch in watches:
                 watch.cancel()
         return is_finished
@@ -277,6 +283,10 @@ class RunDriver:
         if len(errors) < len(leaves(error)) and not self._exits:
             # Whatever else broke did so because the loop was left.
             return await self._resizing.settle(self._spec)
+        for leaf in errors:
+            # The trainer has more to lose than time, so only its heartbeats tell that it is gone.
+            if isinstance(leaf, UnansweringError) and leaf.worker_id in self._rollouts():
+                self.worker_lost(leaf.worker_id, str(leaf))
         await self._await_exit_report()
         step = self._loop.step if self._loop is not None else 0
         self._losses = 1 if step > self._step_at_loss else self._losses + 1
@@ -291,12 +301,15 @@ class RunDriver:
             await self._services.launcher.end(self._run_id, worker_id)
             await self._services.membership.forget(self._run_id, worker_id)
         self._vacant.clear()
-        left = self._services.membership.workers(self._run_id, "rollout")
         if self._state in (RunState.STARTING, RunState.RUNNING) and (
-            "trainer-0" in lost or not left
+            "trainer-0" in lost or not self._rollouts()
         ):
             await self._go(RunEvent.LOSE, "WorkerLost", message.splitlines()[0])
         return lost
+
+    def _rollouts(self) -> list[str]:
+        workers = self._services.membership.workers(self._run_id, "rollout")
+        return [worker.worker_id for worker in workers]
 
     async def _await_exit_report(self) -> None:
         try:

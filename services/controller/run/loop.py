@@ -19,7 +19,7 @@ from services.common.errors import UnavailableError
 from services.common.spec.run import RunSpec
 from services.controller.client import GroupFailure
 from services.controller.membership import Membership
-from services.controller.run.assembly import SERVING_ROLES, assemble
+from services.controller.run.assembly import assemble
 from services.controller.run.batching import take_batch
 from services.controller.run.checkpoints import Checkpoints
 from services.controller.run.evaluation import Evaluation
@@ -104,13 +104,18 @@ class RunLoop:
             await self._state.evaluator.trigger()
 
     async def run(
-        self, *, on_ready: Callable[[], Awaitable[None]], lost_workers: Collection[str] = ()
+        self,
+        *,
+        on_ready: Callable[[], Awaitable[None]],
+        lost_workers: Collection[str] = (),
+        absent: Collection[str] = (),
     ) -> bool:
         """Train all steps that are left.
 
         Args:
             on_ready: Called once the workers can work.
             lost_workers: Rollouts that died since the loop was entered before.
+            absent: Rollouts that it goes on without.
 
         Returns:
             Whether all steps are trained; otherwise the run was paused.
@@ -124,6 +129,7 @@ class RunLoop:
                 self._membership,
                 queue=self._queue,
                 attempt=attempt,
+                absent=absent,
                 snapshot_id=await self._journal.newest_snapshot(),
             )
             state = self._state = await restore(
@@ -243,9 +249,8 @@ class RunLoop:
         report = await state.parts.weights.publish(version := step + state.version_offset)
         if report.lost:
             raise UnavailableError(f"{', '.join(report.lost)} did not take part in weight sync")
-        for role in SERVING_ROLES:
-            for worker in self._membership.workers(self._run_id, role):
-                worker.weight_version = version
+        for worker in state.parts.serving:
+            worker.weight_version = version
         state.progress.synced(report)
         message = f"weight version {version} is served by every rollout"
         facts = sync_facts(report)

@@ -20,6 +20,19 @@ class WorkerLostError(RuntimeError):
     """A worker of a run is gone."""
 
 
+class UnansweringError(UnavailableError):
+    """A worker's process gives no sign of life.
+
+    Args:
+        worker_id: The worker.
+        why: What was tried.
+    """
+
+    def __init__(self, worker_id: str, why: str) -> None:
+        super().__init__(f"{worker_id} does not answer: {why}", worker_id=worker_id)
+        self.worker_id = worker_id
+
+
 def leaves(error: BaseException) -> list[BaseException]:
     """The errors inside nested groups, or the error itself."""
     if not isinstance(error, BaseExceptionGroup):

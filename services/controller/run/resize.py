@@ -1,12 +1,13 @@
-"""Changes how many rollouts a run has while it goes on.
+"""Brings a run to the rollouts that it should have, while it goes on.
 
 more    the new ones are started and load while the others generate -> the loop is left and entered with all
+lost    its replacement loads while the others generate             -> as above
 fewer   the loop is left, those that are too many are ended -> entered again; their groups are made anew
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from services.common.errors import ServiceError
 from services.common.spec.run import RunSpec
@@ -58,51 +59,70 @@ class Resizing:
         return True
 
     async def watch(
-        self, current: RunSpec, wanted: Callable[[], RunSpec], give_up: Callable[[], None]
+        self,
+        current: RunSpec,
+        wanted: Callable[[], RunSpec],
+        give_up: Callable[[], None],
+        *,
+        absent: Collection[str] = (),
     ) -> None:
-        """Wait for a change of size and get it ready, while the run goes on.
+        """Get the rollouts that are wanted ready, while the run goes on with others.
 
         Args:
             current: What the loop was entered with.
             wanted: What is asked for now.
             give_up: Called when new rollouts do not come up: the run keeps the size that it has.
+            absent: Rollouts of ``current`` that were lost; the loop was entered without them.
 
         Raises:
-            ResizedError: Once the loop can be entered with the other size.
+            ResizedError: Once the loop can be entered with all that are wanted.
+            ServiceError: If a replacement does not come up.
         """
         while True:
-            await self._asked.wait()
             self._asked.clear()
-            if _rollouts(wanted()) != _rollouts(current):
+            if absent or _rollouts(wanted()) != _rollouts(current):
                 self._new = _rollouts(wanted()) - _rollouts(current)
                 if await self._bring_up(wanted()):
                     raise ResizedError
                 give_up()
+            await self._asked.wait()
 
     async def settle(self, spec: RunSpec) -> dict[str, str]:
         """End rollouts that are too many; returns what was ended, with why."""
-        self._new = set()
         workers = self._membership.workers(self._run_id, "rollout")
         gone = {worker.worker_id for worker in workers} - _rollouts(spec)
         await self._end(gone)
         count = spec.rollout.replicas
-        await self._journal.note(Note("Resized", f"{count} rollouts", {"replicas": count}))
+        kind = "Resized" if gone or self._new else "Replaced"
+        self._new = set()
+        await self._journal.note(Note(kind, f"{count} rollouts", {"replicas": count}))
         return dict.fromkeys(gone, "was one too many")
 
+    def absent(self, spec: RunSpec) -> set[str]:
+        """Rollouts that have yet to load, if others can go on without them."""
+        loaded, wanted = self._loaded(), _rollouts(spec)
+        return wanted - loaded if wanted & loaded else set()
+
     async def _bring_up(self, spec: RunSpec) -> bool:
-        """Start the new rollouts; whether they loaded."""
+        """Start the rollouts that are missing; whether they loaded."""
         self._failed.clear()
+
+        def missing() -> list[str]:
+            return sorted(_rollouts(spec) - self._loaded())
+
         try:
             await self._launcher.start(self._run_id, spec)
             async with asyncio.TaskGroup() as tasks:
                 failing = tasks.create_task(self._fail_on_exit())
                 await self._membership.wait_until(
-                    lambda: self._new <= self._loaded(),
+                    lambda: not missing(),
                     timeout_s=spec.limits.start_timeout_s,
-                    waiting_for=lambda: f"{', '.join(sorted(self._new - self._loaded()))} to load",
+                    waiting_for=lambda: f"{', '.join(missing())} to load",
                 )
                 failing.cancel()
         except (ServiceError, ExceptionGroup) as error:
+            if not self._new:
+                raise
             why = "; ".join(str(leaf) for leaf in leaves(error))
             logger.warning("new rollouts did not start", extra={"run": self._run_id, "why": why})
             await self._journal.note(Note("ResizeFailed", why, {"workers": sorted(self._new)}))

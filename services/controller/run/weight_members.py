@@ -10,13 +10,13 @@ from services.common.errors import (
     DataLossError,
     FailedPreconditionError,
     ServiceError,
-    UnavailableError,
 )
 from services.common.grpc_client import open_channel
 from services.common.spec.weight_sync import WeightSyncSpec
 from services.common.weightsync.client import WeightSyncClient
 from services.common.weightsync.plan import TensorSpec, WeightPlan, fsdp_shards, make_plan
 from services.controller.membership import Worker
+from services.controller.run.losses import UnansweringError
 
 logger = logging.getLogger(__name__)
 
@@ -85,12 +85,6 @@ class WeightMembers:
             self._make_plan(described.device)
             await self._agree(self.all())
 
-    async def admit(self, worker: Worker) -> None:
-        """Take in a rollout that came later."""
-        member = await self._connect(worker.address)
-        await self._agree({worker.worker_id: member})
-        self.rollouts[worker.worker_id] = member
-
     def dismiss(self, names: Sequence[str]) -> None:
         """Go on without rollouts."""
         for name in names:
@@ -122,11 +116,6 @@ class WeightMembers:
                 "them a GPU or none, or set weight_sync.mode to cpu_async"
             )
         (device,) = found
-        if self._share_gpus():
-            raise FailedPreconditionError(
-                f"members share GPUs, between which NCCL sends nothing: {self._devices}; set "
-                "weight_sync.mode to cpu_async"
-            )
         fitting = "nccl" if device == "cuda" else "gloo"
         if wanted not in ("auto", fitting):
             raise FailedPreconditionError(
@@ -244,4 +233,4 @@ async def _probe(name: str, member: WeightSyncClient, timeout_s: float) -> None:
     try:
         await member.alive(timeout_s=timeout_s)
     except ServiceError as error:
-        raise UnavailableError(f"{name} does not answer: {error}") from error
+        raise UnansweringError(name, str(error)) from error

@@ -9,6 +9,7 @@
 
 Any failure aborts the epoch. Members that do not answer the abort are lost; the others form the next epoch
 and the version is sent again. Live weights change in adopt only, so nobody serves half a version meanwhile.
+A rollout that comes later is a member of the next session, which the run's loop opens with all there are.
 """
 
 import asyncio
@@ -98,25 +99,6 @@ class WeightSession:
     async def close(self) -> None:
         """Close the connections."""
         await self._members.close()
-
-    async def admit(self, worker: Worker) -> None:
-        """Take in a rollout that came later.
-
-        It gets the next published version, or the current one if that is published once more.
-
-        Raises:
-            ServiceError: If it cannot take part.
-        """
-        async with self.pin:
-            await self._members.admit(worker)
-            self._members.backend()
-            self._is_formed = False
-
-    async def dismiss(self, worker_id: str) -> None:
-        """Go on without a rollout that is gone."""
-        async with self.pin:
-            self._members.dismiss([worker_id])
-            self._is_formed = False
 
     async def publish(self, version: int) -> SyncReport:
         """Bring a version from the trainer into service on every rollout that lives.

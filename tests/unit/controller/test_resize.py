@@ -102,6 +102,30 @@ async def test_the_loop_is_left_once_the_new_rollouts_have_loaded():
     assert await case.resizing.settle(case.wanted) == {}
 
 
+async def test_a_lost_rollout_is_waited_for_while_the_others_go_on():
+    case = Case()
+    case.wanted = spec_of(2)
+    await case.register(0)
+    assert case.resizing.absent(case.wanted) == {"rollout-1"}
+    async with asyncio.timeout(5):
+        with pytest.raises(ExceptionGroup) as error:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(
+                    case.resizing.watch(
+                        case.wanted, lambda: case.wanted, case.gave_up.set, absent={"rollout-1"}
+                    )
+                )
+                await asyncio.sleep(0)
+                await case.register(1)
+    assert error.group_contains(ResizedError)
+    assert await case.resizing.settle(case.wanted) == {}
+    assert case.journal.kinds == ["Replaced"]
+
+
+async def test_a_run_whose_rollouts_are_all_gone_waits_for_them():
+    assert Case().resizing.absent(spec_of(2)) == set()
+
+
 async def test_rollouts_that_are_too_many_are_ended():
     case = Case()
     for index in range(3):

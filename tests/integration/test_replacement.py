@@ -1,0 +1,51 @@
+"""A rollout is lost while a run goes on: the others go on, and its replacement joins them."""
+
+import signal
+
+import httpx
+import psutil
+import pytest
+
+from tests.helpers.cli import started
+from tests.integration.test_resize import rollouts, until
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def process_of(worker_id: str, command: int) -> psutil.Process:
+    """The process of a worker of a run command."""
+    for child in psutil.Process(command).children(recursive=True):
+        try:
+            if child.environ().get("SLIPSTREAM_ROLLOUT_WORKER_ID") == worker_id:
+                return child
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    raise AssertionError(f"{worker_id} does not run")
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_training_goes_on_while_a_lost_rollout_is_replaced(plumbing, tmp_path, free_port, signal_):
+    port = free_port()
+    arguments = (
+        *("run", plumbing, "--state-directory", tmp_path / "runs", "--port", str(port)),
+        *("--set", "trainer.steps=100000", "--set", "rollout.replicas=2"),
+    )
+    url = f"http://127.0.0.1:{port}"
+    with (
+        started(*arguments, until=r"step +2/") as (command, _),
+        httpx.Client(base_url=url, timeout=30) as api,
+    ):
+        (run,) = api.get("/v1/runs").json()["items"]
+        run_id = run["id"]
+        process_of("rollout-1", command.pid).send_signal(signal_)
+
+        def told(kind: str, after: int = 0) -> list[int]:
+            query = {"type": kind, "after_seq": after}
+            found = api.get(f"/v1/runs/{run_id}/events", params=query).raise_for_status()
+            return [event["seq"] for event in found.json()["items"]]
+
+        until(lambda: told("Replaced"))
+        lost, replaced = told("WorkerLost")[0], told("Replaced")[0]
+        assert any(seq < replaced for seq in told("StepCommitted", after=lost))
+        until(lambda: rollouts(api, run_id) == {"rollout-0", "rollout-1"})
+        assert api.get(f"/v1/runs/{run_id}").json()["state"] == "RUNNING"
