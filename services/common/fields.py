@@ -70,3 +70,8 @@ TAGS: Final = {
 def partition_id(run_id: str, purpose: Literal["train", "validation", "partial"]) -> str:
     """Name of a run's partition in the transferqueue."""
     return f"{run_id}/{purpose}"
+
+
+def run_of(partition_id: str) -> str:
+    """The run that a partition belongs to."""
+    return partition_id.partition("/")[0]

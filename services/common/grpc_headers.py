@@ -1,9 +1,11 @@
-"""What every call carries beside its request: who makes it."""
+"""What every call carries beside its request: who makes it, and what for."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
+
+from services.common import tracing
 
 _Continuation = Callable[[grpc.aio.ClientCallDetails, Any], Awaitable[Any]]
 
@@ -52,4 +54,6 @@ def _with_headers(details: Any, token: str) -> Any:
     headers = grpc.aio.Metadata(*(details.metadata or ()))
     if token:
         headers.add("authorization", f"Bearer {token}")
+    for name, value in tracing.headers().items():
+        headers.add(name, value)
     return details._replace(metadata=headers)

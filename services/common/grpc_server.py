@@ -9,7 +9,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
-from services.common import grpc_metrics
+from services.common import grpc_metrics, tracing
 from services.common.access import admit
 from services.common.credentials import Identity, current_identity
 from services.common.errors import InternalError, InvalidArgumentError, ServiceError, to_status
@@ -101,6 +101,7 @@ class _Edge(grpc.aio.ServerInterceptor):
             return handler
 
         authorization = _header(handler_call_details, "authorization")
+        trace = tracing.parse(_header(handler_call_details, "traceparent"))
 
         def check(request: Any) -> None:
             grpc_metrics.received(method, request)
@@ -111,7 +112,7 @@ class _Edge(grpc.aio.ServerInterceptor):
             wrapped = _guard_stream(handler.unary_stream, method, check)
             factory: Any = grpc.unary_stream_rpc_method_handler
         else:
-            wrapped = _guard_unary(handler.unary_unary, method, check)
+            wrapped = _guard_unary(handler.unary_unary, method, check, trace)
             factory = grpc.unary_unary_rpc_method_handler
         return factory(
             wrapped,
@@ -127,17 +128,20 @@ def _header(details: grpc.HandlerCallDetails, name: str) -> str:
     return ""
 
 
-def _guard_unary(behavior: Any, method: str, check: Callable[[Any], None]) -> Any:
+def _guard_unary(
+    behavior: Any, method: str, check: Callable[[Any], None], trace: tracing.Trace | None
+) -> Any:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        try:
-            check(request)
-            response = await behavior(request, context)
-            grpc_metrics.sent(method, response)
-            return response
-        except ServiceError as error:
-            await _abort(context, error)
-        except Exception as error:  # noqa: BLE001  the edge: an unforeseen fault must reach the caller
-            await _abort(context, _unforeseen(error, method))
+        with tracing.within(trace):
+            try:
+                check(request)
+                response = await behavior(request, context)
+                grpc_metrics.sent(method, response)
+                return response
+            except ServiceError as error:
+                await _abort(context, error)
+            except Exception as error:  # noqa: BLE001  the edge: an unforeseen fault must reach the caller
+                await _abort(context, _unforeseen(error, method))
 
     return guarded
 

@@ -6,6 +6,8 @@ import re
 import sys
 from typing import Literal
 
+from services.common import tracing
+
 # API tokens, run tokens, and whatever else is sent to prove who somebody is.
 _SECRET = re.compile(r"\b(slp_|slr_|[Bb]earer )[\w.~+/=-]{8,}")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -22,13 +24,16 @@ def configure(
         fields: Facts of this process that each line carries, such as ``service`` and ``run``.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter(fields) if log_format == "json" else _TextFormatter(fields))
+    handler.setFormatter(JsonFormatter(fields) if log_format == "json" else _TextFormatter(fields))
     logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 def _extras(record: logging.LogRecord) -> dict[str, object]:
-    return {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    extras = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    if (trace := tracing.current()) is not None:
+        extras["trace_id"] = trace.trace_id
+    return extras
 
 
 class _TextFormatter(logging.Formatter):
@@ -42,12 +47,19 @@ class _TextFormatter(logging.Formatter):
         return _without_secrets(line)
 
 
-class _JsonFormatter(logging.Formatter):
+class JsonFormatter(logging.Formatter):
+    """A record as one JSON object.
+
+    Args:
+        fields: Facts that each line carries.
+    """
+
     def __init__(self, fields: dict[str, object]) -> None:
         super().__init__()
         self._fields = fields
 
     def format(self, record: logging.LogRecord) -> str:
+        """The record as a line."""
         line: dict[str, object] = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
             "level": record.levelname,

@@ -1,5 +1,8 @@
 """Where a process lives: the settings that every service has."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Literal, Self
 
@@ -7,6 +10,7 @@ from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from services.common.credentials import Identity, TlsFiles, read_key
+from services.common.errors import InvalidArgumentError
 
 _LOOPBACK = ("127.", "localhost:", "[::1]:")
 
@@ -19,7 +23,9 @@ def is_loopback(bind: str) -> bool:
 class ServiceSettings(BaseSettings):
     """Base of the settings of each service; subclasses set their own ``env_prefix``."""
 
-    model_config = SettingsConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = SettingsConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, populate_by_name=True
+    )
 
     bind: str = "127.0.0.1:0"
     """``host:port`` of the gRPC server; port 0 takes a free one."""
@@ -33,6 +39,11 @@ class ServiceSettings(BaseSettings):
     """Least level that is logged."""
     log_format: Literal["text", "json"] = "text"
     """Form of a log line."""
+    trace_endpoint: str = Field("", validation_alias="SLIPSTREAM_TRACE_ENDPOINT")
+    """Where spans are sent: ``http://host:4317`` of an OpenTelemetry collector; empty sends none. The
+    same for all services, and so without their prefix."""
+    trace_ratio: float = Field(0.01, ge=0, le=1, validation_alias="SLIPSTREAM_TRACE_RATIO")
+    """Part of the sample groups whose spans are sent; those of steps and weight syncs are sent always."""
     stop_on_stdin_eof: bool = False
     """Whether to stop when standard input ends, that is, when the parent process is gone."""
     tls_certificate: Path | None = None
@@ -52,6 +63,30 @@ class ServiceSettings(BaseSettings):
                 "tls_certificate, tls_key and tls_authority belong together; set all three, or none"
             )
         return self
+
+    @contextmanager
+    def tracing(self, service: str, **facts: str) -> Iterator[None]:
+        """Send this process's spans to the collector, if there is one, until the block ends.
+
+        Args:
+            service: Name of the service.
+            facts: What else the process is.
+
+        Raises:
+            InvalidArgumentError: If the packages for it are not installed.
+        """
+        if not self.trace_endpoint:
+            yield
+            return
+        try:
+            export = import_module("services.common.trace_export")
+        except ModuleNotFoundError as error:
+            raise InvalidArgumentError(
+                f"trace_endpoint needs {error.name}; pip install 'slipstream[tracing]'"
+            ) from error
+        facts = {"service.name": f"slipstream-{service}", **facts}
+        with export.exporting(self.trace_endpoint, ratio=self.trace_ratio, facts=facts):
+            yield
 
     @property
     def tls(self) -> TlsFiles | None:

@@ -159,7 +159,7 @@ def main() -> None:
         settings.check_exposure()
     except InvalidArgumentError as error:
         raise SystemExit(f"error: {error}") from error
-    with acting_as(settings.identity()):
+    with acting_as(settings.identity()), settings.tracing("controller"):
         asyncio.run(run_controller(settings))
 
 

@@ -205,7 +205,11 @@ def main() -> None:
         service="rollout",
         worker=settings.worker_id,
     )
-    with acting_as(settings.identity()), serve_metrics(settings.metrics_port):
+    with (
+        acting_as(settings.identity()),
+        serve_metrics(settings.metrics_port),
+        settings.tracing("rollout", run=settings.run_id, worker=settings.worker_id),
+    ):
         asyncio.run(run(settings))
 
 

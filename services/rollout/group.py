@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from services.common import tracing
 from services.common.models.tokenizer import Tokenizer
 from services.common.spec.rollout import RolloutSpec
 from services.rollout import metrics
@@ -166,7 +167,10 @@ class RunningGroup:
         """Run an episode; returns whether it was finished and not interrupted."""
         episode.is_interrupted = self.is_interrupted
         try:
-            await self._tools.workflow.run(episode)
+            with tracing.span("rollout.generate") as span:
+                await self._tools.workflow.run(episode)
+                span.attributes["gen_ai.usage.output_tokens"] = len(episode.response_ids)
+                span.attributes["num_segments"] = len(episode.sampled_versions)
         except Interrupted:
             return False
         except CallError as error:
@@ -202,7 +206,7 @@ class RunningGroup:
             row=prompt.row,
         )
         try:
-            with metrics.REWARD_SECONDS.time():
+            with metrics.REWARD_SECONDS.time(), tracing.span("reward.score"):
                 return await self._tools.reward.score(given)
         except CallError as error:
             metrics.REWARD_FAILURES.labels(kind=error.kind).inc()

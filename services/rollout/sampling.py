@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from types import TracebackType
 from typing import Protocol, Self
 
+from services.common import tracing
+from services.common.fields import run_of
 from services.common.spec.rollout import RolloutSpec
 from services.rollout import metrics
 from services.rollout.admission import Admission
@@ -234,6 +236,14 @@ class GroupSampler:
         return self._tasks.create_task(self._cache.load(resumed))
 
     async def _run_group(
+        self, group: RunningGroup, loading: "asyncio.Task[Mapping[str, GroupProgress]] | None"
+    ) -> None:
+        assignment = group.assignment
+        trace = tracing.of_group(run_of(assignment.partition_id), assignment.group_id)
+        with tracing.span("rollout.group", trace, attempt=assignment.attempt):
+            await self._make_group(group, loading)
+
+    async def _make_group(
         self, group: RunningGroup, loading: "asyncio.Task[Mapping[str, GroupProgress]] | None"
     ) -> None:
         assignment = group.assignment

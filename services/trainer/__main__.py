@@ -198,7 +198,11 @@ def main() -> None:
         with acting_as(settings.identity()):
             asyncio.run(run_follower(settings))
     else:
-        with acting_as(settings.identity()), serve_metrics(settings.metrics_port):
+        with (
+            acting_as(settings.identity()),
+            serve_metrics(settings.metrics_port),
+            settings.tracing("trainer", run=settings.run_id, worker=settings.worker_id),
+        ):
             asyncio.run(serve_role(settings))
     if distributed.is_initialized():
         distributed.destroy_process_group()

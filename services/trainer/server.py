@@ -1,14 +1,17 @@
 """gRPC face of the trainer."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 
+from services.common import tracing
 from services.common.batch import KVBatchMeta
 from services.common.errors import InvalidArgumentError
 from services.trainer import metrics
 from services.trainer.ranks.leader import Leader
+from services.trainer.step import StepResult
 from slipstream.trainer.v1 import trainer_pb2 as pb
 from slipstream.trainer.v1 import trainer_pb2_grpc
 
@@ -43,14 +46,30 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 f"step {request.step} has an empty batch; send at least one group",
                 step=request.step,
             )
-        result = await self._leader.train_step(
-            request.step, meta, weight_version=request.weight_version
-        )
+        result = await self._train(request.step, meta, request.weight_version)
         metrics.observe_step(self._run_id, request.step, result.metrics, skipped=result.skipped)
         self._on_step(request.step)
         return pb.TrainStepResponse(
             step=request.step, metrics=result.metrics, skipped=result.skipped
         )
+
+    async def _train(self, step: int, meta: KVBatchMeta, weight_version: int) -> StepResult:
+        groups = tracing.of_groups(self._run_id, (key.rpartition(".")[0] for key in meta.keys))
+        begin_ns = time.time_ns()
+        with tracing.span("train.step", links=groups[: tracing.MAX_LINKS], step=step) as span:
+            result = await self._leader.train_step(step, meta, weight_version=weight_version)
+            span.attributes |= {
+                name: value for name, value in result.metrics.items() if name.startswith("seconds_")
+            }
+        tracing.record(
+            "group.train",
+            groups,
+            begin_ns=begin_ns,
+            links=[tracing.of_step(self._run_id, step)],
+            step=step,
+            weight_version=weight_version,
+        )
+        return result
 
     async def GetNewestStep(  # noqa: N802
         self, request: pb.GetNewestStepRequest, context: _Context

@@ -96,7 +96,11 @@ def main() -> None:
     gc.set_threshold(50_000, 20, 20)
     settings = TransferQueueSettings()
     configure(level=settings.log_level, log_format=settings.log_format, service="transferqueue")
-    with acting_as(settings.identity()), serve_metrics(settings.metrics_port):
+    with (
+        acting_as(settings.identity()),
+        serve_metrics(settings.metrics_port),
+        settings.tracing("transferqueue"),
+    ):
         asyncio.run(_main(settings))
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import grpc
 
+from services.common import tracing
 from services.common.errors import InvalidArgumentError
 from services.common.weightsync.canary import Canary
 from services.common.weightsync.member import WeightMember
@@ -72,7 +73,8 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     ) -> pb.PrepareTransferResponse:
         """Get ready for a transfer."""
         try:
-            held = await self._member.prepare(request.epoch, request.version, request.plan_hash)
+            with tracing.span("weights.prepare"):
+                held = await self._member.prepare(request.epoch, request.version, request.plan_hash)
         except ValueError as error:
             raise InvalidArgumentError(str(error)) from error
         return pb.PrepareTransferResponse(held_version=held)
@@ -81,14 +83,14 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
         self, request: pb.TransferWeightsRequest, context: _Context
     ) -> pb.TransferWeightsResponse:
         """Send or receive a version."""
-        report = await self._member.transfer(
-            TransferOrder(
-                epoch=request.epoch,
-                version=request.version,
-                timeout_s=request.timeout_s,
-                base_version=request.base_version,
-            )
+        order = TransferOrder(
+            epoch=request.epoch,
+            version=request.version,
+            timeout_s=request.timeout_s,
+            base_version=request.base_version,
         )
+        with tracing.span("weights.transfer"):
+            report = await self._member.transfer(order)
         return pb.TransferWeightsResponse(
             digests=report.digests, size_bytes=report.num_bytes, duration_s=report.seconds
         )
@@ -97,9 +99,9 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
         self, request: pb.AdoptWeightsRequest, context: _Context
     ) -> pb.AdoptWeightsResponse:
         """Put a version into service."""
-        return pb.AdoptWeightsResponse(
-            stall_s=await self._member.adopt(request.version, request.digest)
-        )
+        with tracing.span("weights.adopt"):
+            stall_s = await self._member.adopt(request.version, request.digest)
+        return pb.AdoptWeightsResponse(stall_s=stall_s)
 
     async def ScoreWeights(  # noqa: N802
         self, request: pb.ScoreWeightsRequest, context: _Context

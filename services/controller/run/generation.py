@@ -9,9 +9,11 @@ a group without result         takes it from its rollout and hands it out again
 
 import asyncio
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from services.common import tracing
 from services.common.spec.run import RunSpec
 from services.controller import metrics
 from services.controller.client import GroupFailure
@@ -157,7 +159,10 @@ class Generation:
 
         The prompt of a stale group comes once more at the end of its epoch.
         """
+        begin_ns = time.time_ns()
         for reason, dropped in groups.items():
+            traces = self._handout.traces(dropped)
+            tracing.record("group.settle", traces, begin_ns=begin_ns, outcome=reason)
             for group in dropped:
                 self._ledger.drop(group, reason)
                 if reason == "stale":

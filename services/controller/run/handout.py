@@ -1,8 +1,11 @@
 """Hands groups to rollouts: those that go on, those that begin again, then new ones, as the gate allows."""
 
 import asyncio
+import time
 from collections import defaultdict
+from collections.abc import Iterable
 
+from services.common import tracing
 from services.common.clock import Clock
 from services.common.fields import partition_id
 from services.common.spec.run import RunSpec
@@ -64,7 +67,7 @@ class Handout:
 
     async def hand_out(self) -> None:
         """Start whatever may start now."""
-        begin = self._clock.monotonic()
+        begin, begin_ns = self._clock.monotonic(), time.time_ns()
         groups = self._next_groups()
         if not groups:
             return
@@ -87,6 +90,13 @@ class Handout:
                 tasks.create_task(start(*item))
         for group in groups:
             self._ledger.confirm(group)
+        # Groups of later attempts have a trace already.
+        new = self.traces(group for group in groups if group.attempt == 1)
+        tracing.record("group.issue", new, begin_ns=begin_ns, is_first=True, run=self._run_id)
+
+    def traces(self, groups: Iterable[Group]) -> list[tracing.Trace]:
+        """Traces of those groups whose spans are collected."""
+        return tracing.of_groups(self._run_id, (group.group_id for group in groups))
 
     async def take_back_stalled(self) -> None:
         """Hand groups that bring nothing to somebody else."""

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 
+from services.common import tracing
 from services.common.spec.run import RunSpec
 from services.controller import metrics
 from services.controller.run.groups import Group, GroupState
@@ -31,13 +32,22 @@ class Steps:
 
     async def begin(self, state: Restored, step: int, batch: Sequence[Group]) -> None:
         """Write down which groups a step trains, before the trainer is asked."""
-        version = step - 1 + state.version_offset
+        version, begin_ns = step - 1 + state.version_offset, time.time_ns()
         await self._journal.begin_step(step, state.ledger, version=version, groups=batch)
+        tracing.record("group.acquire", self._traces(batch), begin_ns=begin_ns, step=step)
 
     async def train(
         self, state: Restored, step: int, batch: Sequence[Group], *, begin: float, wait_s: float
     ) -> None:
         """Have the trainer train a step, commit it, and delete its samples."""
+        with tracing.span(
+            "step", tracing.of_step(self._run_id, step), is_first=True, run=self._run_id, step=step
+        ):
+            await self._train(state, step, batch, begin=begin, wait_s=wait_s)
+
+    async def _train(
+        self, state: Restored, step: int, batch: Sequence[Group], *, begin: float, wait_s: float
+    ) -> None:
         # A trainer that has trained the step repeats its answer, even if the samples are gone since.
         stored = [group for group in batch if group in state.generation.stored]
         version, timeout_s = step - 1 + state.version_offset, self._spec.limits.step_timeout_s
@@ -80,6 +90,7 @@ class Steps:
         wait_s: float,
     ) -> None:
         """Record a step and everything it consumed, in one transaction."""
+        begin_ns = time.time_ns()
         numbers = _finite(trained.metrics)
         state.ledger.consume(batch)
         state.progress.stepped(numbers)
@@ -98,6 +109,12 @@ class Steps:
             text = f"step {step} left the weights as they were: {_why_skipped(trained.metrics)}"
         note = Note("StepCommitted", text, data, step, None, state.summary())
         await self._journal.commit_step(step, state.ledger, note=note, metrics=data)
+        tracing.record(
+            "group.settle", self._traces(batch), begin_ns=begin_ns, step=step, outcome="consumed"
+        )
+
+    def _traces(self, batch: Sequence[Group]) -> list[tracing.Trace]:
+        return tracing.of_groups(self._run_id, (group.group_id for group in batch))
 
 
 def _finite(numbers: Mapping[str, float]) -> dict[str, float]:

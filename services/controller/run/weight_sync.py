@@ -18,6 +18,7 @@ import time
 from dataclasses import dataclass
 
 from services.common.errors import ServiceError, UnavailableError
+from services.common import tracing
 from services.common.spec.weight_sync import WeightSyncSpec
 from services.common.weightsync.canary import Canary, canary_tolerance
 from services.common.weightsync.plan import version_digest
@@ -120,6 +121,16 @@ class WeightSession:
                     metrics.WEIGHT_SYNCS.labels(self._run_id, error.reason).inc()
                     logger.warning(
                         "weight sync failed", extra={"why": str(error), "version": version}
+        with tracing.span(
+            "weight.sync",
+            tracing.of_sync(self._run_id, version),
+            is_first=True,
+            run=self._run_id,
+            version=version,
+        ):
+            return await self._publish_to_the_living(version)
+
+    async def _publish_to_the_living(self, version: int) -> SyncReport:
                     )
                     self._is_formed = False
                     gone = await self._members.abort(self._epoch, str(error))

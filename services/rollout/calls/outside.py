@@ -4,6 +4,7 @@ from typing import Any
 
 import httpx
 
+from services.common import tracing
 from services.rollout.failures import CallError
 from services.rollout.rewards.reach import Reach
 
@@ -51,7 +52,7 @@ class OutsideService:
             "POST",
             self._url.copy_with(host=address),
             json=body,
-            headers={"Host": self._url.netloc.decode()},
+            headers={"Host": self._url.netloc.decode(), **tracing.headers()},
             extensions={"sni_hostname": self._url.host},
         )
         response = await self._http.send(request, stream=True)

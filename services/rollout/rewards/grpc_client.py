@@ -6,6 +6,7 @@ from typing import Any
 import grpc
 import httpx
 
+from services.common import tracing
 from services.common.grpc_client import CHANNEL_OPTIONS
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput
@@ -48,7 +49,7 @@ class GrpcRewardService:
         stub = reward_pb2_grpc.RewardServiceStub(await self._connected())
         try:
             # RemoteReward holds the deadline; cancelling this cancels the call.
-            answer = await stub.ScoreResponse(request)
+            answer = await stub.ScoreResponse(request, metadata=tuple(tracing.headers().items()))
         except grpc.aio.AioRpcError as error:
             if error.code() in _BUSY:
                 raise BusyError from error

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,7 +101,8 @@ class Leader:
                 step=step,
                 newest=newest,
             )
-        return self._thread.submit(self._train, step, meta, weight_version)
+        # With its context: log lines of the thread name the step's trace.
+        return self._thread.submit(copy_context().run, self._train, step, meta, weight_version)
 
     def _train(self, step: int, meta: KVBatchMeta, weight_version: int | None) -> StepResult:
         rank, _ = self._attached()
