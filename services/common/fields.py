@@ -64,6 +64,7 @@ TAGS: Final = {
     "finish_reason": "text: stop, length or failed",
     "data_source": "text: origin of the prompt, for scores per source",
     "greedy": "int: 1 if the response was decoded greedily",
+    "answer": "text: digest of what the response answers; held-out samples only",
 }
 
 

@@ -17,7 +17,7 @@ from services.rollout.failures import CallError, GroupError
 from services.rollout.partial import GroupProgress, MemberProgress
 from services.rollout.prompts import Prompt
 from services.rollout.rewards.base import Reward, RewardInput
-from services.rollout.samples import Sample
+from services.rollout.samples import Sample, answer_digest
 from services.rollout.workflows.base import Episode, EpisodeLimits, Interrupted, Workflow
 from services.rollout.workflows.turns import Turn
 
@@ -219,12 +219,19 @@ class RunningGroup:
             turns=episode.response_turns,
             reward=reward,
             finish_reason="failed" if failed else episode.finish_reason,
-            is_greedy=self.assignment.temperatures[member] == 0,
+            is_greedy=episode.limits.temperature == 0,
+            answer=self._answer(episode.response_text),
         )
         metrics.SAMPLES.labels(finish_reason=sample.finish_reason).inc()
         metrics.RESPONSE_TOKENS.observe(len(sample.response_ids))
         metrics.SEGMENTS.observe(len(sample.sampled_versions))
         return sample
+
+    def _answer(self, response: str) -> str:
+        """What the response answers; nobody asks for it in training."""
+        if self.assignment.split == "train":
+            return ""
+        return answer_digest(response, self._spec.answer_pattern)
 
 
 def _derived_seed(seed: int, num_failed: int) -> int:

@@ -1,5 +1,7 @@
 """A finished sample and the tensors and tags that describe it."""
 
+import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,8 @@ class Sample:
     """``stop``, ``length`` or ``failed``."""
     is_greedy: bool
     """Whether it was decoded greedily."""
+    answer: str = ""
+    """Digest of what it answers; empty for training."""
 
     @property
     def response_ids(self) -> list[int]:
@@ -45,6 +49,19 @@ class Sample:
     def sampled_versions(self) -> list[int]:
         """Weight versions of the sampled stretches, in order, without repeats in a row."""
         return sampled_versions(self.turns)
+
+
+def answer_digest(response: str, pattern: str) -> str:
+    """A digest that is equal for responses with equal answers.
+
+    Args:
+        response: Text of a response.
+        pattern: Regular expression whose last match is the answer, or its first group if it has one; the
+            whole response is the answer if it is empty or does not match.
+    """
+    found = list(re.finditer(pattern, response)) if pattern else []
+    answer = found[-1][min(1, found[-1].re.groups)] if found else response
+    return hashlib.sha256((answer or "").strip().encode()).hexdigest()[:16]
 
 
 def prompt_fields(samples: Sequence[Sample]) -> list[Tensor]:
@@ -93,7 +110,7 @@ def sample_tags(
 
 def _tags(sample: Sample, prompt: Prompt, *, group_id: str, attempt: int) -> dict[str, Tag]:
     versions = sample.sampled_versions or [TOOL_VERSION]
-    return {
+    tags: dict[str, Tag] = {
         "group_id": group_id,
         "member": sample.member,
         "attempt": attempt,
@@ -108,3 +125,4 @@ def _tags(sample: Sample, prompt: Prompt, *, group_id: str, attempt: int) -> dic
         "data_source": prompt.data_source,
         "greedy": int(sample.is_greedy),
     }
+    return tags | {"answer": sample.answer} if sample.answer else tags

@@ -1,8 +1,9 @@
 """How responses are generated and scored."""
 
+import re
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from services.common.spec.base import SpecPart
 
@@ -72,10 +73,24 @@ class RolloutSpec(SpecPart):
     """Terms of the reward; the sum is what training sees."""
     reward_concurrency: int = Field(8, ge=1)
     """Reward evaluations at once in one replica."""
+    answer_pattern: str = ""
+    """Regular expression whose last match in a response is its answer, or the match's first group; without a
+    match, all of the response is. maj@k of an evaluation votes over answers."""
     on_reward_failure: Literal["regenerate", "mask"] = "regenerate"
     """What happens to a sample whose reward, or agent, failed: generated again, or kept out of the loss."""
     max_attempts: int = Field(3, ge=1)
     """Times a group is tried before its prompt is quarantined."""
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _is_a_pattern(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"rollout.answer_pattern is no regular expression: {error}; try '#### (.*)'"
+            ) from error
+        return pattern
 
     @model_validator(mode="after")
     def _segments_need_partial_rollout(self) -> Self:

@@ -20,6 +20,9 @@ class ValidationSpec(SpecPart):
     """Whether the run ends after the first evaluation."""
     mode: Literal["overlap", "barrier"] = "overlap"
     """Whether training goes on meanwhile."""
+    replicas: int = Field(0, ge=0)
+    """Rollouts that are lent to an evaluation: they keep its weights until it is done, while the others, and
+    training, go on. 0 evaluates on all of them, and new weights wait until the last response is there."""
     samples_per_prompt: int = Field(1, ge=1)
     """Sampled responses per held-out prompt, besides a greedy one."""
     temperature: float = Field(1.0, gt=0)

@@ -1,10 +1,15 @@
-"""Evaluates pinned weight versions on the held-out prompts, beside training."""
+"""Evaluates pinned weight versions on the held-out prompts, beside training.
+
+shared replicas    all rollouts answer; weights stay as they are until the last response is stored
+lent replicas      a few rollouts answer and keep their weights; the others, and training, go on
+"""
 
 import asyncio
+import itertools
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 
 from services.common.batch import KVBatchMeta
 from services.common.fields import partition_id
@@ -12,7 +17,9 @@ from services.common.spec.run import RunSpec
 from services.controller.client import GroupFailure
 from services.controller.run.assembly import Assembly
 from services.controller.run.prompts import sample_seed
+from services.controller.run.scores import Evaluation, Scored, evaluate
 from services.controller.run.validation import (
+    BegunEvaluation,
     Reason,
     ValidationMachine,
     ValidationState,
@@ -28,61 +35,15 @@ _SEED_OFFSET = 1 << 40
 GROUP_PREFIX = "v"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """Scores of one weight version."""
-
-    version: int
-    reason: str
-    status: str
-    num_samples: int
-    greedy: float | None
-    """Mean reward of greedy responses; None without any."""
-    sampled: float | None
-    """Mean reward of sampled responses; None without any."""
-    by_source: dict[str, dict[str, float]]
-    """The same two per data source, and of each prompt's k sampled rewards, averaged over prompts: ``best``
-    (best@k) and ``maj`` (maj@k, the reward that most of them got: the controller sees rewards, not the
-    answers)."""
-    seconds: float
-
-
-@dataclass(slots=True)
-class _Scores:
-    greedy: list[float] = field(default_factory=list)
-    sampled: list[float] = field(default_factory=list)
-    by_prompt: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Sampled rewards of each prompt."""
-
-    def add(self, group_id: str, reward: float, *, is_greedy: bool) -> None:
-        """Take in one sample."""
-        if is_greedy:
-            self.greedy.append(reward)
-            return
-        self.sampled.append(reward)
-        self.by_prompt[group_id].append(reward)
-
-    def means(self) -> dict[str, float]:
-        """Every score that there is, by name."""
-        prompts = self.by_prompt.values()
-        scores = {
-            "greedy": _mean(self.greedy),
-            "sampled": _mean(self.sampled),
-            "best": _mean([max(rewards) for rewards in prompts]),
-            "maj": _mean([_majority(rewards) for rewards in prompts]),
-        }
-        return {name: score for name, score in scores.items() if score is not None}
-
-
 class Evaluator:
     """Runs the validation machine of one run.
 
     Args:
         spec: The run's specification.
         run_id: Names its partitions.
-        parts: Where the prompts go, and the lock that keeps the weights as they are meanwhile.
+        parts: Where the prompts go, and what keeps the weights as they are meanwhile.
         queue: Where the samples arrive.
-        on_result: Hears of every evaluation.
+        tell: Is told of every evaluation that begins, and of its end, whatever that is.
     """
 
     def __init__(
@@ -92,7 +53,7 @@ class Evaluator:
         parts: Assembly,
         *,
         queue: TransferQueueClient,
-        on_result: Callable[[Evaluation], Awaitable[None]],
+        tell: Callable[[BegunEvaluation | Evaluation], Awaitable[None]],
     ) -> None:
         self._spec = spec
         self._partition = partition_id(run_id, "validation")
@@ -100,42 +61,48 @@ class Evaluator:
         self._attempt = parts.attempt
         self._replicas = parts.replicas
         self._queue = queue
-        self._pin = parts.weights.pin
-        self._on_result = on_result
+        self._weights = parts.weights
+        self._tell = tell
         self._evaluated: Collection[int] = ()
+        self._begun: BegunEvaluation | None = None
         self._version = -1
         self._temperatures = (0.0,) + (
             spec.validation.temperature,
         ) * spec.validation.samples_per_prompt
         self._machine = ValidationMachine(num_rows * len(self._temperatures), enabled=num_rows > 0)
+        self._num_reported = 0
         self._changed = asyncio.Condition()
+        self._asked: set[str] = set()
         self._samples: dict[str, KVBatchMeta] = {}
         self._failed: set[str] = set()
 
-    async def restore(self, evaluated: Collection[int]) -> None:
-        """Go on behind an earlier loop, which evaluated the versions in ``evaluated``."""
-        self._evaluated = evaluated
+    async def restore(self, evaluated: Collection[int], begun: BegunEvaluation | None) -> None:
+        """Go on behind an earlier loop.
+
+        Args:
+            evaluated: Versions that it evaluated.
+            begun: What it did not bring to an end; it is begun again if its version is still served.
+        """
+        self._evaluated, self._begun = evaluated, begun
         left = await self._queue.get_batch(self._partition)
         if left.num_keys:
             await self._queue.release(self._partition, list(left.keys))
 
     async def published(self, version: int, *, step: int, is_last: bool = False) -> None:
-        """All rollouts serve ``version``, the weights of ``step``; evaluate it if it is its turn."""
-        validation = self._spec.validation
+        """The rollouts serve ``version``, the weights of ``step``; evaluate it if it is its turn."""
         self._version = version
         self._machine.published(version)
-        reason: Reason | None = None
-        if is_last and validation.at_end:
-            reason = "final"
-        elif step == 0 and (validation.before_train or validation.only):
-            reason = "initial"
-        elif is_periodic(step, validation.every):
-            reason = "periodic"
-        if reason is not None and version not in self._evaluated:
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            self._machine.trigger(begun.version, begun.reason)
+            await self._report([], 0.0)
+        reason = self._reason(step, is_last=is_last)
+        is_known = version in self._evaluated or version == self._machine.pinned
+        if reason is not None and not is_known:
             self._machine.trigger(version, reason)
-            await self._notify()
-            if validation.mode == "barrier":
-                await self.idle()
+        await self._notify()
+        if self.is_busy and self._spec.validation.mode == "barrier":
+            await self.idle()
 
     def change(self, spec: RunSpec) -> None:
         """Go on under a changed specification."""
@@ -170,50 +137,96 @@ class Evaluator:
     async def collect(self) -> None:
         """Take in finished samples for ever."""
         async for batch in self._queue.watch(self._partition, 0):
+            late: list[str] = []
             for index, key in enumerate(batch.keys):
-                self._samples[key] = batch.select([index])
+                if str(batch.tag("group_id")[index]) in self._asked:
+                    self._samples[key] = batch.select([index])
+                else:
+                    late.append(key)
+            if late:  # of an evaluation that took too long
+                await self._queue.release(self._partition, late)
             await self._notify()
 
     async def fail(self, failures: Sequence[GroupFailure]) -> None:
-        """Take in held-out groups that brought no samples: they count as not answered."""
-        self._failed.update(f.group_id for f in failures if f.group_id.startswith(GROUP_PREFIX))
+        """Take in held-out groups that brought no samples: they are left out of the scores."""
+        self._failed.update(f.group_id for f in failures if f.group_id in self._asked)
         await self._notify()
+
+    def _reason(self, step: int, *, is_last: bool) -> Reason | None:
+        validation = self._spec.validation
+        if is_last and validation.at_end:
+            return "final"
+        if step == 0 and (validation.before_train or validation.only):
+            return "initial"
+        return "periodic" if is_periodic(step, validation.every) else None
 
     async def _evaluate(self) -> None:
         clock = asyncio.get_running_loop().time
-        machine = self._machine
-        version = machine.pinned
-        assert version is not None
-        start = clock()
-        if await self._acquire():
-            try:
-                groups = self._groups(version)
-                await self._start(groups)
+        machine, start = self._machine, clock()
+        begun = machine.begun()
+        await self._tell(begun)
+        async with self._lease(begun) as workers:
+            if workers:
+                groups = self._groups(begun.version)
+                await self._start(groups, workers)
                 await self._await_samples(groups)
-            finally:
-                self._pin.release()
-        scores = self._score()
+        samples = [_scored(meta) for meta in self._samples.values() if _has_reward(meta)]
         machine.scored()
-        num_results = len(machine.results)
         machine.reported()
-        result = machine.results[num_results]
+        await self._report(samples, clock() - start)
         await self._queue.release(self._partition, list(self._samples))
+        self._asked.clear()
         self._samples.clear()
         self._failed.clear()
-        await self._on_result(
-            _evaluation(result.version, result.reason, result.status, scores, clock() - start)
-        )
 
-    async def _acquire(self) -> bool:
-        """Have the weights stay as they are; False if that was not to be had in time."""
+    async def _report(self, samples: Sequence[Scored], seconds: float) -> None:
+        """Report what ended; of several, only the first had samples."""
+        results = self._machine.results[self._num_reported :]
+        self._num_reported += len(results)
+        for result in results:
+            await self._tell(
+                evaluate(
+                    samples,
+                    version=result.version,
+                    reason=result.reason,
+                    status=result.status,
+                    seconds=seconds,
+                )
+            )
+            samples, seconds = [], 0.0
+
+    @asynccontextmanager
+    async def _lease(self, begun: BegunEvaluation) -> AsyncIterator[Sequence[str]]:
+        """Rollouts that serve the version and go on doing so; none if they were not to be had."""
+        pin = self._weights.pin
         try:
             async with asyncio.timeout(self._spec.validation.timeout_s):
-                await self._pin.acquire()
+                await pin.acquire()
         except TimeoutError:
             self._machine.timeout()
-            return False
-        self._machine.leased()
-        return True
+            yield ()
+            return
+        lent: Sequence[str] = ()
+        try:
+            if self._version != begun.version:
+                self._machine.missed()
+                yield ()
+                return
+            if begun.reason != "final":  # nobody trains beside it
+                lent = self._replicas.lend(self._spec.validation.replicas)
+            if lent:
+                self._weights.lend(lent)
+                pin.release()
+                if self._spec.rollout.partial_rollout:
+                    await self._replicas.interrupt(lent)
+            self._machine.leased()
+            yield lent or self._replicas.present()
+        finally:
+            if lent:
+                await self._weights.take_back(lent)
+                self._replicas.take_back(lent)
+            else:
+                pin.release()
 
     def _groups(self, version: int) -> list[GroupAssignment]:
         return [
@@ -233,16 +246,12 @@ class Evaluator:
             for row in range(self._num_rows)
         ]
 
-    async def _start(self, groups: Sequence[GroupAssignment]) -> None:
+    async def _start(self, groups: Sequence[GroupAssignment], workers: Sequence[str]) -> None:
+        self._asked.update(group.group_id for group in groups)
         by_worker: dict[str, list[GroupAssignment]] = defaultdict(list)
-        for group in groups:
-            worker_id, _ = self._replicas.choose(group.group_id)
-            self._replicas.assigned(worker_id)
+        for group, worker_id in zip(groups, itertools.cycle(workers), strict=False):
             by_worker[worker_id].append(group)
         await self._replicas.start(by_worker)
-        for worker_id, assigned in by_worker.items():
-            for _ in assigned:
-                self._replicas.finished(worker_id)
 
     async def _await_samples(self, groups: Sequence[GroupAssignment]) -> None:
         expected = len(groups) * len(self._temperatures)
@@ -259,42 +268,21 @@ class Evaluator:
             self._machine.timeout()
             await self._replicas.cancel([group.group_id for group in groups])
 
-    def _score(self) -> dict[str, _Scores]:
-        scores: dict[str, _Scores] = defaultdict(_Scores)
-        for meta in self._samples.values():
-            source = str(meta.tag("data_source")[0])
-            reward = float(meta.tag("reward")[0])
-            group_id = str(meta.tag("group_id")[0])
-            scores[source].add(group_id, reward, is_greedy=bool(meta.tag("greedy")[0]))
-        return scores
-
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
 
-def _evaluation(
-    version: int, reason: str, status: str, scores: dict[str, _Scores], seconds: float
-) -> Evaluation:
-    greedy = [reward for source in scores.values() for reward in source.greedy]
-    sampled = [reward for source in scores.values() for reward in source.sampled]
-    return Evaluation(
-        version=version,
-        reason=reason,
-        status=status,
-        num_samples=len(greedy) + len(sampled),
-        greedy=_mean(greedy),
-        sampled=_mean(sampled),
-        by_source={name: source.means() for name, source in scores.items()},
-        seconds=seconds,
+def _has_reward(meta: KVBatchMeta) -> bool:
+    """Whether a sample was scored: one whose reward service failed is no wrong answer."""
+    return meta.tag("finish_reason")[0] != "failed"
+
+
+def _scored(meta: KVBatchMeta) -> Scored:
+    return Scored(
+        prompt=str(meta.tag("group_id")[0]),
+        source=str(meta.tag("data_source")[0]),
+        reward=float(meta.tag("reward")[0]),
+        answer=str(meta.tag("answer")[0]),
+        is_greedy=bool(meta.tag("greedy")[0]),
     )
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _majority(rewards: Sequence[float]) -> float:
-    """The most frequent reward; of several, the least."""
-    counts = Counter(rewards)
-    return min(counts, key=lambda reward: (-counts[reward], reward))

@@ -11,11 +11,12 @@ import sqlalchemy as sa
 
 from services.controller.run.groups import Group, LedgerState
 from services.controller.run.ledger import Ledger
+from services.controller.run.validation import BegunEvaluation
 from services.controller.store import ledgers as ledger_store
 from services.controller.store.database import Database
 from services.controller.store.ledgers import StepRecord
 from services.controller.store.records import Event, Note, Run
-from services.controller.store.rows import event_data, get_run, newest_snapshot
+from services.controller.store.rows import event_data, get_run, newest_event, newest_snapshot
 from services.controller.store.runs import RunStore, Work
 
 
@@ -36,6 +37,8 @@ class Recovered:
     """Latencies of the weight syncs so far."""
     evaluated: frozenset[int]
     """Weight versions that were evaluated."""
+    begun_evaluation: BegunEvaluation | None
+    """What was being evaluated."""
 
 
 class Journal:
@@ -175,4 +178,12 @@ class Journal:
                     int(data["version"])
                     for data in event_data(connection, self._run_id, "Validated")
                 ),
+                begun_evaluation=_begun_evaluation(connection, self._run_id),
             )
+
+
+def _begun_evaluation(connection: sa.Connection, run_id: str) -> BegunEvaluation | None:
+    newest = newest_event(connection, run_id, ("ValidationStarted", "Validated"))
+    if newest is None or newest.type == "Validated":
+        return None
+    return BegunEvaluation(int(newest.data["version"]), newest.data["reason"])

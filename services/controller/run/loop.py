@@ -22,12 +22,13 @@ from services.controller.membership import Membership
 from services.controller.run.assembly import assemble
 from services.controller.run.batching import take_batch
 from services.controller.run.checkpoints import Checkpoints
-from services.controller.run.evaluation import Evaluation
 from services.controller.run.groups import RUNNING
 from services.controller.run.journal import Journal
 from services.controller.run.progress import sync_facts
 from services.controller.run.recovery import Restored, restore
+from services.controller.run.scores import Evaluation
 from services.controller.run.steps import Steps
+from services.controller.run.validation import BegunEvaluation
 from services.controller.store.records import Note
 from services.transferqueue.client import TransferQueueClient
 
@@ -140,7 +141,7 @@ class RunLoop:
                 queue=self._queue,
                 clock=self._clock,
                 lost_workers=lost_workers,
-                on_result=self._evaluated,
+                on_evaluation=self._note_evaluation,
             )
             self.step = state.step
             await on_ready()
@@ -250,7 +251,9 @@ class RunLoop:
         if report.lost:
             raise UnavailableError(f"{', '.join(report.lost)} did not take part in weight sync")
         for worker in state.parts.serving:
-            worker.weight_version = version
+            if not state.parts.replicas.is_lent(worker.worker_id):
+                worker.weight_version = version
+        state.parts.replicas.bring_back()
         state.progress.synced(report)
         message = f"weight version {version} is served by every rollout"
         facts = sync_facts(report)
@@ -264,12 +267,19 @@ class RunLoop:
             step + state.version_offset, step=step, is_last=step == self._spec.trainer.steps
         )
 
-    async def _evaluated(self, evaluation: Evaluation) -> None:
+    async def _note_evaluation(self, what: BegunEvaluation | Evaluation) -> None:
         assert self._state is not None
-        self._state.progress.evaluated(evaluation)
-        scores = f"greedy {evaluation.greedy}, sampled {evaluation.sampled}"
-        message = f"weight version {evaluation.version}: {scores}"
-        await self._note(self._state, "Validated", message, asdict(evaluation))
+        if isinstance(what, BegunEvaluation):
+            kind, message = "ValidationStarted", f"is being evaluated: {what.reason}"
+        else:
+            self._state.progress.evaluated(what)
+            scores = f"greedy {what.greedy}, sampled {what.sampled}"
+            kind, message = (
+                "Validated",
+                scores if what.status == "ok" else f"{what.status}, {scores}",
+            )
+        message = f"weight version {what.version}: {message}"
+        await self._note(self._state, kind, message, asdict(what))
 
     async def _note(
         self,

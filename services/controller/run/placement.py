@@ -15,6 +15,7 @@ class Placement:
         self._load: dict[str, int] = {}
         # Rollouts by the number of groups that they have, so that nobody searches for the least.
         self._by_load: dict[int, dict[str, None]] = {}
+        self._away: set[str] = set()
         self._holders: dict[str, tuple[str, int]] = {}
 
     def add(self, worker_id: str) -> None:
@@ -30,6 +31,21 @@ class Placement:
         """A group of a rollout ended."""
         if worker_id in self._load:
             self._move(worker_id, self._load[worker_id] - 1)
+
+    @property
+    def num_present(self) -> int:
+        """Rollouts that may get groups."""
+        return len(self._load) - len(self._away)
+
+    def send_away(self, worker_id: str) -> None:
+        """A rollout gets no groups for now; what it has goes on."""
+        self._away.add(worker_id)
+        self._move(worker_id, self._load[worker_id])
+
+    def bring_back(self, worker_id: str) -> None:
+        """A rollout may get groups again."""
+        self._away.discard(worker_id)
+        self._move(worker_id, self._load[worker_id])
 
     def put_aside(self, group_id: str, worker_id: str, *, version: int) -> None:
         """A rollout holds the prefix of a group that it does not work on, computed under ``version``."""
@@ -48,6 +64,7 @@ class Placement:
         holder, version = self._holders.pop(group_id, ("", -1))
         if (
             holder in self._load
+            and holder not in self._away
             and version_of(holder) == version
             and self._load[holder] <= least + max(1, least // 4)
         ):
@@ -55,10 +72,11 @@ class Placement:
         return next(iter(self._by_load[least]))
 
     def _move(self, worker_id: str, load: int) -> None:
-        known = self._load.get(worker_id)
-        if known is not None:
-            del self._by_load[known][worker_id]
-            if not self._by_load[known]:
-                del self._by_load[known]
+        known = self._load.get(worker_id, load)
+        equals = self._by_load.get(known, {})
+        equals.pop(worker_id, None)
+        if not equals:
+            self._by_load.pop(known, None)
         self._load[worker_id] = load
-        self._by_load.setdefault(load, {})[worker_id] = None
+        if worker_id not in self._away:
+            self._by_load.setdefault(load, {})[worker_id] = None

@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from services.controller.run.evaluation import Evaluation
 from services.controller.run.replicas import Replicas
+from services.controller.run.scores import Evaluation
 from services.controller.run.weight_sync import SyncReport
 
 _KEPT = 10_000

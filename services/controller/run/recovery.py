@@ -22,14 +22,16 @@ from services.controller.run.assembly import (
     drop_partitions,
     training_fields,
 )
-from services.controller.run.evaluation import Evaluation, Evaluator
+from services.controller.run.evaluation import Evaluator
 from services.controller.run.generation import Generation
 from services.controller.run.handout import Handout
 from services.controller.run.journal import Journal, Recovered
 from services.controller.run.ledger import Ledger
 from services.controller.run.progress import Progress
 from services.controller.run.prompts import PromptOrder
+from services.controller.run.scores import Evaluation
 from services.controller.run.stored import StoredGroups
+from services.controller.run.validation import BegunEvaluation
 from services.transferqueue.client import TransferQueueClient
 
 logger = logging.getLogger(__name__)
@@ -67,7 +69,7 @@ async def restore(
     queue: TransferQueueClient,
     clock: Clock,
     lost_workers: Collection[str],
-    on_result: Callable[[Evaluation], Awaitable[None]],
+    on_evaluation: Callable[[BegunEvaluation | Evaluation], Awaitable[None]],
 ) -> Restored:
     """Rebuild everything that the loop keeps in memory.
 
@@ -79,7 +81,7 @@ async def restore(
         queue: Holds its samples.
         clock: For stalls.
         lost_workers: Rollouts that died since the loop was entered before.
-        on_result: Hears of evaluations.
+        on_evaluation: Hears of evaluations that begin and end.
 
     Raises:
         FailedPreconditionError: If trainer and database are not of the same run.
@@ -123,8 +125,8 @@ async def restore(
             clock=clock,
         ),
     )
-    evaluator = Evaluator(spec, run_id, parts, queue=queue, on_result=on_result)
-    await evaluator.restore(recovered.evaluated)
+    evaluator = Evaluator(spec, run_id, parts, queue=queue, tell=on_evaluation)
+    await evaluator.restore(recovered.evaluated, recovered.begun_evaluation)
     await generation.restore(lost_workers, is_queue_empty=parts.is_queue_empty)
     return Restored(
         parts=parts,

@@ -22,6 +22,8 @@ class Replicas:
         self._clients: dict[str, RolloutClient] = {}
         self._workers: dict[str, Worker] = {}
         self._placement = Placement()
+        self._lent: set[str] = set()
+        self._behind: set[str] = set()
 
     async def open(self, workers: Iterable[Worker]) -> None:
         """Connect to the rollouts."""
@@ -48,8 +50,38 @@ class Replicas:
 
     @property
     def num_replicas(self) -> int:
-        """Connected rollouts."""
-        return len(self._clients)
+        """Rollouts that may get training groups."""
+        return self._placement.num_present
+
+    def present(self) -> list[str]:
+        """Rollouts that serve the newest weights and may get any work."""
+        return [name for name in self._clients if name not in self._lent | self._behind]
+
+    def lend(self, count: int) -> list[str]:
+        """Take up to ``count`` rollouts out of training, which keeps at least one; returns their names."""
+        present = self.present()
+        lent = present[: max(0, min(count, len(present) - 1))]
+        for name in lent:
+            self._placement.send_away(name)
+        self._lent.update(lent)
+        return lent
+
+    def take_back(self, names: Sequence[str]) -> None:
+        """Lent rollouts may train again, once they serve what the others serve."""
+        self._lent.difference_update(names)
+        self._behind.update(names)
+        self.bring_back()
+
+    def is_lent(self, worker_id: str) -> bool:
+        """Whether a rollout keeps its weights."""
+        return worker_id in self._lent
+
+    def bring_back(self) -> None:
+        """Rollouts that have caught up with the others train again."""
+        newest = self.newest_version()
+        for name in [n for n in self._behind if self._workers[n].weight_version == newest]:
+            self._behind.discard(name)
+            self._placement.bring_back(name)
 
     def idle_seconds(self) -> float:
         """Mean of the seconds that the rollouts have been without work."""
@@ -93,12 +125,12 @@ class Replicas:
             for worker_id, groups in by_worker.items():
                 tasks.create_task(self._clients[worker_id].start_groups(groups))
 
-    async def interrupt(self) -> None:
-        """Stop all groups; what they have is cached, and each is reported as interrupted."""
+    async def interrupt(self, names: Sequence[str] | None = None) -> None:
+        """Stop the groups of some rollouts, or of all; what they have is cached, and each is reported."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                for client in self._clients.values():
-                    tasks.create_task(client.interrupt_groups())
+                for name in names if names is not None else self._clients:
+                    tasks.create_task(self._clients[name].interrupt_groups())
         except* ServiceError as errors:
             logger.warning("a rollout did not answer", extra={"why": str(errors)})
 

@@ -31,6 +31,14 @@ class ValidationState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class BegunEvaluation:
+    """An evaluation that has begun."""
+
+    version: int
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
 class ValidationResult:
     """How one evaluation ended."""
 
@@ -68,15 +76,16 @@ class ValidationMachine:
         self.pending: tuple[int, Reason] | None = None
         self.results: list[ValidationResult] = []
 
+    def begun(self) -> BegunEvaluation:
+        """What is pinned, and why; for whoever knows that something is."""
+        assert self.pinned is not None
+        return BegunEvaluation(self.pinned, self._reason)
+
     def published(self, version: int) -> None:
         """The rollouts serve a new version."""
         self._published = max(self._published, version)
-        if self.state is ValidationState.WAIT_WEIGHTS and self.pinned is not None:
-            if version == self.pinned:
-                self.state = ValidationState.ACQUIRE
-            elif version > self.pinned:
-                self._status = "missed"
-                self.state = ValidationState.REPORTING
+        if self.state is ValidationState.WAIT_WEIGHTS and version == self.pinned:
+            self.state = ValidationState.ACQUIRE
 
     def trigger(self, version: int, reason: Reason) -> None:
         """Ask for an evaluation of a version."""
@@ -107,6 +116,12 @@ class ValidationMachine:
         if self.state is ValidationState.ACQUIRE:
             self.has_lease = True
             self.state = ValidationState.RUNNING
+
+    def missed(self) -> None:
+        """The rollouts serve a newer version already."""
+        if self.state is ValidationState.ACQUIRE:
+            self._status = "missed"
+            self.state = ValidationState.REPORTING
 
     def sample_done(self, count: int = 1) -> None:
         """Samples were generated and stored."""

@@ -48,6 +48,7 @@ class WeightMembers:
         self._tensors: tuple[TensorSpec, ...] = ()
         self._bucket_bytes = 0
         self._devices: dict[str, str] = {}
+        self._lent: dict[str, WeightSyncClient] = {}
         self.sources: dict[str, WeightSyncClient] = {}
         """Trainer ranks that send, in the order of their rows."""
         self.rollouts: dict[str, WeightSyncClient] = {}
@@ -90,6 +91,16 @@ class WeightMembers:
         for name in names:
             self.rollouts.pop(name, None)
             self._devices.pop(name, None)
+
+    def lend(self, names: Sequence[str]) -> None:
+        """Go on for now without rollouts that keep their weights."""
+        for name in names:
+            self._lent[name] = self.rollouts.pop(name)
+
+    def take_back(self, names: Sequence[str]) -> None:
+        """Go on with rollouts that were lent."""
+        for name in names:
+            self.rollouts[name] = self._lent.pop(name)
 
     def all(self) -> dict[str, WeightSyncClient]:
         """Every member by name."""

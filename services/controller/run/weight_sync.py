@@ -15,10 +15,11 @@ A rollout that comes later is a member of the next session, which the run's loop
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.common.errors import ServiceError, UnavailableError
 from services.common import tracing
+from services.common.errors import ServiceError, UnavailableError
 from services.common.spec.weight_sync import WeightSyncSpec
 from services.common.weightsync.canary import Canary, canary_tolerance
 from services.common.weightsync.plan import version_digest
@@ -101,6 +102,17 @@ class WeightSession:
         """Close the connections."""
         await self._members.close()
 
+    def lend(self, names: Sequence[str]) -> None:
+        """Publish to the other rollouts only; for whoever holds the pin."""
+        self._members.lend(names)
+        self._is_formed = False
+
+    async def take_back(self, names: Sequence[str]) -> None:
+        """Publish to rollouts that were lent again: they get the next version, whichever they missed."""
+        async with self.pin:
+            self._members.take_back(names)
+            self._is_formed = False
+
     async def publish(self, version: int) -> SyncReport:
         """Bring a version from the trainer into service on every rollout that lives.
 
@@ -109,6 +121,16 @@ class WeightSession:
         Raises:
             ServiceError: If the trainer or all rollouts are lost, or if it fails although nobody is.
         """
+        with tracing.span(
+            "weight.sync",
+            tracing.of_sync(self._run_id, version),
+            is_first=True,
+            run=self._run_id,
+            version=version,
+        ):
+            return await self._publish_to_the_living(version)
+
+    async def _publish_to_the_living(self, version: int) -> SyncReport:
         lost: list[str] = []
         tries = 0
         async with self.pin:
@@ -121,16 +143,6 @@ class WeightSession:
                     metrics.WEIGHT_SYNCS.labels(self._run_id, error.reason).inc()
                     logger.warning(
                         "weight sync failed", extra={"why": str(error), "version": version}
-        with tracing.span(
-            "weight.sync",
-            tracing.of_sync(self._run_id, version),
-            is_first=True,
-            run=self._run_id,
-            version=version,
-        ):
-            return await self._publish_to_the_living(version)
-
-    async def _publish_to_the_living(self, version: int) -> SyncReport:
                     )
                     self._is_formed = False
                     gone = await self._members.abort(self._epoch, str(error))

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -83,6 +84,18 @@ def event_data(
         .limit(limit)
     )
     return [json.loads(text) for text in connection.execute(query).scalars()][::-1]
+
+
+def newest_event(connection: sa.Connection, run_id: str, types: Sequence[str]) -> Event | None:
+    """The newest event of any of the types, if there is one."""
+    query = (
+        sa.select(EVENTS)
+        .where(EVENTS.c.run_id == run_id, EVENTS.c.type.in_(types))
+        .order_by(EVENTS.c.seq.desc())
+        .limit(1)
+    )
+    row = connection.execute(query).first()
+    return None if row is None else to_event(row)
 
 
 def newest_snapshot(connection: sa.Connection, run_id: str) -> str:

@@ -1,107 +1,258 @@
-"""Scores of an evaluation, per data source."""
+"""Evaluations: which rollouts answer, what keeps their weights, and every way to an end."""
 
 import asyncio
 from types import SimpleNamespace
 
 import pytest
 
+from services.common.batch import KVBatchMeta
 from services.common.spec.loader import parse_spec
-from services.controller.run.evaluation import Evaluator, _evaluation, _Scores
+from services.controller.client import GroupFailure
+from services.controller.run.evaluation import Evaluator
+from services.controller.run.scores import Evaluation
+from services.controller.run.validation import BegunEvaluation
 from tests.unit.controller.rest import SPEC
 
-
-def scores(*samples):
-    found = _Scores()
-    for group_id, reward, is_greedy in samples:
-        found.add(group_id, reward, is_greedy=is_greedy)
-    return found
+ROWS = 3
 
 
-def test_scores_are_means_over_prompts_of_each_source():
-    math = scores(
-        *[("v0", 1.0, True), ("v0", 1.0, False), ("v0", 0.0, False), ("v0", 1.0, False)],
-        *[("v1", 0.0, True), ("v1", 0.0, False), ("v1", 0.0, False), ("v1", 1.0, False)],
-    )
-    code = scores(("v2", 0.5, True))
-    result = _evaluation(3, "periodic", "ok", {"math": math, "code": code}, 1.0)
-    assert result.by_source["math"] == pytest.approx(
-        {"greedy": 0.5, "sampled": 0.5, "best": 1.0, "maj": 0.5}
-    )
-    assert result.by_source["code"] == {"greedy": 0.5}
-    assert (result.num_samples, result.sampled) == (9, 0.5)
-
-
-def test_of_equally_frequent_rewards_the_least_counts():
-    tied = scores(("v0", 0.0, False), ("v0", 1.0, False))
-    assert _evaluation(1, "final", "ok", {"one": tied}, 1.0).by_source["one"]["maj"] == 0.0
-
-
-def test_an_evaluation_without_samples_has_no_scores():
-    result = _evaluation(1, "final", "timeout", {}, 1.0)
-    assert (result.greedy, result.sampled, result.by_source) == (None, None, {})
-
-
-class NoSamples:
-    """A transferqueue that gets nothing."""
-
-    async def release(self, partition, keys):
-        assert keys == []
-
-
-class Silent:
-    """Rollouts that take groups and bring nothing."""
+class Queue:
+    """A transferqueue that hands on what a test puts into it."""
 
     def __init__(self):
-        self.started, self.cancelled = 0, 0
+        self.batches = asyncio.Queue()
+        self.released = []
 
-    def choose(self, group_id):
-        return "rollout-0", 4
+    async def watch(self, partition, revision):
+        while True:
+            yield await self.batches.get()
 
-    def assigned(self, worker_id):
-        """Loads do not matter here."""
+    async def get_batch(self, partition):
+        return KVBatchMeta(partition_id=partition, keys=())
 
-    finished = assigned
+    async def release(self, partition, keys):
+        self.released += keys
+
+
+class Rollouts:
+    """Rollouts that take groups; a test answers them, or nobody does."""
+
+    def __init__(self):
+        self.started, self.cancelled, self.interrupted = {}, [], []
+        self.lent = set()
+        self.has_started = asyncio.Event()
+
+    def present(self):
+        return [name for name in ("rollout-0", "rollout-1", "rollout-2") if name not in self.lent]
+
+    def lend(self, count):
+        lent = self.present()[:count]
+        self.lent |= set(lent)
+        return lent
+
+    def take_back(self, names):
+        self.lent -= set(names)
+
+    async def interrupt(self, names):
+        self.interrupted += names
 
     async def start(self, by_worker):
-        self.started += sum(map(len, by_worker.values()))
+        self.started = by_worker
+        self.has_started.set()
 
     async def cancel(self, group_ids):
-        self.cancelled += len(group_ids)
+        self.cancelled += group_ids
 
 
-def evaluator_of(pin, results):
-    rollouts = Silent()
-    parts = SimpleNamespace(
-        num_heldout_rows=3, attempt=1, replicas=rollouts, weights=SimpleNamespace(pin=pin)
+class Weights:
+    """The weight plane: what is lent, and the pin."""
+
+    def __init__(self):
+        self.pin = asyncio.Lock()
+        self.lent = set()
+
+    def lend(self, names):
+        assert self.pin.locked()
+        self.lent |= set(names)
+
+    async def take_back(self, names):
+        async with self.pin:
+            self.lent -= set(names)
+
+
+class Stage:
+    """An evaluator among fakes, with its tasks running."""
+
+    def __init__(self, tasks, **validation):
+        self.queue, self.rollouts, self.weights = Queue(), Rollouts(), Weights()
+        self.told = []
+        spec = parse_spec(
+            {
+                **SPEC,
+                "rollout": {**SPEC["rollout"], "replicas": 3, "partial_rollout": True},
+                "validation": {"every": 2, **validation},
+            }
+        )
+        parts = SimpleNamespace(
+            num_heldout_rows=ROWS, attempt=1, replicas=self.rollouts, weights=self.weights
+        )
+
+        async def tell(what):
+            self.told.append(what)
+
+        self.evaluator = Evaluator(spec, "run_1", parts, queue=self.queue, tell=tell)
+        self.tasks = [
+            tasks.create_task(self.evaluator.run()),
+            tasks.create_task(self.evaluator.collect()),
+        ]
+
+    @property
+    def results(self):
+        ended = [what for what in self.told if isinstance(what, Evaluation)]
+        return [(result.version, result.status, result.num_samples) for result in ended]
+
+    def answer(self, *, finish_reason="stop", but=()):
+        """Every group that was started gets its two samples."""
+        for groups in self.rollouts.started.values():
+            for group in groups:
+                if group.group_id not in but:
+                    self.queue.batches.put_nowait(samples_of(group.group_id, finish_reason))
+
+    def end(self):
+        for task in self.tasks:
+            task.cancel()
+
+
+def samples_of(group_id, finish_reason="stop"):
+    return KVBatchMeta(
+        partition_id="run_1/validation",
+        keys=(f"{group_id}.0", f"{group_id}.1"),
+        tags={
+            "group_id": (group_id, group_id),
+            "reward": (1.0, 0.0),
+            "answer": ("a", "b"),
+            "data_source": ("math", "math"),
+            "finish_reason": (finish_reason, finish_reason),
+            "greedy": (1, 0),
+        },
     )
-    spec = parse_spec({**SPEC, "validation": {"timeout_s": 0.05, "every": 2}})
 
-    async def on_result(result):
-        results.append(result)
 
-    evaluator = Evaluator(spec, "run_1", parts, queue=NoSamples(), on_result=on_result)
-    return evaluator, rollouts
+async def test_shared_rollouts_all_answer_while_the_weights_wait():
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks)
+        await stage.evaluator.published(4, step=4)
+        await stage.rollouts.has_started.wait()
+        assert stage.weights.pin.locked()
+        assert sorted(stage.rollouts.started) == ["rollout-0", "rollout-1", "rollout-2"]
+        stage.answer()
+        await stage.evaluator.idle()
+        assert not stage.weights.pin.locked()
+        assert stage.told[0] == BegunEvaluation(4, "periodic")
+        assert stage.results == [(4, "ok", 6)]
+        assert len(stage.queue.released) == 6
+        stage.end()
+
+
+async def test_lent_rollouts_answer_while_new_weights_go_to_the_others():
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks, replicas=1)
+        await stage.evaluator.published(4, step=4)
+        await stage.rollouts.has_started.wait()
+        assert not stage.weights.pin.locked()
+        assert stage.weights.lent == stage.rollouts.lent == {"rollout-0"}
+        assert list(stage.rollouts.started) == stage.rollouts.interrupted == ["rollout-0"]
+        await stage.evaluator.published(5, step=5)
+        stage.answer()
+        await stage.evaluator.idle()
+        assert stage.weights.lent == stage.rollouts.lent == set()
+        assert stage.results == [(4, "ok", 6)]
+        stage.end()
+
+
+async def test_the_final_version_is_evaluated_on_all_rollouts():
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks, replicas=1)
+        await stage.evaluator.published(3, step=3, is_last=True)
+        await stage.rollouts.has_started.wait()
+        assert len(stage.rollouts.started) == 3
+        stage.answer()
+        await stage.evaluator.idle()
+        stage.end()
+
+
+async def test_a_version_that_is_replaced_before_it_can_be_pinned_is_reported_as_missed():
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks)
+        async with stage.weights.pin:  # a publication
+            await stage.evaluator.published(4, step=4)
+            await stage.evaluator.published(5, step=5)
+        await stage.evaluator.idle()
+        assert stage.results == [(4, "missed", 0)]
+        assert not stage.weights.pin.locked()
+        stage.end()
+
+
+async def test_what_an_earlier_loop_began_is_begun_again_if_it_is_still_served():
+    for served, results in ((4, [(4, "ok", 6)]), (5, [(4, "missed", 0)])):
+        async with asyncio.TaskGroup() as tasks:
+            stage = Stage(tasks)
+            await stage.evaluator.restore({0}, BegunEvaluation(4, "manual"))
+            await stage.evaluator.published(served, step=served)
+            if served == 4:
+                await stage.rollouts.has_started.wait()
+                stage.answer()
+            await stage.evaluator.idle()
+            assert stage.results == results
+            stage.end()
 
 
 @pytest.mark.parametrize("is_pinned", [True, False])
 async def test_an_evaluation_that_takes_too_long_is_reported_and_gives_everything_back(is_pinned):
-    pin, results = asyncio.Lock(), []
-    evaluator, rollouts = evaluator_of(pin, results)
-    if is_pinned:
-        await pin.acquire()
-    running = asyncio.ensure_future(evaluator.run())
-    await evaluator.published(4, step=4)
-    await evaluator.idle()
-    running.cancel()
-    assert [(result.version, result.status, result.num_samples) for result in results] == [
-        (4, "timeout", 0)
-    ]
-    assert pin.locked() == is_pinned
-    assert (rollouts.started, rollouts.cancelled) == ((0, 0) if is_pinned else (3, 3))
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks, timeout_s=0.05)
+        if is_pinned:
+            await stage.weights.pin.acquire()
+        await stage.evaluator.published(4, step=4)
+        await stage.evaluator.idle()
+        assert stage.results == [(4, "timeout", 0)]
+        assert stage.weights.pin.locked() == is_pinned
+        assert len(stage.rollouts.cancelled) == (0 if is_pinned else ROWS)
+        stage.end()
+
+
+async def test_samples_that_come_too_late_are_deleted_and_never_counted():
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks)
+        late = samples_of("v000002-000000")
+        stage.queue.batches.put_nowait(late)
+        await stage.evaluator.published(4, step=4)
+        await stage.rollouts.has_started.wait()
+        stage.answer()
+        await stage.evaluator.idle()
+        assert stage.results == [(4, "ok", 6)]
+        assert stage.queue.released[:2] == list(late.keys)
+        stage.end()
+
+
+async def test_a_sample_without_a_reward_is_no_wrong_answer():
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks)
+        await stage.evaluator.published(4, step=4)
+        await stage.rollouts.has_started.wait()
+        stage.answer(finish_reason="failed", but=("v000004-000001",))
+        failure = GroupFailure(
+            group_id="v000004-000001", attempt=1, reason="timeout", message="", retryable=True
+        )
+        await stage.evaluator.fail([failure])
+        await stage.evaluator.idle()
+        assert stage.results == [(4, "ok", 0)]
+        stage.end()
 
 
 async def test_versions_between_the_periodic_ones_are_not_evaluated():
-    results = []
-    evaluator, _ = evaluator_of(asyncio.Lock(), results)
-    await evaluator.published(3, step=3)
-    assert not evaluator.is_busy
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks)
+        await stage.evaluator.published(3, step=3)
+        assert not stage.evaluator.is_busy
+        stage.end()

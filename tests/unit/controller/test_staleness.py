@@ -43,3 +43,51 @@ def test_a_due_group_becomes_stale_one_version_later():
     assert not gate.is_stale(0, trainer_version=1)
     assert gate.is_stale(0, trainer_version=2)
     assert not gate.is_due(1, trainer_version=1)
+
+
+def test_a_fractional_bound_is_the_rule_of_samples_between_two_publications():
+    # verl's fully_async: (1 + threshold) * sync_every * required, less what was carried over.
+    for row in CASES["fractional_threshold"]["expected"]["rows"]:
+        gate = StalenessGate(
+            max_staleness=(1 + row["threshold"]) * row["sync_every"] - 1,
+            groups_per_step=row["required"],
+        )
+        room = gate.capacity(
+            published=0, num_admitted=row["carried_over"], num_running=0, max_running=10**9
+        )
+        assert room == row["rollout_num"], row
+
+
+def train_in_order_of_completion(inputs):
+    """Batches of a run whose groups take ``durations`` versions each, with what they lag behind."""
+    gate = StalenessGate(max_staleness=inputs["eta"], groups_per_step=inputs["batch"])
+    waiting = list(enumerate(inputs["durations"]))
+    running, ready, batches, admitted = [], [], [], 0
+    for version in range(inputs["steps"]):
+        room = gate.capacity(
+            published=version, num_admitted=admitted, num_running=0, max_running=10**9
+        )
+        for number, duration in waiting[:room]:
+            running.append((version + duration, number, version))
+        admitted += len(waiting[:room])
+        waiting = waiting[room:]
+        ready += sorted(group for group in running if group[0] <= version)
+        running = [group for group in running if group[0] > version]
+        batch, ready = ready[: inputs["batch"]], ready[inputs["batch"] :]
+        batches.append(
+            [{"head_staleness": version - begun, "id": number} for _, number, begun in batch]
+        )
+    return batches
+
+
+def test_admission_alone_bounds_groups_of_equal_length():
+    case = CASES["admission_bounds_uniform_lengths"]
+    assert train_in_order_of_completion(case["inputs"]) == case["expected"]["batches"]
+
+
+def test_admission_alone_does_not_bound_a_long_group():
+    inputs = {"batch": 1, "durations": [0, 6, 0, 0, 0, 0, 0, 0], "eta": 1, "steps": 7}
+    lags = [
+        group["head_staleness"] for batch in train_in_order_of_completion(inputs) for group in batch
+    ]
+    assert max(lags) > inputs["eta"]
