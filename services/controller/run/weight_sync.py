@@ -15,6 +15,7 @@ A rollout that comes later is a member of the next session, which the run's loop
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.common import tracing
@@ -100,6 +101,17 @@ class WeightSession:
     async def close(self) -> None:
         """Close the connections."""
         await self._members.close()
+
+    def lend(self, names: Sequence[str]) -> None:
+        """Publish to the other rollouts only; for whoever holds the pin."""
+        self._members.lend(names)
+        self._is_formed = False
+
+    async def take_back(self, names: Sequence[str]) -> None:
+        """Publish to rollouts that were lent again: they get the next version, whichever they missed."""
+        async with self.pin:
+            self._members.take_back(names)
+            self._is_formed = False
 
     async def publish(self, version: int) -> SyncReport:
         """Bring a version from the trainer into service on every rollout that lives.
