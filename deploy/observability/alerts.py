@@ -65,6 +65,19 @@ ALL = (
         ),
     ),
     Alert(
+        name="SlipstreamRunRecovering",
+        expression='max by (run) (slipstream_run_state{state="RECOVERING"}) == 1',
+        lasts="10m",
+        severity="ticket",
+        summary="Run {{ $labels.run }} has waited ten minutes for what it lost",
+        meaning="The run lost its trainer or all rollouts and goes on once their replacements have loaded. That takes minutes, not longer.",
+        actions=(
+            "Read the events `WorkerLost` and `WorkerPending` of the run: what was lost and why, and what keeps its replacement from starting.",
+            "`kubectl get pods -l slipstream.dev/run=RUN`: a pod that is Pending waits for a GPU or an image; `kubectl describe pod` says which. Free or add the node.",
+            "A worker that is lost again and again: its last lines are in the event. OOMKilled asks for a higher memory limit or fewer `trainer.tokens_per_micro_batch`.",
+        ),
+    ),
+    Alert(
         name="SlipstreamRunFailed",
         expression='max by (run) (slipstream_run_state{state="FAILED"}) == 1',
         lasts="0m",
@@ -104,6 +117,19 @@ ALL = (
         ),
     ),
     Alert(
+        name="SlipstreamWeightSyncFailing",
+        expression='sum by (run) (increase(slipstream_weight_syncs_total{outcome!="ok"}[15m])) >= 3',
+        lasts="0m",
+        severity="page",
+        summary="Weight sync of run {{ $labels.run }} failed {{ $value }} times in 15 minutes",
+        meaning="Versions reach the rollouts only after several tries, or not at all. Each failure forms the group anew, and the rollouts that did not answer are lost and replaced.",
+        actions=(
+            "The panel Tries of the dashboard Weight sync says why: `DEADLINE_EXCEEDED` is a slow or cut network, `DATA_LOSS` damaged bytes, `UNAVAILABLE` a member that is gone.",
+            "Read the controller's log for `weight sync failed`: `why` names the member. Look at its node: `dmesg` for Xid errors, `ibstat` for the link.",
+            "Deadlines on a busy network: raise `weight_sync.transfer_timeout_s` of the next run. Damaged bytes from one node: drain it.",
+        ),
+    ),
+    Alert(
         name="SlipstreamVersionLag",
         expression="(max by (run) (slipstream_trainer_weight_version) - min by (run) (slipstream_rollout_weight_version)) "
         "> on (run) (1 + max by (run) (slipstream_staleness_limit_versions))",
@@ -114,6 +140,32 @@ ALL = (
         actions=(
             "Find the pod on the panel Versions of the dashboard Weight sync.",
             "Read its log; delete the pod if it does not answer.",
+        ),
+    ),
+    Alert(
+        name="SlipstreamTrainerStarved",
+        expression='max by (run) (rate(slipstream_trainer_idle_seconds_total{reason="no_data"}[15m])) > 0.5',
+        lasts="30m",
+        severity="ticket",
+        summary="The trainer of run {{ $labels.run }} waits for samples {{ $value | humanizePercentage }} of its time",
+        meaning="Rollouts bring samples at less than half the rate that the trainer could take. Its GPUs are paid for and idle.",
+        actions=(
+            "Add rollouts while the run goes on: `PATCH /v1/runs/RUN` with `{\"rollout_replicas\": N}`.",
+            "`slipstream_rollout_reward_seconds` as long as a response takes: raise `rollout.reward_concurrency`, or give the reward service more room.",
+            "`slipstream_rollout_waiting_samples` is 0 and rollouts are idle: the staleness bound holds them; raise `algorithm.max_staleness` with a correction that allows it.",
+        ),
+    ),
+    Alert(
+        name="SlipstreamCheckpointFailed",
+        expression='sum by (run) (increase(slipstream_checkpoints_total{outcome="failed"}[15m])) > 0',
+        lasts="0m",
+        severity="page",
+        summary="A checkpoint of run {{ $labels.run }} could not be saved",
+        meaning="The run trains on, but a loss of its trainer would throw it back to the checkpoint before.",
+        actions=(
+            "Read the trainer's log: `No space left on device` is the usual reason. `kubectl exec` into the trainer and `df -h /var/lib/slipstream`.",
+            "Make room: enlarge the claim of `workers.checkpoints`, delete ended runs with their checkpoints, or lower `trainer.checkpoint.keep`.",
+            "Then save one at once: `POST /v1/runs/RUN/checkpoint`.",
         ),
     ),
     Alert(

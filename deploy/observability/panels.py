@@ -4,18 +4,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deploy.observability.queries import Query
+
 _COLUMNS = 24
 _HEIGHT = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Panel:
     """One panel."""
 
     title: str
     meaning: str
     """What a person learns from it."""
-    queries: Sequence[tuple[str, str]]
+    queries: Sequence[Query]
     """Expression and legend of each line."""
     unit: str = "short"
     kind: str = "timeseries"

@@ -56,8 +56,8 @@ def _collectors(values: Iterable[object]) -> Iterator[MetricWrapperBase]:
 
 
 def exposed_names(docs: list[MetricDoc]) -> set[str]:
-    """Names of all series: histograms have three."""
-    return {name for doc in docs for name in _series(doc)}
+    """Names of all series: histograms have three, and every process reports its memory."""
+    return {name for doc in docs for name in _series(doc)} | {"process_resident_memory_bytes"}
 
 
 def _series(doc: MetricDoc) -> Iterator[str]:

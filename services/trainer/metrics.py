@@ -97,6 +97,12 @@ def observe_step(run: str, step: int, metrics: Mapping[str, float], *, skipped: 
         TOKENS.labels(run, "prompt").inc(metrics["tokens"] - metrics["response_tokens"])
 
 
+def begin_run(run: str) -> None:
+    """Let counters begin at 0: alerts do not see those grow that begin at 1."""
+    for outcome in ("ok", "failed"):
+        CHECKPOINTS.labels(run, outcome)
+
+
 @contextmanager
 def counted_checkpoint(run: str) -> Iterator[None]:
     """Count what a block makes of a checkpoint."""

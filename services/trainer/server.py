@@ -31,6 +31,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._leader = leader
         self._run_id = run_id
         self._on_step = on_step
+        metrics.begin_run(run_id)
 
     async def TrainStep(  # noqa: N802
         self, request: pb.TrainStepRequest, context: _Context

@@ -6,11 +6,16 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from kubernetes.client import AutoscalingV1Api, CustomObjectsApi
+from sqlalchemy import create_engine, text
 
 from deploy.observability import dashboards
+from services.controller.launch.scale import GROUP, PLURAL, VERSION
+from tests.cluster.network import NODE_IP
 from tests.cluster.node import Cluster, node
 from tests.cluster.prometheus import Prometheus, empty_panels, plot, prometheus
-from tests.cluster.release import Installed, install, keep_logs
+from tests.cluster.release import NAMESPACE, Installed, install, keep_logs
+from tests.unit.controller.databases import postgres_cluster
 from tests.unit.deploy.chart import ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -47,7 +52,7 @@ def test_sort4_trains_to_the_end_while_prometheus_scrapes_every_pod(
     installed: Installed, scraping: Prometheus
 ) -> None:
     begin = time.monotonic()
-    run_id = installed.submit()
+    run_id = installed.submit(trainer={"checkpoint": {"every": 10}})
     installed.wait(run_id, lambda run: run["step"] >= 1, timeout_s=300)
     first_step_s = time.monotonic() - begin
     pods = {pod.metadata.name for pod in installed.pods() if pod.status.phase == "Running"}
@@ -83,6 +88,71 @@ def test_a_run_survives_the_loss_of(installed: Installed, victim: str) -> None:
     installed.ready()
     run = installed.wait(run_id, lambda run: run["state"] == "SUCCEEDED", timeout_s=400)
     assert run["step"] == 80
+    assert_ledger_closes(run)
+
+
+def test_a_preempted_rollout_stores_its_work_and_is_replaced(installed: Installed) -> None:
+    run_id = installed.submit(**_SURVIVES, rollout={"partial_rollout": True})
+    installed.wait(run_id, lambda run: run["step"] >= 5, timeout_s=300)
+    (pod,) = [pod for pod in installed.pods(run_id) if "rollout-1" in pod.metadata.name]
+    installed.cluster.core.delete_namespaced_pod(pod.metadata.name, pod.metadata.namespace)
+    run = installed.wait(run_id, lambda run: run["state"] == "SUCCEEDED", timeout_s=400)
+    assert_ledger_closes(run)
+    (lost,) = installed.events(run_id, "WorkerLost")
+    assert "rollout-1 ended with exit code 0" in lost["message"], "it ended within its grace"
+
+
+def test_rollouts_are_scaled_by_hand_and_by_an_autoscaler_while_a_run_goes_on(
+    installed: Installed,
+) -> None:
+    one = {"rollout": {"replicas": 1}, "trainer": {"steps": 1000}}
+    run_id = installed.submit(**one)
+    installed.wait(run_id, lambda run: run["step"] >= 3, timeout_s=300)
+    installed.scale(run_id, 2)
+    eventually(lambda: len(installed.events(run_id, "Resized")) == 1, timeout_s=200)
+    assert installed.workers(run_id) == {"trainer-0", "rollout-0", "rollout-1"}
+    name = run_id.replace("_", "-")
+    installed.cluster.command(
+        "kubectl", "-n", NAMESPACE, "scale", f"rolloutscale/{name}", "--replicas=1"
+    )
+    eventually(lambda: len(installed.events(run_id, "Resized")) == 2, timeout_s=100)
+    assert installed.workers(run_id) == {"trainer-0", "rollout-0"}
+    target = {"apiVersion": "slipstream.dev/v1alpha1", "kind": "RolloutScale", "name": name}
+    autoscaler = {
+        "metadata": {"name": name},
+        "spec": {"scaleTargetRef": target, "minReplicas": 2, "maxReplicas": 3},
+    }
+    autoscalers = AutoscalingV1Api(installed.cluster.core.api_client)
+    autoscalers.create_namespaced_horizontal_pod_autoscaler(NAMESPACE, autoscaler)
+    eventually(lambda: len(installed.events(run_id, "Resized")) == 3, timeout_s=200)
+    assert installed.workers(run_id) == {"trainer-0", "rollout-0", "rollout-1"}
+    before = installed.run(run_id)["step"]
+    installed.wait(run_id, lambda run: run["step"] > before, timeout_s=100)
+    autoscalers.delete_namespaced_horizontal_pod_autoscaler(name, NAMESPACE)
+    installed.api.post(f"/v1/runs/{run_id}/cancel").raise_for_status()
+    eventually(lambda: not installed.pods(run_id), timeout_s=60)
+    assert_ledger_closes(installed.run(run_id))
+    scales = CustomObjectsApi(installed.cluster.core.api_client)
+    listing = (GROUP, VERSION, NAMESPACE, PLURAL)
+    assert scales.list_namespaced_custom_object(*listing)["items"] == []
+
+
+def test_a_trainer_on_two_nodes_is_a_set_of_pods_that_live_and_die_together(
+    installed: Installed,
+) -> None:
+    trainer = {"world_size": 2, "steps": 30, "checkpoint": {"every": 5}}
+    limits = {"max_restarts": 5}
+    run_id = installed.submit(topology={"gpus_per_node": 1}, trainer=trainer, limits=limits)
+    installed.wait(run_id, lambda run: run["step"] >= 6, timeout_s=300)
+    assert {"trainer-0", "trainer-0-node-1"} < installed.workers(run_id)
+    prefix = run_id.replace("_", "-")
+    for name in ("trainer-0", "trainer-0-node-1", "rollout-0"):
+        assert_ports_are_open_to_workers(installed.execute(f"{prefix}-{name}", "-c", _LISTENING))
+    installed.cluster.core.delete_namespaced_pod(
+        f"{prefix}-trainer-0-node-1", NAMESPACE, grace_period_seconds=0
+    )
+    run = installed.wait(run_id, lambda run: run["state"] == "SUCCEEDED", timeout_s=400)
+    assert run["step"] == 30
     assert_ledger_closes(run)
 
 
@@ -138,6 +208,24 @@ def test_runs_of_two_projects_train_at_once_and_see_nothing_of_each_other(
         assert_ledger_closes(ended)
 
 
+def test_runs_live_in_a_postgresql_that_a_secret_names(installed: Installed) -> None:
+    with postgres_cluster(NODE_IP) as url:
+        if url is None:
+            pytest.skip("PostgreSQL is not installed")
+        secret = {"metadata": {"name": "database"}, "stringData": {"url": url}}
+        installed.cluster.core.create_namespaced_secret(NAMESPACE, secret)
+        installed.upgrade("controller.database.existingSecret=database")
+        installed.ready()
+        run_id = installed.submit(trainer={"steps": 5})
+        run = installed.wait(run_id, lambda run: run["state"] == "SUCCEEDED", timeout_s=300)
+        assert_ledger_closes(run)
+        with create_engine(url).connect() as connection:
+            assert connection.scalar(text("select state from runs")) == "SUCCEEDED"
+        installed.upgrade("controller.database.existingSecret=")
+        installed.ready()
+    assert len(installed.api.get("/v1/runs").json()["items"]) > 1, "the runs of the file are back"
+
+
 def test_an_image_that_is_not_there_shows_on_the_run(installed: Installed) -> None:
     installed.upgrade("trainer.image.repository=slipstream/none")
     installed.ready()
@@ -157,6 +245,25 @@ def test_install_and_first_step_are_within_the_bars(installed: Installed) -> Non
     }
     _RESULTS.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     assert {name: value for name, value in figures.items() if value > _BARS[name]} == {}
+
+
+# Ports on which a pod listens for others, from the kernel's table.
+_LISTENING = """
+for line in open("/proc/net/tcp"):
+    address, state = line.split()[1], line.split()[3]
+    if state == "0A" and not address.startswith("0100007F"):
+        print(int(address.split(":")[1], 16))
+"""
+
+
+def assert_ports_are_open_to_workers(listening: str) -> None:
+    """What a worker listens on is what the network policies let through."""
+    ports = {int(line) for line in listening.split()}
+    assert ports
+    for port in ports:
+        assert (
+            port in range(29500, 39501) or port in range(50051, 50060) or port in range(9090, 9100)
+        )
 
 
 def assert_ledger_closes(run: dict[str, dict[str, dict[str, int]]]) -> None:

@@ -44,6 +44,12 @@ CASES = [
         summary="Run r has been starting for half an hour",
     ),
     _case(
+        "SlipstreamRunRecovering",
+        {'slipstream_run_state{run="r",state="RECOVERING"}': "0x5 1x30"},
+        severity="ticket", run="r", quiet_at="10m", fires_at="20m",
+        summary="Run r has waited ten minutes for what it lost",
+    ),
+    _case(
         "SlipstreamRunFailed",
         {'slipstream_run_state{run="r",state="FAILED"}': "0x5 1x10"},
         severity="ticket", run="r", quiet_at="3m", fires_at="8m", summary="Run r failed",
@@ -61,6 +67,12 @@ CASES = [
         summary="Weight sync of run r takes 58.5s (p95)",
     ),
     _case(
+        "SlipstreamWeightSyncFailing",
+        {'slipstream_weight_syncs_total{run="r",outcome="DEADLINE_EXCEEDED"}': "0x10 4x30"},
+        severity="page", run="r", quiet_at="9m", fires_at="12m",
+        summary="Weight sync of run r failed 4 times in 15 minutes",
+    ),
+    _case(
         "SlipstreamVersionLag",
         {
             'slipstream_trainer_weight_version{run="r",pod="t"}': "0+1x40",
@@ -70,6 +82,18 @@ CASES = [
         },
         severity="ticket", run="r", quiet_at="5m", fires_at="20m",
         summary="A rollout of run r is 20 versions behind its trainer",
+    ),
+    _case(
+        "SlipstreamTrainerStarved",
+        {'slipstream_trainer_idle_seconds_total{run="r",reason="no_data"}': "0x10 0+45x80"},
+        severity="ticket", run="r", quiet_at="30m", fires_at="70m",
+        summary="The trainer of run r waits for samples 75% of its time",
+    ),
+    _case(
+        "SlipstreamCheckpointFailed",
+        {'slipstream_checkpoints_total{run="r",outcome="failed"}': "0x10 1x20"},
+        severity="page", run="r", quiet_at="9m", fires_at="12m",
+        summary="A checkpoint of run r could not be saved",
     ),
     _case(
         "SlipstreamNonFiniteStep",

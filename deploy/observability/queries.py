@@ -1,0 +1,70 @@
+"""Expressions of PromQL that panels share, each with the legend of its lines."""
+
+from collections.abc import Sequence
+
+RUN = 'run=~"$run"'
+RATE = "$__rate_interval"
+Query = tuple[str, str]
+
+
+def newest(metric: str, *by: str, legend: str = "") -> list[Query]:
+    """Newest value of each run, and of each of its labels ``by``."""
+    labels = ("run", *by)
+    text = " ".join(f"{{{{{label}}}}}" for label in labels)
+    return [(f"max by ({', '.join(labels)}) ({metric}{{{RUN}}})", legend or text)]
+
+
+def each(**metrics: str) -> list[Query]:
+    """Newest values of several metrics of each run, by what their lines are called."""
+    return [
+        query
+        for name, metric in metrics.items()
+        for query in newest(metric, legend=f"{{{{run}}}} {name.replace('_', ' ')}")
+    ]
+
+
+def rate(metric: str, by: str, *, matcher: str = RUN) -> list[Query]:
+    """Growth of a counter per second."""
+    return [(f"sum by ({by}) (rate({metric}{{{matcher}}}[{RATE}]))", f"{{{{{by}}}}}")]
+
+
+def total(metric: str, by: str) -> list[Query]:
+    """Sum over everything that reports, by a label."""
+    labels = by.split(", ")
+    text = " ".join(f"{{{{{label}}}}}" for label in labels)
+    return [(f"sum by ({by}) ({metric}{{{RUN}}})", text)]
+
+
+def share(part: str, whole: str) -> list[Query]:
+    """One metric of each run over another."""
+    return [(f"max by (run) ({part}{{{RUN}}}) / max by (run) ({whole}{{{RUN}}})", "{{run}}")]
+
+
+def mean_seconds(metric: str) -> list[Query]:
+    """Mean time of each phase but the total."""
+    matcher = f'{{{RUN},phase!="total"}}'
+    parts = [
+        f"sum by (phase) (rate({metric}_{part}{matcher}[{RATE}]))" for part in ("sum", "count")
+    ]
+    return [(" / ".join(parts), "{{phase}}")]
+
+
+def mean(metric: str, legend: str) -> list[Query]:
+    """Mean of what a histogram observed."""
+    parts = [f"sum(rate({metric}_{part}{{{RUN}}}[{RATE}]))" for part in ("sum", "count")]
+    return [(" / ".join(parts), legend)]
+
+
+def quantiles(
+    metric: str, levels: Sequence[float], *, by: str = "", matcher: str = RUN, legend: str = ""
+) -> list[Query]:
+    """Quantiles of what a histogram observed."""
+    labels = f"le, {by}" if by else "le"
+    prefix = legend or (f"{{{{{by}}}}}" if by else "")
+    return [
+        (
+            f"histogram_quantile({level}, sum by ({labels}) (rate({metric}_bucket{{{matcher}}}[{RATE}])))",
+            f"{prefix} p{100 * level:.0f}".strip(),
+        )
+        for level in levels
+    ]
