@@ -31,6 +31,8 @@ class ControllerSettings(KeySettings):
     """This controller's Deployment, which owns the worker pods; only with the Kubernetes launcher."""
     worker_templates: Path = Path("/etc/slipstream/workers")
     """Folder of the pod templates that the chart wrote; only with the Kubernetes launcher."""
+    rollout_scales: bool = False
+    """Whether each run gets a RolloutScale for autoscalers; only with the Kubernetes launcher."""
     pending_timeout_s: float = Field(600.0, gt=0)
     """A worker pod that cannot start for this long fails its run; only with the Kubernetes launcher."""
     heartbeat_interval_s: float = Field(1.0, gt=0)

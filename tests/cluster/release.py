@@ -82,6 +82,25 @@ class Installed:
             assert time.monotonic() < deadline, f"{run['state']}: {self.events(run_id)[-3:]}"
             time.sleep(0.5)
 
+    def scale(self, run_id: str, replicas: int) -> None:
+        """Change a run's number of rollouts through the API."""
+        while True:
+            run = self.api.get(f"/v1/runs/{run_id}").raise_for_status()
+            answer = self.api.patch(
+                f"/v1/runs/{run_id}",
+                json={"rollout_replicas": replicas},
+                headers={"If-Match": run.headers["ETag"]},
+            )
+            if answer.status_code != 412:  # the run had made another step
+                answer.raise_for_status()
+                return
+
+    def workers(self, run_id: str) -> set[str]:
+        """Pods of a run that are not ending, without the run's name."""
+        prefix = f"{run_id.replace('_', '-')}-"
+        pods = [pod for pod in self.pods(run_id) if pod.metadata.deletion_timestamp is None]
+        return {pod.metadata.name.removeprefix(prefix) for pod in pods}
+
     def upgrade(self, *values: str) -> None:
         """Upgrade the release with changed values."""
         changes = [part for value in values for part in ("--set", value)]
@@ -135,6 +154,7 @@ def install(cluster: Cluster) -> Installed:
         "--set", "workers.codeConfigMap=code,workers.checkpoints.existingClaim=checkpoints",
         "--set", "workers.modelCache.existingClaim=models,controller.persistence.existingClaim=state",
         "--set", "controller.persistence.enabled=true,transferqueue.shards=2",
+        "--set", "workers.rolloutScales.enabled=true",
     )  # fmt: skip
     install_s = time.monotonic() - begin
     service = cluster.core.read_namespaced_service("demo-slipstream-controller", NAMESPACE)

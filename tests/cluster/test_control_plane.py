@@ -6,6 +6,7 @@ import json
 import subprocess
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,10 @@ from kubernetes.client import ApiClient, AppsV1Api, Configuration, CoreV1Api, No
 
 from services.common.spec.loader import parse_spec
 from services.common.spec.run import RunSpec
+from services.controller.launch.follow import follow
 from services.controller.launch.kubernetes import KubernetesLauncher
 from services.controller.launch.launcher import WorkerExit
 from services.controller.launch.pod_api import PodApi, deployment_reference
-from services.controller.launch.pod_watch import follow_pods
 from services.controller.launch.worker_pods import RUN_LABEL
 from tests.cluster.fake_nodes import fake_nodes
 from tests.cluster.node import Cluster
@@ -171,7 +172,9 @@ async def open_launcher(
         on_pending=lambda *told: events.pending.put_nowait(told),
         pending_timeout_s=pending_timeout_s,
     )
-    seen = await stack.enter_async_context(follow_pods(core, NAMESPACE, RUN_LABEL))
+    seen = await stack.enter_async_context(
+        follow(partial(core.list_namespaced_pod, NAMESPACE, label_selector=RUN_LABEL))
+    )
     tasks = await stack.enter_async_context(asyncio.TaskGroup())
     watching = tasks.create_task(launcher.watch(seen))
     stack.callback(watching.cancel)

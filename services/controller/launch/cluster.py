@@ -1,15 +1,20 @@
 """Ties the controller to the cluster that it runs in."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 from kubernetes import config
-from kubernetes.client import CoreV1Api
+from kubernetes.client import CoreV1Api, CustomObjectsApi
 
+from services.common.spec.loader import parse_spec
+from services.controller.api.models import RunPatch
+from services.controller.launch.follow import follow
 from services.controller.launch.kubernetes import KubernetesLauncher
 from services.controller.launch.pod_api import PodApi, deployment_reference
-from services.controller.launch.pod_watch import follow_pods
+from services.controller.launch.scale import GROUP, PLURAL, VERSION, RolloutScales
 from services.controller.launch.worker_pods import RUN_LABEL, WORKER_LABEL
 from services.controller.runs import RunManager
 from services.controller.settings import ControllerSettings
@@ -21,23 +26,44 @@ async def open_cluster_launcher(
 ) -> AsyncIterator[KubernetesLauncher]:
     """A launcher that watches its pods until the block ends; the pod's own account authorizes it."""
     config.load_incluster_config()
-    core = CoreV1Api()
+    core, own = CoreV1Api(), CustomObjectsApi()
+    namespace = settings.namespace
+    owner = await deployment_reference(core, namespace, settings.deployment)
+    scales = (
+        RolloutScales(own, namespace, owner=owner, on_scale=partial(_scale, manager))
+        if settings.rollout_scales
+        else None
+    )
     launcher = KubernetesLauncher(
-        PodApi(core, settings.namespace),
+        PodApi(core, namespace),
         settings.worker_templates,
-        owner=await deployment_reference(core, settings.namespace, settings.deployment),
+        owner=owner,
         controller_address=address,
         on_exit=manager.worker_exited,
         on_pending=manager.worker_pending,
         pending_timeout_s=settings.pending_timeout_s,
+        scales=scales,
     )
     selector = f"{WORKER_LABEL}=true,{RUN_LABEL}"
-    async with (
-        follow_pods(core, settings.namespace, selector) as seen,
-        asyncio.TaskGroup() as tasks,
-    ):
-        watching = tasks.create_task(launcher.watch(seen))
+    pods = partial(core.list_namespaced_pod, namespace, label_selector=selector)
+    asked = partial(own.list_namespaced_custom_object, GROUP, VERSION, namespace, PLURAL)
+    async with AsyncExitStack() as stack:
+        seen_pods = await stack.enter_async_context(follow(pods))
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        watches = [tasks.create_task(launcher.watch(seen_pods))]
+        if scales is not None:
+            seen_scales = await stack.enter_async_context(follow(asked))
+            watches.append(tasks.create_task(scales.watch(seen_scales)))
         try:
             yield launcher
         finally:
-            watching.cancel()
+            for watch in watches:
+                watch.cancel()
+
+
+async def _scale(manager: RunManager, run_id: str, replicas: int) -> None:
+    """Change the number of a run's rollouts, unless it has as many."""
+    run = await manager.get(run_id)
+    if parse_spec(json.loads(run.spec_json)).rollout.replicas != replicas:
+        patch = RunPatch(rollout_replicas=replicas)
+        await manager.patch(run_id, patch, revision=run.revision, actor="autoscaler")

@@ -16,9 +16,10 @@ from services.common.credentials import current_identity
 from services.common.errors import FailedPreconditionError, ServiceError
 from services.common.spec.run import RunSpec
 from services.controller.launch import pod_state
+from services.controller.launch.follow import Seen
 from services.controller.launch.launcher import ExitHandler, WorkerExit
 from services.controller.launch.pod_api import PodApi
-from services.controller.launch.pod_watch import PodSeen
+from services.controller.launch.scale import RolloutScales
 from services.controller.launch.worker_pods import (
     RUN_LABEL,
     build_pods,
@@ -68,6 +69,7 @@ class KubernetesLauncher:
         on_exit: Hears of workers that ended by themselves.
         on_pending: Hears of pods that cannot start.
         pending_timeout_s: A pod that cannot start for this long ends its workers.
+        scales: Shows each run's rollouts to autoscalers; None if there are none.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class KubernetesLauncher:
         on_exit: ExitHandler,
         on_pending: PendingHandler,
         pending_timeout_s: float,
+        scales: RolloutScales | None = None,
     ) -> None:
         self._api = api
         self._templates = templates
@@ -88,6 +91,7 @@ class KubernetesLauncher:
         self._on_exit = on_exit
         self._on_pending = on_pending
         self._pending_timeout_s = pending_timeout_s
+        self._scales = scales
         self._runs: dict[str, dict[str, _Pod]] = {}
         self._changed = asyncio.Condition()
 
@@ -122,6 +126,8 @@ class KubernetesLauncher:
             if name not in known:
                 await self._api.create(body)
                 known[name] = self._admit(run_id, body)
+        if self._scales is not None:
+            await self._scales.show(run_id, spec.rollout.replicas)
 
     async def end(self, run_id: str, worker_id: str) -> None:
         """Remove a worker's pod at once; returns when it is gone."""
@@ -150,8 +156,10 @@ class KubernetesLauncher:
         finally:
             self._runs.pop(run_id, None)
         await self._api.delete_secret(secret_name(run_id))
+        if self._scales is not None:
+            await self._scales.remove(run_id)
 
-    async def watch(self, seen: "asyncio.Queue[PodSeen]") -> None:
+    async def watch(self, seen: "asyncio.Queue[Seen]") -> None:
         """Take in what is seen of the pods until cancelled."""
         while True:
             await self._take_in(await seen.get())
@@ -177,34 +185,34 @@ class KubernetesLauncher:
             timer=loop.call_later(self._pending_timeout_s, self._give_up, run_id, name),
         )
 
-    async def _take_in(self, seen: PodSeen) -> None:
+    async def _take_in(self, seen: Seen) -> None:
         run_id = self._run_of(seen)
         pod = self._runs.get(run_id, {}).get(seen.name)
         if pod is None:
             await self._sweep(seen)
             return
-        if seen.pod is None:
+        if seen.body is None:
             self._forget(run_id, seen.name, code=-9, message="its pod was deleted")
         else:
-            self._note_start(run_id, seen.name, seen.pod)
-            for end in pod_state.ended(seen.pod):
+            self._note_start(run_id, seen.name, seen.body)
+            for end in pod_state.ended(seen.body):
                 self._report(run_id, end.worker_id, end.code, end.message)
-            pod.is_over = pod.is_over or pod_state.is_over(seen.pod)
+            pod.is_over = pod.is_over or pod_state.is_over(seen.body)
         async with self._changed:
             self._changed.notify_all()
 
-    def _run_of(self, seen: PodSeen) -> str:
+    def _run_of(self, seen: Seen) -> str:
         """The run of a pod; one that is gone is known by its name only."""
-        if seen.pod is not None:
-            run_id: str = seen.pod["metadata"]["labels"][RUN_LABEL]
+        if seen.body is not None:
+            run_id: str = seen.body["metadata"]["labels"][RUN_LABEL]
             return run_id
         return next((run_id for run_id, pods in self._runs.items() if seen.name in pods), "")
 
-    async def _sweep(self, seen: PodSeen) -> None:
+    async def _sweep(self, seen: Seen) -> None:
         """Remove an ended pod of a run that nobody drives any more."""
-        if seen.pod is None or not pod_state.is_over(seen.pod):
+        if seen.body is None or not pod_state.is_over(seen.body):
             return
-        owners = seen.pod["metadata"].get("ownerReferences", [])
+        owners = seen.body["metadata"].get("ownerReferences", [])
         if not any(owner["uid"] == self._owner["uid"] for owner in owners):
             return
         try:

@@ -17,8 +17,7 @@ _TIMEOUT_S = 10
 class PodApi:
     """Creates, lists and deletes pods of one namespace, and writes the secrets that they need.
 
-    All methods raise FailedPreconditionError, with Kubernetes' explanation, if Kubernetes refuses, and
-    UnavailableError if it does not answer.
+    All methods raise what ``ask`` raises.
 
     Args:
         core: Client of the core API.
@@ -31,7 +30,7 @@ class PodApi:
 
     async def create(self, pod: Mapping[str, Any]) -> None:
         """Create a pod."""
-        await self._call(
+        await ask(
             f"pod {pod['metadata']['name']}",
             self._core.create_namespaced_pod,
             self._namespace,
@@ -40,7 +39,7 @@ class PodApi:
 
     async def list(self, selector: str) -> list[dict[str, Any]]:
         """Pods with certain labels."""
-        listed = await self._call(
+        listed = await ask(
             "to list pods",
             self._core.list_namespaced_pod,
             self._namespace,
@@ -54,7 +53,7 @@ class PodApi:
     async def delete(self, name: str, *, grace_s: int | None = None) -> bool:
         """Delete a pod; returns whether it was there."""
         try:
-            await self._call(
+            await ask(
                 f"the end of pod {name}",
                 self._core.delete_namespaced_pod,
                 name,
@@ -70,7 +69,7 @@ class PodApi:
         name = secret["metadata"]["name"]
         # Deleting first needs no right to read or change secrets.
         await self.delete_secret(name)
-        await self._call(
+        await ask(
             f"secret {name}",
             self._core.create_namespaced_secret,
             self._namespace,
@@ -80,34 +79,39 @@ class PodApi:
     async def delete_secret(self, name: str) -> None:
         """Delete a secret, if it is there."""
         with suppress(NotFoundError):
-            await self._call(
+            await ask(
                 f"the end of secret {name}",
                 self._core.delete_namespaced_secret,
                 name,
                 self._namespace,
             )
 
-    async def _call(
-        self, what: str, method: Callable[..., Any], *arguments: Any, **options: Any
-    ) -> Any:
-        """Call a method of the client; ``what`` is asked of Kubernetes.
 
-        Raises:
-            NotFoundError: If its object is not there.
-        """
-        try:
-            return await asyncio.to_thread(
-                method, *arguments, _request_timeout=_TIMEOUT_S, **options
-            )
-        except ApiException as error:
-            if error.status == 404:
-                raise NotFoundError(f"there is no {what}") from error
-            message = f"Kubernetes refused {what}: {_explanation(error)}"
-            if error.status == 429 or (error.status or 0) >= 500:
-                raise UnavailableError(message) from error
-            raise FailedPreconditionError(message) from error
-        except HTTPError as error:
-            raise UnavailableError(f"the Kubernetes API does not answer: {error}") from error
+async def ask(what: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a method of the Kubernetes client off the event loop.
+
+    Args:
+        what: What is asked of Kubernetes, for messages.
+        method: The method.
+        arguments: Its arguments.
+        options: Its options.
+
+    Raises:
+        NotFoundError: If its object is not there.
+        FailedPreconditionError: If Kubernetes refuses, with its explanation.
+        UnavailableError: If it does not answer, or cannot now.
+    """
+    try:
+        return await asyncio.to_thread(method, *arguments, _request_timeout=_TIMEOUT_S, **options)
+    except ApiException as error:
+        if error.status == 404:
+            raise NotFoundError(f"there is no {what}") from error
+        message = f"Kubernetes refused {what}: {_explanation(error)}"
+        if error.status == 429 or (error.status or 0) >= 500:
+            raise UnavailableError(message) from error
+        raise FailedPreconditionError(message) from error
+    except HTTPError as error:
+        raise UnavailableError(f"the Kubernetes API does not answer: {error}") from error
 
 
 async def deployment_reference(core: CoreV1Api, namespace: str, name: str) -> dict[str, str]:

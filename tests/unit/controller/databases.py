@@ -11,8 +11,12 @@ _POSTGRES = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
 
 
 @contextmanager
-def postgres_cluster() -> Iterator[str | None]:
-    """URL of a server that lives as long as the block; None if PostgreSQL is not installed."""
+def postgres_cluster(address: str = "") -> Iterator[str | None]:
+    """URL of a server that lives as long as the block; None if PostgreSQL is not installed.
+
+    Args:
+        address: Where it listens for everybody; on a socket of its own only when empty.
+    """
     if not _POSTGRES or shutil.which("runuser") is None:
         yield None
         return
@@ -21,12 +25,16 @@ def postgres_cluster() -> Iterator[str | None]:
         shutil.chown(folder, "postgres")
         data = f"{folder}/data"
         _as_postgres(binaries / "initdb", "-D", data, "-A", "trust", "--no-sync")
-        options = f"-c listen_addresses='' -c unix_socket_directories={folder} -c fsync=off"
+        with Path(data, "pg_hba.conf").open("a", encoding="utf-8") as rules:
+            rules.write("host all all all trust\n")
+        options = (
+            f"-c listen_addresses='{address}' -c unix_socket_directories={folder} -c fsync=off"
+        )
         _as_postgres(
             binaries / "pg_ctl", "-D", data, "-w", "-l", f"{folder}/log", "-o", options, "start"
         )
         try:
-            yield f"postgresql+psycopg://postgres@/postgres?host={folder}"
+            yield f"postgresql+psycopg://postgres@/postgres?host={address or folder}"
         finally:
             _as_postgres(binaries / "pg_ctl", "-D", data, "-m", "immediate", "stop")
 

@@ -15,9 +15,9 @@ from services.common.credentials import Identity, acting_as
 from services.common.errors import FailedPreconditionError
 from services.common.run_tokens import bearer_of
 from services.common.spec.loader import parse_spec
+from services.controller.launch.follow import Seen
 from services.controller.launch.kubernetes import KubernetesLauncher
 from services.controller.launch.launcher import WorkerExit
-from services.controller.launch.pod_watch import PodSeen
 
 RUN = "run_01"
 SPEC = parse_spec(
@@ -40,7 +40,7 @@ SPREAD = {
 class FakeCluster:
     """Pods by name; what happens to them is put into the queue that a watch would fill."""
 
-    seen: "asyncio.Queue[PodSeen]" = field(default_factory=asyncio.Queue)
+    seen: "asyncio.Queue[Seen]" = field(default_factory=asyncio.Queue)
     pods: dict[str, dict[str, Any]] = field(default_factory=dict)
     refuses: str = ""
     ignores_deletion: bool = False
@@ -69,12 +69,12 @@ class FakeCluster:
             return False
         if grace_s == 0 or not self.ignores_deletion:
             del self.pods[name]
-            self.seen.put_nowait(PodSeen(name=name, pod=None))
+            self.seen.put_nowait(Seen(name=name, body=None))
         return True
 
     def change(self, name: str, **status: Any) -> None:
         self.pods[name] = {**self.pods[name], "status": status}
-        self.seen.put_nowait(PodSeen(name=name, pod=self.pods[name]))
+        self.seen.put_nowait(Seen(name=name, body=self.pods[name]))
 
     def waiting(self, name: str, worker_id: str, reason: str, message: str) -> None:
         state = {"waiting": {"reason": reason, "message": message}}

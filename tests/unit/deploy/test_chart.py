@@ -10,6 +10,7 @@ import yaml
 from cryptography import x509
 
 from deploy.values_table import table
+from services.controller.launch.scale import GROUP, PLURAL, VERSION
 from tests.unit.deploy.chart import (
     CHART,
     EVERYTHING,
@@ -225,6 +226,23 @@ def test_controller_may_do_nothing_but_run_worker_pods() -> None:
         },
     ]
     assert not [m for m in render() if m["kind"] in ("ClusterRole", "ClusterRoleBinding")]
+
+
+def test_only_autoscaling_defines_a_kind_and_lets_the_controller_write_its_objects() -> None:
+    switched_on = ("--set", "workers.rolloutScales.enabled=true")
+    manifests = render(*switched_on)
+    (definition,) = [m for m in manifests if m["kind"] == "CustomResourceDefinition"]
+    kubernetes_validate.validate(definition, "1.35", strict=True)
+    (version,) = definition["spec"]["versions"]
+    assert definition["metadata"]["name"] == f"{PLURAL}.{GROUP}"
+    assert version["name"] == VERSION
+    rules = one(manifests, "Role", "demo-slipstream-controller")["rules"]
+    assert {rule["resources"][0] for rule in rules if rule["apiGroups"] == [GROUP]} == {
+        "rolloutscales",
+        "rolloutscales/status",
+    }
+    elsewhere = render(*switched_on, "--set", "workers.rolloutScales.define=false")
+    assert not [m for m in elsewhere if m["kind"] == "CustomResourceDefinition"]
 
 
 def test_rdma_devices_are_asked_for_as_text() -> None:

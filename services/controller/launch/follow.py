@@ -1,15 +1,15 @@
-"""Follows the worker pods of a namespace: the Kubernetes client blocks, so it runs in a thread."""
+"""Follows objects of a namespace: the Kubernetes client blocks, so it runs in a thread."""
 
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from kubernetes import watch
-from kubernetes.client import ApiException, CoreV1Api
+from kubernetes.client import ApiClient, ApiException
 from urllib3.exceptions import HTTPError
 
 logger = logging.getLogger(__name__)
@@ -21,22 +21,24 @@ _TIMEOUT_S = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PodSeen:
-    """A pod as the API server knows it; ``pod`` is None once it is gone."""
+class Seen:
+    """An object as the API server knows it; ``body`` is None once it is gone."""
 
     name: str
-    pod: Mapping[str, Any] | None
+    body: Mapping[str, Any] | None
 
 
 @asynccontextmanager
-async def follow_pods(
-    core: CoreV1Api, namespace: str, selector: str
-) -> AsyncIterator["asyncio.Queue[PodSeen]"]:
-    """Put every change of the selected pods into a queue until the block ends."""
-    seen: asyncio.Queue[PodSeen] = asyncio.Queue()
-    follower = _Follower(core, namespace, selector, seen, asyncio.get_running_loop())
+async def follow(listing: Callable[..., Any]) -> AsyncIterator["asyncio.Queue[Seen]"]:
+    """Put every change of some objects into a queue until the block ends.
+
+    Args:
+        listing: The client's method that lists them, with its arguments bound.
+    """
+    seen: asyncio.Queue[Seen] = asyncio.Queue()
+    follower = _Follower(listing, seen, asyncio.get_running_loop())
     # A daemon, because it may be inside a read that only the API server ends.
-    threading.Thread(target=follower.run, name="pod-watch", daemon=True).start()
+    threading.Thread(target=follower.run, name="kubernetes-watch", daemon=True).start()
     try:
         yield seen
     finally:
@@ -46,15 +48,11 @@ async def follow_pods(
 class _Follower:
     def __init__(
         self,
-        core: CoreV1Api,
-        namespace: str,
-        selector: str,
-        seen: "asyncio.Queue[PodSeen]",
+        listing: Callable[..., Any],
+        seen: "asyncio.Queue[Seen]",
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        self._core = core
-        self._namespace = namespace
-        self._selector = selector
+        self._listing = listing
         self._seen = seen
         self._loop = loop
         self._stopped = threading.Event()
@@ -72,24 +70,20 @@ class _Follower:
                 self._stopped.wait(_RETRY_S)
 
     def _list(self) -> str:
-        """Report all pods, and those that went unseen; returns the version to watch from."""
-        listed = self._core.list_namespaced_pod(
-            self._namespace, label_selector=self._selector, _request_timeout=_TIMEOUT_S
-        )
-        found = self._core.api_client.sanitize_for_serialization(listed)
-        pods = {pod["metadata"]["name"]: pod for pod in found["items"]}
-        for name in self._known - set(pods):
+        """Report all objects, and those that went unseen; returns the version to watch from."""
+        listed = self._listing(_request_timeout=_TIMEOUT_S)
+        found = ApiClient().sanitize_for_serialization(listed)
+        bodies = {body["metadata"]["name"]: body for body in found["items"]}
+        for name in self._known - set(bodies):
             self._tell(name, None)
-        for name, pod in pods.items():
-            self._tell(name, pod)
-        self._known = set(pods)
+        for name, body in bodies.items():
+            self._tell(name, body)
+        self._known = set(bodies)
         return str(found["metadata"]["resourceVersion"])
 
     def _stream(self, version: str) -> None:
         events = watch.Watch().stream(
-            self._core.list_namespaced_pod,
-            self._namespace,
-            label_selector=self._selector,
+            self._listing,
             resource_version=version,
             timeout_seconds=_PERIOD_S,
             _request_timeout=(_TIMEOUT_S, _PERIOD_S + _TIMEOUT_S),
@@ -97,16 +91,16 @@ class _Follower:
         for event in events:
             if self._stopped.is_set():
                 return
-            pod = event["raw_object"]
-            name = pod["metadata"]["name"]
+            body = event["raw_object"]
+            name = body["metadata"]["name"]
             is_gone = event["type"] == "DELETED"
             if is_gone:
                 self._known.discard(name)
             else:
                 self._known.add(name)
-            self._tell(name, None if is_gone else pod)
+            self._tell(name, None if is_gone else body)
 
-    def _tell(self, name: str, pod: Mapping[str, Any] | None) -> None:
+    def _tell(self, name: str, body: Mapping[str, Any] | None) -> None:
         if not self._stopped.is_set():
-            seen = PodSeen(name=name, pod=pod)
+            seen = Seen(name=name, body=body)
             self._loop.call_soon_threadsafe(self._seen.put_nowait, seen)

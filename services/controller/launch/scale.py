@@ -1,0 +1,134 @@
+"""Lets autoscalers change the number of a run's rollouts: each run has an object with a scale.
+
+run starts or is changed   -> RolloutScale says how many rollouts it has
+kubectl scale, HPA, KEDA   -> RolloutScale asks for another number -> the run is changed
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from kubernetes.client import CustomObjectsApi
+
+from services.common.errors import NotFoundError, ServiceError
+from services.controller.launch.follow import Seen
+from services.controller.launch.pod_api import ask
+from services.controller.launch.worker_pods import RUN_LABEL
+
+logger = logging.getLogger(__name__)
+
+GROUP, VERSION, PLURAL = "slipstream.dev", "v1alpha1", "rolloutscales"
+_MERGE = "application/merge-patch+json"
+
+ScaleHandler = Callable[[str, int], Awaitable[None]]
+"""Called with a run and the number of rollouts that it is to have."""
+
+
+class RolloutScales:
+    """The RolloutScale of each run that is driven.
+
+    What cannot be written is written with the run's next change: training does not wait for it.
+
+    Args:
+        api: Client for objects of own kinds.
+        namespace: Where they live.
+        owner: Owner reference of the objects.
+        on_scale: Changes a run.
+    """
+
+    def __init__(
+        self,
+        api: CustomObjectsApi,
+        namespace: str,
+        *,
+        owner: Mapping[str, str],
+        on_scale: ScaleHandler,
+    ) -> None:
+        self._api = api
+        self._place = (GROUP, VERSION, namespace, PLURAL)
+        self._owner = owner
+        self._on_scale = on_scale
+        self._asked: dict[str, int] = {}
+
+    async def show(self, run_id: str, replicas: int) -> None:
+        """Say how many rollouts a run has; what was asked for meanwhile stays."""
+        name = _name(run_id)
+        selector = f"{RUN_LABEL}={run_id},app.kubernetes.io/component=rollout"
+        status = {"status": {"replicas": replicas, "selector": selector}}
+        try:
+            if self._asked.get(run_id, replicas) == replicas:
+                await self._write_spec(run_id, replicas)
+            await self._patch(
+                "status", self._api.patch_namespaced_custom_object_status, name, status
+            )
+        except ServiceError as error:
+            logger.warning("scale is not shown", extra={"run": run_id, "error": str(error)})
+
+    async def remove(self, run_id: str) -> None:
+        """A run has ended."""
+        self._asked.pop(run_id, None)
+        try:
+            await ask(
+                f"the end of RolloutScale {_name(run_id)}",
+                self._api.delete_namespaced_custom_object,
+                *self._place,
+                _name(run_id),
+            )
+        except NotFoundError:
+            return
+        except ServiceError as error:
+            logger.warning("scale stays", extra={"run": run_id, "error": str(error)})
+
+    async def watch(self, seen: "asyncio.Queue[Seen]") -> None:
+        """Take in what is asked for until cancelled."""
+        while True:
+            body = (await seen.get()).body
+            if body is not None:
+                await self._take_in(body)
+
+    async def _take_in(self, body: Mapping[str, Any]) -> None:
+        run_id, asked = body["metadata"]["labels"][RUN_LABEL], body["spec"]["replicas"]
+        if asked == body.get("status", {}).get("replicas", asked):
+            self._asked.pop(run_id, None)
+        elif self._asked.get(run_id) != asked:
+            self._asked[run_id] = asked
+            try:
+                await self._on_scale(run_id, asked)
+            except (ServiceError, ValueError) as error:  # seen again with the next list
+                del self._asked[run_id]
+                why = {"run": run_id, "replicas": asked, "error": str(error)}
+                logger.warning("run is not scaled", extra=why)
+
+    async def _write_spec(self, run_id: str, replicas: int) -> None:
+        spec = {"spec": {"replicas": replicas}}
+        try:
+            await self._patch("spec", self._api.patch_namespaced_custom_object, _name(run_id), spec)
+        except NotFoundError:
+            metadata = {
+                "name": _name(run_id),
+                "labels": {RUN_LABEL: run_id},
+                "ownerReferences": [dict(self._owner)],
+            }
+            body = {
+                "apiVersion": f"{GROUP}/{VERSION}",
+                "kind": "RolloutScale",
+                "metadata": metadata,
+                **spec,
+            }
+            await ask(
+                f"RolloutScale {_name(run_id)}",
+                self._api.create_namespaced_custom_object,
+                *self._place,
+                body,
+            )
+
+    async def _patch(
+        self, part: str, method: Callable[..., Any], name: str, changes: Mapping[str, Any]
+    ) -> None:
+        what = f"{part} of RolloutScale {name}"
+        await ask(what, method, *self._place, name, changes, _content_type=_MERGE)
+
+
+def _name(run_id: str) -> str:
+    return run_id.replace("_", "-")
