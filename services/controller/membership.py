@@ -32,7 +32,7 @@ class Worker:
 
 
 class Membership:
-    """Registered workers by run. Changes wake everybody who waits for a condition.
+    """Registered workers by run. Who comes, goes or changes state wakes those who wait for a condition.
 
     Args:
         clock: Tells when workers were heard.
@@ -102,12 +102,15 @@ class Membership:
             return "register"
         if worker.incarnation != incarnation:
             return "stop"
+        # Most heartbeats say that all goes on; nobody waits for the value of a gauge.
+        is_news = worker.state != state or worker.gauges.keys() != gauges.keys()
         worker.last_heard = self._clock.monotonic()
         worker.state = state
         worker.activity = activity
         worker.weight_version = weight_version
         worker.gauges = dict(gauges)
-        await self._notify()
+        if is_news:
+            await self._notify()
         return "continue"
 
     def workers(self, run_id: str, role: WorkerRole | None = None) -> list[Worker]:

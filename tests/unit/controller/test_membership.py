@@ -1,0 +1,79 @@
+import asyncio
+
+from services.common.clock import SystemClock
+from services.controller.membership import Membership, Worker
+
+
+async def registered():
+    membership = Membership(SystemClock(), 30.0)
+    membership.open_run("run_1")
+    await membership.register(
+        Worker(
+            run_id="run_1",
+            worker_id="rollout-0",
+            incarnation="a",
+            role="rollout",
+            address="127.0.0.1:1",
+            host_id="host",
+            last_heard=0.0,
+        )
+    )
+    return membership
+
+
+async def hear(membership, state, **gauges):
+    return await membership.hear(
+        "run_1",
+        "rollout-0",
+        "a",
+        state=state,
+        activity="",
+        weight_version=-1,
+        gauges=gauges,
+    )
+
+
+async def until(membership, condition):
+    await membership.wait_until(condition, timeout_s=30.0, waiting_for=lambda: "it")
+
+
+async def test_whoever_waits_for_a_worker_to_load_hears_of_it():
+    membership = await registered()
+    waiting = asyncio.ensure_future(
+        until(membership, lambda: membership.find("run_1", "rollout-0").state == "loaded")
+    )
+    await hear(membership, "loading")
+    assert await hear(membership, "loaded") == "continue"
+    await waiting
+
+
+async def test_whoever_waits_for_a_workers_data_hears_of_it():
+    membership = await registered()
+    await hear(membership, "loaded")
+    waiting = asyncio.ensure_future(
+        until(membership, lambda: "rows" in membership.find("run_1", "rollout-0").gauges)
+    )
+    await hear(membership, "loaded", rows=4.0)
+    await waiting
+
+
+async def test_heartbeats_that_bring_no_news_wake_nobody():
+    membership = await registered()
+    await hear(membership, "loading", tokens=1.0)
+    tried = 0
+
+    def condition():
+        nonlocal tried
+        tried += 1
+        return membership.find("run_1", "rollout-0").state == "loaded"
+
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(until(membership, condition))
+        await asyncio.sleep(0)
+        for number in range(10):
+            await hear(membership, "loading", tokens=float(number))
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        assert tried == 1
+        await hear(membership, "loaded", tokens=10.0)
+    assert tried == 2
