@@ -57,16 +57,15 @@ async def kill_in_a_row(
             moment = chooser.choice(MOMENTS)
             sent = chooser.choice((signal.SIGKILL, signal.SIGSTOP))
             delay_s = {"before": 0.0, "during": chooser.random() * usual_s, "after": 0.0}[moment]
-            spare = asyncio.ensure_future(started.start(victim, names.index(victim)))
+            spare = started.start(victim, names.index(victim))
             version += 1
             if moment == "after":
                 await session.publish(version)
                 version += 1
-            process = members[victim].process
             if moment == "during":
                 publishing = asyncio.ensure_future(session.publish(version))
                 await asyncio.sleep(delay_s)
-            process.send_signal(sent)
+            members[victim].send_signal(sent)
             begin = time.monotonic()
             report = await (publishing if moment == "during" else session.publish(version))
             seconds = time.monotonic() - begin
@@ -78,8 +77,8 @@ async def kill_in_a_row(
             assert len(digests) == 1, f"rollouts serve different weights: {digests}"
             kills.append(Kill(moment, sent.name, seconds, victim in report.lost))
             print(f"  {len(kills):3} {moment:7} {sent.name} {seconds:6.2f} s", flush=True)
-            await members[victim].end()
-            members[victim] = await spare
+            members[victim].end()
+            members[victim] = spare
             await members[victim].started()
             # As the run's loop does: a session of all that there are now.
             await session.close()
@@ -87,7 +86,7 @@ async def kill_in_a_row(
             await session.publish(version)
             assert await members[victim].serves_version(version) in digests
         assert members["trainer"].process.pid == trainer
-        assert members["trainer"].process.returncode is None
+        assert members["trainer"].process.is_alive()
         return kills
 
 

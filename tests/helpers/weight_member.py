@@ -1,13 +1,16 @@
-"""A weight member in a process of its own: ``... weight_member ROLE RENDEZVOUS BYTES DEVICE``.
+"""A weight member in a process of its own.
 
-Serves the member's gRPC and prints its port. A receiver writes the digest of its live weights after each
-adoption, so that a test can compare it.
+Serves the member's gRPC and tells its port. A receiver tells the digest of its live weights after each
+adoption, so that a test can compare it, and falls where a test wants it to.
 """
 
 import asyncio
 import hashlib
-import sys
+import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 
 import torch
 from torch import Tensor
@@ -15,6 +18,7 @@ from torch import Tensor
 from services.common.grpc_client import open_channel
 from services.common.grpc_server import serve
 from services.common.logging import configure
+from services.common.weightsync import group
 from services.common.weightsync.canary import Canary
 from services.common.weightsync.member import WeightMember
 from services.common.weightsync.plan import TensorSpec
@@ -22,6 +26,40 @@ from services.common.weightsync.server import WeightSyncServicer
 from services.controller.client import Rendezvous
 from slipstream.controller.v1 import membership_pb2_grpc
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
+
+# Of a collective on a busy machine; a stopped peer holds its buffers for as long.
+_PATIENCE_S = 3.0
+_LEAST_BUCKET_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Fall:
+    """Where a rollout ends or stops itself."""
+
+    how: signal.Signals
+    """``SIGKILL`` or ``SIGSTOP``."""
+    bucket: int = 0
+    """At the start of that many buckets since its own start; 0 is not in a transfer."""
+    version: int = -1
+    """In the adoption of that version; -1 is in none."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a member process is."""
+
+    role: str
+    """``trainer`` or ``rollout``."""
+    rendezvous: str
+    """Where members meet."""
+    num_bytes: int
+    """Of the weights."""
+    device: str
+    """Where they lie."""
+    fall: Fall | None = None
+    """Where it falls."""
+    claims: str = ""
+    """Device that it says to be on; empty for the one that it is on."""
 
 
 class Trainer:
@@ -45,9 +83,13 @@ class Trainer:
 
 
 class Rollout:
-    """Reports what it serves."""
+    """Tells what it serves."""
 
-    def __init__(self, num_bytes: int, device: str) -> None:
+    def __init__(
+        self, num_bytes: int, device: str, told: Connection, fall: Fall | None = None
+    ) -> None:
+        self._told = told
+        self._fall = fall
         self._live = {
             spec.name: torch.zeros(spec.shape, device=device)
             for spec in Trainer(num_bytes, device).weight_specs()
@@ -60,8 +102,10 @@ class Rollout:
         """Nothing is paused."""
 
     async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
+        if self._fall is not None and self._fall.version == version:
+            os.kill(os.getpid(), self._fall.how)
         digest = await asyncio.to_thread(self._digest, tensors)
-        print(f"serves {version} {digest[:16]}", flush=True)
+        self._told.send_bytes(f"serves {version} {digest[:16]}".encode())
         return 0.0
 
     def _digest(self, tensors: Mapping[str, Tensor]) -> str:
@@ -74,20 +118,57 @@ class Rollout:
         return (-1.0, -2.0)
 
     async def refuse_weights(self, reason: str) -> None:
-        print(f"refuses {reason}", flush=True)
+        self._told.send_bytes(f"refuses {reason}".encode())
 
 
-async def main(role: str, address: str, num_bytes: int, device: str) -> None:
-    async with open_channel(address, "worker") as channel:
+def fall_in_transfer(fall: Fall) -> None:
+    """Fall once that many buckets were begun."""
+    honest, begun = group.Channel.broadcast, 0
+
+    def broadcast(channel: group.Channel, tensor: Tensor) -> group.Work:
+        nonlocal begun
+        begun += tensor.nbytes >= _LEAST_BUCKET_BYTES
+        if begun == fall.bucket:
+            os.kill(os.getpid(), fall.how)
+        return honest(channel, tensor)
+
+    group.Channel.broadcast = broadcast
+
+
+def run(options: Options, told: Connection) -> None:
+    """Serve until killed."""
+    torch.set_num_threads(1)
+    configure(member=options.role)
+    group._GLOO_TIMEOUT_S = _PATIENCE_S
+    if options.fall is not None and options.fall.bucket > 0:
+        fall_in_transfer(options.fall)
+    asyncio.run(main(options, told))
+
+
+class ClaimingMember(WeightMember):
+    """Says to be on another device than it is."""
+
+    claims = ""
+
+    @property
+    def device_name(self) -> str:
+        return self.claims or super().device_name
+
+
+async def main(options: Options, told: Connection) -> None:
+    weights, is_trainer = (options.num_bytes, options.device), options.role == "trainer"
+    async with open_channel(options.rendezvous, "worker") as channel:
         meetings = membership_pb2_grpc.RendezvousServiceStub(channel)
         loop = asyncio.get_running_loop()
-        member = WeightMember(
-            source=Trainer(num_bytes, device) if role == "trainer" else None,
-            sink=Rollout(num_bytes, device) if role == "rollout" else None,
-            device=torch.device(device),
+        member = ClaimingMember(
+            source=Trainer(*weights) if is_trainer else None,
+            sink=None if is_trainer else Rollout(*weights, told, options.fall),
+            device=torch.device(options.device),
             host="127.0.0.1",
             rendezvous=lambda scope: Rendezvous(meetings, loop, scope),
         )
+
+        member.claims = options.claims
 
         def register(server):
             weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server(
@@ -95,10 +176,5 @@ async def main(role: str, address: str, num_bytes: int, device: str) -> None:
             )
 
         async with serve("127.0.0.1:0", register) as port:
-            print(f"port {port}", flush=True)
+            told.send_bytes(f"port {port}".encode())
             await asyncio.Event().wait()
-
-
-if __name__ == "__main__":
-    configure(member=sys.argv[1])
-    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]))

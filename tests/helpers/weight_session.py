@@ -1,7 +1,8 @@
 """A weight session between processes on this machine."""
 
 import asyncio
-import sys
+import multiprocessing
+import os
 from contextlib import asynccontextmanager
 
 from services.common.grpc_server import serve
@@ -11,16 +12,23 @@ from services.controller.rendezvous import RendezvousStore
 from services.controller.rendezvous_server import RendezvousServicer
 from services.controller.run.weight_sync import WeightSession
 from slipstream.controller.v1 import membership_pb2_grpc
-from tests.helpers.cli import REPOSITORY, environment
+from tests.helpers.weight_member import Options, run
+
+# Torch takes seconds to import; one process does it, and the members are copies of that one.
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["tests.helpers.weight_member"])
 
 
 class Member:
-    """A member process and what it printed."""
+    """A member process and what it tells."""
 
-    def __init__(self, name, process):
+    def __init__(self, name, options):
         self.name = name
-        self.process = process
         self.port = 0
+        self._told, telling = _PROCESSES.Pipe(duplex=False)
+        self.process = _PROCESSES.Process(target=run, args=(options, telling), daemon=True)
+        self.process.start()
+        telling.close()
 
     def worker(self):
         return Worker(
@@ -33,14 +41,14 @@ class Member:
             last_heard=0.0,
         )
 
-    async def started(self, timeout_s=90):
+    async def started(self):
         """Return once it can be called."""
-        line = await asyncio.wait_for(self.process.stdout.readline(), timeout_s)
-        self.port = int(line.split()[1])
+        _, port = await self._hear(90)
+        self.port = int(port)
 
-    async def serves(self):
+    async def serves(self, timeout_s=60):
         """Version and digest of the next adoption that it tells of."""
-        line = (await asyncio.wait_for(self.process.stdout.readline(), 10)).decode().split()
+        line = await self._hear(timeout_s)
         assert line[0] == "serves", line
         return int(line[1]), line[2]
 
@@ -51,11 +59,18 @@ class Member:
             if found == version:
                 return digest
 
-    async def end(self):
+    def send_signal(self, signal_):
+        os.kill(self.process.pid, signal_)
+
+    def end(self):
         """Kill the process."""
-        if self.process.returncode is None:
-            self.process.kill()
-            await self.process.wait()
+        self.process.kill()
+        self.process.join()
+
+    async def _hear(self, timeout_s):
+        if not await asyncio.to_thread(self._told.poll, timeout_s):
+            raise TimeoutError(f"{self.name} told nothing within {timeout_s} s")
+        return self._told.recv_bytes().decode().split()
 
 
 class Members:
@@ -67,20 +82,18 @@ class Members:
         self._use_gpu = use_gpu
         self.all = []
 
-    async def start(self, name, device=0):
+    def start(self, name, device=0, fall=None, claims=""):
         """Start a process; it is not up yet."""
-        role = "trainer" if name == "trainer" else "rollout"
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.helpers.weight_member"),
-            *(role, f"127.0.0.1:{self._port}", str(self._num_bytes)),
-            f"cuda:{device}" if self._use_gpu else "cpu",
-            stdout=asyncio.subprocess.PIPE,
-            cwd=REPOSITORY,
-            env=environment(),
+        options = Options(
+            role="trainer" if name == "trainer" else "rollout",
+            rendezvous=f"127.0.0.1:{self._port}",
+            num_bytes=self._num_bytes,
+            device=f"cuda:{device}" if self._use_gpu else "cpu",
+            fall=fall,
+            claims=claims,
         )
-        member = Member(name, process)
-        self.all.append(member)
-        return member
+        self.all.append(Member(name, options))
+        return self.all[-1]
 
 
 @asynccontextmanager
@@ -94,14 +107,18 @@ async def members_of(num_bytes, *, use_gpu=False):
             yield members
         finally:
             for member in members.all:
-                await member.end()
+                member.end()
 
 
 @asynccontextmanager
-async def session_of(*names, num_bytes=64 << 20, use_gpu=False, **spec):
+async def session_of(*names, num_bytes, use_gpu=False, falls=None, claims="", **spec):
     """A formed session; yields it with its members by name, and what starts others."""
+    falls = falls or {}
     async with members_of(num_bytes, use_gpu=use_gpu) as started:
-        members = {name: await started.start(name, device) for device, name in enumerate(names)}
+        members = {
+            name: started.start(name, device, falls.get(name), claims)
+            for device, name in enumerate(names)
+        }
         for member in members.values():
             await member.started()
         session = await open_session(members, **spec)

@@ -1,4 +1,4 @@
-"""Every declared algorithm runs through all services for a few steps."""
+"""Every declared algorithm, and every mode of weight sync, runs through all services for a few steps."""
 
 import json
 import math
@@ -26,13 +26,16 @@ OTHERS = (
     ("algorithm.correction=decoupled", "algorithm.correction_level=sequence"),
     ("algorithm.dynamic_sampling=true", "algorithm.entropy_coefficient=0.01"),
 )
+# Of these, the runs of every commit take cpu_async and delta; shadow is the default of all other runs.
+MODES = ("delta", "shadow", "inplace", "cpu_async")
 COMBINATIONS = [
-    (advantage, loss, aggregation, others)
-    for advantage, loss, aggregation, others in zip(
+    (advantage, loss, aggregation, (f"weight_sync.mode={mode}", *others))
+    for advantage, loss, aggregation, others, mode in zip(
         choices("advantage"),
         cycle(choices("loss")),
         cycle(choices("aggregation")),
         cycle(OTHERS),
+        cycle(MODES),
         strict=False,
     )
 ]

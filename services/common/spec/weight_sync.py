@@ -29,6 +29,9 @@ class WeightSyncSpec(SpecPart):
     transfer_timeout_s: float | None = Field(None, gt=0)
     """Deadline of one transfer, verification included. Default: 1.5 s and the time that the bytes take on a
     slow wire (100 MB/s over Gloo, 5 GB/s over NCCL). A member that is gone is noticed earlier."""
+    answer_timeout_s: float = Field(1.0, gt=0)
+    """A member that gives no sign of life for so long is lost. Longer where hosts are overloaded; a stopped
+    rollout holds up the others for about three times as long."""
     adopt_timeout_s: float = Field(300.0, gt=0)
     """Deadline for a rollout to put a received version into service. Without partial rollout it finishes
     its running responses first, so this bounds the longest response."""

@@ -22,13 +22,10 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-# While a call lasts, its member's process is asked for a sign of life this often, and answers in this time.
+# While a call lasts, its member's process is asked for a sign of life this often.
 _PROBE_EVERY_S = 0.5
-_PROBE_TIMEOUT_S = 1.0
 # Of many members each is asked less often and gets longer to answer: asking takes this process's time too.
 _PROBES_PER_S = 250
-# A member that does not answer an abort within this time is lost.
-_ABORT_TIMEOUT_S = 1.0
 _NCCL_BUCKET, _GLOO_BUCKET = 512 << 20, 64 << 20
 
 
@@ -161,9 +158,9 @@ class WeightMembers:
 
     async def abort(self, epoch: int, reason: str) -> list[str]:
         """End an epoch everywhere; returns who does not answer."""
-        members = self.all()
+        members, timeout_s = self.all(), self._spec.answer_timeout_s
         answers = await asyncio.gather(
-            *(m.abort(epoch, reason, timeout_s=_ABORT_TIMEOUT_S) for m in members.values()),
+            *(m.abort(epoch, reason, timeout_s=timeout_s) for m in members.values()),
             return_exceptions=True,
         )
         return [
@@ -179,7 +176,7 @@ class WeightMembers:
             await asyncio.sleep(max(_PROBE_EVERY_S, round_s))
             async with asyncio.TaskGroup() as probes:
                 for name, member in members.items():
-                    timeout_s = max(_PROBE_TIMEOUT_S, 2 * round_s)
+                    timeout_s = max(self._spec.answer_timeout_s, 2 * round_s)
                     probes.create_task(_probe(name, member, timeout_s))
 
     def _make_plan(self, device: str) -> None:

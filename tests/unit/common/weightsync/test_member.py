@@ -3,6 +3,7 @@
 import pytest
 
 from services.common.errors import DataLossError, FailedPreconditionError, UnavailableError
+from services.common.weightsync.metrics import SUPERSEDED
 from services.common.weightsync.plan import version_digest
 from tests.helpers.weight_members import Cluster
 
@@ -79,8 +80,9 @@ async def test_a_version_is_sent_again_from_its_copy_while_training_goes_on():
     assert cluster.sinks[0].live["embed"].equal(sent["embed"])
 
 
-async def test_a_version_that_was_never_adopted_is_superseded_by_the_next():
+async def test_a_version_that_was_never_adopted_is_superseded_by_the_next_and_counted():
     cluster = Cluster()
+    before = SUPERSEDED._value.get()
     await cluster.form()
     await cluster.prepare(0)
     await cluster.transfer(0)
@@ -88,6 +90,9 @@ async def test_a_version_that_was_never_adopted_is_superseded_by_the_next():
     await cluster.publish(1)
     assert [sink.num_adoptions for sink in cluster.sinks] == [1, 1]
     assert cluster.serves_what_was_sent()
+    assert SUPERSEDED._value.get() == before + len(cluster.receivers)
+    await cluster.publish(2)
+    assert SUPERSEDED._value.get() == before + len(cluster.receivers)
 
 
 async def test_a_transfer_over_an_aborted_group_is_not_staged():
