@@ -91,9 +91,8 @@ def started(*arguments: str | Path, until: str) -> Iterator[tuple[subprocess.Pop
         if process.poll() is None:
             process.terminate()
             try:
-                process.communicate(
-                    timeout=20
-                )  # read on: a command that waits to write does not end
+                # Read on: a command that waits to write does not end.
+                process.communicate(timeout=60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise
@@ -109,5 +108,5 @@ def descendants(process: subprocess.Popen) -> dict[str, psutil.Process]:
 
 
 def assert_all_gone(children: dict[str, psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(list(children.values()), timeout=0.5)
+    _, alive = psutil.wait_procs(list(children.values()), timeout=10)
     assert not alive

@@ -28,7 +28,7 @@ def test_hours_pass_in_no_time_and_sleepers_wake_in_order() -> None:
 
     started_at = time.monotonic()
     simulate(work())
-    assert time.monotonic() - started_at < 5
+    assert time.monotonic() - started_at < 30
 
 
 def test_a_response_takes_its_length_times_the_step_time() -> None:

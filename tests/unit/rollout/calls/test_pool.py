@@ -85,7 +85,7 @@ async def test_a_reward_that_hangs_delays_the_others_by_at_most_its_deadline(cod
         )
         await asyncio.sleep(0)
         assert await Scorer([RewardSpec(name="exact_match")], pool).score(given("no")) == 0.0
-        assert time.monotonic() - started_at < 5
+        assert time.monotonic() - started_at < 30
         with pytest.raises(CallError):
             await hanging
 
