@@ -267,7 +267,7 @@ async def test_an_unschedulable_pod_is_shown_once_then_given_up(tmp_path: Path) 
         await cluster.settle()
         assert [reason for _, reason, _ in heard.pending] == ["Unschedulable"]
         assert "nvidia.com/gpu" in heard.pending[0][2]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await heard.ended.wait()
         (exit_,) = heard.exits
         assert exit_.worker_id == "trainer-0"

@@ -89,7 +89,7 @@ async def test_the_loop_is_left_once_the_new_rollouts_have_loaded():
     case = Case()
     await case.register(0)
     with pytest.raises(ExceptionGroup) as error:
-        async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(case.watch())
             case.ask(3)
             await case.register(1)
@@ -107,7 +107,7 @@ async def test_a_lost_rollout_is_waited_for_while_the_others_go_on():
     case.wanted = spec_of(2)
     await case.register(0)
     assert case.resizing.absent(case.wanted) == {"rollout-1"}
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         with pytest.raises(ExceptionGroup) as error:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(
@@ -138,7 +138,7 @@ async def test_rollouts_that_are_too_many_are_ended():
 @pytest.mark.parametrize("refuses", [True, False])
 async def test_a_run_keeps_its_size_when_new_rollouts_do_not_come_up(refuses):
     case = Case(refuses=refuses)
-    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(case.watch())
         case.ask(2)
         while not refuses and not case.launcher.started:  # noqa: ASYNC110
