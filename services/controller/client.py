@@ -54,6 +54,8 @@ class GroupFailure:
     """Explanation for a person."""
     retryable: bool
     """Whether another try could succeed."""
+    worker_id: str = ""
+    """Who reports; the controller knows it from the request."""
     num_unfinished: int = 0
     """Members that are not finished, if the group was interrupted."""
     num_tokens: int = 0

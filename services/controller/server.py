@@ -102,6 +102,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
             GroupFailure(
                 group_id=failure.group_id,
                 attempt=failure.attempt,
+                worker_id=request.worker_id,
                 reason=failure.reason,
                 message=failure.message,
                 retryable=failure.retryable,

@@ -87,28 +87,36 @@ class Generation:
             lost_workers: Rollouts whose work is gone.
             is_queue_empty: Whether what rollouts stored is gone.
         """
-        unscored = await self._find_stored()
+        unscored, incomplete = await self._find_stored()
         ready = self._ledger.in_state(GroupState.READY)
         for group in (group for group in ready if group not in self.stored):
             self._ledger.requeue(group)
         assignments: dict[str, list[GroupAssignment]] = defaultdict(list)
+        members = range(self._spec.samples_per_group)
+        is_shared = len(members) > self._spec.rollout.max_running_samples
+        ended: list[str] = []
         for group in self._ledger.running():
             if group.group_id in unscored:
                 # Its rollout is done with it, even if that is gone by now.
-                self._replicas.assigned(group.worker_id)
+                self._handout.begin(group, {group.worker_id: members})
                 continue
+            # Nobody knows any more who had which share.
+            is_incomplete = is_shared or group.group_id in incomplete
+            if is_incomplete:
+                ended.append(group.group_id)
             if group.worker_id in lost_workers:
                 if not self._ledger.lose(group):
                     self._order.quarantine(group.row)
-                continue
             # A rollout that finished a group before its samples were lost would not start it again.
-            if is_queue_empty or not self._replicas.serves(group.worker_id):
+            elif is_queue_empty or is_incomplete or not self._replicas.serves(group.worker_id):
                 self._ledger.requeue(group)
-                continue
-            # A rollout that has the group already takes this as a repetition.
-            self._replicas.assigned(group.worker_id)
-            assignments[group.worker_id].append(self._handout.assignment(group))
+            else:
+                # A rollout that has the group already takes this as a repetition.
+                self._handout.begin(group, {group.worker_id: members})
+                assignments[group.worker_id].append(self._handout.assignment(group, members))
         await self._journal.save(self._ledger)
+        if ended:
+            await self._replicas.cancel(ended)
         await self._replicas.start(assignments)
 
     async def supply(self) -> None:
@@ -125,7 +133,7 @@ class Generation:
 
     async def collect(self) -> None:
         """Take in finished groups for ever."""
-        async for groups in self.stored.finished():
+        async for groups in self.stored.arrived():
             await self._take_in(groups)
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -139,18 +147,19 @@ class Generation:
             group = self._ledger.get(failure.group_id, failure.attempt)
             if group is None or group.state not in RUNNING:
                 continue
-            self._replicas.finished(group.worker_id)
             if failure.reason == "interrupted":
-                self._replicas.put_aside(failure.group_id, group.worker_id)
-                self._ledger.interrupt(
-                    group, num_unfinished=failure.num_unfinished, num_tokens=failure.num_tokens
-                )
-            elif failure.reason in _BLAMELESS:
+                self._put_aside(group, failure)
+                continue
+            workers = self._handout.end(group)
+            if failure.reason in _BLAMELESS:
                 self._ledger.requeue(group)
             else:
                 self._blame(group, failure)
                 await self._journal.note(_failed(failure), self._ledger)
                 self._check_that_some_succeed(failure)
+            if len(workers) > 1:
+                await self._replicas.cancel([group.group_id])
+            await self.stored.discard([group])
         await self._journal.save(self._ledger)
         await self._notify()
 
@@ -183,18 +192,21 @@ class Generation:
         self._work.set()
         await self.stored.release(groups)
 
-    async def _find_stored(self) -> set[str]:
+    async def _find_stored(self) -> tuple[set[str], set[str]]:
         """Take in what the transferqueue holds, and delete what nobody waits for.
 
         Returns:
-            Running groups that are whole, but still lack what a worker of its own adds.
+            Running groups that are whole, but still lack what a worker of its own adds; and those of which
+            some samples were there.
         """
         unwanted: list[str] = []
         unscored: set[str] = set()
+        incomplete: set[str] = set()
         for group_id, samples in (await self.stored.find()).items():
             group = self._ledger.get(group_id, attempt_of(samples))
             if group is None or group.state in WAITING or not self.stored.is_whole(samples):
                 unwanted += samples.keys
+                incomplete.add(group_id)
                 continue
             if not self.stored.is_scored(samples):
                 unscored.add(group_id)
@@ -203,7 +215,30 @@ class Generation:
             if group.state in RUNNING:
                 self._ledger.complete(group, oldest_version=oldest_version(samples))
         await self.stored.delete(unwanted)
-        return unscored
+        return unscored, incomplete
+
+    def _put_aside(self, group: Group, failure: GroupFailure) -> None:
+        """A rollout stopped its share of a group and stored what it has."""
+        shares, group_id = self._handout.shares, group.group_id
+        if failure.worker_id not in shares.workers(group_id):
+            return
+        self._replicas.finished(failure.worker_id)
+        self._replicas.put_aside(group_id, failure.worker_id)
+        shares.put_aside(
+            group_id,
+            failure.worker_id,
+            num_unfinished=failure.num_unfinished,
+            num_tokens=failure.num_tokens,
+        )
+        self._go_on(group)
+
+    def _go_on(self, group: Group) -> None:
+        """Let a group that is not whole wait for its next try, once all its shares have ended."""
+        shares = self._handout.shares
+        if not shares.workers(group.group_id):
+            num_unfinished, num_tokens = shares.progress(group.group_id)
+            self._ledger.interrupt(group, num_unfinished=num_unfinished, num_tokens=num_tokens)
+            self._handout.end(group)
 
     def _blame(self, group: Group, failure: GroupFailure) -> None:
         """Count a failure of the prompt."""
@@ -237,11 +272,18 @@ class Generation:
                 metrics.LATE_GROUPS.inc()
                 late += samples.keys
                 continue
-            self._replicas.finished(group.worker_id)
             self._failures_in_a_row = 0
-            self._ledger.complete(group, oldest_version=oldest_version(samples))
-            self.stored.keep(group, samples)
-            reason = self._why_unfit(samples, num_unfit=len(unfit["equal_rewards"]))
+            members = [int(member) for member in samples.tag("member")]
+            for worker_id in self._handout.shares.brought(group_id, members):
+                self._replicas.finished(worker_id)
+            whole = self.stored.add(group, samples)
+            if whole is None:
+                self._go_on(group)
+                continue
+            self._handout.end(group)
+            self._ledger.complete(group, oldest_version=oldest_version(whole))
+            self.stored.keep(group, whole)
+            reason = self._why_unfit(whole, num_unfit=len(unfit["equal_rewards"]))
             if reason is not None:
                 unfit[reason].append(group)
         await self.stored.delete(late)

@@ -1,9 +1,10 @@
 """Hands groups to rollouts: those that go on, those that begin again, then new ones, as the gate allows."""
 
 import asyncio
+import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from services.common import tracing
 from services.common.clock import Clock
@@ -16,7 +17,9 @@ from services.controller.run.ledger import Ledger
 from services.controller.run.prompts import PromptOrder, sample_seed
 from services.controller.run.replay import resume_order
 from services.controller.run.replicas import Replicas
+from services.controller.run.shares import Shares, split
 from services.controller.run.staleness import StalenessGate
+from services.controller.run.stored import StoredGroups
 from services.rollout.client import GroupAssignment
 
 
@@ -34,6 +37,7 @@ class Handout:
         order: Order of the prompts.
         journal: Where what the ledger decides is written before it is acted on.
         replicas: Where groups go.
+        stored: Where their samples arrive.
         clock: For stalls.
     """
 
@@ -46,6 +50,7 @@ class Handout:
         order: PromptOrder,
         journal: Journal,
         replicas: Replicas,
+        stored: StoredGroups,
         clock: Clock,
     ) -> None:
         self._spec = spec
@@ -55,9 +60,12 @@ class Handout:
         self._order = order
         self._journal = journal
         self._replicas = replicas
+        self._stored = stored
         self._clock = clock
         self._total = spec.trainer.steps * spec.trainer.prompts_per_step
         self._per_replica = max(1, spec.rollout.max_running_samples // spec.rollout.group_size)
+        self.shares = Shares()
+        """Who generates what."""
         self.published_step = -1
         """The newest step whose weights every rollout serves."""
         self.gate = StalenessGate(
@@ -71,12 +79,16 @@ class Handout:
         groups = self._next_groups()
         if not groups:
             return
+        # What was stored of groups that begin again is in the way of their new samples.
+        await self._stored.discard(g for g in groups if g.state is GroupState.PENDING)
         by_worker: dict[str, list[GroupAssignment]] = defaultdict(list)
         for group in groups:
-            worker_id, version = self._replicas.choose(group.group_id)
-            self._replicas.assigned(worker_id)
-            self._ledger.lease(group, worker_id, version=version, now=self._clock.monotonic())
-            by_worker[worker_id].append(self.assignment(group))
+            shares, version = self._share_out(group)
+            first = next(iter(shares))
+            self._ledger.lease(group, first, version=version, now=self._clock.monotonic())
+            self.begin(group, shares)
+            for worker_id, members in shares.items():
+                by_worker[worker_id].append(self.assignment(group, members))
         await self._journal.save(self._ledger)
 
         async def start(worker_id: str, assignments: list[GroupAssignment]) -> None:
@@ -98,6 +110,19 @@ class Handout:
         """Traces of those groups whose spans are collected."""
         return tracing.of_groups(self._run_id, (group.group_id for group in groups))
 
+    def begin(self, group: Group, shares: Mapping[str, Sequence[int]]) -> None:
+        """Note that rollouts have these members of a group."""
+        self.shares.begin(group.group_id, shares)
+        for worker_id in shares:
+            self._replicas.assigned(worker_id)
+
+    def end(self, group: Group) -> list[str]:
+        """Note that nobody works on a group any more; returns the rollouts that did."""
+        workers = self.shares.end(group.group_id)
+        for worker_id in workers:
+            self._replicas.finished(worker_id)
+        return workers
+
     async def take_back_stalled(self) -> None:
         """Hand groups that bring nothing to somebody else."""
         oldest = self._clock.monotonic() - self._spec.limits.stall_timeout_s
@@ -107,10 +132,11 @@ class Handout:
         stalled = [group for group in self._ledger.running() if group.started <= oldest]
         await self._replicas.cancel([group.group_id for group in stalled])
         for group in stalled:
-            self._replicas.finished(group.worker_id)
+            self.end(group)
             if not self._ledger.retry(group, "stalled"):
                 self._order.quarantine(group.row)
         await self._journal.save(self._ledger)
+        await self._stored.discard(stalled)
 
     def seconds_to_next_stall(self) -> float | None:
         """When :meth:`take_back_stalled` may find something; None if nothing runs."""
@@ -120,12 +146,9 @@ class Handout:
         rest = first.started + self._spec.limits.stall_timeout_s - self._clock.monotonic()
         return max(rest, 0.01)
 
-    def assignment(self, group: Group) -> GroupAssignment:
-        """What the rollout is told of a group."""
-        members = range(self._spec.samples_per_group)
-        temperatures = [self._spec.rollout.sampling.temperature] * self._spec.rollout.group_size
-        # ReMax compares with one greedy response.
-        temperatures += [0.0] * (len(members) - len(temperatures))
+    def assignment(self, group: Group, members: Sequence[int]) -> GroupAssignment:
+        """What a rollout is told of its members of a group."""
+        rollout = self._spec.rollout
         return GroupAssignment(
             group_id=group.group_id,
             attempt=group.attempt,
@@ -134,8 +157,25 @@ class Handout:
             partition_id=self._partition,
             members=tuple(members),
             seeds=tuple(sample_seed(self._spec.seed, group.sequence, m) for m in members),
-            temperatures=tuple(temperatures),
+            # ReMax compares with one greedy response.
+            temperatures=tuple(
+                rollout.sampling.temperature if m < rollout.group_size else 0.0 for m in members
+            ),
         )
+
+    def _share_out(self, group: Group) -> tuple[Mapping[str, Sequence[int]], int]:
+        """Members by rollout, and the oldest version that these rollouts serve.
+
+        All of a group go to one rollout, where they share their prompt's prefix, if they find places there.
+        """
+        there = self._stored.members(group)
+        members = [m for m in range(self._spec.samples_per_group) if m not in there]
+        count = math.ceil(len(members) / self._spec.rollout.max_running_samples)
+        if count == 1:
+            worker_id, version = self._replicas.choose(group.group_id)
+            return {worker_id: members}, version
+        workers, version = self._replicas.choose_several(count)
+        return split(members, workers), version
 
     def _next_groups(self) -> list[Group]:
         """Groups with tokens, which the gate let in before; then, under the gate, all others."""

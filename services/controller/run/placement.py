@@ -1,12 +1,14 @@
 """Where a group goes: to the least loaded rollout, or to one that still holds its prefix."""
 
 from collections.abc import Callable
+from itertools import islice
 
 
 class Placement:
     """Loads of the rollouts of a run, and which of them holds the prefix of which group.
 
-    All members of a group go to one rollout, where they share their prompt's prefix. A group that was put
+    All members of a group go to one rollout, where they share their prompt's prefix, if they find places
+    there; see :mod:`~services.controller.run.shares`. A group that was put
     aside goes back to where it was, if that rollout serves the weights that computed the prefix and has
     at most a quarter more groups than the least loaded one, or one more.
     """
@@ -70,6 +72,11 @@ class Placement:
         ):
             return holder
         return next(iter(self._by_load[least]))
+
+    def least_loaded(self, count: int) -> list[str]:
+        """The ``count`` least loaded rollouts; fewer if there are not so many."""
+        names = (name for load in sorted(self._by_load) for name in self._by_load[load])
+        return list(islice(names, count))
 
     def _move(self, worker_id: str, load: int) -> None:
         known = self._load.get(worker_id, load)

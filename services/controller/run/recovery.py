@@ -103,18 +103,19 @@ async def restore(
         quarantined=recovered.quarantined_rows,
         returned=recovered.ledger.returned,
     )
+    stored = StoredGroups(
+        queue,
+        partition_id(run_id, "train"),
+        group_size=spec.samples_per_group,
+        required_fields=training_fields(spec),
+    )
     generation = Generation(
         spec,
         ledger=ledger,
         order=order,
         journal=journal,
         replicas=parts.replicas,
-        stored=StoredGroups(
-            queue,
-            partition_id(run_id, "train"),
-            group_size=spec.samples_per_group,
-            required_fields=training_fields(spec),
-        ),
+        stored=stored,
         handout=Handout(
             spec,
             run_id,
@@ -122,6 +123,7 @@ async def restore(
             order=order,
             journal=journal,
             replicas=parts.replicas,
+            stored=stored,
             clock=clock,
         ),
     )

@@ -105,6 +105,17 @@ class Replicas:
             raise UnavailableError("no rollout is connected, so no group can start")
         return worker_id, self._workers[worker_id].weight_version
 
+    def choose_several(self, count: int) -> tuple[list[str], int]:
+        """Up to ``count`` rollouts for the shares of a group, and the oldest weight version they serve.
+
+        Raises:
+            UnavailableError: If there is none.
+        """
+        names = self._placement.least_loaded(count)
+        if not names:
+            raise UnavailableError("no rollout is connected, so no group can start")
+        return names, min(self._workers[name].weight_version for name in names)
+
     def assigned(self, worker_id: str) -> None:
         """A group was assigned to a rollout."""
         self._placement.assigned(worker_id)

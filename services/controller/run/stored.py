@@ -1,7 +1,7 @@
 """The samples of a run that the transferqueue holds, group by group."""
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -28,6 +28,10 @@ class GroupSamples:
         """Values of a tag, one for each of them."""
         values = self.batch.tag(name)
         return [values[index] for index in self.indexes]
+
+    def without(self, keys: Collection[str]) -> "GroupSamples":
+        """Those that have other keys."""
+        return GroupSamples(self.batch, [i for i in self.indexes if self.batch.keys[i] not in keys])
 
     def and_(self, later: "GroupSamples") -> "GroupSamples":
         """These and others of the same group."""
@@ -59,6 +63,7 @@ class StoredGroups:
         self._group_size = group_size
         self._required_fields = frozenset(required_fields)
         self._samples: dict[str, GroupSamples] = {}
+        self._begun: dict[str, GroupSamples] = {}
 
     def __contains__(self, group: Group) -> bool:
         return group.group_id in self._samples
@@ -115,25 +120,36 @@ class StoredGroups:
         }
         return self._required_fields <= present
 
-    async def finished(self) -> AsyncIterator[list[tuple[str, GroupSamples]]]:
-        """Groups as they become whole, for ever; those that are whole already come first."""
-        begun: dict[str, GroupSamples] = {}
+    async def arrived(self) -> AsyncIterator[list[tuple[str, GroupSamples]]]:
+        """Samples as they come, by group, for ever; those that are there already come first."""
         async for batch in self._queue.watch(self._partition, 0):
-            whole: list[tuple[str, GroupSamples]] = []
-            for group_id, found in _split(batch):
-                earlier = begun.pop(group_id, None)
-                samples = earlier.and_(found) if earlier is not None else found
-                if self.is_whole(samples):
-                    whole.append((group_id, samples))
-                else:
-                    begun[group_id] = samples
-            if whole:
-                yield whole
+            if batch.num_keys:
+                yield list(_split(batch))
+
+    def add(self, group: Group, samples: GroupSamples) -> GroupSamples | None:
+        """Take in some samples of a group; returns all of them once it is whole."""
+        earlier = self._begun.pop(group.group_id, None)
+        if earlier is not None:
+            samples = earlier.and_(samples.without(earlier.keys))
+        if self.is_whole(samples):
+            return samples
+        self._begun[group.group_id] = samples
+        return None
+
+    def members(self, group: Group) -> set[int]:
+        """Members of a group that is not whole whose samples are there."""
+        begun = self._begun.get(group.group_id)
+        return set() if begun is None else {int(member) for member in begun.tag("member")}
+
+    async def discard(self, groups: Iterable[Group]) -> None:
+        """Delete what is there of groups that are not whole."""
+        found = [self._begun.pop(g.group_id) for g in groups if g.group_id in self._begun]
+        await self.delete([key for samples in found for key in samples.keys])
 
 
 def attempt_of(samples: GroupSamples) -> int:
-    """The try that brought a group."""
-    return int(samples.batch.tag("attempt")[samples.indexes[0]])
+    """The newest try that brought some of them."""
+    return max(int(attempt) for attempt in samples.tag("attempt"))
 
 
 def oldest_version(samples: GroupSamples) -> int:

@@ -9,6 +9,7 @@ from services.controller.run.groups import GroupState
 from services.controller.run.handout import GenerationError, Handout
 from services.controller.run.ledger import Ledger
 from services.controller.run.prompts import PromptOrder, ReturnedRows
+from services.controller.run.stored import StoredGroups
 
 SPEC = parse_spec(
     {
@@ -65,6 +66,7 @@ def handout_of(ledger, *, rows=100, quarantined=()):
         order=order,
         journal=Recorder(),
         replicas=rollouts,
+        stored=StoredGroups(None, "run_1/train", group_size=2, required_fields=()),
         clock=clock,
     )
     return handout, rollouts

@@ -2,7 +2,7 @@
 
 from services.common.batch import KVBatchMeta
 from services.controller.run.groups import Group
-from services.controller.run.stored import StoredGroups
+from services.controller.run.stored import GroupSamples, StoredGroups
 
 
 class Messages:
@@ -22,7 +22,8 @@ class Messages:
 
 def samples(*keys):
     groups = tuple(key.partition(".")[0] for key in keys)
-    tags = {"group_id": groups, "attempt": (1,) * len(keys), "v_min": (0,) * len(keys)}
+    members = tuple(int(key.partition(".")[2]) for key in keys)
+    tags = {"group_id": groups, "member": members, "attempt": (1,) * len(keys)}
     return KVBatchMeta(partition_id="run_1/train", keys=keys, tags=tags)
 
 
@@ -35,10 +36,13 @@ async def test_samples_of_several_messages_come_in_the_order_of_the_groups():
     queue = Messages(samples(f"{a}.0", f"{c}.0", f"{c}.1"), samples(f"{b}.0", f"{a}.1", f"{b}.1"))
     stored = StoredGroups(queue, "run_1/train", group_size=2, required_fields=())
     arrived = []
-    async for whole in stored.finished():
-        for group_id, found in whole:
-            arrived.append(group_id)
-            stored.keep(group(int(group_id[1:])), found)
+    async for groups in stored.arrived():
+        for group_id, found in groups:
+            one = group(int(group_id[1:]))
+            whole = stored.add(one, found)
+            if whole is not None:
+                arrived.append(group_id)
+                stored.keep(one, whole)
     assert arrived == [c, b, a]
     meta = stored.meta([group(0), group(1), group(2)])
     assert meta.keys == (f"{a}.0", f"{a}.1", f"{b}.0", f"{b}.1", f"{c}.0", f"{c}.1")
@@ -46,3 +50,15 @@ async def test_samples_of_several_messages_come_in_the_order_of_the_groups():
     assert queue.released == [f"{b}.0", f"{b}.1"]
     assert group(1) not in stored
     assert stored.meta([]).num_keys == 0
+
+
+async def test_samples_that_come_again_count_once_and_can_be_discarded():
+    a = group(0).group_id
+    queue = Messages()
+    stored = StoredGroups(queue, "run_1/train", group_size=3, required_fields=())
+    for keys in ((f"{a}.0",), (f"{a}.0", f"{a}.2")):
+        assert stored.add(group(0), GroupSamples(samples(*keys), range(len(keys)))) is None
+    assert stored.members(group(0)) == {0, 2}
+    await stored.discard([group(0), group(1)])
+    assert queue.released == [f"{a}.0", f"{a}.2"]
+    assert stored.members(group(0)) == set()

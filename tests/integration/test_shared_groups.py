@@ -1,0 +1,23 @@
+"""Groups with more members than a rollout has places, through the whole system."""
+
+import json
+
+import pytest
+
+from tests.helpers.cli import train
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def test_rollouts_share_groups_that_find_no_room_in_one_and_nothing_is_lost(plumbing, tmp_path):
+    done = train(
+        plumbing,
+        tmp_path / "runs",
+        "rollout.max_running_samples=2",
+        "rollout.partial_rollout=true",
+        "rollout.segment_tokens=2",
+    )
+    assert done.code == 0, done.out + done.err
+    assert done.summary["prompts"]["consumed"] == done.summary["prompts"]["issued"] == 12
+    steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [step["samples"] for step in steps] == [16, 16, 16]
