@@ -12,7 +12,7 @@ COPY pyproject.toml README.md LICENSE ./
 # An empty package brings the dependencies, so that a change of code does not install them again.
 RUN mkdir -p services proto/gen/slipstream && touch services/__init__.py proto/gen/slipstream/py.typed \
     && python3 -m venv /opt/venv \
-    && /opt/venv/bin/pip install --no-cache-dir ${PIP_OPTIONS} ".[rollout]" ${ENGINE}
+    && /opt/venv/bin/pip install --no-cache-dir ${PIP_OPTIONS} ".[rollout,tracing]" ${ENGINE}
 
 FROM ${BASE}
 COPY --from=dependencies /opt/venv /opt/venv

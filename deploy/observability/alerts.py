@@ -150,7 +150,7 @@ ALL = (
         summary="The trainer of run {{ $labels.run }} waits for samples {{ $value | humanizePercentage }} of its time",
         meaning="Rollouts bring samples at less than half the rate that the trainer could take. Its GPUs are paid for and idle.",
         actions=(
-            "Add rollouts while the run goes on: `PATCH /v1/runs/RUN` with `{\"rollout_replicas\": N}`.",
+            'Add rollouts while the run goes on: `PATCH /v1/runs/RUN` with `{"rollout_replicas": N}`.',
             "`slipstream_rollout_reward_seconds` as long as a response takes: raise `rollout.reward_concurrency`, or give the reward service more room.",
             "`slipstream_rollout_waiting_samples` is 0 and rollouts are idle: the staleness bound holds them; raise `algorithm.max_staleness` with a correction that allows it.",
         ),

@@ -31,7 +31,7 @@ fetch_wheels() { # the dependencies of all services, for the Python of the base 
   [ -e "$stamp" ] && return
   "$python" -m pip list --format freeze | grep -v '^slipstream==' > "$folder/constraints.txt"
   "$python" -m pip download -q -d "$wheels" -c "$folder/constraints.txt" "hatchling>=1.27" \
-    "$source[cluster,rollout,trainer]" 2> "$folder/download/pip.log"
+    "$source[cluster,rollout,trainer,tracing]" 2> "$folder/download/pip.log"
   touch "$stamp"
 }
 

@@ -70,6 +70,10 @@ EVERYTHING = (
     "monitoring.podMonitor.enabled=true,monitoring.prometheusRule.enabled=true",
     "--set",
     "monitoring.dashboards.enabled=true",
+    "--set",
+    "tracing.endpoint=http://collector.tracing.svc:4317",
+    "--set",
+    "workers.modelCache.existingClaim=models,workers.modelCache.fetch={Qwen/Qwen3-4B@main}",
 )
 """Switches on what is off by default."""
 

@@ -31,7 +31,7 @@ _PROFILES: tuple[tuple[str, ...], ...] = (
     ("multi-node",),
     ("multi-node", "rdma"),
 )
-_CUSTOM = {"PodMonitor", "PrometheusRule", "Certificate", "HTTPRoute"}
+_CUSTOM = {"PodMonitor", "PrometheusRule", "Certificate", "HTTPRoute", "GRPCRoute"}
 _BAD_VALUES = [
     ("trainer.gpu.count=8", ("trainer", "count")),
     ("controller.replicas=2", ("controller", "replicas")),
@@ -45,6 +45,11 @@ _BAD_VALUES = [
     ("monitoring.prometheusRule.queueFillRatio=2", ("queueFillRatio",)),
     ("transferqueue.capacityMiB=0", ("capacityMiB",)),
     ("tls.mode=certManager", ("tls", "issuer")),
+    ("grpcRoute.enabled=true", ("grpcRoute", "parentRefs")),
+    ("grpcRoute.enabled=true", ("tls", "mode")),
+    ("workers.modelCache.fetch={Qwen/Qwen3-4B}", ("modelCache", "existingClaim")),
+    ("tracing.endpoint=collector:4317", ("tracing", "endpoint")),
+    ("tracing.ratio=2", ("tracing", "ratio")),
     ("controller.oidc.issuer=id.example.com", ("oidc", "issuer")),
 ]
 
@@ -190,7 +195,7 @@ def test_pod_monitor_selects_every_pod_that_serves_metrics() -> None:
         labels = pod["metadata"]["labels"]
         assert _matches(spec["selector"], labels)
         is_chosen = labels["app.kubernetes.io/component"] not in rule["values"]
-        assert is_chosen is (component != "test")
+        assert is_chosen is (component not in ("test", "fetch"))
 
 
 def test_only_rdma_adds_a_capability() -> None:

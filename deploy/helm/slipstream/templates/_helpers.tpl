@@ -119,6 +119,18 @@ tcpSocket: {port: grpc}
 {{- end }}
 {{- end -}}
 
+{{/* Environment that names the collector of spans: the same for every service */}}
+{{- define "slipstream.tracingEnv" -}}
+{{- with .Values.tracing }}
+{{- if .endpoint }}
+- name: SLIPSTREAM_TRACE_ENDPOINT
+  value: {{ .endpoint | quote }}
+- name: SLIPSTREAM_TRACE_RATIO
+  value: {{ .ratio | quote }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{- define "slipstream.tlsMount" -}}
 {{- if ne .Values.tls.mode "off" }}
 - {name: tls, mountPath: /etc/slipstream/tls, readOnly: true}

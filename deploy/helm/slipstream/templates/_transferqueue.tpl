@@ -84,6 +84,7 @@ spec:
             - name: SLIPSTREAM_TRANSFERQUEUE_SERVICE_KEY_FILE
               value: /etc/slipstream/service-key/key
             {{- include "slipstream.tlsEnv" (dict "root" .root "prefix" "SLIPSTREAM_TRANSFERQUEUE") | nindent 12 }}
+            {{- include "slipstream.tracingEnv" .root | nindent 12 }}
             {{- include "slipstream.env" $values.env | nindent 12 }}
           ports:
             {{- if $isIndex }}

@@ -112,6 +112,7 @@ spec:
         # NVLink SHARP needs multicast rights that shared nodes do not give.
         - name: NCCL_NVLS_ENABLE
           value: "0"
+        {{- include "slipstream.tracingEnv" .root | nindent 8 }}
         {{- include "slipstream.env" (merge (deepCopy $role.env) $workers.env) | nindent 8 }}
       {{- with $workers.envFromSecrets }}
       envFrom:

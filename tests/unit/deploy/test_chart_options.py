@@ -1,0 +1,56 @@
+"""What the chart adds where it is asked to: spans, a route for gRPC, models in the cache."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.unit.deploy.chart import CHART, EVERYTHING, Manifest, one, pods, render
+
+
+def test_every_service_sends_its_spans_to_the_same_collector() -> None:
+    endpoint = "http://collector.tracing.svc:4317"
+    for component, pod in pods(render(*EVERYTHING)).items():
+        environment = pod["spec"]["containers"][0].get("env", [])
+        found = {item["name"]: item.get("value") for item in environment}
+        is_service = component not in ("test", "fetch")
+        assert (found.get("SLIPSTREAM_TRACE_ENDPOINT") == endpoint) is is_service, component
+    assert "TRACE" not in json.dumps(render())
+
+
+def test_only_the_service_of_runs_is_routed_to_users_of_grpc() -> None:
+    parents = 'grpcRoute={"enabled": true, "parentRefs": [{"name": "gateway"}]}'
+    manifests = render("--set-json", parents, "--set", "tls.mode=off")
+    (rule,) = one(manifests, "GRPCRoute", "demo-slipstream-controller")["spec"]["rules"]
+    assert rule["matches"] == [{"method": {"service": "slipstream.controller.v1.RunService"}}]
+    assert rule["backendRefs"] == [{"name": "demo-slipstream-controller", "port": 50051}]
+
+
+def test_models_are_fetched_into_the_cache_by_a_job_of_their_list() -> None:
+    def job(models: str) -> Manifest:
+        values = f"workers.modelCache.existingClaim=models,workers.modelCache.fetch={{{models}}}"
+        (found,) = [m for m in render("--set", values) if m["kind"] == "Job"]
+        return found
+
+    made = job("a/b@1,datasets/c/d")
+    spec = made["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert container["args"][1:] == ["a/b@1", "datasets/c/d"]
+    assert {"name": "cache", "persistentVolumeClaim": {"claimName": "models"}} in spec["volumes"]
+    assert made["metadata"]["name"] == job("a/b@1,datasets/c/d")["metadata"]["name"]
+    assert made["metadata"]["name"] != job("a/b@2,datasets/c/d")["metadata"]["name"]
+
+
+def test_the_job_asks_hugging_face_for_what_it_is_told(tmp_path: Path) -> None:
+    (tmp_path / "huggingface_hub.py").write_text(
+        "def snapshot_download(name, *, repo_type, revision):\n"
+        "    return f'{name} {repo_type} {revision}'\n"
+    )
+    done = subprocess.run(
+        [sys.executable, CHART / "files" / "fetch_models.py", "a/b@1", "datasets/c/d"],
+        capture_output=True, text=True, check=True, env={"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [
+        "a/b@1 is in a/b model 1",
+        "datasets/c/d is in c/d dataset None",
+    ]
