@@ -33,19 +33,22 @@ class RunAudit:
     async def metrics(
         self, run_id: str, name: str, from_step: int, max_points: int
     ) -> list[MetricPoint]:
-        """Numbers of committed steps; every n-th one if there are more than ``max_points``."""
+        """Numbers of committed steps: of every n-th step, if all were more than ``max_points``."""
+        first = max(from_step, 1)
 
         def read() -> list[MetricPoint]:
             with self._database.read() as connection:
-                steps = ledger_store.read_steps(connection, run_id, after=max(from_step - 1, 0))
-            points = [
+                newest = ledger_store.newest_step(connection, run_id)
+                last = ledger_store.read_metrics(connection, run_id, first=newest)
+                per_step = 1 if name else max((len(step.metrics) for step in last), default=1)
+                every = max(-(-(newest - first + 1) * per_step // max_points), 1)
+                steps = ledger_store.read_metrics(connection, run_id, first=first, every=every)
+            return [
                 MetricPoint(step=step.step, time=moment(step.time), name=key, value=value)
                 for step in steps
-                if step.is_committed
                 for key, value in step.metrics.items()
                 if name in ("", key)
             ]
-            return points[:: -(-len(points) // max_points) or 1]
 
         return await self._database.run(read)
 

@@ -9,7 +9,8 @@ from services.controller.run.replicas import Replicas
 from services.controller.run.scores import Evaluation
 from services.controller.run.weight_sync import SyncReport
 
-_KEPT = 10_000
+# Newest weight syncs that the summary's percentiles are of: they are sorted for each event.
+_KEPT = 1000
 
 
 class Progress:

@@ -16,6 +16,15 @@ _CHUNK = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """The numbers of a committed step."""
+
+    step: int
+    time: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """A step and the groups that it trains."""
 
@@ -145,6 +154,22 @@ def read_steps(
             metrics=json.loads(row.metrics_json),
             time=row.time,
         )
+        for row in connection.execute(query)
+    ]
+
+
+def read_metrics(
+    connection: sa.Connection, run_id: str, *, first: int, every: int = 1
+) -> list[StepMetrics]:
+    """Numbers of every n-th committed step from step ``first`` on, without the groups that it trained."""
+    query = (
+        sa.select(STEPS.c.step, STEPS.c.time, STEPS.c.metrics_json)
+        .where(STEPS.c.run_id == run_id, STEPS.c.step >= first, STEPS.c.is_committed)
+        .where((STEPS.c.step - first) % every == 0)
+        .order_by(STEPS.c.step)
+    )
+    return [
+        StepMetrics(step=row.step, time=row.time, metrics=json.loads(row.metrics_json))
         for row in connection.execute(query)
     ]
 

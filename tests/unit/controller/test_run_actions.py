@@ -3,6 +3,8 @@
 import asyncio
 import json
 
+import pytest
+
 from services.controller.run.checkpoints import Checkpoint
 from services.controller.run.ledger import Ledger
 from services.controller.run.run_state import RunEvent
@@ -55,6 +57,24 @@ def train(database, run_id, *, steps) -> None:
             ledger.consume(groups)
             ledger_store.write_change(connection, run_id, ledger.take_changes())
             ledger_store.commit_step(connection, run_id, step, {"reward_mean": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("query", "steps"),
+    [
+        ("", [1, 2, 3, 4, 5, 6, 7]),
+        ("name=reward_mean&from_step=5", [5, 6, 7]),
+        ("max_points=3", [1, 4, 7]),
+        ("max_points=2&from_step=2", [2, 5]),
+        ("name=loss", []),
+    ],
+)
+async def test_numbers_of_steps_are_thinned_out_evenly(api, database, query, steps):
+    run_id = await submitted(api)
+    train(database, run_id, steps=7)
+    points = (await api.get(f"/v1/runs/{run_id}/metrics?{query}")).json()["items"]
+    assert [point["step"] for point in points] == steps
+    assert all(point["name"] == "reward_mean" for point in points)
 
 
 async def test_a_fork_goes_on_from_a_checkpoint_with_the_same_prompts(api, database):
