@@ -12,6 +12,7 @@ from rich.console import Console
 
 from services.cli.api import Api, ApiError
 from services.cli.local import ServiceExitedError
+from services.cli.output import patient
 from services.cli.settings import CliSettings
 from services.common.spec.loader import SpecError
 
@@ -62,7 +63,8 @@ def run_until_signal(work: Coroutine[Any, Any, Any]) -> Any:
         return task.result()
 
     try:
-        return asyncio.run(main())
+        with patient(console):
+            return asyncio.run(main())
     except asyncio.CancelledError:
         errors.print("stopped", highlight=False)
         raise typer.Exit(130) from None

@@ -34,7 +34,7 @@ class StepLog:
                 weight_version=data["version"],
             )
             yield from self._close()
-        elif kind == "Validated":
+        elif kind == "Validated" and data["num_samples"]:
             self.heldout.append({name: data[name] for name in ("version", "greedy", "sampled")})
         elif kind == "end":
             yield from self._close()

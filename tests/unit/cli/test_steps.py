@@ -50,7 +50,7 @@ def published(version):
 
 
 def validated(version):
-    data = {"version": version, "greedy": 0.5, "sampled": 0.4, "reason": "periodic"}
+    data = {"version": version, "greedy": 0.5, "sampled": 0.4, "num_samples": 8}
     return "Validated", {"message": "", "data": data}
 
 

@@ -1,0 +1,89 @@
+"""Standard output for commands that must go on while nobody reads it, as when it is piped into a pager."""
+
+import io
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+# Pieces of output that wait for their reader; then whoever writes waits too.
+_MAX_WAITING = 100_000
+# A reader that has gone to sleep gets this long to take what is left of a command that was ended.
+_LAST_CHANCE_S = 1.0
+
+
+class _Output(io.TextIOBase):
+    """A file whose writes return at once: a thread waits for the reader.
+
+    Args:
+        descriptor: Where the thread writes.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._waiting: queue.Queue[str | None] = queue.Queue(_MAX_WAITING)
+        self._is_broken = False
+        # Nothing is lost with the thread but what nobody reads.
+        self._thread = threading.Thread(target=self._work, name="output", daemon=True)
+        self._thread.start()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """What bytes the text becomes."""
+        return "utf-8"
+
+    def isatty(self) -> bool:
+        """Whether a person reads."""
+        return os.isatty(self._descriptor)
+
+    def fileno(self) -> int:
+        """Where it goes."""
+        return self._descriptor
+
+    def write(self, text: str) -> int:
+        """Have a text written.
+
+        Raises:
+            BrokenPipeError: If the reader is gone.
+        """
+        if self._is_broken:
+            raise BrokenPipeError
+        self._waiting.put(text)
+        return len(text)
+
+    def finish(self, timeout_s: float | None) -> None:
+        """Wait until everything is read, or for some time."""
+        self._waiting.put(None)
+        self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while (text := self._waiting.get()) is not None:
+            rest = text.encode(errors="replace")
+            try:
+                while rest:
+                    rest = rest[os.write(self._descriptor, rest) :]
+            except OSError:
+                self._is_broken = True
+                return
+
+
+@contextmanager
+def patient(console: Console) -> Iterator[None]:
+    """Let a console's writers go on although nobody reads; at the end, wait for the reader."""
+    try:
+        descriptor = console.file.fileno()
+    except OSError:  # not a file of the system's
+        yield
+        return
+    console.file.flush()
+    before, console.file = console.file, (output := _Output(descriptor))
+    timeout_s: float | None = _LAST_CHANCE_S
+    try:
+        yield
+        timeout_s = None
+    finally:
+        console.file = before
+        output.finish(timeout_s)
