@@ -9,7 +9,7 @@ from prometheus_client import REGISTRY
 
 from services.common.clock import SystemClock
 from services.common.credentials import acting_as
-from services.common.errors import InvalidArgumentError
+from services.common.errors import FailedPreconditionError, InvalidArgumentError
 from services.common.grpc_client import open_channel
 from services.common.grpc_server import serve
 from services.common.http_server import serve_http
@@ -157,10 +157,10 @@ def main() -> None:
     configure(level=settings.log_level, log_format=settings.log_format, service="controller")
     try:
         settings.check_exposure()
-    except InvalidArgumentError as error:
+        with acting_as(settings.identity()), settings.tracing("controller"):
+            asyncio.run(run_controller(settings))
+    except (InvalidArgumentError, FailedPreconditionError) as error:
         raise SystemExit(f"error: {error}") from error
-    with acting_as(settings.identity()), settings.tracing("controller"):
-        asyncio.run(run_controller(settings))
 
 
 if __name__ == "__main__":

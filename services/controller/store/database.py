@@ -156,7 +156,8 @@ def _migrate(engine: sa.Engine) -> None:
             tables = set(sa.inspect(writing).get_table_names())
             if "runs" in tables and "alembic_version" not in tables:
                 raise FailedPreconditionError(
-                    "the database was made by an unreleased version; take another state directory"
+                    "the database was made before the first release; remove it, or take another "
+                    "state directory"
                 )
             config.attributes["connection"] = writing
             try:
