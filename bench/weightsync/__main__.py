@@ -1,4 +1,4 @@
-"""Measure weight sync: ``python -m bench.weightsync [--smoke] [--sources T --receivers R]``.
+"""Measure weight sync: ``python -m bench.weightsync [--smoke] [--sources T --receivers R] [--device cpu]``.
 
 In one run, on one process per member: the raw limit (one broadcast of all bytes), a broadcast per
 parameter, packed buckets as engines use them, and ours (prepare, verified transfer, adopt) in the
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(SHAPES), default="qwen2.5-3b")
     parser.add_argument("--sources", type=int, default=1)
     parser.add_argument("--receivers", type=int, default=1)
-    parser.add_argument("--bucket-mib", type=int, default=512)
+    parser.add_argument("--bucket-mib", type=int, help="default: 512, or 64 over Gloo, as in a run")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
     arguments = parser.parse_args()
@@ -36,7 +36,7 @@ def main() -> None:
         arguments.model, arguments.device, arguments.rounds = "smoke", "cpu", 3
         arguments.bucket_mib = 1
     use_gpu = arguments.device == "auto" and torch.cuda.is_available()
-    arguments.dtype = "bfloat16" if use_gpu else "float32"
+    arguments.bucket_mib = arguments.bucket_mib or (512 if use_gpu else 64)
     members = arguments.sources + arguments.receivers
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = mp.get_context("spawn")

@@ -51,7 +51,7 @@ class _Bench:
         self._store = store
         self._barriers = 0
         self._source = number if number < arguments.sources else None
-        self._specs = SHAPES[arguments.model].tensors(arguments.dtype)
+        self._specs = SHAPES[arguments.model].tensors("bfloat16")
         self._rows: dict[str, dict[str, float]] = {}
 
     def run(self) -> dict[str, dict[str, float]]:
@@ -78,7 +78,7 @@ class _Bench:
         )
         channel = group.channels[0]
         is_source = self._source == 0
-        dtype = getattr(torch, self._arguments.dtype)
+        dtype = torch.bfloat16
         buffer = torch.empty(
             sum(spec.num_rows * spec.row_bytes for spec in self._specs),
             dtype=torch.uint8,
