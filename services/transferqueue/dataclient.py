@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from services.common.batch import KVBatchMeta
@@ -110,21 +111,24 @@ class DataClient:
         tags = tags or {}
         groups = tags.get("group_id") or [group_of(key) for key in keys]
         homes = {group: place(str(group), self._links.shards) for group in set(groups)}
+        if len(set(homes.values())) == 1:
+            columns = _pack_all(fields, shared or {}, len(keys))
+            return await self._put_on(
+                homes[groups[0]], _describe(partition_id, keys, columns, tags), columns
+            )
         places: dict[str, list[int]] = {}
         for index, group in enumerate(groups):
             places.setdefault(homes[group], []).append(index)
         puts = []
         for shard_id, indexes in places.items():
-            is_all = len(indexes) == len(keys)
-            columns = [
-                pack(name, values if is_all else select_rows(values, indexes))
-                for name, values in fields.items()
-            ]
-            columns += [share(name, row, len(indexes)) for name, row in (shared or {}).items()]
-            meta = _describe(partition_id, [keys[i] for i in indexes], columns, tags, indexes)
+            rows = {name: select_rows(values, indexes) for name, values in fields.items()}
+            columns = _pack_all(rows, shared or {}, len(indexes))
+            chosen = {
+                name: _tag_values([values[i] for i in indexes]) for name, values in tags.items()
+            }
+            meta = _describe(partition_id, [keys[i] for i in indexes], columns, chosen)
             puts.append(self._put_on(shard_id, meta, columns))
-        stored = await run_all(puts)
-        return stored[0] if len(stored) == 1 else KVBatchMeta.concat(stored).select(keys)
+        return KVBatchMeta.concat(await run_all(puts)).select(keys)
 
     async def add_fields(self, meta: KVBatchMeta, fields: Mapping[str, Values]) -> KVBatchMeta:
         """Add fields to stored samples; returns ``meta`` with them.
@@ -201,14 +205,18 @@ class DataClient:
         meta: KVBatchMeta,
         columns: Sequence[PackedColumn],
     ) -> KVBatchMeta:
-        parts = [column.to_bytes() for column in columns]
-        sizes = tuple(map(len, parts))
-        checksums = tuple(map(codec.checksum, parts))
+        sizes = tuple(column.size_bytes for column in columns)
+        parts = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        checksums = tuple(
+            [column.lay_into(part) for column, part in zip(columns, parts, strict=True)]
+        )
         store = codec.Store(
             put_id, meta.partition_id, sizes, self._put_timeout_s, meta.to_bytes(), checksums
         )
         timeout_s = self._put_timeout_s + TIMEOUT_S
-        answer = await connection.ask(store, [b"".join(parts)], timeout_s=timeout_s)
+        answer = await connection.ask(
+            store, [b"".join([part.numpy().data for part in parts])], timeout_s=timeout_s
+        )
         stored = _expect(codec.Stored, answer)
         blobs = _blobs(connection.shard.shard_id, stored.blob_ids, sizes, checksums)
         return replace(meta, blobs=blobs, revision=stored.revision)
@@ -228,12 +236,15 @@ class DataClient:
         return plan, data
 
 
+def _pack_all(
+    fields: Mapping[str, Values], shared: Mapping[str, Tensor], num_keys: int
+) -> list[PackedColumn]:
+    columns = [pack(name, values) for name, values in fields.items()]
+    return columns + [share(name, row, num_keys) for name, row in shared.items()]
+
+
 def _describe(
-    partition_id: str,
-    keys: Sequence[str],
-    columns: Sequence[PackedColumn],
-    tags: Tags,
-    indexes: Sequence[int],
+    partition_id: str, keys: Sequence[str], columns: Sequence[PackedColumn], tags: Tags
 ) -> KVBatchMeta:
     for column in columns:
         if len(column.lengths) != len(keys):
@@ -245,7 +256,7 @@ def _describe(
         partition_id=partition_id,
         keys=tuple(keys),
         fields=tuple(column.to_field(number) for number, column in enumerate(columns)),
-        tags={name: _tag_values([values[i] for i in indexes]) for name, values in tags.items()},
+        tags={name: _tag_values(values) for name, values in tags.items()},
     )
 
 

@@ -55,19 +55,23 @@ class Partition:
             AlreadyExistsError: If a key has one of the fields.
             InvalidArgumentError: If the put is inconsistent with itself or with the partition.
         """
-        self._schema.check(meta, self.rows)
+        found = list(map(self.rows.get, meta.keys))
+        known = [(row, place) for place, row in enumerate(found) if row is not None]
+        self._schema.check(meta, [row for row, _ in known])
         part = _part_of(meta)
         self._schema.learn(meta)
         self.stored_bytes += sum(blob.size_bytes for blob in meta.blobs)
-        rows = [self.rows.get(key) or Row(key) for key in meta.keys]
-        self.rows.update(zip(meta.keys, rows, strict=True))
-        part.num_unsettled = sum([not row.is_settled for row in rows])
-        # Rows of one put share the tuple of their parts, and mostly had the same ones before.
-        by_parts: dict[tuple[Part, ...], list[Row]] = {}
-        for place, row in enumerate(rows):
-            by_parts.setdefault(row.parts, []).append(row)
-            row.places = (*row.places, place) if row.places else first_place(place)
-        extensions = [_extend(parts, group, part) for parts, group in by_parts.items()]
+        alone = (part,)
+        places = map(first_place, range(meta.num_keys))
+        new = [
+            Row(key, alone, place)
+            for key, row, place in zip(meta.keys, found, places, strict=True)
+            if row is None
+        ]
+        self.rows.update(zip([row.key for row in new], new, strict=True))
+        part.num_unsettled = len(new) + sum([not row.is_settled for row, _ in known])
+        extensions = [Extension(new, frozenset(), frozenset(part.columns))] if new else []
+        extensions += _extend(known, part)
         for extension in extensions:
             if self.required_fields <= extension.after:
                 self._log(extension.rows)
@@ -222,12 +226,20 @@ def find(partitions: Mapping[str, Partition], partition_id: str) -> Partition:
     return partition
 
 
-def _extend(parts: tuple[Part, ...], rows: list[Row], part: Part) -> Extension:
-    before = rows[0].field_names()
-    extended = (*parts, part)
-    for row in rows:
-        row.parts = extended
-    return Extension(rows, before, before | part.columns.keys())
+def _extend(known: Sequence[tuple[Row, int]], part: Part) -> list[Extension]:
+    # Rows share the tuple of their parts, and those of one put mostly had the same ones before.
+    by_parts: dict[tuple[Part, ...], list[Row]] = {}
+    for row, place in known:
+        by_parts.setdefault(row.parts, []).append(row)
+        row.places = (*row.places, place)
+    extensions = []
+    for parts, rows in by_parts.items():
+        before = rows[0].field_names()
+        extensions.append(Extension(rows, before, before | part.columns.keys()))
+        extended = (*parts, part)
+        for row in rows:
+            row.parts = extended
+    return extensions
 
 
 def _part_of(meta: KVBatchMeta) -> Part:

@@ -1,7 +1,7 @@
 """What puts bring to a partition, and the rules that they keep."""
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
@@ -55,10 +55,10 @@ class Row:
 
     DELETED: ClassVar = -1
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, parts: tuple[Part, ...], places: tuple[int, ...]) -> None:
         self.key = key
-        self.parts: tuple[Part, ...] = ()
-        self.places: tuple[int, ...] = ()
+        self.parts = parts
+        self.places = places
         self.is_settled = False
         """Whether all consumers acknowledged it."""
         self.revision = 0
@@ -92,8 +92,8 @@ class Schema:
     kinds: dict[str, Kind] = field(default_factory=dict)
     tag_types: dict[str, type] = field(default_factory=dict)
 
-    def check(self, meta: KVBatchMeta, rows: Mapping[str, Row]) -> None:
-        """Check a put before anything of it is stored.
+    def check(self, meta: KVBatchMeta, known: Sequence[Row]) -> None:
+        """Check a put before anything of it is stored; ``known`` are its rows that exist.
 
         Raises:
             AlreadyExistsError: If a key has one of the fields.
@@ -106,7 +106,6 @@ class Schema:
         names = set(meta.field_names)
         if len(names) != len(meta.fields) or len(meta.blobs) != len(meta.fields):
             raise InvalidArgumentError("a put needs each field once, and one blob for each")
-        known = [rows[key] for key in meta.keys if key in rows]
         for row in known:
             again = names & row.field_names()
             if again:

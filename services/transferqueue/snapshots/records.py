@@ -13,7 +13,7 @@ import msgpack
 from services.common.errors import DataLossError
 from services.transferqueue.transport import codec
 
-_MAGIC = b"SLIPTQ1\n"
+_MAGIC = b"SLIPTQ2\n"
 _PREFIX = struct.Struct("<QQ")
 _MAX_RECORD_BYTES = 1 << 30
 

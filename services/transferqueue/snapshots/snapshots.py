@@ -28,6 +28,7 @@ from services.transferqueue.shards.shards import Shards
 from services.transferqueue.snapshots.blobs import BlobClient
 from services.transferqueue.snapshots.records import RecordReader, RecordWriter
 from services.transferqueue.transport import codec
+from services.transferqueue.transport.checksums import blob_checksum
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
@@ -134,7 +135,7 @@ async def _save_put(meta: KVBatchMeta, blobs: BlobClient, writer: RecordWriter) 
         columns.append(
             replace(column, offsets=offsets, blob_indexes=(number,) * len(column.lengths))
         )
-        refs.append(replace(blob, size_bytes=len(data), checksum=codec.checksum(data)))
+        refs.append(replace(blob, size_bytes=len(data), checksum=blob_checksum(data)))
     packed = replace(meta, fields=tuple(columns), blobs=tuple(refs))
     await writer.write(["put", packed.to_bytes()])
     for data in payload:

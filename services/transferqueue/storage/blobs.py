@@ -6,7 +6,6 @@ from itertools import count
 from typing import Protocol
 
 import numpy as np
-import xxhash
 
 from services.common.columns import BlobRef
 from services.common.errors import (
@@ -16,6 +15,8 @@ from services.common.errors import (
 )
 from services.transferqueue.concurrency import in_thread
 from services.transferqueue.storage.arena import Arena, aligned
+from services.transferqueue.transport.checksums import combine
+from services.transferqueue.transport.codec import FRAME_BYTES, checksum
 
 
 @dataclass(slots=True)
@@ -26,8 +27,8 @@ class _Blob:
     checksum: int | None = None
     num_pins: int = 0
     is_doomed: bool = False
-    digest: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
-    num_hashed: int = 0
+    digests: list[int] = field(default_factory=list)
+    """Checksums of the parts that came in frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,16 +159,16 @@ class Storage:
         blob = self._blobs.get(blob_id)
         if blob is None or blob.checksum is not None:
             raise InvalidArgumentError(f"blob {blob_id} is not being written", blob_id=blob_id)
-        if offset != blob.num_hashed or offset + len(data) > blob.size:
+        num_parts = len(blob.digests)
+        if offset != num_parts * FRAME_BYTES or len(data) != min(FRAME_BYTES, blob.size - offset):
             raise InvalidArgumentError(
-                f"{len(data)} bytes at {offset} do not continue blob {blob_id}, which has "
-                f"{blob.num_hashed} of {blob.size} bytes",
+                f"{len(data)} bytes at {offset} do not continue blob {blob_id} of {blob.size} bytes, "
+                f"which has {num_parts} parts of {FRAME_BYTES} bytes",
                 blob_id=blob_id,
             )
         begin = blob.start + offset
         blob.arena.memory[begin : begin + len(data)] = data
-        blob.digest.update(data)
-        blob.num_hashed += len(data)
+        blob.digests.append(checksum(data))
 
     async def seal(self, sealed: Sequence[BlobRef]) -> None:
         """End the writing of a put's blobs, which its sender describes.
@@ -278,8 +279,7 @@ class Storage:
 
 
 def _check_frames(blob: _Blob, ref: BlobRef) -> None:
-    digest = blob.digest.intdigest() if blob.num_hashed else None
-    check_arrived(ref, blob.size, digest)
+    check_arrived(ref, blob.size, combine(blob.digests) if blob.digests else None)
 
 
 def check_arrived(ref: BlobRef, size_bytes: int, digest: int | None) -> None:

@@ -15,7 +15,8 @@ from services.common.errors import InvalidArgumentError, NotFoundError
 from services.transferqueue.storage.arena import aligned
 from services.transferqueue.storage.blobs import Grant, check_arrived
 from services.transferqueue.storage.object_store import ObjectStore, Range
-from services.transferqueue.transport.codec import ALIGNMENT, checksum
+from services.transferqueue.transport.checksums import blob_checksum
+from services.transferqueue.transport.codec import ALIGNMENT
 
 _USABLE_SHARE = 0.9
 """Share of the memory that is given out: the store's allocator refuses before all of it is used."""
@@ -93,7 +94,7 @@ class ObjectStorage:
         """
         received = [(ref, self._received.pop(ref.blob_id, None)) for ref in sealed]
         for ref, data in received:
-            digest = None if data is None else checksum(data)
+            digest = None if data is None else blob_checksum(data)
             check_arrived(ref, self._sizes[ref.blob_id], digest)
         if any(data is not None for _, data in received):
             key, _ = object_place(self._instance_id, sealed[0].blob_id)

@@ -1,7 +1,7 @@
 """Tensors to columns of bytes and back."""
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -15,11 +15,36 @@ from torch import Tensor
 from services.common.columns import FieldColumn
 from services.common.errors import InvalidArgumentError
 from services.common.jagged import Jagged
-from services.transferqueue.transport.codec import ITEM_BYTES
+from services.transferqueue.transport.checksums import combine, parts_of
+from services.transferqueue.transport.codec import ITEM_BYTES, checksum
 
 Values = Jagged | Tensor | Sequence[Tensor] | Sequence[object]
 """Values of one field: rows as ``Jagged``, a tensor whose first dimension counts the samples, a list
 of tensors, or a list of values that msgpack can hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a column: what one frame holds."""
+
+    begin: int
+    """Its first byte in the column."""
+    size: int
+    """Bytes."""
+    pieces: Sequence[Tensor]
+    """The bytes in order: tensors of one dimension and one dtype on the CPU."""
+
+    def lay_into(self, target: Tensor) -> memoryview:
+        """Copy into ``target``, uint8 of ``size``; returns its bytes."""
+        with torch.no_grad():
+            torch.cat(tuple(self.pieces), out=target.view(self.pieces[0].dtype))
+        return target.numpy().data
+
+    def in_place(self) -> memoryview | None:
+        """The bytes where they are; None if they are in several places."""
+        if len(self.pieces) > 1:
+            return None
+        return self.pieces[0].detach().contiguous().view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,46 +61,35 @@ class PackedColumn:
     """Byte offset of each sample."""
     pieces: tuple[Tensor, ...]
     """The bytes in order: tensors of one dimension and one dtype on the CPU."""
-    size_bytes: int
+    bounds: tuple[int, ...]
+    """First byte of each piece, and the end of the last one."""
 
-    def packed(self, target: Tensor, step_bytes: int) -> Iterator[memoryview]:
-        """Lay the bytes into ``target`` part by part; yields each part of about ``step_bytes``.
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all pieces."""
+        return self.bounds[-1]
 
-        Args:
-            target: uint8 of ``size_bytes``.
-            step_bytes: What is done with a part right after it was written finds it in the cache.
-        """
-        if self.size_bytes == 0:
-            return
-        view, values = target.numpy().data, target.view(self.pieces[0].dtype)
-        item = values.element_size()
-        begin = 0
-        for batch, size in self._batches(max(step_bytes // item, 1)):
-            end = begin + size
-            with torch.no_grad():
-                torch.cat(batch, out=values[begin:end])
-            yield view[begin * item : end * item]
-            begin = end
+    def parts(self) -> list[Part]:
+        """The column cut into parts; pieces that lie in two of them are cut as well."""
+        item = self.pieces[0].element_size()
+        parts = []
+        for begin, size in parts_of(self.size_bytes):
+            first = bisect_right(self.bounds, begin) - 1
+            last = bisect_left(self.bounds, begin + size) - 1
+            pieces = list(self.pieces[first : last + 1])
+            pieces[-1] = pieces[-1][: (begin + size - self.bounds[last]) // item]
+            pieces[0] = pieces[0][(begin - self.bounds[first]) // item :]
+            parts.append(Part(begin, size, pieces))
+        return parts
 
-    def _batches(self, step: int) -> Iterator[tuple[tuple[Tensor, ...], int]]:
-        """Pieces that have at most ``step`` elements together, and how many; larger ones are cut."""
-        ends = list(accumulate(map(Tensor.numel, self.pieces)))
-        first = begin = 0
-        while first < len(ends):
-            last = bisect_right(ends, begin + step, first)
-            if last == first:
-                yield from (((part,), part.numel()) for part in self.pieces[first].split(step))
-                last += 1
-            else:
-                yield self.pieces[first:last], ends[last - 1] - begin
-            first, begin = last, ends[last - 1]
-
-    def to_bytes(self) -> memoryview:
-        """A copy of the bytes."""
-        target = torch.empty(self.size_bytes, dtype=torch.uint8)
-        for _ in self.packed(target, self.size_bytes):
-            pass
-        return target.numpy().data
+    def lay_into(self, target: Tensor) -> int:
+        """Copy into ``target``, uint8 of ``size_bytes``; returns the checksum."""
+        return combine(
+            [
+                checksum(part.lay_into(target[part.begin : part.begin + part.size]))
+                for part in self.parts()
+            ]
+        )
 
     def to_field(self, blob_index: int) -> FieldColumn:
         """The column's description once it is a blob."""
@@ -121,7 +135,7 @@ def share(name: str, row: Tensor, num_keys: int) -> PackedColumn:
         lengths=column.lengths * num_keys,
         offsets=column.offsets * num_keys,
         pieces=column.pieces,
-        size_bytes=column.size_bytes,
+        bounds=column.bounds,
     )
 
 
@@ -205,7 +219,7 @@ def _pack_objects(name: str, values: Sequence[object]) -> PackedColumn:
         lengths=lengths,
         offsets=tuple(accumulate(lengths[:-1], initial=0)),
         pieces=(data,),
-        size_bytes=len(data),
+        bounds=(0, len(data)),
     )
 
 
@@ -223,16 +237,16 @@ def _column(
     if is_float8 or not pieces[0].is_cpu:
         # Bytes can do what the float8 types cannot: be concatenated.
         pieces = tuple([_bytes_of(piece) if is_float8 else piece.cpu() for piece in pieces])
-    offsets = list(accumulate([length * row_bytes for length in lengths], initial=0))
+    bounds = tuple(accumulate([length * row_bytes for length in lengths], initial=0))
     return PackedColumn(
         name=name,
         dtype=dtype,
         row_rank=rank,
         tail_shape=tail,
         lengths=tuple(lengths),
-        offsets=tuple(offsets[:-1]),
+        offsets=bounds[:-1],
         pieces=pieces,
-        size_bytes=offsets[-1],
+        bounds=bounds if len(pieces) == len(lengths) else (0, bounds[-1]),
     )
 
 

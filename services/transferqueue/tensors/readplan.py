@@ -1,6 +1,6 @@
 """Which bytes a get needs, and where they go."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
@@ -9,6 +9,7 @@ from services.common.batch import KVBatchMeta
 from services.common.columns import MISSING, BlobRef, FieldColumn
 from services.common.errors import DataLossError, NotFoundError
 from services.transferqueue.storage.arena import aligned
+from services.transferqueue.transport.checksums import combine, parts_of
 from services.transferqueue.transport.codec import ITEM_BYTES
 
 
@@ -26,13 +27,18 @@ class Extent:
         """Whether these are all bytes of the blob."""
         return self.size == self.blob.size_bytes
 
-    def check(self, digest: int) -> None:
-        """Compare the checksum of the whole blob.
+    def parts(self) -> Iterator["Extent"]:
+        """The extent cut at the ends of its parts."""
+        for begin, size in parts_of(self.size):
+            yield Extent(self.blob, self.offset + begin, size, self.position + begin)
+
+    def check(self, digests: Sequence[int]) -> None:
+        """Compare the checksums of the parts of the whole blob.
 
         Raises:
-            DataLossError: If it is not what the blob's writer said.
+            DataLossError: If they are not what the blob's writer said.
         """
-        if digest != self.blob.checksum:
+        if combine(digests) != self.blob.checksum:
             raise DataLossError(
                 f"blob {self.blob.blob_id} on {self.blob.shard_id} is damaged",
                 blob_id=self.blob.blob_id,
@@ -80,6 +86,19 @@ def plan_read(meta: KVBatchMeta, names: Sequence[str]) -> ReadPlan:
         plan.columns.append((column, begin, end))
         plan.size_bytes = aligned(end)
     return plan
+
+
+def check_whole(extents: Sequence[Extent], digests: Sequence[int]) -> None:
+    """Check the whole blobs among extents, of whose parts these are the checksums.
+
+    Raises:
+        DataLossError: If one is not what its writer said.
+    """
+    left = iter(digests)
+    for extent in extents:
+        parts = [next(left) for _ in parts_of(extent.size)]
+        if extent.is_whole:
+            extent.check(parts)
 
 
 def _one_run(column: FieldColumn, row_bytes: int) -> tuple[int, int] | None:

@@ -2,30 +2,27 @@
 
 import mmap
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from services.common.errors import DeadlineExceededError, InternalError
-from services.transferqueue.concurrency import in_thread, run_all
-from services.transferqueue.tensors.packing import PackedColumn
-from services.transferqueue.tensors.readplan import Extent
+from services.transferqueue.concurrency import map_in_threads
+from services.transferqueue.tensors.packing import PackedColumn, Part
+from services.transferqueue.tensors.readplan import Extent, check_whole
 from services.transferqueue.transport import codec
+from services.transferqueue.transport.checksums import combine
 from services.transferqueue.transport.connection import ShardConnection
 from services.transferqueue.transport.socket_transport import TIMEOUT_S, Transport
 
 _SMALL_BYTES = 64 << 10
-_INLINE_BYTES = 4 << 20
-_STEP_BYTES = 4 << 20
-"""Copies below this take less time than handing them to a thread."""
+_INLINE_BYTES = 8 << 20
+"""Copies below this take about as long as handing them to threads."""
 T = TypeVar("T")
-Bytes = npt.NDArray[np.uint8]
+R = TypeVar("R")
 
 
 class ArenaTransport:
@@ -48,17 +45,18 @@ class ArenaTransport:
         """Fill granted blobs; returns the checksum of each."""
         deadline = time.monotonic() + codec.GRANT_S / 2
 
-        def fill(position: int, column: PackedColumn) -> int:
-            target = self._arena[position : position + column.size_bytes]
-            return codec.checksum_of(_in_time(column.packed(target, _STEP_BYTES), deadline))
+        def fill(placed: tuple[int, Part]) -> int:
+            position, part = placed
+            _check_time(deadline)
+            return codec.checksum(part.lay_into(self._arena[position : position + part.size]))
 
-        # Columns are copied by several threads: one alone does not use up the memory's bandwidth.
-        return await run_all(
-            [
-                _run(partial(fill, position, column), column.size_bytes)
-                for position, column in zip(grant.positions, columns, strict=True)
-            ]
-        )
+        placed = [
+            [(position + part.begin, part) for part in column.parts()]
+            for position, column in zip(grant.positions, columns, strict=True)
+        ]
+        size = sum(column.size_bytes for column in columns)
+        digests = iter(await _for_all(fill, [part for parts in placed for part in parts], size))
+        return [combine(tuple(islice(digests, len(parts)))) for parts in placed]
 
     async def read(self, extents: Sequence[Extent], target: Tensor) -> None:
         """Fetch bytes of blobs into ``target``, a uint8 tensor."""
@@ -83,49 +81,30 @@ class ArenaTransport:
             await self._fallback.read(extents, target)
             return
         source, view = self._arena.numpy(), target.numpy()
+        parts = [
+            (start + part.position - extent.position, part)
+            for extent, start in zip(extents, answer.positions, strict=True)
+            for part in extent.parts()
+        ]
 
-        def copy(located: Sequence[tuple[Extent, int]]) -> None:
-            for extent, start in located:
-                parts = _copied(source[start : start + extent.size], view[extent.position :])
-                parts = _in_time(parts, deadline)
-                if extent.is_whole:
-                    extent.check(codec.checksum_of(parts))
-                else:
-                    deque(parts, maxlen=0)
+        def copy(located: tuple[int, Extent]) -> int:
+            start, part = located
+            _check_time(deadline)
+            copied = view[part.position : part.position + part.size]
+            copied[:] = source[start : start + part.size]
+            return codec.checksum(copied.data)
 
-        jobs = _shared_out(list(zip(extents, answer.positions, strict=True)))
         try:
-            await run_all([_run(partial(copy, job), sum(e.size for e, _ in job)) for job in jobs])
+            digests = await _for_all(copy, parts, sum(extent.size for extent in extents))
         finally:
             self._connection.let_go(answer)
+        check_whole(extents, digests)
 
 
-def _shared_out(located: list[tuple[Extent, int]]) -> list[list[tuple[Extent, int]]]:
-    """Cut into pieces of work for several threads: large extents alone, the small ones together."""
-    jobs = [[one] for one in located if one[0].size >= _INLINE_BYTES]
-    small = [one for one in located if one[0].size < _INLINE_BYTES]
-    return [*jobs, small] if small else jobs
-
-
-def _copied(source: Bytes, target: Bytes) -> Iterator[memoryview]:
-    """Copy part by part; what is done with a part at once finds it in the cache."""
-    for begin in range(0, len(source), _STEP_BYTES):
-        part = source[begin : begin + _STEP_BYTES]
-        copied = target[begin : begin + len(part)]
-        copied[:] = part
-        yield copied.data
-
-
-async def _run(work: Callable[[], T], size_bytes: int) -> T:
+async def _for_all(function: Callable[[T], R], items: Sequence[T], size_bytes: int) -> list[R]:
     if size_bytes < _INLINE_BYTES:
-        return work()
-    return await in_thread(work)
-
-
-def _in_time(parts: Iterable[memoryview], deadline: float) -> Iterator[memoryview]:
-    for part in parts:
-        yield part
-        _check_time(deadline)
+        return list(map(function, items))
+    return await map_in_threads(function, items)
 
 
 def _check_time(deadline: float) -> None:

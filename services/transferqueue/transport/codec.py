@@ -5,7 +5,7 @@ msgpack array ``[op, request_id, *fields]``. Nothing else is ever decoded, and n
 
     Reserve  -> Granted       room for some blobs; waits while there is none
     Describe -> nothing       what the put holds; it is read while the bytes are on their way
-    Write    -> nothing       one payload frame of a reserved blob, at most FRAME_BYTES
+    Write    -> nothing       one payload frame: a part of a reserved blob
     Commit   -> Committed     the blobs are whole; the samples become visible
     Abort    -> Committed     gives reserved room back
     Store    -> Stored        a small put in one message: room, one payload frame, commit
@@ -20,9 +20,10 @@ from typing import Final, get_args
 import msgpack
 import xxhash
 
-VERSION: Final = 2
+VERSION: Final = 3
 FRAME_BYTES: Final = 1 << 20
-"""Payload frames are about this large: smaller ones cost calls, larger ones fresh pages."""
+"""Size of a part of a blob, which is what one frame holds; only the last part of a blob is smaller. More
+frames cost calls, larger ones fresh pages."""
 MAX_HEADER_BYTES: Final = 16 << 20
 """The description of 100,000 samples takes about 10 MiB."""
 MAX_READ_BYTES: Final = 8 << 20

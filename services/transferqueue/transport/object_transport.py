@@ -13,8 +13,7 @@ from services.transferqueue.storage.object_store import ObjectStore
 from services.transferqueue.tensors.packing import PackedColumn
 from services.transferqueue.tensors.readplan import Extent
 from services.transferqueue.transport import codec
-
-_STEP = 4 << 20
+from services.transferqueue.transport.checksums import combine, parts_of
 
 
 class ObjectTransport:
@@ -40,9 +39,7 @@ class ObjectTransport:
 
         def fill(views: Sequence[memoryview]) -> list[int]:
             return [
-                codec.checksum_of(column.packed(torch.frombuffer(view, dtype=torch.uint8), _STEP))
-                if column.size_bytes
-                else codec.checksum(b"")
+                column.lay_into(torch.frombuffer(view, dtype=torch.uint8)) if view else combine(())
                 for view, column in zip(views, columns, strict=True)
             ]
 
@@ -63,7 +60,7 @@ class ObjectTransport:
             part = view[extent.position : extent.position + extent.size]
             part[:] = data[done : done + extent.size]
             if extent.is_whole:
-                extent.check(codec.checksum(part))
+                extent.check([codec.checksum(part[p : p + n]) for p, n in parts_of(extent.size)])
             done += extent.size
 
 

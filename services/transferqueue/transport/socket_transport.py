@@ -2,22 +2,22 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from services.common.errors import DataLossError
 from services.transferqueue.concurrency import run_all
 from services.transferqueue.tensors.buffers import BufferPool
-from services.transferqueue.tensors.packing import PackedColumn
-from services.transferqueue.tensors.readplan import Extent
+from services.transferqueue.tensors.packing import PackedColumn, Part
+from services.transferqueue.tensors.readplan import Extent, check_whole
 from services.transferqueue.transport import codec
+from services.transferqueue.transport.checksums import combine
 from services.transferqueue.transport.connection import ShardConnection
 
 TIMEOUT_S = 60.0
 """Deadline of one request that does not wait for room."""
-_LARGE_PIECE_BYTES = 64 << 10
 _READ_BYTES = 4 << 20
 _READS_UNDER_WAY = 4
 
@@ -62,7 +62,7 @@ class SocketTransport:
     async def write(self, grant: codec.Granted, columns: Sequence[PackedColumn]) -> list[int]:
         """Fill granted blobs; returns the checksum of each."""
         return [
-            codec.checksum_of(self._sent(blob_id, column))
+            combine([self._send(blob_id, part) for part in column.parts()])
             for blob_id, column in zip(grant.blob_ids, columns, strict=True)
         ]
 
@@ -72,7 +72,7 @@ class SocketTransport:
         with_checksum = not all(extent.is_whole for extent in extents)
         window = asyncio.Semaphore(_READS_UNDER_WAY)
 
-        async def fetch(batch: Sequence[Extent]) -> None:
+        async def fetch(batch: Sequence[Extent]) -> list[int]:
             numbers = tuple([n for e in batch for n in (e.blob.blob_id, e.offset, e.size)])
             async with window:
                 request = codec.Read(numbers, in_arena=False, with_checksum=with_checksum)
@@ -80,47 +80,33 @@ class SocketTransport:
                 self._connection.let_go(answer)
                 _check(batch, answer, buffers, with_checksum=with_checksum)
                 _scatter(batch, buffers, view)
+                return [codec.checksum(view[e.position : e.position + e.size]) for e in batch]
 
-        await run_all([fetch(batch) for batch in _batches(extents)])
-        for extent in extents:
-            if extent.is_whole:
-                part = view[extent.position : extent.position + extent.size]
-                extent.check(codec.checksum(part))
+        digests = await run_all([fetch(batch) for batch in _batches(extents)])
+        check_whole(extents, list(chain.from_iterable(digests)))
 
     def close(self) -> None:
         """Nothing is held."""
 
-    def _sent(self, blob_id: int, column: PackedColumn) -> Iterator[memoryview]:
-        """Send a column; yields its frames once they are on their way."""
-        offset = 0
-        for frame in self._frames(column):
-            self._connection.tell(codec.Write(blob_id, offset), [frame])
-            yield frame
-            offset += len(frame)
-
-    def _frames(self, column: PackedColumn) -> Iterator[memoryview]:
-        if column.size_bytes < _LARGE_PIECE_BYTES * len(column.pieces):
-            yield from column.packed(self._pool.take(column.size_bytes), codec.FRAME_BYTES)
-            return
-        for piece in column.pieces:
-            view = piece.detach().contiguous().view(torch.uint8).numpy().data
-            for begin in range(0, len(view), codec.FRAME_BYTES):
-                yield view[begin : begin + codec.FRAME_BYTES]
+    def _send(self, blob_id: int, part: Part) -> int:
+        """Send a part; returns its checksum, computed while the part is on its way."""
+        frame = part.in_place()
+        if frame is None:
+            frame = part.lay_into(self._pool.take(part.size))
+        self._connection.tell(codec.Write(blob_id, part.begin), [frame])
+        return codec.checksum(frame)
 
 
 def _batches(extents: Sequence[Extent]) -> Iterator[list[Extent]]:
+    """The parts of extents, in batches for one read each."""
     batch: list[Extent] = []
     size = 0
-    for extent in extents:
-        done = 0
-        while done < extent.size:
-            step = min(extent.size - done, _READ_BYTES - size)
-            batch.append(Extent(extent.blob, extent.offset + done, step, extent.position + done))
-            done += step
-            size += step
-            if size == _READ_BYTES or len(batch) == codec.MAX_RANGES:
-                yield batch
-                batch, size = [], 0
+    for part in chain.from_iterable(extent.parts() for extent in extents):
+        if size + part.size > _READ_BYTES or len(batch) == codec.MAX_RANGES:
+            yield batch
+            batch, size = [], 0
+        batch.append(part)
+        size += part.size
     if batch:
         yield batch
 

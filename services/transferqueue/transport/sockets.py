@@ -7,6 +7,8 @@ import zmq
 
 from services.transferqueue.transport.codec import FRAME_BYTES, MAX_HEADER_BYTES
 
+_SEND_BUFFER_BYTES = 128 << 10
+"""The kernel would let its queue outgrow the cache, in which the receiver should still find the bytes."""
 _BURST = 32
 """Messages that are handled before other work of the loop gets its turn."""
 
@@ -64,5 +66,6 @@ def set_limits(socket: zmq.Socket[bytes], *, receive_queue: int) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, max(2 * FRAME_BYTES, MAX_HEADER_BYTES))
     socket.setsockopt(zmq.RCVHWM, receive_queue)
     socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDBUF, _SEND_BUFFER_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20_000)

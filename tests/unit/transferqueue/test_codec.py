@@ -101,5 +101,5 @@ def test_another_protocol_version_is_refused() -> None:
 def test_bytes_of_a_header_do_not_change_between_releases() -> None:
     header = codec.encode(codec.Reserve("put_1", "run_1/train", (64, 8), 0.5), 7)
     assert header.hex() == (
-        "02960107a5" + b"put_1".hex() + "ab" + b"run_1/train".hex() + "924008cb3fe0000000000000"
+        "03960107a5" + b"put_1".hex() + "ab" + b"run_1/train".hex() + "924008cb3fe0000000000000"
     )

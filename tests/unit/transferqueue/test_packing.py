@@ -15,7 +15,8 @@ from services.transferqueue.tensors.packing import (
     unpack,
     unpack_objects,
 )
-from services.transferqueue.transport.codec import ITEM_BYTES
+from services.transferqueue.transport.checksums import blob_checksum
+from services.transferqueue.transport.codec import FRAME_BYTES, ITEM_BYTES
 
 DTYPES = [getattr(torch, name) for name in ITEM_BYTES if name != "msgpack"]
 
@@ -27,7 +28,7 @@ def there_and_back(values: Values) -> Jagged:
 
 def data_of(column: PackedColumn) -> Tensor:
     data = torch.empty(column.size_bytes, dtype=torch.uint8)
-    assert b"".join(column.packed(data, 8)) == data.numpy().tobytes()
+    assert column.lay_into(data) == blob_checksum(data.numpy().data)
     return data
 
 
@@ -102,3 +103,11 @@ def test_rows_can_be_selected_before_packing() -> None:
     for values in (rows, Jagged.from_list(rows)):
         chosen = there_and_back(select_rows(values, [2, 0]))
         assert all(map(same, chosen.unbind(), [rows[2], rows[0]]))
+
+
+def test_pieces_that_cross_the_end_of_a_part_are_cut() -> None:
+    rows = [torch.randn(n) for n in (1, 0, FRAME_BYTES // 4 - 1, 0, FRAME_BYTES // 2, 7, 0)]
+    column = pack("x", rows)
+    assert [part.size for part in column.parts()] == [FRAME_BYTES] * 3 + [28]
+    assert [part.in_place() is None for part in column.parts()] == [True, False, False, False]
+    assert data_of(column).view(torch.float32).equal(torch.cat(rows))
