@@ -1,4 +1,7 @@
-"""What the workers of a run wrote: the ends of their logs, and new lines as they come."""
+"""What the workers of a run wrote: the ends of their logs, and new lines as they come.
+
+Processes write into the files; what pods write is copied there (launch.pod_logs).
+"""
 
 import asyncio
 import re
@@ -15,7 +18,7 @@ _PLACE = re.compile(r"([a-z0-9-]{1,63}):(\d{1,18})")
 
 
 class RunLogs:
-    """Logs of the workers that run on this host.
+    """Logs of workers.
 
     Args:
         state_directory: Each run's logs are in ``<state_directory>/<run_id>/logs``.

@@ -93,6 +93,7 @@ def test_install_upgrade_rollback_uninstall_leave_nothing(
         ("controller", "get", f"deployments/{DEPLOYMENT}", True),
         ("controller", "get", "deployments/other", False),
         ("controller", "patch", "pods", False),
+        ("controller", "get", "pods --subresource=log", True),
         ("controller", "create", "pods --subresource=exec", False),
         ("controller", "create", "secrets", True),
         ("controller", "delete", "secrets", True),

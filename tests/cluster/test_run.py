@@ -63,6 +63,10 @@ def test_sort4_trains_to_the_end_while_prometheus_scrapes_every_pod(
     assert_ledger_closes(run)
     assert run["step"] == 50
     eventually(lambda: not installed.pods(run_id), timeout_s=60)
+    # What pods wrote is there when they are gone.
+    logs = installed.api.get(f"/v1/runs/{run_id}/logs").raise_for_status().text.splitlines()
+    components = {json.loads(line)["component"] for line in logs}
+    assert components == {"trainer-0", "rollout-0", "rollout-1"}
     installed.figures["first_step_s"] = round(first_step_s, 1)
 
 

@@ -14,6 +14,7 @@ from services.controller.api.models import RunPatch
 from services.controller.launch.follow import follow
 from services.controller.launch.kubernetes import KubernetesLauncher
 from services.controller.launch.pod_api import PodApi, deployment_reference
+from services.controller.launch.pod_logs import PodLogs
 from services.controller.launch.scale import GROUP, PLURAL, VERSION, RolloutScales
 from services.controller.launch.worker_pods import RUN_LABEL, WORKER_LABEL
 from services.controller.runs import RunManager
@@ -50,7 +51,12 @@ async def open_cluster_launcher(
     async with AsyncExitStack() as stack:
         seen_pods = await stack.enter_async_context(follow(pods))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        watches = [tasks.create_task(launcher.watch(seen_pods))]
+        seen_logs = await stack.enter_async_context(follow(pods))
+        logs = PodLogs(core, namespace, settings.state_directory)
+        watches = [
+            tasks.create_task(launcher.watch(seen_pods)),
+            tasks.create_task(logs.watch(seen_logs)),
+        ]
         if scales is not None:
             seen_scales = await stack.enter_async_context(follow(asked))
             watches.append(tasks.create_task(scales.watch(seen_scales)))

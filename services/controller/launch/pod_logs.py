@@ -1,0 +1,107 @@
+"""Keeps what worker pods write: each container's log in a file, where the API reads those of processes, too.
+
+The files outlive the pods. Reading a log blocks until its container ends, so each has a thread.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kubernetes.client import ApiException, CoreV1Api
+from urllib3.exceptions import HTTPError
+
+from services.controller.launch.follow import Seen
+from services.controller.launch.worker_pods import RUN_LABEL
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_S = 10.0
+# A log that is silent for longer is asked for again: its connection may be dead.
+_SILENCE_S = 300.0
+# A file that is larger begins anew, so that no worker fills the controller's volume.
+MAX_BYTES = 32 << 20
+
+
+class PodLogs:
+    """Copies the logs of worker pods.
+
+    Args:
+        core: Client of the core API.
+        namespace: Where the pods live.
+        state_directory: Each run's logs go to ``<state_directory>/<run_id>/logs``.
+    """
+
+    def __init__(self, core: CoreV1Api, namespace: str, state_directory: Path) -> None:
+        self._core = core
+        self._namespace = namespace
+        self._state_directory = state_directory
+        self._known: set[tuple[str, str]] = set()
+
+    async def watch(self, seen: "asyncio.Queue[Seen]") -> None:
+        """Follow the containers of all pods that are seen, until cancelled."""
+        while True:
+            change = await seen.get()
+            if change.body is None:
+                self._known = {key for key in self._known if key[0] != change.name}
+            else:
+                self._follow(change.name, change.body)
+
+    def _follow(self, name: str, pod: Mapping[str, Any]) -> None:
+        """Follow the containers that have started and are not followed; pods are seen again every minute."""
+        run_id = pod["metadata"]["labels"][RUN_LABEL]
+        for container in _started(pod):
+            key = (name, container)
+            if key not in self._known:
+                self._known.add(key)
+                folder = self._state_directory / run_id / "logs"
+                file = folder / f"{_component(run_id, name, container)}.log"
+                # A daemon, because it may be inside a read that only the API server ends.
+                threading.Thread(
+                    target=self._copy, args=(key, file), name=f"log of {name}", daemon=True
+                ).start()
+
+    def _copy(self, key: tuple[str, str], file: Path) -> None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._append(*key, file)
+        except (ApiException, HTTPError, OSError) as error:
+            logger.info("a pod's log is asked for again", extra={"pod": key[0], "why": str(error)})
+            self._known.discard(key)
+
+    def _append(self, name: str, container: str, file: Path) -> None:
+        """Write what is not in the file yet; where a log is taken up again, a second of it may come twice."""
+        missed: dict[str, Any] = {}
+        if file.exists():
+            missed = {"since_seconds": max(int(time.time() - file.stat().st_mtime) + 1, 1)}
+        answer: Any = self._core.read_namespaced_pod_log(
+            name,
+            self._namespace,
+            container=container,
+            follow=True,
+            _preload_content=False,
+            _request_timeout=(_CONNECT_S, _SILENCE_S),
+            **missed,
+        )
+        with file.open("ab") as output:
+            for data in answer.stream():
+                if output.tell() > MAX_BYTES:
+                    output.truncate(0)
+                output.write(data)
+                output.flush()
+
+
+def _started(pod: Mapping[str, Any]) -> Iterator[str]:
+    """Containers that have written something, perhaps."""
+    for status in pod["status"].get("containerStatuses", []):
+        if "waiting" not in status["state"]:
+            yield status["name"]
+
+
+def _component(run_id: str, pod: str, container: str) -> str:
+    """The worker; of one on several nodes, the worker and the node."""
+    own = pod.removeprefix(f"{run_id.replace('_', '-')}-")
+    return own if own.startswith(container) else container
