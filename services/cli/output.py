@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import IO, cast
 
 from rich.console import Console
 
@@ -79,7 +80,8 @@ def patient(console: Console) -> Iterator[None]:
         yield
         return
     console.file.flush()
-    before, console.file = console.file, (output := _Output(descriptor))
+    before, output = console.file, _Output(descriptor)
+    console.file = cast("IO[str]", output)
     timeout_s: float | None = _LAST_CHANCE_S
     try:
         yield

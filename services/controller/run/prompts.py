@@ -1,8 +1,12 @@
 """The order in which prompts are issued: a pure function of seed, epoch and number of rows."""
 
-import random
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+
+
+_MASK = (1 << 64) - 1
+_ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,6 @@ class PromptOrder:
         self._seed = seed
         self._shuffle = shuffle
         self._position = position
-        self._epoch_order: tuple[int, list[int]] = (-1, [])
         self._quarantined = set(quarantined)
         self.returned = returned or ReturnedRows()
         """Rows that were given back."""
@@ -98,18 +101,40 @@ class PromptOrder:
         epoch, index = divmod(position, self._num_rows)
         if not self._shuffle:
             return index
-        if self._epoch_order[0] != epoch:
-            order = list(range(self._num_rows))
-            random.Random(f"{self._seed}:{epoch}").shuffle(order)  # noqa: S311  an order, not a secret
-            self._epoch_order = (epoch, order)
-        return self._epoch_order[1][index]
+        return shuffled(index, self._num_rows, key=_mixed(self._seed, epoch, 0))
+
+
+def shuffled(index: int, num_rows: int, *, key: int) -> int:
+    """Where a permutation of ``num_rows`` rows puts one of them, without making the others.
+
+    The index becomes a pair of digits, each of which is moved by a hash of the other in turn: a Feistel
+    network, which is a permutation of all pairs. What falls behind the last row is permuted again.
+
+    Args:
+        index: The row's place, from 0.
+        num_rows: Rows that there are.
+        key: Chooses the permutation.
+    """
+    low_base = math.isqrt(num_rows - 1) + 1
+    high_base = -(-num_rows // low_base)
+    while True:
+        high, low = divmod(index, low_base)
+        for number in range(_ROUNDS):
+            low = (low + _mixed(key, high, number)) % low_base
+            high = (high + _mixed(key, low, ~number)) % high_base
+        index = high * low_base + low
+        if index < num_rows:
+            return index
 
 
 def sample_seed(run_seed: int, group_sequence: int, member: int) -> int:
     """Seed of one sample: the same for every try, different between all samples of a run."""
-    mixed = (run_seed * 0x9E3779B97F4A7C15 + group_sequence * 0xBF58476D1CE4E5B9 + member) & (
-        (1 << 64) - 1
-    )
+    return _mixed(run_seed, group_sequence, member) & ((1 << 62) - 1)
+
+
+def _mixed(first: int, second: int, third: int) -> int:
+    """Numbers as one of 64 bits that looks random."""
+    mixed = (first * 0x9E3779B97F4A7C15 + second * 0xBF58476D1CE4E5B9 + third) & _MASK
     mixed ^= mixed >> 31
-    mixed = (mixed * 0x94D049BB133111EB) & ((1 << 64) - 1)
-    return (mixed ^ (mixed >> 29)) & ((1 << 62) - 1)
+    mixed = (mixed * 0x94D049BB133111EB) & _MASK
+    return mixed ^ (mixed >> 29)
