@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-
 _MASK = (1 << 64) - 1
 _ROUNDS = 4
 
