@@ -8,9 +8,9 @@ FROM ${BASE} AS dependencies
 ARG PIP_OPTIONS=""
 ARG ENGINE=""
 WORKDIR /build
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml LICENSE ./
 # An empty package brings the dependencies, so that a change of code does not install them again.
-RUN mkdir -p services proto/gen/slipstream && touch services/__init__.py proto/gen/slipstream/py.typed \
+RUN mkdir -p services proto/gen/slipstream && touch README.md services/__init__.py proto/gen/slipstream/py.typed \
     && python3 -m venv /opt/venv \
     && /opt/venv/bin/pip install --no-cache-dir ${PIP_OPTIONS} ".[rollout,tracing]" ${ENGINE}
 
