@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -11,6 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.errors import ResourceExhaustedError, ServiceError
 from services.common.spec.loader import SpecError
@@ -58,7 +58,7 @@ def add_error_handlers(app: FastAPI) -> None:
     """Answer every error of the application with a problem."""
     _add_domain_handlers(app)
     _add_request_handlers(app)
-    _add_body_limit(app)
+    app.add_middleware(_BodyLimit)
 
 
 def _add_domain_handlers(app: FastAPI) -> None:
@@ -121,18 +121,30 @@ def _add_request_handlers(app: FastAPI) -> None:
         )
 
 
-def _add_body_limit(app: FastAPI) -> None:
-    @app.middleware("http")
-    async def limit_body(request: Request, call_next: Any) -> Any:
-        length = request.headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
-            return problem(
-                request,
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                "too_large",
-                f"a body may have {MAX_BODY_BYTES} bytes",
-            )
-        return await call_next(request)
+class _BodyLimit:
+    """Refuses bodies that are too large. It leaves answers alone: streams pass through without a copy.
+
+    Args:
+        app: What the other requests go to.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request or pass it on."""
+        app = self._app
+        if scope["type"] == "http":
+            request = Request(scope)
+            length = request.headers.get("content-length", "0")
+            if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
+                app = problem(
+                    request,
+                    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                    "too_large",
+                    f"a body may have {MAX_BODY_BYTES} bytes",
+                )
+        await app(scope, receive, send)
 
 
 def problem(

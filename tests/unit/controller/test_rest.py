@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from services.controller.api.principals import TokenStore
-from tests.unit.controller.rest import SPEC, client_of, open_manager
+from tests.unit.controller.rest import SPEC, client_of, named, open_manager
 
 
 async def test_a_run_is_submitted_read_and_cancelled(api):
@@ -29,8 +29,8 @@ async def test_an_idempotency_key_makes_one_run(api):
 
 
 async def test_runs_wait_for_their_turn_and_the_queue_is_bounded(api):
-    for _ in range(3):
-        assert (await api.post("/v1/runs", json=SPEC)).status_code == 201
+    for number in range(3):
+        assert (await api.post("/v1/runs", json=named(number))).status_code == 201
     quota = (await api.get("/v1/quota")).json()
     assert (quota["active_runs"], quota["queued_runs"]) == (1, 2)
     refused = await api.post("/v1/runs", json=SPEC)
@@ -38,10 +38,19 @@ async def test_runs_wait_for_their_turn_and_the_queue_is_bounded(api):
     assert int(refused.headers["Retry-After"]) > 0
 
 
+async def test_a_name_is_free_again_once_its_run_has_ended(api):
+    path = (await api.post("/v1/runs", json=SPEC)).headers["Location"]
+    refused = await api.post("/v1/runs", json=SPEC)
+    assert (refused.status_code, refused.json()["code"]) == (409, "name_taken")
+    await api.post(f"{path}/cancel")
+    await api.get(f"{path}/events/stream")
+    assert (await api.post("/v1/runs", json=SPEC)).status_code == 201
+
+
 async def test_a_run_of_higher_priority_starts_first(api, manager):
     runs = [
-        (await api.post("/v1/runs", json=SPEC, params={"priority": priority})).json()["id"]
-        for priority in (0, 0, 5)
+        (await api.post("/v1/runs", json=named(n), params={"priority": priority})).json()["id"]
+        for n, priority in enumerate((0, 0, 5))
     ]
     await api.post(f"/v1/runs/{runs[0]}/cancel")
     async for event in manager.feed.watch(runs[2], 1):
@@ -77,8 +86,8 @@ async def test_only_ended_runs_are_deleted(api):
 
 
 async def test_pages_follow_each_other(api):
-    for _ in range(3):
-        await api.post("/v1/runs", json=SPEC)
+    for number in range(3):
+        await api.post("/v1/runs", json=named(number))
     first = (await api.get("/v1/runs", params={"page_size": 2})).json()
     second = (
         await api.get("/v1/runs", params={"page_size": 2, "page_token": first["next_page_token"]})
@@ -110,7 +119,7 @@ async def test_observations_of_a_run_without_steps_are_empty(api):
 
 
 async def test_a_queued_run_is_held_and_queued_again(api):
-    await api.post("/v1/runs", json=SPEC)
+    await api.post("/v1/runs", json=named(1))
     path = (await api.post("/v1/runs", json=SPEC)).headers["Location"]
     assert (await api.post(f"{path}/pause")).json()["state"] == "PAUSED"
     assert (await api.post(f"{path}/resume")).json()["state"] == "QUEUED"
@@ -169,7 +178,7 @@ async def test_files_of_another_projects_runs_are_not_there(manager, database, t
     theirs = tokens.create(name="eve", project="red", role="admin")
     async with client_of(manager, database, tmp_path, tokens, ours) as client:
         run_id = (await client.post("/v1/runs", json=SPEC)).json()["id"]
-    stealing = {**SPEC, "model": {"path": f"/var/lib/slipstream/{run_id}/checkpoints/step-1"}}
+    stealing = {**named(2), "model": {"path": f"/var/lib/slipstream/{run_id}/checkpoints/step-1"}}
     for token, status in ((theirs, 404), (ours, 201)):
         async with client_of(manager, database, tmp_path, tokens, token) as client:
             assert (await client.post("/v1/runs", json=stealing)).status_code == status
@@ -182,3 +191,8 @@ async def test_code_of_a_model_needs_an_admin(manager, database, tmp_path):
         token = tokens.create(name=role, project="blue", role=role)
         async with client_of(manager, database, tmp_path, tokens, token) as client:
             assert (await client.post("/v1/runs", json=trusting)).status_code == status
+
+
+async def test_a_body_that_is_too_large_is_refused(api):
+    refused = await api.post("/v1/runs", content=b" " * ((1 << 20) + 1))
+    assert (refused.status_code, refused.json()["code"]) == (413, "too_large")
