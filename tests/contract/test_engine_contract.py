@@ -1,6 +1,7 @@
 """What every engine must do with requests, run against each that is installed."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -134,6 +135,26 @@ async def test_scoring_goes_on_while_requests_run(open_engine: OpenEngine) -> No
             with pytest.raises(ValueError, match="token"):
                 await engine.score(ids)
         assert len((await running).token_ids) == 100
+
+
+@real_engines
+async def test_tokens_are_told_as_they_are_made_and_add_up_to_the_result(
+    open_engine: OpenEngine,
+) -> None:
+    told: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
+
+    def listen(tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        told.append((tuple(tokens), tuple(logprobs)))
+
+    async with open_engine() as engine:
+        await adopt(engine, 0)
+        asked = request("told", PROMPT, max_tokens=200, on_tokens=listen)
+        running = asyncio.ensure_future(engine.generate(asked))
+        await until(lambda: len(told) > 0)
+        await adopt(engine, 1)
+        result = await running
+    assert tuple(token for tokens, _ in told for token in tokens) == result.token_ids
+    assert tuple(value for _, logprobs in told for value in logprobs) == result.logprobs
 
 
 @real_engines

@@ -1,7 +1,7 @@
 """What every engine offers: token ids in; token ids, logprobs and weight versions out."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "aborted"]
 VersionRun = tuple[int, int]
 """``(weight_version, num_tokens)``: that many tokens in a row, sampled by that version."""
+OnTokens = Callable[[Sequence[int], Sequence[float]], None]
+"""Hears of new tokens and their logprobs, in the event loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,8 @@ class GenerationRequest:
     """Tokens that end the response; the ending token belongs to it."""
     stop_texts: tuple[str, ...] = ()
     """Texts that end the response; the token that completes one belongs to it."""
+    on_tokens: OnTokens | None = field(default=None, compare=False, repr=False)
+    """Hears of tokens as they are made; what it did not hear of when the result is there, it never does."""
 
     @property
     def is_truncated(self) -> bool:

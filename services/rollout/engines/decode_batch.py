@@ -12,6 +12,7 @@ from services.rollout.engines.base import (
     FinishReason,
     GenerationRequest,
     GenerationResult,
+    OnTokens,
     VersionRun,
     append_version,
 )
@@ -59,6 +60,7 @@ class DecodeBatch:
         self._rows: list[_Row] = []
         self.prompt_tokens_total = 0
         """Tokens of contexts that were stored."""
+        self._news: list[tuple[OnTokens, int, float]] = []
         self.shared_tokens_total = 0
         """Those of them that another request in the same pass had as well."""
 
@@ -98,10 +100,18 @@ class DecodeBatch:
             row.tokens.append(token)
             row.logprobs.append(logprob)
             append_version(row.version_runs, weight_version, 1)
+            if row.request.on_tokens is not None:
+                self._news.append((row.request.on_tokens, token, logprob))
             reason = self._finish_reason(row)
             if reason is not None:
                 finished[slot] = reason
         return self._remove(finished)
+
+    def tell(self) -> None:
+        """Tell those who want to hear of tokens what the last step made."""
+        for on_tokens, token, logprob in self._news:
+            on_tokens((token,), (logprob,))
+        self._news.clear()
 
     def abort(self, request_ids: Collection[str] | None) -> list[tuple[str, GenerationResult]]:
         """Remove requests (None: all) and return what they have so far."""

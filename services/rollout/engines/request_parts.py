@@ -96,6 +96,8 @@ class Progress:
         num_kept = len(self.token_ids) - first
         self.logprobs += chunk.logprobs[:num_kept]
         append_version(self.version_runs, version, num_kept)
+        if self.request.on_tokens is not None and num_kept:
+            self.request.on_tokens(self.token_ids[first:], self.logprobs[first:])
         return end is not None
 
     def _end_of_stop_text(self, first: int) -> int | None:

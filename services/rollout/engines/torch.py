@@ -108,6 +108,7 @@ class TorchEngine:
                 started_at = time.monotonic()
                 finished = await asyncio.to_thread(self._advance, self._next_requests())
                 self._busy_seconds += time.monotonic() - started_at
+                self._batch.tell()
                 self._resolve(finished)
             await self._notify()
 

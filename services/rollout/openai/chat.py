@@ -11,7 +11,9 @@ from services.rollout.openai.errors import invalid
 from services.rollout.openai.requests import FunctionCall, Message, ToolCall
 from services.rollout.workflows.turns import Turn
 
-_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+TOOL_CALL_BEGIN = "<tool_call>"
+"""What the policy says before a call."""
+_TOOL_CALL = re.compile(rf"{TOOL_CALL_BEGIN}\s*(\{{.*?\}})\s*</tool_call>", re.DOTALL)
 
 
 def first_tokens(

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from services.common.http_server import serve_http
 from services.rollout import metrics
 from services.rollout.openai.errors import ApiError, invalid
-from services.rollout.openai.record import Record, Replies
+from services.rollout.openai.record import Listen, Record, Replies
 from services.rollout.openai.replies import Formatter
 from services.rollout.openai.requests import (
     ChatRequest,
@@ -30,10 +30,13 @@ from services.rollout.openai.requests import (
     parse_chat,
     parse_completion,
 )
+from services.rollout.openai.streaming import ReplyStream
 from services.rollout.workflows.base import Episode, Interrupted
 
 MODEL_NAME = "policy"
 """The one model that the endpoint has."""
+
+_Answer = asyncio.Task[Replies | ApiError]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +59,24 @@ class _Session:
         self.record = Record(episode)
         self._tasks = tasks
         self._temperature = temperature
-        self._running: set[asyncio.Task[Replies | ApiError]] = set()
+        self._running: set[_Answer] = set()
 
-    async def answer(self, request: ChatRequest | CompletionRequest) -> Replies:
+    def begin(
+        self, request: ChatRequest | CompletionRequest, listen: Listen | None = None
+    ) -> "_Answer":
         """Sample in a task of the episode's, which ends with it, whatever the connection does."""
         self._check(request)
-        task = self._tasks.create_task(self._replies(request))
+        task = self._tasks.create_task(self._replies(request, listen))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
+        return task
+
+    async def end(self, task: "_Answer") -> Replies:
+        """Wait for the answer.
+
+        Raises:
+            ApiError: If there is none.
+        """
         await asyncio.wait([task])
         if task.cancelled() or task.exception() is not None:
             raise ApiError(503, "the episode was ended by its rollout", code="episode_ended")
@@ -77,11 +90,13 @@ class _Session:
         for task in self._running:
             task.cancel()
 
-    async def _replies(self, request: ChatRequest | CompletionRequest) -> Replies | ApiError:
+    async def _replies(
+        self, request: ChatRequest | CompletionRequest, listen: Listen | None
+    ) -> Replies | ApiError:
         try:
             if isinstance(request, ChatRequest):
-                return await self.record.chat(request)
-            return await self.record.complete(request)
+                return await self.record.chat(request, listen)
+            return await self.record.complete(request, listen)
         except ApiError as error:
             return error
 
@@ -199,18 +214,22 @@ class Endpoint:
         return await self._reply(parse_completion(await request.body()), session)
 
     async def _reply(self, request: ChatRequest | CompletionRequest, session: _Session) -> Response:
-        replies = await session.answer(request)
         prefix = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
         formatter = Formatter(
             request,
-            replies,
             tokenizer=session.episode.tokenizer,
             reply_id=f"{prefix}-{next(self._numbers)}",
             created=int(time.time()),
         )
-        if request.stream:
-            return StreamingResponse(formatter.events(), media_type="text/event-stream")
-        return JSONResponse(formatter.body())
+        if not request.stream:
+            return JSONResponse(formatter.body(await session.end(session.begin(request))))
+        stream = ReplyStream(request, formatter, session.episode.tokenizer)
+        answer = session.begin(request, stream.listen)
+        answer.add_done_callback(lambda _: stream.close())
+        if not await stream.has_begun():
+            await session.end(answer)  # raises what is wrong while the status can still say so
+        events = stream.events(lambda: session.end(answer))
+        return StreamingResponse(events, media_type="text/event-stream")
 
 
 def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:

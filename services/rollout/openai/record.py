@@ -10,6 +10,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from services.rollout.failures import GroupError
@@ -18,6 +19,9 @@ from services.rollout.openai.errors import invalid, too_long
 from services.rollout.openai.requests import ChatRequest, CompletionRequest, Message
 from services.rollout.workflows.base import Draw, Episode, Interrupted
 from services.rollout.workflows.turns import Turn, num_sampled, observed, token_ids
+
+Listen = Callable[[int, Sequence[int], Sequence[float]], None]
+"""Hears of new tokens, and their logprobs, of the reply with a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +87,12 @@ class Record:
         """Sampled tokens of conversations that do not become the sample."""
         return self._num_sampled - num_sampled(self._episode.turns)
 
-    async def chat(self, request: ChatRequest) -> Replies:
+    async def chat(self, request: ChatRequest, listen: Listen | None = None) -> Replies:
         """Answer a chat."""
         meanings = (repr(request.tools), *(message.meaning for message in request.messages))
         earlier = _longest(self._chats, lambda seen: _begins(meanings[:-1], seen.meanings))
         turns = self._chat_turns(request, earlier)
-        has_tools = bool(request.tools) and (request.model_extra or {}).get("tool_choice") != "none"
+        sampled = await self._sample(turns, request, request.reply_tokens, listen)
         choices = [
             Choice(
                 turn=turn,
@@ -97,10 +101,10 @@ class Record:
                     turn,
                     stop_texts=request.stop_texts,
                     name=f"{len(turns)}_{index}",
-                    has_tools=has_tools,
+                    has_tools=request.has_tools,
                 ),
             )
-            for index, turn in enumerate(await self._sample(turns, request, request.reply_tokens))
+            for index, turn in enumerate(sampled)
         ]
         self._chats += [
             _Conversation(turns=(*turns, choice.turn), meanings=(*meanings, choice.message.meaning))
@@ -108,7 +112,7 @@ class Record:
         ]
         return Replies(num_prompt_tokens=len(token_ids(turns)), choices=tuple(choices))
 
-    async def complete(self, request: CompletionRequest) -> Replies:
+    async def complete(self, request: CompletionRequest, listen: Listen | None = None) -> Replies:
         """Continue a text or tokens."""
         prompt = request.prompt
         if isinstance(prompt, str):
@@ -120,7 +124,7 @@ class Record:
             earlier = _longest(known, lambda seen: _begins(prompt, token_ids(seen.turns)))
             added = list(prompt[len(token_ids(earlier.turns)) :] if earlier else prompt)
         turns = self._extended(earlier, added)
-        sampled = await self._sample(turns, request, request.max_tokens)
+        sampled = await self._sample(turns, request, request.max_tokens, listen)
         tokenizer = self._episode.tokenizer
         choices = [
             Choice(
@@ -180,6 +184,7 @@ class Record:
         turns: tuple[Turn, ...],
         request: ChatRequest | CompletionRequest,
         max_tokens: int | None,
+        listen: Listen | None,
     ) -> list[Turn]:
         """Sample all replies at once.
 
@@ -202,8 +207,15 @@ class Record:
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
-                    tasks.create_task(self._episode.sample_after(turns, draw, started=started))
-                    for draw, started in zip(draws, begun, strict=True)
+                    tasks.create_task(
+                        self._episode.sample_after(
+                            turns,
+                            draw,
+                            started=started,
+                            on_tokens=partial(listen, index) if listen is not None else None,
+                        )
+                    )
+                    for index, (draw, started) in enumerate(zip(draws, begun, strict=True))
                 ]
         except* GroupError as errors:
             raise invalid(str(errors.exceptions[0])) from None

@@ -1,13 +1,12 @@
 """Answers as OpenAI's API gives them, in one piece or as server-sent events."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from services.common.models.tokenizer import Tokenizer
 from services.rollout.openai.record import Choice, Replies
 from services.rollout.openai.requests import ChatRequest, CompletionRequest, Message
-from services.rollout.workflows.turns import Turn
 
 _DONE = "data: [DONE]\n\n"
 
@@ -17,7 +16,6 @@ class Formatter:
 
     Args:
         request: What was asked.
-        replies: What was sampled.
         tokenizer: The model's; for the texts of single tokens.
         reply_id: Names the answer.
         created: Unix seconds.
@@ -26,33 +24,63 @@ class Formatter:
     def __init__(
         self,
         request: ChatRequest | CompletionRequest,
-        replies: Replies,
         *,
         tokenizer: Tokenizer,
         reply_id: str,
         created: int,
     ) -> None:
         self._request = request
-        self._replies = replies
         self._tokenizer = tokenizer
         self._is_chat = isinstance(request, ChatRequest)
         self._name = "chat.completion" if self._is_chat else "text_completion"
         self._head = {"id": reply_id, "created": created, "model": request.model}
 
-    def body(self) -> dict[str, Any]:
+    def body(self, replies: Replies) -> dict[str, Any]:
         """The whole answer."""
-        choices = [
-            self._choice(index, choice) for index, choice in enumerate(self._replies.choices)
-        ]
-        return {**self._head, "object": self._name, "choices": choices, "usage": self._usage()}
+        choices = [self._choice(index, choice) for index, choice in enumerate(replies.choices)]
+        return {**self._head, "object": self._name, "choices": choices, "usage": _usage(replies)}
 
-    def events(self) -> Iterator[str]:
-        """The answer as server-sent events. A reply is sent when it is complete, in one event."""
-        for index, choice in enumerate(self._replies.choices):
-            for part in self._parts(index, choice):
-                yield self._event([part])
+    def begin_event(self, index: int) -> str:
+        """The first event of a reply in a chat: who speaks."""
+        delta = {"role": "assistant", "content": ""}
+        return self._event([{"index": index, "delta": delta, "finish_reason": None}])
+
+    def tokens_event(
+        self, index: int, text: str, tokens: Sequence[int], logprobs: Sequence[float], *, begin: int
+    ) -> str:
+        """Some tokens of a reply.
+
+        Args:
+            index: Number of the reply.
+            text: What the agent sees of it now.
+            tokens: New tokens.
+            logprobs: Of each of them.
+            begin: Characters of the tokens before.
+        """
+        part = {
+            "index": index,
+            **({"delta": {"content": text}} if self._is_chat else {"text": text}),
+            "finish_reason": None,
+            "logprobs": self._logprobs(tokens, logprobs, begin=begin),
+        }
+        return self._event([part])
+
+    def end_event(self, index: int, choice: Choice, rest: str) -> str:
+        """The last event of a reply: how it ended, its calls, and what was held back of its text."""
+        if not self._is_chat:
+            part = {"index": index, "text": rest, "finish_reason": choice.finish_reason}
+            return self._event([part])
+        delta = _message(choice.message) | {"content": rest}
+        for number, call in enumerate(delta.get("tool_calls", ())):
+            call["index"] = number
+        return self._event(
+            [{"index": index, "delta": delta, "finish_reason": choice.finish_reason}]
+        )
+
+    def last_events(self, replies: Replies) -> Iterator[str]:
+        """What ends a stream."""
         if self._request.with_usage:
-            yield self._event([], usage=self._usage())
+            yield self._event([], usage=_usage(replies))
         yield _DONE
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
@@ -70,40 +98,22 @@ class Formatter:
             "index": index,
             **content,
             "finish_reason": choice.finish_reason,
-            "logprobs": self._logprobs(choice.turn),
+            "logprobs": self._logprobs(choice.turn.token_ids, choice.turn.logprobs, begin=0),
         }
 
-    def _parts(self, index: int, choice: Choice) -> Iterator[dict[str, Any]]:
-        """The pieces of one choice in a stream."""
-        if not self._is_chat:
-            yield self._choice(index, choice)
-            return
-        delta = _message(choice.message)
-        for number, call in enumerate(delta.get("tool_calls", ())):
-            call["index"] = number
-        logprobs = self._logprobs(choice.turn)
-        yield {"index": index, "delta": delta, "finish_reason": None, "logprobs": logprobs}
-        yield {"index": index, "delta": {}, "finish_reason": choice.finish_reason}
-
-    def _usage(self) -> dict[str, int]:
-        prompt, reply = self._replies.num_prompt_tokens, self._replies.num_reply_tokens
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": reply,
-            "total_tokens": prompt + reply,
-        }
-
-    def _logprobs(self, turn: Turn) -> dict[str, Any] | None:
-        """Logprobs of the sampled tokens, if they were asked for."""
+    def _logprobs(
+        self, tokens: Sequence[int], logprobs: Sequence[float], *, begin: int
+    ) -> dict[str, Any] | None:
+        """Logprobs of sampled tokens, if they were asked for."""
         wanted = self._request.logprobs
         if wanted is None or wanted is False:
             return None
-        texts = [self._tokenizer.decode([token]) for token in turn.token_ids]
+        texts = [self._tokenizer.decode([token]) for token in tokens]
         if isinstance(self._request, CompletionRequest):
-            offsets = [sum(map(len, texts[:place])) for place in range(len(texts))]
+            offsets = [begin + sum(map(len, texts[:place])) for place in range(len(texts))]
             return {
                 "tokens": texts,
-                "token_logprobs": list(turn.logprobs),
+                "token_logprobs": list(logprobs),
                 "top_logprobs": None,
                 "text_offset": offsets,
             }
@@ -115,9 +125,14 @@ class Formatter:
                     "bytes": list(text.encode()),
                     "top_logprobs": [],
                 }
-                for text, logprob in zip(texts, turn.logprobs, strict=True)
+                for text, logprob in zip(texts, logprobs, strict=True)
             ]
         }
+
+
+def _usage(replies: Replies) -> dict[str, int]:
+    prompt, reply = replies.num_prompt_tokens, replies.num_reply_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": reply, "total_tokens": prompt + reply}
 
 
 def _message(message: Message) -> dict[str, Any]:

@@ -143,6 +143,11 @@ class ChatRequest(GenerateRequest):
     tools: tuple[dict[str, Any], ...] = ()
 
     @property
+    def has_tools(self) -> bool:
+        """Whether replies may call tools."""
+        return bool(self.tools) and (self.model_extra or {}).get("tool_choice") != "none"
+
+    @property
     def reply_tokens(self) -> int | None:
         """Most tokens of the reply."""
         return self.max_completion_tokens or self.max_tokens

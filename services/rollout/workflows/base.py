@@ -18,6 +18,7 @@ from services.rollout.engines.base import (
     FinishReason,
     GenerationRequest,
     GenerationResult,
+    OnTokens,
 )
 from services.rollout.failures import GroupError
 from services.rollout.prompts import Prompt
@@ -224,7 +225,12 @@ class Episode:
         return turn
 
     async def sample_after(
-        self, turns: Sequence[Turn], draw: Draw, *, started: Turn | None = None
+        self,
+        turns: Sequence[Turn],
+        draw: Draw,
+        *,
+        started: Turn | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Turn:
         """Sample the turn that follows given ones, which need not be the episode's own.
 
@@ -232,6 +238,7 @@ class Episode:
             turns: What came before.
             draw: How the turn is drawn.
             started: What is there of the turn already.
+            on_tokens: Hears of the turn's tokens, as far as the engine tells.
 
         Returns:
             The turn; it is cut if the episode was interrupted.
@@ -240,10 +247,13 @@ class Episode:
             GroupError: If the engine refuses the context.
         """
         started = started or NOTHING_SAMPLED
+        if on_tokens is not None:
+            on_tokens(started.token_ids, started.logprobs)
         if self.is_interrupted or not started.is_cut:
             return started
         wanted = draw.max_tokens - len(started.token_ids)
         request = self._request(tuple(turns), started, draw, wanted)
+        request = replace(request, on_tokens=on_tokens)
         self._active[request.request_id] = (tuple(turns), started)
         try:
             result = await self._engine.generate(request)

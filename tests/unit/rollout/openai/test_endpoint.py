@@ -2,12 +2,22 @@
 
 import asyncio
 import json
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
 
+from services.rollout.engines.base import GenerationResult
 from services.rollout.openai.endpoint import Endpoint
-from tests.unit.rollout.openai.served import Scripted, chat, client_of, make_episode, user
+from services.rollout.openai.streaming import VisibleText
+from tests.unit.rollout.openai.served import (
+    TOKENIZER,
+    Scripted,
+    chat,
+    client_of,
+    make_episode,
+    user,
+)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +122,8 @@ async def test_streams_are_server_sent_events_that_add_up_to_the_reply():
         deltas = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
         assert "".join(delta["delta"].get("content") or "" for delta in deltas) == "hi"
         assert deltas[-1]["finish_reason"] == "stop"
-        assert [item["logprob"] for item in deltas[0]["logprobs"]["content"]] == [-0.25] * 3
+        assert deltas[0]["delta"] == {"role": "assistant", "content": ""}
+        assert [item["logprob"] for item in deltas[1]["logprobs"]["content"]] == [-0.25] * 3
         assert chunks[-1]["usage"]["completion_tokens"] == 3
         body = {"model": "policy", "prompt": "x", "stream": True, "logprobs": 0}
         text = (await client.post("/completions", json=body)).text
@@ -120,6 +131,114 @@ async def test_streams_are_server_sent_events_that_add_up_to_the_reply():
         assert first["object"] == "text_completion"
         assert first["choices"][0]["text"] == "yo"
         assert first["choices"][0]["logprobs"]["tokens"][:2] == ["y", "o"]
+
+
+class Slow:
+    """Makes a token whenever it is told to, and says that it did."""
+
+    def __init__(self, line, *, fails_at=None):
+        self.tokens = (*TOKENIZER.encode(line), TOKENIZER.eos_id)
+        self.fails_at = fails_at
+        self.go = asyncio.Semaphore(0)
+
+    async def generate(self, request):
+        for place, token in enumerate(self.tokens):
+            await self.go.acquire()
+            if place == self.fails_at:
+                raise ValueError("the context has too many tokens")
+            request.on_tokens((token,), (-float(place),))
+        return GenerationResult(
+            token_ids=self.tokens,
+            logprobs=tuple(-float(place) for place in range(len(self.tokens))),
+            version_runs=((0, len(self.tokens)),),
+            finish_reason="stop",
+        )
+
+
+@asynccontextmanager
+async def streamed(engine, **body):
+    """Opens a stream over a socket; yields its status and its events, one by one."""
+    episode = make_episode(engine)
+    async with (
+        Endpoint.serve("127.0.0.1:0", host="127.0.0.1", temperature=1.0) as endpoint,
+        endpoint.open(episode) as access,
+        httpx.AsyncClient(headers={"Authorization": f"Bearer {access.api_key}"}) as client,
+        client.stream(
+            "POST",
+            f"{access.base_url}/chat/completions",
+            json={"model": "policy", "messages": [user("x")], "stream": True, **body},
+        ) as response,
+    ):
+        lines = (line async for line in response.aiter_lines() if line)
+        yield response, lines, episode
+
+
+async def test_a_stream_sends_each_token_while_the_next_one_is_not_made_yet():
+    engine = Slow("hé¶")
+    seen, logprobs = [], []
+    engine.go.release()
+    async with streamed(engine, logprobs=True) as (_, lines, episode):
+        async for line in lines:
+            if line == "data: [DONE]":
+                break
+            (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+            if choice.get("logprobs"):
+                seen.append(choice["delta"]["content"])
+                logprobs += [item["logprob"] for item in choice["logprobs"]["content"]]
+                engine.go.release()  # only now may the next token be made
+    assert seen == ["h", "", "é", "", "¶", ""]
+    assert logprobs == [-0.0, -1.0, -2.0, -3.0, -4.0, -5.0]
+    assert choice["finish_reason"] == "stop"
+    assert episode.response_ids == engine.tokens
+
+
+async def test_a_stream_that_fails_before_its_first_token_has_an_error_status():
+    engine = Slow("x", fails_at=0)
+    engine.go.release()
+    async with streamed(engine) as (response, _, _):
+        assert response.status_code == 400
+        assert "too many tokens" in (await response.aread()).decode()
+
+
+async def test_a_stream_that_fails_in_its_middle_ends_with_the_error():
+    engine = Slow("long", fails_at=1)
+    engine.go.release()
+    engine.go.release()
+    async with streamed(engine) as (response, lines, _):
+        assert response.status_code == 200
+        events = [json.loads(line.removeprefix("data: ")) async for line in lines]
+    assert [event["choices"][0]["delta"]["content"] for event in events[:-1]] == ["", "l"]
+    assert "too many tokens" in events[-1]["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "marks", "seen", "rest"),
+    [
+        (("a", "b", "c"), (), ["a", "b", "c"], ""),
+        (("a<", "b", "<st", "op>", "c"), ("<stop>",), ["a", "<b", "", "", ""], ""),
+        (("say <tool", "_box"), ("<tool_call>",), ["say ", "<tool_box"], ""),
+        (("x <tool_call>{", "}"), ("<tool_call>",), ["x ", ""], "<tool_call>{}"),
+    ],
+)
+def test_what_may_become_a_mark_is_held_back(parts, marks, seen, rest):
+    text = VisibleText(TOKENIZER, marks)
+    assert [text.add(TOKENIZER.encode(part)) for part in parts] == seen
+    assert text.rest("".join(seen) + rest) == rest
+    assert text.num_characters == len("".join(parts))
+
+
+async def test_calls_of_tools_come_whole_at_the_end_of_a_stream():
+    line = 'sure <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    async with client_of(make_episode(Scripted([line]))) as client:
+        body = {"model": "policy", "messages": [user("x")], "stream": True, "tools": tools}
+        text = (await client.post("/chat/completions", json=body)).text
+    chunks = [json.loads(part[6:]) for part in text.split("\n\n") if part.startswith("data: {")]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta["content"] for delta in deltas) == "sure "
+    (call,) = deltas[-1]["tool_calls"]
+    assert (call["index"], call["function"]["name"]) == (0, "add")
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
 async def test_requests_of_an_ended_episode_are_given_up():
