@@ -178,7 +178,7 @@ class DataClient:
     async def _put_on(
         self, shard_id: str, meta: KVBatchMeta, columns: Sequence[PackedColumn]
     ) -> KVBatchMeta:
-        link = self._links.to(shard_id)
+        link = await self._links.to(shard_id)
         put_id = new_id("put")
         sizes = tuple(column.size_bytes for column in columns)
         meta = replace(meta, blobs=_blobs(shard_id, range(len(sizes)), sizes, (0,) * len(sizes)))
@@ -227,7 +227,7 @@ class DataClient:
         by_shard: dict[str, list[Extent]] = {}
         for extent in plan.extents:
             by_shard.setdefault(extent.blob.shard_id, []).append(extent)
-        links = [self._links.to(shard_id) for shard_id in by_shard]
+        links = [await self._links.to(shard_id) for shard_id in by_shard]
         reads = zip(links, by_shard.values(), strict=True)
         await run_all([link.transport.read(extents, data) for link, extents in reads])
         view = data.numpy().data

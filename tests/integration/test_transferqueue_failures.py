@@ -6,6 +6,7 @@ covered by the other tests of this folder; group mix-ups by the tests of the sam
 
 import asyncio
 import random
+import socket
 import struct
 from collections.abc import AsyncIterator
 
@@ -28,6 +29,7 @@ from services.transferqueue.facts import AcquireRequest
 from services.transferqueue.index.index import Index
 from services.transferqueue.settings import TransferQueueSettings
 from services.transferqueue.storage.arena_socket import open_arena
+from services.transferqueue.storage.dataplane import DataPlane
 from services.transferqueue.transport import codec
 
 TRAIN = "run_1/train"
@@ -178,6 +180,29 @@ async def test_what_breaks_a_connection_of_this_host_harms_no_other(
             fetched = await data.get(meta, ["tokens"])
         assert fetched["tokens"].values.shape == (4,)
         await put(data, "b")
+
+
+async def test_a_connection_that_breaks_is_opened_again(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    welcomed: list[socket.socket] = []
+    open_local = DataPlane._open_local
+
+    async def listen(self: DataPlane, peer: socket.socket) -> None:
+        welcomed.append(peer)
+        await open_local(self, peer)
+
+    monkeypatch.setattr(DataPlane, "_open_local", listen)
+    async with DataClient.connect(address) as data:
+        meta = await put(data, "a")
+        welcomed[0].shutdown(socket.SHUT_RDWR)
+        with pytest.raises(UnavailableError, match="broke"):
+            # Nobody knows whether a put that was under way is visible.
+            await put(data, "b")
+        fetched = await asyncio.gather(*(data.get(meta, ["tokens"]) for _ in range(3)))
+        assert all(one["tokens"].values.shape == (4,) for one in fetched)
+        await put(data, "c")
+    assert len(welcomed) == 2
 
 
 async def test_errors_leave_the_client_as_they_are(address: str) -> None:

@@ -264,7 +264,7 @@ async def test_values_of_a_field_go_some_time_after_they_are_acknowledged(tmp_pa
         assert rest.field_names == ("tokens",)
 
 
-def test_links_know_no_shard_before_they_are_opened() -> None:
+async def test_links_know_no_shard_before_they_are_opened() -> None:
     links = Links(BufferPool(0), use_shared_memory=False)
     with pytest.raises(UnavailableError, match="shard-0"):
-        links.to("shard-0")
+        await links.to("shard-0")

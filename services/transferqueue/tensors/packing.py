@@ -36,8 +36,12 @@ class Part:
 
     def lay_into(self, target: Tensor) -> memoryview:
         """Copy into ``target``, uint8 of ``size``; returns its bytes."""
+        values = target.view(self.pieces[0].dtype)
         with torch.no_grad():
-            torch.cat(tuple(self.pieces), out=target.view(self.pieces[0].dtype))
+            if len(self.pieces) == 1:
+                values.copy_(self.pieces[0])
+            else:
+                torch.cat(tuple(self.pieces), out=values)
         return target.numpy().data
 
     def in_place(self) -> memoryview | None:

@@ -45,7 +45,8 @@ class ShardConnection:
         self.shard = shard
         self._pending: dict[int, asyncio.Future[Answer]] = {}
         self._request_ids = count(1)
-        self._is_open = True
+        self.is_open = True
+        """Whether requests can be sent."""
 
     @classmethod
     def over_network(
@@ -92,7 +93,7 @@ class ShardConnection:
         self._fail()
 
     def _fail(self) -> None:
-        self._is_open = False
+        self.is_open = False
         for waiter in self._pending.values():
             if not waiter.done():
                 waiter.set_exception(self._gone())
@@ -105,7 +106,7 @@ class ShardConnection:
         Raises:
             UnavailableError: If the shard is gone.
         """
-        if not self._is_open:
+        if not self.is_open:
             raise self._gone()
         self._channel.send([codec.encode(message, 0), *payload], copy=not payload)
 
@@ -123,7 +124,7 @@ class ShardConnection:
             DeadlineExceededError: If it does not answer in time.
             UnavailableError: If the shard is gone.
         """
-        if not self._is_open:
+        if not self.is_open:
             raise self._gone()
         request_id = next(self._request_ids)
         waiter: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -151,12 +152,13 @@ class ShardConnection:
 
     def abort(self, put_id: str) -> None:
         """Give up a put, if the shard is still there."""
-        if self._is_open:
+        if self.is_open:
             self.tell(codec.Abort(put_id))
 
     def _gone(self) -> UnavailableError:
         return UnavailableError(
-            f"shard {self.shard.shard_id} is gone; what it held is lost and must be made again",
+            f"the connection to shard {self.shard.shard_id} broke; try again: if the shard is gone, "
+            "what it held is lost and must be made again",
             shard_id=self.shard.shard_id,
         )
 
@@ -170,7 +172,7 @@ class ShardConnection:
 
     def let_go(self, message: codec.Message) -> None:
         """End the hold that came with an answer, if there is one."""
-        if self._is_open and isinstance(message, codec.Located | codec.Data) and message.pin_id:
+        if self.is_open and isinstance(message, codec.Located | codec.Data) and message.pin_id:
             self.tell(codec.Unpin(message.pin_id))
 
 

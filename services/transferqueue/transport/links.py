@@ -47,19 +47,22 @@ class Links:
         self._key_pair = zmq.curve_keypair()
         self._links: dict[str, Link] = {}
         self._shards: tuple[Shard, ...] = ()
+        self._changing = asyncio.Lock()
 
     @property
     def shards(self) -> tuple[Shard, ...]:
         """The shards that are alive."""
         return self._shards
 
-    def to(self, shard_id: str) -> Link:
-        """The way to a shard.
+    async def to(self, shard_id: str) -> Link:
+        """The way to a shard, opened again if it broke.
 
         Raises:
             UnavailableError: If the shard is not alive.
         """
         link = self._links.get(shard_id)
+        if link is not None and not link.connection.is_open:
+            link = await self._reopen(shard_id)
         if link is None:
             raise UnavailableError(
                 f"shard {shard_id} is gone; what it held is lost and must be made again",
@@ -98,7 +101,23 @@ class Links:
                 is_known_to_be_away = True
             await asyncio.sleep(_RETRY_S)
 
+    async def _reopen(self, shard_id: str) -> Link | None:
+        async with self._changing:
+            link = self._links.get(shard_id)
+            if link is None or link.connection.is_open:
+                return link
+            # Its process listens where it lives: there is no other way to try.
+            reopened = await self._open_local(link.connection.shard)
+            if reopened is not None:
+                self._links[shard_id] = reopened
+            return reopened
+
     async def _update(self, shards: Sequence[Shard]) -> None:
+        async with self._changing:
+            await self._connect_to(shards)
+            self._shards = tuple(shards)
+
+    async def _connect_to(self, shards: Sequence[Shard]) -> None:
         instances = {shard.shard_id: shard.instance_id for shard in shards}
         for shard_id, link in list(self._links.items()):
             if instances.get(shard_id) != link.connection.shard.instance_id:
@@ -107,19 +126,23 @@ class Links:
                 del self._links[shard_id]
         for shard in shards:
             if shard.shard_id not in self._links:
-                self._links[shard.shard_id] = await self._connect(shard)
-        self._shards = tuple(shards)
+                link = await self._open_local(shard)
+                self._links[shard.shard_id] = link or await self._open_network(shard)
 
-    async def _connect(self, shard: Shard) -> Link:
-        if self._use_shared_memory and shard.arena_socket:
-            opened = await asyncio.to_thread(
-                open_arena, shard.arena_socket, instance_id=shard.instance_id
-            )
-            if opened is not None:
-                memory, peer = opened
-                connection = await ShardConnection.over_unix_socket(shard, peer)
-                sockets = SocketTransport(connection, self._pool)
-                return Link(connection, ArenaTransport(connection, memory, sockets))
+    async def _open_local(self, shard: Shard) -> Link | None:
+        if not self._use_shared_memory or not shard.arena_socket:
+            return None
+        opened = await asyncio.to_thread(
+            open_arena, shard.arena_socket, instance_id=shard.instance_id
+        )
+        if opened is None:
+            return None
+        memory, peer = opened
+        connection = await ShardConnection.over_unix_socket(shard, peer)
+        sockets = SocketTransport(connection, self._pool)
+        return Link(connection, ArenaTransport(connection, memory, sockets))
+
+    async def _open_network(self, shard: Shard) -> Link:
         connection = ShardConnection.over_network(self._context, shard, self._key_pair)
         if shard.object_store is not None:
             # Imported only where it is used: the package is an optional extra.
