@@ -1,4 +1,4 @@
-# Engines, sampling, rewards. ENGINE adds one, for example "vllm==0.32.0"; without it, the embedded one is there.
+# Sampling and rewards, with the embedded engine; rollout-vllm and rollout-sglang are for the others.
 #
 # BASE is an image with Python 3.11 or newer, pip and venv. PIP_OPTIONS goes to pip, for example
 # "--no-index --find-links /wheels" to install from a folder that the build mounts.
@@ -6,13 +6,12 @@ ARG BASE=docker.io/library/python:3.12-slim-bookworm
 
 FROM ${BASE} AS dependencies
 ARG PIP_OPTIONS=""
-ARG ENGINE=""
 WORKDIR /build
 COPY pyproject.toml LICENSE ./
 # An empty package brings the dependencies, so that a change of code does not install them again.
 RUN mkdir -p services proto/gen/slipstream && touch README.md services/__init__.py proto/gen/slipstream/py.typed \
     && python3 -m venv /opt/venv \
-    && /opt/venv/bin/pip install --no-cache-dir ${PIP_OPTIONS} ".[rollout,tracing]" ${ENGINE}
+    && /opt/venv/bin/pip install --no-cache-dir ${PIP_OPTIONS} ".[rollout,tracing]"
 
 FROM ${BASE}
 COPY --from=dependencies /opt/venv /opt/venv

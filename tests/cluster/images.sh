@@ -36,9 +36,12 @@ fetch_wheels() { # the dependencies of all services, for the Python of the base 
 }
 
 build() { # NAME: build, and export under the tag of the sources
-  local name=$1 archive="$folder/images/$1.tar" image="localhost/slipstream/$1:test"
+  local name=$1 archive="$folder/images/$1.tar" image="localhost/slipstream/$1:test" old
+  old=$(buildah images -q "$image" 2> /dev/null || true)
   buildah bud -q --layers --volume "$wheels:/wheels:ro" --build-arg BASE="$base" --build-arg \
     PIP_OPTIONS="-q --no-index --find-links /wheels" -f "$source/deploy/docker/$name.Dockerfile" -t "$image" "$source" > /dev/null
+  [ "$old" = "$(buildah images -q "$image")" ] && [ -e "$archive" ] && return
+  [ -z "$old" ] || buildah rmi "$old" > /dev/null 2>&1 || true # or every build would fill the disk further
   rm -f "$archive"
   buildah push -q "$image" "docker-archive:$archive:$image"
 }
