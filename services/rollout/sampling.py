@@ -240,7 +240,9 @@ class GroupSampler:
     ) -> None:
         assignment = group.assignment
         trace = tracing.of_group(run_of(assignment.partition_id), assignment.group_id)
-        with tracing.span("rollout.group", trace, attempt=assignment.attempt):
+        # The traces of held-out groups begin here; the others were issued by the controller.
+        is_first = assignment.split != "train"
+        with tracing.span("rollout.group", trace, is_first=is_first, attempt=assignment.attempt):
             await self._make_group(group, loading)
 
     async def _make_group(

@@ -61,6 +61,10 @@ class FakeController:
             "message": self.message,
             "step": self.steps,
             "weight_version": self.steps,
+            "activities": ["TRAINING"],
+            "summary": {
+                "prompts": {"issued": 40, "consumed": 30, "dropped": 10, "reasons": {"stale": 10}}
+            },
             "spec": {"trainer": {"steps": 20}},
         }
 
@@ -104,7 +108,10 @@ class FakeController:
                 yield ServerSentEvent(data=event, event=event["type"], id=str(event["seq"]))
 
         @app.get("/v1/runs/{run_id}/logs/stream", response_class=EventSourceResponse)
-        async def logs(run_id: str) -> AsyncIterator[ServerSentEvent]:
+        async def logs(run_id: str, component: str = "") -> AsyncIterator[ServerSentEvent]:
+            if component:
+                yield ServerSentEvent(data=log_line(component, "alone"), event="line")
+                await asyncio.Event().wait()
             yield ServerSentEvent(data=log_line("trainer-0", "step 10 <i>done</i>"), event="line")
             await self.more.wait()
             yield ServerSentEvent(data=log_line("rollout-0", "weights synced"), event="line")
@@ -151,7 +158,12 @@ async def test_page_shows_a_run_live_and_asks_nobody_else(chromium: str) -> None
             expect = playwright.expect
             await expect(page.locator("#name")).to_have_text("sort4")
             await expect(page.locator("#state")).to_have_text("RUNNING")
-            await expect(page.locator("#progress")).to_contain_text("step 10 of 20")
+            await expect(page.locator("#progress")).to_have_text(
+                "step 10 of 20 · weight version 10 · about 20 s left · training"
+            )
+            await expect(page.locator("#prompts")).to_have_text(
+                "40 prompts issued: 30 consumed, 10 dropped (10 stale)"
+            )
             reward = page.locator("figure", has_text="Reward")
             await expect(reward.locator("polyline")).to_have_count(2)
             await expect(reward.locator(".legend")).to_contain_text("mean 0.5")
@@ -164,6 +176,8 @@ async def test_page_shows_a_run_live_and_asks_nobody_else(chromium: str) -> None
             controller.more.set()
             await expect(reward.locator(".legend")).to_contain_text("mean 0.55")
             await expect(page.locator("#logs")).to_contain_text("rollout-0  weights synced")
+            await page.select_option("#component", "trainer-0")
+            await expect(page.locator("#logs")).to_have_text("alone")
             controller.state, controller.message = "FAILED", "trainer-0 ended"
             await expect(page.locator("#message")).to_have_text("trainer-0 ended")
         assert errors == []

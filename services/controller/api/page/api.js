@@ -30,9 +30,9 @@ export function readEvents(id, seq, signal) {
   return readStream(`/v1/runs/${id}/events/stream?after_seq=${seq}`, signal);
 }
 
-/** Lines of the workers' logs, as they come; the last one is empty, once the run has ended. */
-export function readLogs(id, tailLines, signal) {
-  return readStream(`/v1/runs/${id}/logs/stream?tail_lines=${tailLines}`, signal);
+/** Lines of one worker's log, or of all, as they come; the last one is empty, once the run has ended. */
+export function readLogs(id, component, tailLines, signal) {
+  return readStream(`/v1/runs/${id}/logs/stream?component=${component}&tail_lines=${tailLines}`, signal);
 }
 
 async function* readStream(path, signal) {

@@ -3,7 +3,7 @@
 const COLOURS = ["#2f81f7", "#e5730b", "#1a9e5c", "#a855d4", "#d6336c"];
 const WIDTH = 340;
 const HEIGHT = 140;
-const MARGIN = { left: 44, right: 8, top: 8, bottom: 18 };
+const MARGIN = { left: 52, right: 8, top: 8, bottom: 18 };
 
 // [title, source, unit, [[label, key], ...]]
 const CHARTS = [

@@ -9,6 +9,7 @@ const QUIET = new Set(["StepCommitted", "WeightsPublished"]);
 const $ = (id) => document.getElementById(id);
 
 let shown = { id: "", steps: [], syncs: [], scores: [], stop: new AbortController() };
+let reading = new AbortController(); // the log
 
 async function refresh() {
   try {
@@ -50,28 +51,43 @@ function open(id) {
   shown.stop.abort();
   shown = { id, steps: [], syncs: [], scores: [], stop: new AbortController() };
   $("events").replaceChildren();
-  $("logs").replaceChildren();
+  $("component").replaceChildren($("component").firstElementChild);
   drawCharts($("charts"), shown);
-  if (!id) return;
-  follow(shown);
-  followLogs(shown);
+  if (id) follow(shown);
+  openLog();
 }
 
-async function followLogs(run) {
-  while (!run.stop.signal.aborted) {
+/** Read the log that is chosen, from its end on. */
+function openLog() {
+  reading.abort();
+  reading = new AbortController();
+  $("logs").replaceChildren();
+  if (shown.id) followLogs(shown.id, $("component").value, reading.signal);
+}
+
+async function followLogs(id, chosen, signal) {
+  while (!signal.aborted) {
     try {
       let isFirst = true;
-      for await (const { component, line } of readLogs(run.id, 100, run.stop.signal)) {
+      for await (const { component, line } of readLogs(id, chosen, 100, signal)) {
         if (component === undefined) return; // the run has ended
         if (isFirst) $("logs").replaceChildren(); // a stream that is opened again begins with the past
         isFirst = false;
-        addLine(`${component}  ${line}\n`);
+        offerLog(component);
+        addLine(chosen ? `${line}\n` : `${component}  ${line}\n`);
       }
     } catch (error) {
-      if (run.stop.signal.aborted) return;
+      if (signal.aborted) return;
     }
     await new Promise((resolve) => setTimeout(resolve, REFRESH_MS));
   }
+}
+
+function offerLog(component) {
+  const options = [...$("component").options];
+  if (options.some((option) => option.value === component)) return;
+  const next = options.find((option) => option.value > component) ?? null;
+  $("component").insertBefore(element("option", component, { value: component }), next);
 }
 
 function addLine(text) {
@@ -110,7 +126,7 @@ function takeIn(run, event) {
   if (QUIET.has(event.type)) return;
   const item = element("li");
   item.append(
-    element("span", new Date(event.time).toLocaleTimeString(), { class: "quiet" }),
+    element("time", new Date(event.time).toLocaleTimeString([], { hourCycle: "h23" }), { class: "quiet" }),
     element("b", event.type), element("span", event.message || describe(event.data)),
   );
   $("events").prepend(item);
@@ -126,10 +142,35 @@ function showRun(run) {
   $("name").textContent = run.name;
   $("state").textContent = run.state;
   $("state").className = `state ${run.state}`;
-  $("progress").textContent = `step ${run.step} of ${run.spec.trainer.steps}, weight version ${run.weight_version}`;
+  $("progress").textContent = progress(run, shown.steps.slice(-10));
+  $("id").textContent = run.id;
+  $("prompts").textContent = prompts(run.summary?.prompts);
   $("message").textContent = run.message;
   $("message").hidden = !run.message;
   $("verdict").textContent = verdict(shown.steps.slice(-10));
+}
+
+/** How far the run is, what it does, and how long the rest takes at the pace of the newest steps. */
+function progress(run, steps) {
+  const parts = [`step ${run.step} of ${run.spec.trainer.steps}`, `weight version ${run.weight_version}`];
+  const left = ((run.spec.trainer.steps - run.step) * sum(steps, "seconds")) / (steps.length || 1);
+  if (run.state === "RUNNING" && left) parts.push(`about ${duration(left)} left`);
+  const doing = run.activities?.map((name) => name.toLowerCase().replaceAll("_", " ")) ?? [];
+  return parts.concat(doing).join(" · ");
+}
+
+function duration(seconds) {
+  if (seconds < 90) return `${Math.round(seconds)} s`;
+  return seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
+}
+
+/** Where the issued prompts are. */
+function prompts(counts) {
+  if (!counts) return "";
+  const { issued, reasons, ...places } = counts;
+  const text = Object.entries(places).map(([place, count]) => `${count} ${place}`).join(", ");
+  const why = Object.entries(reasons ?? {}).map(([reason, count]) => `${count} ${reason}`).join(", ");
+  return `${issued} prompts issued: ${text}${why && ` (${why})`}`;
 }
 
 /** Who waits for whom, from the newest steps. */
@@ -151,7 +192,7 @@ function showWorkers(workers) {
   $("workers").replaceChildren(...workers.map((worker) => {
     const row = element("tr");
     const cells = [worker.worker_id, worker.state, worker.activity, worker.weight_version,
-      worker.gauges.running_samples ?? ""];
+      worker.gauges.running_samples ?? "", worker.gauges.waiting_samples ?? ""];
     row.append(...cells.map((cell) => element("td", cell)));
     return row;
   }));
@@ -169,6 +210,7 @@ $("sign-in").addEventListener("submit", (submitted) => {
   useToken($("token").value);
   refresh();
 });
+$("component").addEventListener("change", openLog);
 window.addEventListener("hashchange", refresh);
 await refresh();
 setInterval(refresh, REFRESH_MS);
