@@ -9,10 +9,9 @@ import torch
 from transformers import PretrainedConfig
 
 from services.rollout.engines.base import GenerationRequest
-from services.rollout.engines.build import SGLANG_ON_CPU, VLLM_ON_CPU
+from services.rollout.engines.build import make_backend
 from services.rollout.engines.model_shape import model_shape
 from services.rollout.engines.parted import PartedEngine
-from services.rollout.settings import prepare_sglang_environment, prepare_vllm_environment
 
 Directly = Callable[[str, Sequence[int], int], Any]
 """Generates: name, prompt, number of tokens."""
@@ -28,30 +27,15 @@ async def opened(
     arguments: dict[str, Any],
 ) -> AsyncIterator[tuple[PartedEngine, Directly]]:
     """An engine that serves, and how to drive it without the adapter."""
-    is_cpu = not torch.cuda.is_available()
-    backend: Any
-    if name == "vllm":
-        prepare_vllm_environment(is_cpu=is_cpu)
-        from services.rollout.engines.vllm import VllmBackend
-
-        defaults = VLLM_ON_CPU if is_cpu else {}
-        backend = VllmBackend(
-            config, dtype=dtype, max_running=max_running, engine_arguments={**defaults, **arguments}
-        )
-        directly = _drive_vllm(backend)
-    else:
-        prepare_sglang_environment(is_cpu=is_cpu)
-        from services.rollout.engines.sglang import SglangBackend
-
-        defaults = SGLANG_ON_CPU if is_cpu else {}
-        backend = SglangBackend(
-            config,
-            dtype=dtype,
-            max_running=max_running,
-            device=torch.device("cpu" if is_cpu else "cuda"),
-            engine_arguments={**defaults, **arguments},
-        )
-        directly = _drive_sglang(backend)
+    backend: Any = make_backend(
+        name,
+        config,
+        dtype=dtype,
+        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        max_running=max_running,
+        arguments=arguments,
+    )
+    directly = _drive_vllm(backend) if name == "vllm" else _drive_sglang(backend)
     engine = PartedEngine(backend, model_shape(config, dtype), max_running=max_running)
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(engine.run())

@@ -9,7 +9,6 @@ On a machine that others use, look at the processor time: ``resumed_cpu_s``.
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import time
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from bench.rollout.parts import CountedEngine, no_reward, queue_process, tiny_engine, tokenizer
+from bench.rollout.report import report_to
 from services.common.spec.data import DataSpec
 from services.common.spec.rollout import RolloutSpec
 from services.rollout.calls.pool import CallPool
@@ -202,8 +202,7 @@ def main() -> None:
         "all_tokens_kept": all(run["tokens_kept"] == run["tokens_sampled"] for run in runs),
         "runs": runs,
     }
-    print(json.dumps(result, indent=2))
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    report_to(arguments.out, result)
 
 
 if __name__ == "__main__":

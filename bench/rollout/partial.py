@@ -11,7 +11,6 @@ when new weights arrive, ``partial`` goes on with running responses, ``wait`` fi
 import argparse
 import asyncio
 import bisect
-import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.rollout.parts import NoCache
+from bench.rollout.report import report_to
 from services.common.spec.data import DataSpec
 from services.common.spec.rollout import RolloutSpec
 from services.controller.run.ledger import Group, Ledger
@@ -288,7 +288,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--max-staleness", type=int, default=4)
     parser.add_argument("--train-seconds", type=float, default=15.0)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/rollout-partial.json"))
     arguments = parser.parse_args()
     results = {
         name: simulate(
@@ -304,9 +304,7 @@ def main() -> None:
     results["speedup"] = round(  # type: ignore[assignment]
         results["partial"]["groups_per_hour"] / results["wait"]["groups_per_hour"], 2
     )
-    print(json.dumps(results, indent=2))
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(results, indent=2) + "\n")
+    report_to(arguments.out, results)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,25 @@
-"""vLLM or SGLang through the adapter: cost of the adapter, weight updates, agreement with the trainer.
+r"""vLLM or SGLang through the adapter: cost of the adapter, weight updates, agreement with the trainer.
 
 Usage: VENV/bin/python -m bench.rollout.real_engine vllm|sglang [--size tiny|1.5b] [--folder F] [--out FILE]
+
+On a CPU, in the environment of ``make test-vllm`` or ``make test-sglang``, with ``OMP_NUM_THREADS=1``::
+
+    python -m bench.rollout.real_engine vllm --folder F --out bench/results/rollout-vllm-cpu.json
+
+On one GPU, in bf16, where the engines' CUDA builds are installed, in a row; the second one finds the trained
+model in the folder. The arguments suit builds whose only kernels are FlashAttention and Triton::
+
+    python -m bench.rollout.real_engine vllm --size 1.5b --steps 300 --folder F \
+        --arguments '{"enforce_eager": true, "gpu_memory_utilization": 0.4}' \
+        --out bench/results/rollout-vllm-gpu.json
+    python -m bench.rollout.real_engine sglang --size 1.5b --folder F \
+        --arguments '{"attention_backend": "triton", "disable_cuda_graph": true,
+            "mem_fraction_static": 0.4}' \
+        --out bench/results/rollout-sglang-gpu.json
+    python -m bench.rollout.real_size --size 0.5b --out bench/results/rollout-torch-gpu-0.5b.json
+
+Bars: ``adapter_share`` >= 0.95; ``loaded`` equals ``fingerprints``, as ``itself`` does; ``distance_mean`` <=
+5e-3 and ``distance_p999`` <= 0.1 (fp32: ``distance_max`` <= 1e-4).
 
 A random model is trained for a moment first, so that its logprobs are like those of a model, and saved in the
 folder. The engine starts with other weights, gets several versions in the middle of generation, the saved one
@@ -20,6 +39,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from bench.rollout.driven import Directly, opened, requests
+from bench.rollout.report import report_to
 from services.common.jagged import Jagged
 from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.engines.parted import PartedEngine
@@ -75,29 +95,36 @@ def train(size: str, dtype: torch.dtype, device: str, steps: int) -> tuple[PreTr
 
 
 async def rates(engine: PartedEngine, directly: Directly, repeats: int) -> dict[str, Any]:
-    """Tokens per second through the adapter and directly, alternating."""
+    """Tokens per second through the adapter and directly, in pairs whose order alternates.
+
+    The share is the median over pairs, so that what else the machine does weighs on both sides alike. The
+    processor time is that of this process alone, where the adapter runs.
+    """
     count, num_tokens = 64, 128
-    seconds: dict[str, list[float]] = {"adapter": [], "direct": []}
+    took: dict[str, list[tuple[float, float]]] = {"adapter": [], "direct": []}
     for repeat in range(repeats + 1):
-        started_at = time.perf_counter()
-        todo = requests(f"a{repeat}", count, num_tokens, NUM_SYMBOLS)
-        await asyncio.gather(*[engine.generate(request) for request in todo])
-        seconds["adapter"].append(time.perf_counter() - started_at)
-        started_at = time.perf_counter()
-        await asyncio.gather(
-            *[
-                directly(f"d{request.request_id}", request.context_ids, num_tokens)
+        for name in sorted(took, reverse=repeat % 2 == 1):
+            todo = requests(f"{name}{repeat}", count, num_tokens, NUM_SYMBOLS)
+            asked = [
+                engine.generate(request)
+                if name == "adapter"
+                else directly(request.request_id, request.context_ids, num_tokens)
                 for request in todo
             ]
+            began, began_cpu = time.perf_counter(), time.process_time()
+            await asyncio.gather(*asked)
+            took[name].append((time.perf_counter() - began, time.process_time() - began_cpu))
+    measured = {name: pairs[1:] for name, pairs in took.items()}
+    shares = [d[0] / a[0] for a, d in zip(measured["adapter"], measured["direct"], strict=True)]
+    report: dict[str, Any] = {"adapter_share": round(statistics.median(shares), 3)}
+    report["adapter_shares"] = [round(share, 3) for share in shares]
+    for name, runs in measured.items():
+        tokens = count * num_tokens
+        report[f"{name}_tokens_per_s"] = round(tokens / statistics.median(s for s, _ in runs))
+        report[f"{name}_cpu_us_per_token"] = round(
+            1e6 * statistics.median(cpu for _, cpu in runs) / tokens, 1
         )
-        seconds["direct"].append(time.perf_counter() - started_at)
-    found = {
-        name: count * num_tokens / statistics.median(took[1:]) for name, took in seconds.items()
-    }
-    return {
-        **{f"{name}_tokens_per_s": round(rate) for name, rate in found.items()},
-        "adapter_share": round(found["adapter"] / found["direct"], 3),
-    }
+    return report
 
 
 async def updates(engine: PartedEngine, weights: dict[str, Tensor]) -> dict[str, Any]:
@@ -225,14 +252,11 @@ def main() -> None:
     parser.add_argument("--size", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--arguments", default="{}", help="engine arguments, as JSON")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    report = asyncio.run(measure(options))
-    print(json.dumps(report, indent=2))
-    if options.out is not None:
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+    report_to(options.out, asyncio.run(measure(options)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ weights. Logprobs are also compared with a plain forward pass, as the trainer ma
 
 import argparse
 import asyncio
-import json
 import statistics
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from bench.rollout.report import report_to
 from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.engines.torch import TorchEngine
 
@@ -150,10 +150,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    report = asyncio.run(measure(arguments))
-    print(json.dumps(report, indent=2))
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+    report_to(arguments.out, asyncio.run(measure(arguments)))
 
 
 if __name__ == "__main__":

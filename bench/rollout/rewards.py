@@ -7,7 +7,6 @@ Real: the torch engine on a tiny model, group samplers, scorers and their proces
 
 import argparse
 import asyncio
-import json
 import math
 import statistics
 import tempfile
@@ -20,6 +19,7 @@ import torch
 
 from bench.rollout.faulty import earned
 from bench.rollout.parts import NoCache, tiny_engine, tokenizer
+from bench.rollout.report import report_to
 from services.common.spec.data import DataSpec
 from services.common.spec.rollout import RolloutSpec
 from services.rollout.calls.pool import CallPool
@@ -181,8 +181,7 @@ def main() -> None:
         "seconds_without": round(seconds["awake"], 2),
         "delay_s": round(seconds["asleep"] - seconds["awake"], 2),
     }
-    print(json.dumps(results, indent=2))
-    arguments.out.write_text(json.dumps(results, indent=2) + "\n")
+    report_to(arguments.out, results)
 
 
 if __name__ == "__main__":

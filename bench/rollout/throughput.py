@@ -9,7 +9,6 @@ its longest response; the engine refills a place as soon as it is free. Only req
 
 import argparse
 import asyncio
-import json
 import platform
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from bench.rollout.report import report_to
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.fake import LongTail
 from services.rollout.engines.torch import TorchEngine
@@ -95,7 +95,9 @@ def main() -> None:
     parser.add_argument("--sigma", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--out", type=Path, default=Path("bench/results/rollout-throughput-cpu.json")
+    )
     arguments = parser.parse_args()
     tail = LongTail(median=arguments.median, sigma=arguments.sigma)
     lengths = [min(tail.length(seed), MAX_TOKENS) for seed in range(arguments.requests)]
@@ -119,9 +121,7 @@ def main() -> None:
         "generate_tokens_per_s": round(generate_rate),
         "speedup": round(engine_rate / generate_rate, 2),
     }
-    print(json.dumps(report, indent=2))
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+    report_to(arguments.out, report)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from services.rollout.engines.base import Engine, GenerationRequest
-from services.rollout.engines.build import SGLANG_ON_CPU, VLLM_ON_CPU
+from services.rollout.engines.build import make_backend
 from services.rollout.engines.fake import FakeEngine, LongTail
 from services.rollout.engines.model_shape import model_shape
 from services.rollout.engines.parted import PartedEngine
 from services.rollout.engines.torch import TorchEngine
-from services.rollout.settings import prepare_sglang_environment, prepare_vllm_environment
 from tests.unit.rollout.builders import running
 
 VOCAB_SIZE = 256
@@ -147,51 +146,42 @@ async def close_shared() -> None:
         await _close(name)
 
 
+def _open_parted(
+    name: str, *, tied: bool, arguments: dict[str, Any]
+) -> AbstractAsyncContextManager[Engine]:
+    config = model_config(tied=tied)
+
+    def build() -> Engine:
+        backend = make_backend(
+            name,
+            config,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            max_running=8,
+            arguments=arguments,
+        )
+        return PartedEngine(
+            backend, model_shape(config, torch.float32), max_running=8, decode=decode
+        )
+
+    return _shared(f"{name} tied={tied}", build)
+
+
 def open_vllm(*, tied: bool = True) -> AbstractAsyncContextManager[Engine]:
     """vLLM on the CPU; blocks of 32 tokens, so that the test prompt fills some of the prefix cache."""
-    prepare_vllm_environment(is_cpu=True)
-    from services.rollout.engines.vllm import VllmBackend
-
-    arguments = VLLM_ON_CPU | {
+    arguments = {
         "max_model_len": MAX_MODEL_TOKENS,
         "enable_prefix_caching": True,
         # Few enough that prompts which arrive together do not fit into one step.
         "max_num_batched_tokens": MAX_MODEL_TOKENS,
         "kv_cache_memory_bytes": 64 << 20,
     }
-    config = model_config(tied=tied)
-
-    def build() -> Engine:
-        backend = VllmBackend(
-            config, dtype=torch.float32, max_running=8, engine_arguments=arguments
-        )
-        return PartedEngine(
-            backend, model_shape(config, torch.float32), max_running=8, decode=decode
-        )
-
-    return _shared(f"vllm tied={tied}", build)
+    return _open_parted("vllm", tied=tied, arguments=arguments)
 
 
 def open_sglang(*, tied: bool = True) -> AbstractAsyncContextManager[Engine]:
     """SGLang on the CPU."""
-    prepare_sglang_environment(is_cpu=True)
-    from services.rollout.engines.sglang import SglangBackend
-
-    config = model_config(tied=tied)
-
-    def build() -> Engine:
-        backend = SglangBackend(
-            config,
-            dtype=torch.float32,
-            max_running=8,
-            device=torch.device("cpu"),
-            engine_arguments=SGLANG_ON_CPU,
-        )
-        return PartedEngine(
-            backend, model_shape(config, torch.float32), max_running=8, decode=decode
-        )
-
-    return _shared(f"sglang tied={tied}", build)
+    return _open_parted("sglang", tied=tied, arguments={})
 
 
 def _param(name: str, open_engine: OpenEngine, *, needs: str | None = None) -> Any:

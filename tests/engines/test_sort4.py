@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from tests.helpers.cli import SORT4, train
+from bench.rollout.learning import meets_bars, train
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -24,18 +24,5 @@ def engines(*names: str) -> list[object]:
 
 @pytest.mark.parametrize("engine", engines("vllm", "sglang"))
 def test_training_learns_to_sort_with_responses_cut_every_two_tokens(tmp_path, engine):
-    done = train(
-        SORT4,
-        tmp_path,
-        f"rollout.engine={engine}",
-        "rollout.replicas=1",
-        "rollout.partial_rollout=true",
-        "rollout.segment_tokens=2",
-        "algorithm.max_staleness=2",
-        timeout=1100,
-    )
-    assert done.code == 0, done.out + done.err
-    summary = done.summary
-    assert summary["heldout"]["greedy"] >= 0.88
-    assert summary["heldout"]["sampled"] >= 0.75
-    assert summary["weight_version"] == 50
+    run = train(0, engine, tmp_path)
+    assert meets_bars(run), run

@@ -8,6 +8,7 @@ import json
 
 import pytest
 
+from bench.rollout import learning as partial
 from tests.helpers.cli import REPOSITORY, SORT4, train
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(900)]
@@ -44,6 +45,13 @@ def test_one_step_off_training_learns_to_sort(tmp_path, seed):
     assert summary["prompts"]["consumed"] == summary["prompts"]["issued"] == 1600
     assert summary["prompts"]["outstanding"] == 0
     assert summary["weight_version"] == 50
+
+
+@nightly
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_responses_cut_every_two_tokens_and_made_by_several_versions_teach_as_well(tmp_path, seed):
+    run = partial.train(seed, "torch", tmp_path)
+    assert partial.meets_bars(run), run
 
 
 @nightly

