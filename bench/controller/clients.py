@@ -32,13 +32,13 @@ async def measure_api(here: Stage, *, is_smoke: bool) -> dict[str, Any]:
             prompts_per_step=16,
             rollouts=2,
             group_s=(0.05, 0.2),
-            step_s=0.2,
+            step_s=1.0,
             running=64,
         )
         for _ in range(3)
     ]
     for run_id in runs:
-        await here.until_step(run_id, 2)
+        await here.until_step(run_id, 1)
     latencies: list[float] = []
     received = [0] * num_streams
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)

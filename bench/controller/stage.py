@@ -7,6 +7,7 @@ import re
 import socket
 import sys
 import tempfile
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class Stage:
     fleet: asyncio.subprocess.Process
     controller: asyncio.subprocess.Process
     metrics_url: str
-    folder: Path
+    num_runs: int = 0
 
     def rss_mib(self) -> float:
         """Memory of the controller."""
@@ -56,7 +57,7 @@ class Stage:
     ) -> str:
         """Submit a run and bring up its workers; returns its id."""
         spec = {
-            "name": "bench",
+            "name": f"bench-{uuid.uuid4().hex[:8]}",
             "model": {"path": "tiny:qwen2-0.4m"},
             "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
             "algorithm": {"max_staleness": max_staleness},
@@ -70,6 +71,7 @@ class Stage:
             "trainer": {"steps": steps, "prompts_per_step": prompts_per_step},
             "validation": {"every": 0, "before_train": False, "at_end": False},
         }
+        self.num_runs += 1
         run = await self.api.submit(spec)
         order = {
             "run_id": run.id,
@@ -95,6 +97,15 @@ class Stage:
             if run.step >= step or run.state == "SUCCEEDED":
                 return
             await asyncio.sleep(every_s)
+
+    async def step_times(self, run_id: str) -> list[float]:
+        """When each step was committed, in seconds."""
+        times: list[float] = []
+        seq = 0
+        while page := await self.api.events(run_id, after_seq=seq, type_="StepCommitted"):
+            times += [event.time.timestamp() for event in page]
+            seq = page[-1].seq
+        return times
 
     async def histogram(self, name: str) -> dict[float, float]:
         """Cumulative counts of a histogram of the controller by upper bound, over all labels."""
@@ -144,7 +155,6 @@ async def stage() -> AsyncIterator[Stage]:
                     fleet=fleet,
                     controller=controller,
                     metrics_url=f"http://127.0.0.1:{metrics_port}/metrics",
-                    folder=folder,
                 )
         finally:
             for process in (fleet, controller):
