@@ -60,6 +60,16 @@ async def map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> list
     return [result for _, result in sorted(chain.from_iterable(shares), key=lambda pair: pair[0])]
 
 
+async def meanwhile(work: Coroutine[Any, Any, T], other: Callable[[], R]) -> tuple[T, R]:
+    """Begin ``work``, and do ``other`` as soon as it waits for something."""
+    with unwrapped():
+        async with asyncio.TaskGroup() as tasks:
+            working = tasks.create_task(work)
+            await asyncio.sleep(0)
+            result = other()
+    return working.result(), result
+
+
 @contextmanager
 def unwrapped() -> Iterator[None]:
     """Raise the first error of a task group as it is, so that callers can catch it by its class."""

@@ -18,7 +18,7 @@ from services.common.errors import InternalError, InvalidArgumentError
 from services.common.ids import new_id
 from services.common.jagged import Jagged
 from services.transferqueue.client import TransferQueueClient
-from services.transferqueue.concurrency import run_all
+from services.transferqueue.concurrency import meanwhile, run_all
 from services.transferqueue.facts import Shard
 from services.transferqueue.shards.placement import group_of, place
 from services.transferqueue.tensors.buffers import BufferPool
@@ -187,8 +187,10 @@ class DataClient:
         reserve = codec.Reserve(put_id, meta.partition_id, sizes, self._put_timeout_s)
         try:
             timeout_s = self._put_timeout_s + TIMEOUT_S
-            grant = _expect(codec.Granted, await link.connection.ask(reserve, timeout_s=timeout_s))
-            link.connection.tell(codec.Describe(put_id, meta.to_bytes()))
+            asking = link.connection.ask(reserve, timeout_s=timeout_s)
+            answer, description = await meanwhile(asking, meta.to_bytes)
+            grant = _expect(codec.Granted, answer)
+            link.connection.tell(codec.Describe(put_id, description))
             checksums = await link.transport.write(grant, columns)
             commit = codec.Commit(put_id, tuple(checksums))
             answer = await link.connection.ask(commit, timeout_s=_COMMIT_TIMEOUT_S)

@@ -126,8 +126,8 @@ class Links:
                 del self._links[shard_id]
         for shard in shards:
             if shard.shard_id not in self._links:
-                link = await self._open_local(shard)
-                self._links[shard.shard_id] = link or await self._open_network(shard)
+                local = await self._open_local(shard)
+                self._links[shard.shard_id] = local or await self._open_network(shard)
 
     async def _open_local(self, shard: Shard) -> Link | None:
         if not self._use_shared_memory or not shard.arena_socket:
