@@ -42,6 +42,8 @@ class _Pod:
     """A pod that is not gone."""
 
     workers: list[str]
+    group_size: int
+    """Pods that a queue admits together with it; 0 without a queue."""
     grace_s: float
     """Longest time that it takes to end when asked to."""
     reported: set[str] = field(default_factory=set)
@@ -113,7 +115,13 @@ class KubernetesLauncher:
             controller_address=self._controller_address,
             owner=self._owner,
         )
-        if any(body["metadata"]["name"] not in known for body in bodies):
+        group_sizes = {pod.group_size for pod in known.values()}
+        if group_sizes and pod_state.group_size(bodies[0]) > max(group_sizes):
+            raise FailedPreconditionError(
+                f"the queue has admitted the run's {max(group_sizes)} pods as one, which cannot get more; "
+                "install without workers.kueue.queueName to add rollouts while a run goes on"
+            )
+        if not known:  # with pods there is a secret, which one that starts may be looking for
             token = current_identity().token_for(run_id)
             await self._api.put_secret(token_secret(run_id, token, owner=self._owner))
         for body in bodies:
@@ -181,6 +189,7 @@ class KubernetesLauncher:
         loop = asyncio.get_running_loop()
         return _Pod(
             workers=pod_state.workers(body),
+            group_size=pod_state.group_size(body),
             grace_s=body["spec"]["terminationGracePeriodSeconds"] + _STOP_MARGIN_S,
             timer=loop.call_later(self._pending_timeout_s, self._give_up, run_id, name),
         )

@@ -10,6 +10,8 @@ _BLOCKED = HOPELESS | {"ImagePullBackOff", "ErrImagePull", "CreateContainerError
 
 _SIGNAL = 128
 
+COUNT_ANNOTATION = "kueue.x-k8s.io/pod-group-total-count"
+
 Json = Mapping[str, Any]
 
 
@@ -37,6 +39,11 @@ class Ended:
 def workers(pod: Json) -> list[str]:
     """Names of the workers in a pod: its containers."""
     return [container["name"] for container in pod["spec"]["containers"]]
+
+
+def group_size(pod: Json) -> int:
+    """Pods that Kueue admits together with this one; 0 without a queue."""
+    return int(pod["metadata"].get("annotations", {}).get(COUNT_ANNOTATION, 0))
 
 
 def is_running(pod: Json) -> bool:

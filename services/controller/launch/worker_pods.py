@@ -17,6 +17,7 @@ from services.common.errors import FailedPreconditionError
 from services.common.spec.run import RunSpec
 from services.controller.client import WorkerRole
 from services.controller.launch.launcher import num_gpus, num_ranks, program_of, worker_names
+from services.controller.launch.pod_state import COUNT_ANNOTATION
 
 RUN_LABEL = "slipstream.dev/run"
 WORKER_LABEL = "slipstream.dev/worker"
@@ -24,7 +25,6 @@ WORKER_LABEL = "slipstream.dev/worker"
 _GPU_ANNOTATION = "slipstream.dev/gpu-resource"
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _GROUP_LABEL = "kueue.x-k8s.io/pod-group-name"
-_COUNT_ANNOTATION = "kueue.x-k8s.io/pod-group-total-count"
 _GRPC_PORT = 50051
 _METRICS_PORT = 9090
 _MEETING_PORT = 29500
@@ -194,7 +194,7 @@ def _join_group(pod: Pod, run_id: str, num_pods: int) -> None:
     metadata = pod["metadata"]
     if _QUEUE_LABEL in metadata["labels"]:
         metadata["labels"][_GROUP_LABEL] = run_id.replace("_", "-")
-        metadata["annotations"][_COUNT_ANNOTATION] = str(num_pods)
+        metadata["annotations"][COUNT_ANNOTATION] = str(num_pods)
 
 
 def _name_worker(container: Pod, place: _Place, run_id: str, controller_address: str) -> None:

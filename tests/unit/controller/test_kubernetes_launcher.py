@@ -100,11 +100,14 @@ class Heard:
         self.ended.set()
 
 
-def write_templates(folder: Path, topology: str = "separate") -> Path:
+def write_templates(folder: Path, topology: str = "separate", queue: str = "") -> Path:
     (folder / "topology").write_text(topology)
+    labels = {"slipstream.dev/worker": "true"}
+    if queue:
+        labels["kueue.x-k8s.io/queue-name"] = queue
     for role in ("trainer", "rollout"):
         pod = {
-            "metadata": {"labels": {"slipstream.dev/worker": "true"}, "annotations": {}},
+            "metadata": {"labels": labels, "annotations": {}},
             "spec": {
                 "subdomain": "workers",
                 "terminationGracePeriodSeconds": 0,
@@ -236,6 +239,20 @@ async def test_a_trainer_that_lost_a_pod_unseen_is_started_as_a_whole(tmp_path: 
     async with launching(cluster, templates) as (launcher, _):
         await launcher.start(RUN, spread)
         assert cluster.pods[TRAINER] is not kept
+        await launcher.stop(RUN)
+
+
+async def test_pods_that_a_queue_admitted_as_one_get_no_more(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    templates = write_templates(tmp_path, queue="gpus")
+    more = SPEC.model_copy(update={"rollout": SPEC.rollout.model_copy(update={"replicas": 2})})
+    async with launching(cluster, templates) as (launcher, _):
+        await launcher.start(RUN, SPEC)
+        with pytest.raises(FailedPreconditionError, match="admitted the run's 2 pods as one"):
+            await launcher.start(RUN, more)
+        await launcher.end(RUN, "rollout-0")
+        await launcher.start(RUN, SPEC)
+        assert set(cluster.pods) == {TRAINER, ROLLOUT}, "a lost one is replaced"
         await launcher.stop(RUN)
 
 
