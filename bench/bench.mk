@@ -5,6 +5,7 @@ bench-dataplane: $(READY) ## The data plane next to its peer, minutes (OPTIONS=-
 
 bench-learning: $(READY) ## sort4 with every algorithm through the whole system, half an hour (OPTIONS=--smoke for minutes)
 	$(BIN)/python -m bench.learning $(OPTIONS)
+	$(BIN)/python -m bench.learning.overlap $(OPTIONS)
 
 bench-trainer: $(READY) ## Packed against padded training steps (OPTIONS=--smoke on a machine without a GPU)
 	$(BIN)/python -m bench.trainer $(OPTIONS)

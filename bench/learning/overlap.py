@@ -1,9 +1,10 @@
 """How much of the time for reference logprobs their own worker hides: ``python -m bench.learning.overlap``.
 
-sort4 with a KL penalty, with the reference inside the trainer and apart. Results go to
-``bench/results/overlap.json``: means over the steps, in seconds.
+sort4 with a KL penalty, with the reference inside the trainer and apart; on the GPUs that there are, else on
+CPUs. Results go to ``bench/results/overlap.json``: means over the steps, in seconds. ``--smoke`` keeps none.
 """
 
+import argparse
 import json
 import subprocess
 import sys
@@ -24,18 +25,24 @@ _WARMUP_STEPS = 3
 
 
 def main() -> None:
-    found = {place: measure(settings) for place, settings in _PLACES.items()}
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="two steps, not kept")
+    is_smoke = parser.parse_args().smoke
+    steps = _WARMUP_STEPS + (2 if is_smoke else 13)
+    found = {place: measure(settings, steps) for place, settings in _PLACES.items()}
     inside, apart = found["inside"], found["apart"]
     waits = apart["idle_seconds_no_data"] - inside["idle_seconds_no_data"]
     spent = inside["seconds_ref_logprob"]
     result = {**found, "hidden_fraction": round(min(1.0, 1.0 - waits / spent), 3)}
     print(json.dumps(result, indent=1))
+    if is_smoke:
+        return
     RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def measure(settings: tuple[str, ...]) -> dict[str, float]:
+def measure(settings: tuple[str, ...], num_steps: int) -> dict[str, float]:
     """Mean numbers of a step."""
-    settings = (*settings, "trainer.steps=16", "validation.every=0")
+    settings = (*settings, f"trainer.steps={num_steps}", "validation.every=0")
     with tempfile.TemporaryDirectory() as folder:
         command = [
             *(sys.executable, "-m", "services.cli.main", "run", "examples/sort4.yaml", "--json"),
