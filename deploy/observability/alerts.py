@@ -139,7 +139,8 @@ ALL = (
         meaning="A rollout serves weights so old that what it samples will be stale when it is finished.",
         actions=(
             "Find the pod on the panel Versions of the dashboard Weight sync.",
-            "Read its log; delete the pod if it does not answer.",
+            "`kubectl logs POD`: `weight sync failed` or a refused canary name the reason.",
+            "If it does not answer: `kubectl delete pod POD`. The others go on, and the controller starts another in its place.",
         ),
     ),
     Alert(
@@ -237,8 +238,9 @@ ALL = (
         summary="No controller is scraped",
         meaning="Prometheus has no sample from a controller: it is down, or is not scraped. Runs go on without it for a while; nothing new starts.",
         actions=(
-            "`kubectl get pods -l app.kubernetes.io/component=controller`, then its log.",
-            "If the pod runs: check the PodMonitor's labels and the network policy's `metricsFrom`.",
+            "`kubectl get pods -l app.kubernetes.io/component=controller`. Pending: `kubectl describe pod` says what is missing, most often the node or zone of its claim.",
+            "CrashLoopBackOff: `kubectl logs --previous deploy/RELEASE-controller`. A database that is full asks for a larger claim; a schema of a newer release for that release's image; a PostgreSQL that does not answer for itself.",
+            "It runs and is Ready: Prometheus does not reach it. Check `monitoring.podMonitor.labels` against what your Prometheus selects, and `networkPolicy.metricsFrom`.",
         ),
     ),
 )
