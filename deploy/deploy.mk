@@ -21,7 +21,7 @@ test-control-plane: ## Test chart and launcher against a real API server (builds
 
 test-cluster: test-control-plane ## Train on a real one-node cluster with the images of the Dockerfiles
 	tests/cluster/images.sh $(CLUSTER_TOOLS) . $(abspath $(BIN)/python)
-	CI=true $(BIN)/python -m pytest tests/cluster/test_run.py -q -m cluster
+	CI=true $(BIN)/python -m pytest tests/cluster/test_readme.py tests/cluster/test_run.py -q -m cluster
 
 test-page: ## Test the run page in Chromium
 	CI=true $(BIN)/python -m pytest tests/browser -q

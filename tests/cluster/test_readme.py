@@ -1,0 +1,58 @@
+"""The README's section on Kubernetes, followed to the letter by a new user."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.node import Cluster, node
+from tests.cluster.tools import require
+from tests.unit.deploy.chart import ROOT
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+_NAMESPACE = "slipstream"
+# What differs here: no GPU, no registry; and a script is faster than a user, whom the port would not outrun.
+_HERE = {
+    "profiles/one-gpu-node.yaml": "profiles/cpu-smoke.yaml",
+    "image.registry=registry.example.com": "image.registry=localhost,image.tag=test",
+    "8080 &\n": "8080 &\nuntil (exec 3<>/dev/tcp/127.0.0.1/8080) 2> /dev/null; do sleep 0.2; done\n",
+}
+
+
+@pytest.fixture(scope="module")
+def machine(cluster: Cluster) -> Iterator[Cluster]:
+    with node(cluster):
+        yield cluster
+
+
+def test_a_new_user_installs_and_trains_by_the_readme(machine: Cluster, tmp_path: Path) -> None:
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## On Kubernetes")[1]
+    script = re.search(r"```console\n(.*?)```", section, re.DOTALL)[1]
+    for written, meant in _HERE.items():
+        assert written in script
+        script = script.replace(written, meant)
+    (helm,) = require("helm4")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "helm").symlink_to(helm)
+    for name in ("deploy", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    path = f"{tmp_path}/bin:{Path(sys.executable).parent}:{machine.processes.path}"
+    environment = {
+        "PATH": path,
+        "HOME": str(tmp_path),
+        "KUBECONFIG": str(machine.kubeconfig),
+        "PYTHONUNBUFFERED": "1",
+    }
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", f"trap 'kill $(jobs -p)' EXIT\n{script}"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "every service answers" in done.stdout
+    assert "SUCCEEDED" in done.stdout
+    pods = machine.core.list_namespaced_pod(_NAMESPACE, label_selector="slipstream.dev/run")
+    assert pods.items == []
