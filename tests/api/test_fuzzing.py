@@ -79,7 +79,8 @@ def tenants(state: Path) -> dict[str, str]:
 def seed(url: str, token: str) -> None:
     """Give a tenant runs in several states."""
     with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}) as client:
-        paths = [client.post("/v1/runs", json=SPEC).headers["Location"] for _ in range(4)]
+        specs = [{**SPEC, "name": f"seed-{number}"} for number in range(4)]
+        paths = [client.post("/v1/runs", json=spec).headers["Location"] for spec in specs]
         client.post(f"{paths[2]}/pause").raise_for_status()
         client.post(f"{paths[3]}/cancel").raise_for_status()
 

@@ -10,7 +10,11 @@ from starlette.concurrency import run_in_threadpool
 from services.common.spec.run import RunSpec
 from services.controller.api.actions import add_action_routes
 from services.controller.api.commands import Authenticate, add_run_routes
-from services.controller.api.errors import PROBLEM_TYPE, Problem, add_error_handlers
+from services.controller.api.errors import (
+    PROBLEM_TYPE,
+    Problem,
+    add_error_handlers,
+)
 from services.controller.api.observing import add_observe_routes
 from services.controller.api.principals import DEVELOPER, Authenticator, Principal
 from services.controller.api.streams import add_stream_routes
@@ -24,6 +28,7 @@ _REFUSALS = {
     "403": "The role does not allow it.",
     "404": "There is no such thing in the project.",
     "409": "The state does not allow it.",
+    "410": "Events behind the cursor are not kept any more.",
     "412": "The run was changed since.",
     "413": "The body is too large.",
     "422": "The request breaks a rule.",

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import ResourceExhaustedError, ServiceError
 from services.common.spec.loader import SpecError
@@ -29,6 +29,11 @@ _STATUS = {
     "DEADLINE_EXCEEDED": HTTPStatus.GATEWAY_TIMEOUT,
     "UNAUTHENTICATED": HTTPStatus.UNAUTHORIZED,
     "PERMISSION_DENIED": HTTPStatus.FORBIDDEN,
+}
+
+_STATUS_OF_REASON = {
+    "PRECONDITION_REQUIRED": HTTPStatus.PRECONDITION_REQUIRED,
+    "CURSOR_EXPIRED": HTTPStatus.GONE,
 }
 
 
@@ -65,8 +70,7 @@ def _add_domain_handlers(app: FastAPI) -> None:
     @app.exception_handler(ServiceError)
     async def service_error(request: Request, error: ServiceError) -> JSONResponse:
         status = _STATUS.get(error.code.name, HTTPStatus.INTERNAL_SERVER_ERROR)
-        if error.reason == "PRECONDITION_REQUIRED":
-            status = HTTPStatus.PRECONDITION_REQUIRED
+        status = _STATUS_OF_REASON.get(error.reason, status)
         is_ours = status is HTTPStatus.INTERNAL_SERVER_ERROR
         detail = "a fault of the controller; see its log" if is_ours else error.message
         headers: dict[str, str] = {}
@@ -111,8 +115,10 @@ def _add_request_handlers(app: FastAPI) -> None:
         headers = dict(error.headers or {})
         if status is HTTPStatus.METHOD_NOT_ALLOWED:
             headers["Allow"] = ", ".join(_allowed_methods(app, request))
-        code = status.phrase.lower().replace(" ", "_")
-        return problem(request, status, code, str(error.detail), headers=headers)
+        code, detail = status.phrase.lower().replace(" ", "_"), str(error.detail)
+        if status is HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+            code, detail = "too_large", f"a body may have {MAX_BODY_BYTES} bytes"
+        return problem(request, status, code, detail, headers=headers)
 
     @app.exception_handler(json.JSONDecodeError)
     async def json_error(request: Request, error: json.JSONDecodeError) -> JSONResponse:
@@ -125,26 +131,25 @@ class _BodyLimit:
     """Refuses bodies that are too large. It leaves answers alone: streams pass through without a copy.
 
     Args:
-        app: What the other requests go to.
+        app: What requests go to.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request or pass it on."""
-        app = self._app
-        if scope["type"] == "http":
-            request = Request(scope)
-            length = request.headers.get("content-length", "0")
-            if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
-                app = problem(
-                    request,
-                    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                    "too_large",
-                    f"a body may have {MAX_BODY_BYTES} bytes",
-                )
-        await app(scope, receive, send)
+        """Pass a request on, and no more of its body than is allowed."""
+        num_bytes = 0
+
+        async def receive_some() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > MAX_BODY_BYTES:
+                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+            return message
+
+        await self._app(scope, receive_some, send)
 
 
 def problem(

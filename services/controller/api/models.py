@@ -228,4 +228,6 @@ class ForkRequest(BaseModel):
     @property
     def needed_role(self) -> Role:
         """Who may ask for it: code that comes with a model needs an admin."""
-        return "admin" if "trust_remote_code" in self.overrides.get("model", {}) else "operator"
+        model = self.overrides.get("model")
+        trusts = isinstance(model, dict) and "trust_remote_code" in model
+        return "admin" if trusts else "operator"

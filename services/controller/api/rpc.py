@@ -112,11 +112,11 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):  # methods are named by the 
 
     async def UpdateRun(self, request: pb.UpdateRunRequest, context: _Context) -> pb.Run:  # noqa: N802
         """Change a run."""
-        run = await self._run(request, context, "operator")
+        run, who = await self._operated(request, context)
         patch = _parsed(RunPatch, request.patch_json)
         with _refusals():
             changed = await self._manager.patch(
-                run.run_id, patch, revision=request.revision, actor=(await self._who(context)).name
+                run.run_id, patch, revision=request.revision, actor=who.name
             )
         return self._message(changed)
 
@@ -132,22 +132,22 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):  # methods are named by the 
 
     async def CancelRun(self, request: pb.CancelRunRequest, context: _Context) -> pb.Run:  # noqa: N802
         """End a run."""
-        run = await self._run(request, context, "operator")
+        run, who = await self._operated(request, context)
         with _refusals():
             options = CancelOptions(
                 grace_seconds=request.grace_s, save_checkpoint=request.save_checkpoint
             )
-        return self._message(await self._manager.cancel(run.run_id, options))
+        return self._message(await self._manager.cancel(run.run_id, options, actor=who.name))
 
     async def PauseRun(self, request: pb.PauseRunRequest, context: _Context) -> pb.Run:  # noqa: N802
         """Finish the current step, save a checkpoint and stop the workers."""
-        run = await self._run(request, context, "operator")
-        return self._message(await self._manager.pause(run.run_id))
+        run, who = await self._operated(request, context)
+        return self._message(await self._manager.pause(run.run_id, actor=who.name))
 
     async def ResumeRun(self, request: pb.ResumeRunRequest, context: _Context) -> pb.Run:  # noqa: N802
         """Queue a paused run again."""
-        run = await self._run(request, context, "operator")
-        return self._message(await self._manager.resume(run.run_id))
+        run, who = await self._operated(request, context)
+        return self._message(await self._manager.resume(run.run_id, actor=who.name))
 
     async def SaveRun(self, request: pb.SaveRunRequest, context: _Context) -> pb.Run:  # noqa: N802
         """Save a checkpoint at the end of the current step."""
@@ -163,8 +163,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):  # methods are named by the 
 
     async def ForkRun(self, request: pb.ForkRunRequest, context: _Context) -> pb.Run:  # noqa: N802
         """Create a run that goes on from a checkpoint of another one."""
-        parent = await self._run(request, context, "operator")
-        who = await self._who(context)
+        parent, who = await self._operated(request, context)
         overrides = request.overrides_json or "{}"
         fork = _parsed(ForkRequest, f'{{"overrides": {overrides}}}').model_copy(
             update={"checkpoint_id": request.checkpoint_id, "name": request.run_name}
@@ -256,8 +255,8 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):  # methods are named by the 
         self, request: pb.DeleteCheckpointRequest, context: _Context
     ) -> pb.DeleteCheckpointResponse:
         """Delete a checkpoint that no run needs."""
-        run = await self._run(request, context, "operator")
-        await self._manager.checkpoints.delete(run.run_id, request.checkpoint_id)
+        run, who = await self._operated(request, context)
+        await self._manager.checkpoints.delete(run.run_id, request.checkpoint_id, actor=who.name)
         return pb.DeleteCheckpointResponse()
 
     async def GetTopology(self, request: pb.GetTopologyRequest, context: _Context) -> pb.Topology:  # noqa: N802
@@ -287,6 +286,11 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):  # methods are named by the 
             return DEVELOPER
         sent = dict(context.invocation_metadata() or ())
         return await asyncio.to_thread(self._users.authenticate, str(sent.get("authorization", "")))
+
+    async def _operated(self, request: Any, context: _Context) -> tuple[Run, Principal]:
+        """A run, and who changes it."""
+        who = await self._who(context)
+        return await self._access.run(who, run_id_of(request.name), "operator"), who
 
     async def _run(self, request: Any, context: _Context, role: Role = "viewer") -> Run:
         return await self._access.run(await self._who(context), run_id_of(request.name), role)

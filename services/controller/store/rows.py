@@ -8,8 +8,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from services.common.errors import AlreadyExistsError, NotFoundError
-from services.controller.run.run_state import RunState
-from services.controller.store.records import Event, Note, RequestKey, Run
+from services.controller.run.run_state import TERMINAL, RunState
+from services.controller.store.records import Event, NewRun, Note, RequestKey, Run
 from services.controller.store.tables import CHECKPOINTS, EVENTS, IDEMPOTENCY_KEYS, RUNS
 
 _KEY_LIFE_S = 24 * 3600.0
@@ -19,6 +19,30 @@ class IdempotencyKeyReusedError(AlreadyExistsError):
     """The key came with another request before."""
 
     reason = "IDEMPOTENCY_KEY_REUSED"
+
+
+class NameTakenError(AlreadyExistsError):
+    """Another run has the name."""
+
+    reason = "NAME_TAKEN"
+
+
+def check_name(connection: sa.Connection, new: NewRun) -> None:
+    """See that a name is free: runs of a project that have not ended have names of their own.
+
+    Raises:
+        NameTakenError: If it is not.
+    """
+    ended = [state.value for state in TERMINAL]
+    query = sa.select(RUNS.c.run_id).where(
+        RUNS.c.project == new.project, RUNS.c.name == new.name, RUNS.c.state.not_in(ended)
+    )
+    if (run_id := connection.execute(query).scalar()) is not None:
+        raise NameTakenError(
+            f"run {run_id} of project {new.project!r} has the name {new.name!r} and has not ended; choose "
+            "another name, or cancel it",
+            run_id=run_id,
+        )
 
 
 def get_run(connection: sa.Connection, run_id: str, *, lock: bool = False) -> Run:

@@ -16,6 +16,7 @@ from services.controller.store.database import Database
 from services.controller.store.records import Event, NewRun, Note, RequestKey, Run, RunFilter
 from services.controller.store.rows import (
     append_event,
+    check_name,
     get_run,
     remember_request,
     seen_request,
@@ -78,12 +79,14 @@ class RunStore:
 
         Raises:
             IdempotencyKeyReusedError: If the request's key came with another body.
+            NameTakenError: If a run of the project that has not ended has the name.
         """
         with self._database.write() as connection:
             if request is not None:
                 known = seen_request(connection, request)
                 if known is not None:
                     return get_run(connection, known), False
+            check_name(connection, new)
             if check is not None:
                 check(connection)
             now = time.time()

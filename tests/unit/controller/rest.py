@@ -25,6 +25,11 @@ SPEC = {
 }
 
 
+def named(number: int) -> dict[str, object]:
+    """A specification with a name of its own."""
+    return {**SPEC, "name": f"run-{number}"}
+
+
 class EmptyQueue:
     """A transferqueue in which nothing is stored."""
 

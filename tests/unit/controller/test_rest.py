@@ -196,3 +196,12 @@ async def test_code_of_a_model_needs_an_admin(manager, database, tmp_path):
 async def test_a_body_that_is_too_large_is_refused(api):
     refused = await api.post("/v1/runs", content=b" " * ((1 << 20) + 1))
     assert (refused.status_code, refused.json()["code"]) == (413, "too_large")
+
+
+async def test_a_body_without_a_length_is_limited_too(api):
+    async def endless():
+        for _ in range(3):
+            yield b" " * (1 << 19)
+
+    refused = await api.post("/v1/runs", content=endless())
+    assert (refused.status_code, refused.json()["code"]) == (413, "too_large")

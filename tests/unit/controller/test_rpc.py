@@ -114,7 +114,9 @@ async def test_both_faces_show_the_same_runs(both):
 async def test_a_run_goes_through_its_life_over_grpc(both):
     stub, _ = both
     await call(stub.CreateRun, pb.CreateRunRequest(spec_json=json.dumps(SPEC)))
-    second = await call(stub.CreateRun, pb.CreateRunRequest(spec_json=json.dumps(SPEC)))
+    second = await call(
+        stub.CreateRun, pb.CreateRunRequest(spec_json=json.dumps({**SPEC, "name": "two"}))
+    )
     named = {"name": second.name}
     paused = await call(stub.PauseRun, pb.PauseRunRequest(**named))
     assert paused.state == pb.Run.STATE_PAUSED

@@ -1,6 +1,7 @@
 """Forks, checkpoints, changes, logs and streams of runs, over a manager without workers."""
 
 import asyncio
+import itertools
 import json
 
 import pytest
@@ -11,11 +12,13 @@ from services.controller.run.run_state import RunEvent
 from services.controller.store import ledgers as ledger_store
 from services.controller.store.runs import RunStore
 from services.controller.store.tables import CHECKPOINTS
-from tests.unit.controller.rest import SPEC
+from tests.unit.controller.rest import named
+
+NUMBERS = itertools.count()
 
 
 async def submitted(api) -> str:
-    return (await api.post("/v1/runs", json=SPEC)).json()["id"]
+    return (await api.post("/v1/runs", json=named(next(NUMBERS)))).json()["id"]
 
 
 async def ended(api, run_id) -> None:
@@ -100,7 +103,9 @@ async def test_a_fork_with_other_data_begins_its_prompts_anew(api, database):
     run_id = await submitted(api)
     train(database, run_id, steps=2)
     save(database, run_id, step=1, path="/checkpoints/step-00000001")
-    forked = await api.post(f"/v1/runs/{run_id}/fork", json={"overrides": {"seed": 7}})
+    forked = await api.post(
+        f"/v1/runs/{run_id}/fork", json={"name": "other", "overrides": {"seed": 7}}
+    )
     with database.read() as connection:
         state = ledger_store.read_ledger(connection, forked.json()["id"])
     assert state.groups == ()

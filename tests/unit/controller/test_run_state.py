@@ -49,7 +49,9 @@ def machine_over(url: str) -> type[RuleBasedStateMachine]:
             self.database = Database(url)
             self.store = RunStore(self.database)
             self.run_id = f"run_{uuid.uuid4().hex}"
-            self.store.create(NewRun(run_id=self.run_id, name="n", spec_json="{}", spec_digest="d"))
+            self.store.create(
+                NewRun(run_id=self.run_id, name=self.run_id[-32:], spec_json="{}", spec_digest="d")
+            )
             self.path = [RunState.QUEUED]
 
         @rule(event=st.sampled_from(list(RunEvent)))
