@@ -138,7 +138,7 @@ def test_rollouts_are_scaled_by_hand_and_by_an_autoscaler_while_a_run_goes_on(
     assert_ledger_closes(installed.run(run_id))
     scales = CustomObjectsApi(installed.cluster.core.api_client)
     listing = (GROUP, VERSION, NAMESPACE, PLURAL)
-    assert scales.list_namespaced_custom_object(*listing)["items"] == []
+    eventually(lambda: scales.list_namespaced_custom_object(*listing)["items"] == [], timeout_s=30)
 
 
 def test_a_trainer_on_two_nodes_is_a_set_of_pods_that_live_and_die_together(
@@ -251,12 +251,14 @@ def test_install_and_first_step_are_within_the_bars(installed: Installed) -> Non
     assert {name: value for name, value in figures.items() if value > _BARS[name]} == {}
 
 
-# Ports on which a pod listens for others, from the kernel's table.
+# Ports on which a pod listens for others, from the kernel's tables.
 _LISTENING = """
-for line in open("/proc/net/tcp"):
-    address, state = line.split()[1], line.split()[3]
-    if state == "0A" and not address.startswith("0100007F"):
-        print(int(address.split(":")[1], 16))
+loopback = ("0100007F", "00000000000000000000000001000000")
+for table in ("tcp", "tcp6"):
+    for line in list(open(f"/proc/net/{table}"))[1:]:
+        (address, port), state = line.split()[1].rsplit(":", 1), line.split()[3]
+        if state == "0A" and address not in loopback:
+            print(int(port, 16))
 """
 
 
