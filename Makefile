@@ -37,8 +37,8 @@ test: check ## Everything that every commit must pass: style, types, imports, st
 test-nightly: $(READY) ## Learning of every algorithm over three seeds, and its controls
 	$(BIN)/python -m pytest -m nightly -o addopts='--import-mode=importlib --strict-markers -ra'
 
-test-faults: $(READY) ## Two hundred random kills over training runs; half an hour
-	SLIPSTREAM_KILLS=204 $(BIN)/python -m pytest -m faults tests/faults
+test-faults: $(READY) ## Two hundred random kills over training runs; half an hour (OPTIONS="--minutes 4" for a piece)
+	$(BIN)/python -m bench.faults $(OPTIONS)
 
 test-api: $(READY) ## The REST API against a live server, as two tenants, at length
 	SLIPSTREAM_API_EXAMPLES=50 $(BIN)/python -m pytest tests/api

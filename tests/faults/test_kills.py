@@ -1,86 +1,12 @@
-"""Processes of a training run are killed at random; the run goes on, and its ledger closes.
+"""Processes of a training run are killed at random; the run goes on, and its ledger closes."""
 
-``SLIPSTREAM_KILLS`` sets how many; the seed of each run is in its name. ``SLIPSTREAM_KILLS_RESULT`` names a
-file that gets one line of JSON for each run.
-"""
-
-import json
-import os
-import random
-import subprocess
-import sys
-import time
-from collections import Counter
-from pathlib import Path
-
-import psutil
 import pytest
 
-from tests.faults.ledger_check import check_run
-from tests.helpers.cli import SORT4, command, environment
-
-KILLS_PER_RUN = 12
-NUM_RUNS = max(1, int(os.environ.get("SLIPSTREAM_KILLS", "12")) // KILLS_PER_RUN)
+from tests.faults.kills import run_and_kill
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
-VICTIMS = ("controller", "rollout-0", "rollout-1", "trainer", "transferqueue")
 
-
-def processes_of(root: psutil.Process) -> dict[str, psutil.Process]:
-    """Services and workers below a command, by name."""
-    found: dict[str, psutil.Process] = {}
-    for child in root.children(recursive=True):
-        try:
-            arguments = child.cmdline()
-            service = next((a for a in arguments if a.startswith("services.")), "")
-            name = service.removeprefix("services.")
-            if name == "rollout":
-                name = child.environ()["SLIPSTREAM_ROLLOUT_WORKER_ID"]
-            found.setdefault(name, child)
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-    return found
-
-
-def kill_at_random(process: subprocess.Popen, chooser: random.Random, kills: int) -> list[str]:
-    """Kill services while the command runs; returns who was killed."""
-    killed: list[str] = []
-    root = psutil.Process(process.pid)
-    while process.poll() is None and "controller" not in processes_of(root):
-        time.sleep(0.2)
-    while process.poll() is None and len(killed) < kills:
-        time.sleep(chooser.uniform(1.0, 8.0))
-        name = chooser.choice(VICTIMS)
-        victim = processes_of(root).get(name) if root.is_running() else None
-        if victim is not None and victim.is_running():
-            killed.append(name)
-            victim.kill()
-    return killed
-
-
-@pytest.mark.parametrize("seed", range(NUM_RUNS))
-def test_a_run_survives_whatever_is_killed(tmp_path, seed):
-    state = tmp_path / "runs"
-    settings = ("trainer.steps=80", "trainer.checkpoint.every=5", "limits.max_restarts=100")
-    arguments = [argument for setting in settings for argument in ("--set", setting)]
-    with (tmp_path / "output.txt").open("w") as output:
-        process = subprocess.Popen(
-            command("run", SORT4, "--state-directory", state, *arguments),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment(),
-            start_new_session=True,
-        )
-        try:
-            killed = kill_at_random(process, random.Random(seed), KILLS_PER_RUN)
-            code = process.wait(600)
-        finally:
-            process.kill()
-    text = (tmp_path / "output.txt").read_text()
-    assert code == 0, f"{killed}\n{text[-4000:]}"
-    facts = {"seed": seed, "killed": dict(Counter(killed)), **check_run(state)}
-    sys.stdout.write(f"{facts}\n")
-    if "SLIPSTREAM_KILLS_RESULT" in os.environ:
-        with Path(os.environ["SLIPSTREAM_KILLS_RESULT"]).open("a") as results:
-            results.write(json.dumps(facts) + "\n")
+def test_a_run_survives_whatever_is_killed(tmp_path):
+    facts = run_and_kill(tmp_path, seed=0)
+    assert facts["killed"]
