@@ -59,10 +59,22 @@ class EventFeed:
     async def page(
         self, run_id: str, *, after_seq: int, limit: int = _PAGE, type_: str | None = None
     ) -> list[Event]:
-        """Stored events of a run behind ``after_seq``, in order."""
+        """Stored events of a run behind ``after_seq``, in order.
+
+        Raises:
+            CursorExpiredError: If some of them are not kept any more.
+        """
         return await self._database.run(
             self._store.events, run_id, after_seq=after_seq, limit=limit, type_=type_
         )
+
+    async def check_moment(self, project: str, moment: float) -> None:
+        """See that all events of a project behind a moment are kept.
+
+        Raises:
+            CursorExpiredError: If they are not.
+        """
+        await self._database.run(self._store.events_since, project, moment, limit=1)
 
     async def watch(self, run_id: str, after_seq: int) -> AsyncIterator[Event]:
         """Events of a run as they come; ends behind the one that ends the run.

@@ -1,6 +1,6 @@
 """REST routes that stream server-sent events: a run's events, those of all runs, a run's logs."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Annotated
 
 from fastapi import Depends, FastAPI, Header, Query
@@ -22,37 +22,74 @@ def add_stream_routes(
     app: FastAPI, manager: RunManager, logs: RunLogs, authenticate: Authenticate
 ) -> None:
     """Add the routes; they come before ``/v1/runs/{run_id}``, which would take ``stream`` for an id."""
-    access = Access(manager)
     encoded = _Encoded()
+    existing = _existing(Access(manager), authenticate)
+    _add_project_events(app, manager, encoded, authenticate)
+    _add_run_events(app, manager, encoded, existing)
+    _add_logs(app, logs, existing)
 
+
+def _existing(access: Access, authenticate: Authenticate) -> Callable[..., Awaitable[str]]:
     async def existing(run_id: RunId, who: Annotated[Principal, Depends(authenticate)]) -> str:
         # Checked before the stream begins: an answer that has begun cannot say 404.
         return (await access.run(who, run_id)).run_id
 
+    return existing
+
+
+def _add_project_events(
+    app: FastAPI, manager: RunManager, encoded: "_Encoded", authenticate: Authenticate
+) -> None:
+    async def known_moment(
+        who: Annotated[Principal, Depends(authenticate)],
+        last_event_id: Annotated[str, Header(max_length=64)] = "",
+    ) -> float | None:
+        # An answer that has begun cannot say 410.
+        moment = _time(last_event_id)
+        if moment is not None:
+            await manager.feed.check_moment(who.project, moment)
+        return moment
+
     @app.get("/v1/runs/stream", response_class=EventSourceResponse)
     async def stream_all_events(
         who: Annotated[Principal, Depends(authenticate)],
-        last_event_id: Annotated[str, Header(max_length=64)] = "",
+        moment: Annotated[float | None, Depends(known_moment)],
     ) -> AsyncIterator[ServerSentEvent]:
         """Events of all runs of the project as they come, from now on or behind ``Last-Event-ID``."""
         try:
-            async for event in manager.feed.watch_project(who.project, _time(last_event_id)):
+            async for event in manager.feed.watch_project(who.project, moment):
                 yield encoded.sent(event, f"{event.time:.6f}")
         except ResourceExhaustedError as error:
             yield ServerSentEvent(data={"detail": error.message}, event="overflow")
 
+
+def _add_run_events(
+    app: FastAPI,
+    manager: RunManager,
+    encoded: "_Encoded",
+    existing: Callable[..., Awaitable[str]],
+) -> None:
+    access = Access(manager)
+
+    async def known_seq(
+        run_id: Annotated[str, Depends(existing)],
+        after_seq: Annotated[int, Query(ge=0, le=MAX_SEQ)] = 0,
+        last_event_id: Annotated[str, Header()] = "",
+    ) -> int:
+        is_number = last_event_id.isdecimal() and len(last_event_id) < 16
+        start = int(last_event_id) if is_number else after_seq
+        await manager.feed.page(run_id, after_seq=start, limit=1)
+        return start
+
     @app.get("/v1/runs/{run_id}/events/stream", response_class=EventSourceResponse)
     async def stream_events(
         known: Annotated[str, Depends(existing)],
-        after_seq: Annotated[int, Query(ge=0, le=MAX_SEQ)] = 0,
-        last_event_id: Annotated[str, Header()] = "",
+        start: Annotated[int, Depends(known_seq)],
     ) -> AsyncIterator[ServerSentEvent]:
         """Events of a run as they come; the stream ends with event ``end`` once the run has ended.
 
         A reader that falls too far behind gets event ``overflow`` and goes on by ``Last-Event-ID``.
         """
-        is_number = last_event_id.isdecimal() and len(last_event_id) < 16
-        start = int(last_event_id) if is_number else after_seq
         try:
             async for event in manager.feed.watch(known, start):
                 yield encoded.sent(event, str(event.seq))
@@ -62,6 +99,8 @@ def add_stream_routes(
         run = access.view(await manager.get(known))
         yield ServerSentEvent(data=run.model_dump(mode="json"), event="end")
 
+
+def _add_logs(app: FastAPI, logs: RunLogs, existing: Callable[..., Awaitable[str]]) -> None:
     @app.get("/v1/runs/{run_id}/logs/stream", response_class=EventSourceResponse)
     async def stream_logs(
         known: Annotated[str, Depends(existing)],

@@ -97,6 +97,11 @@ def append_event(connection: sa.Connection, run_id: str, note: Note) -> Event:
     return event
 
 
+def forget_events(connection: sa.Connection, run_id: str, *, until: int) -> None:
+    """Delete the oldest events of a run, up to number ``until``."""
+    connection.execute(EVENTS.delete().where(EVENTS.c.run_id == run_id, EVENTS.c.seq <= until))
+
+
 def event_data(
     connection: sa.Connection, run_id: str, type_: str, *, limit: int = 10_000
 ) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from services.controller.store.records import Event, NewRun, Note, RequestKey, R
 from services.controller.store.rows import (
     append_event,
     check_name,
+    forget_events,
     get_run,
     remember_request,
     seen_request,
@@ -48,15 +49,23 @@ class NotTerminalError(FailedPreconditionError):
     reason = "NOT_TERMINAL"
 
 
+class CursorExpiredError(FailedPreconditionError):
+    """Events behind the cursor are not kept any more."""
+
+    reason = "CURSOR_EXPIRED"
+
+
 class RunStore:
     """Runs and events. Methods block; see :meth:`Database.run`.
 
     Args:
         database: Where they are kept.
+        events_kept: Newest events of a run that are kept; older ones are deleted now and then.
     """
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, *, events_kept: int = 100_000) -> None:
         self._database = database
+        self._events_kept = events_kept
 
     def create(
         self,
@@ -197,7 +206,10 @@ class RunStore:
                 also(connection)
             if values:
                 update_run(connection, run, **values)
-            return append_event(connection, run_id, note)
+            event = append_event(connection, run_id, note)
+            if event.seq % max(self._events_kept // 10, 1) == 0:
+                forget_events(connection, run_id, until=event.seq - self._events_kept)
+            return event
 
     def patch(
         self, run_id: str, *, revision: int, values: Mapping[str, Any], actor: str = ""
@@ -248,7 +260,11 @@ class RunStore:
     def events(
         self, run_id: str, *, after_seq: int = 0, limit: int = 1000, type_: str | None = None
     ) -> list[Event]:
-        """Events of a run behind ``after_seq``, in order."""
+        """Events of a run behind ``after_seq``, in order; 0 begins with the oldest that is kept.
+
+        Raises:
+            CursorExpiredError: If events behind ``after_seq`` are not kept any more.
+        """
         query = (
             sa.select(EVENTS)
             .where(EVENTS.c.run_id == run_id, EVENTS.c.seq > after_seq)
@@ -258,10 +274,21 @@ class RunStore:
         if type_ is not None:
             query = query.where(EVENTS.c.type == type_)
         with self._database.read() as connection:
+            oldest = sa.select(sa.func.min(EVENTS.c.seq)).where(EVENTS.c.run_id == run_id)
+            if 0 < after_seq < (connection.execute(oldest).scalar() or 0) - 1:
+                raise CursorExpiredError(
+                    f"events of run {run_id} behind {after_seq} are not kept any more; read the run, and "
+                    "go on without a cursor",
+                    run_id=run_id,
+                )
             return [to_event(row) for row in connection.execute(query)]
 
     def events_since(self, project: str, time: float, *, limit: int = 1000) -> list[Event]:
-        """Events of all runs of a project behind a moment, in order."""
+        """Events of all runs of a project behind a moment, in order.
+
+        Raises:
+            CursorExpiredError: If some of them are not kept any more.
+        """
         query = (
             sa.select(EVENTS)
             .join(RUNS, RUNS.c.run_id == EVENTS.c.run_id)
@@ -270,7 +297,32 @@ class RunStore:
             .limit(limit)
         )
         with self._database.read() as connection:
+            if self._has_forgotten(connection, project, time):
+                raise CursorExpiredError(
+                    f"events of project {project!r} behind {time} are not kept any more; list its runs, and "
+                    "go on without a cursor"
+                )
             return [to_event(row) for row in connection.execute(query)]
+
+    def _has_forgotten(self, connection: sa.Connection, project: str, time: float) -> bool:
+        """Whether events of a project behind a moment were deleted."""
+        # Only long runs can have lost any, so that not every run is looked at.
+        is_long = sa.exists().where(
+            EVENTS.c.run_id == RUNS.c.run_id, EVENTS.c.seq > self._events_kept
+        )
+        for run_id in connection.scalars(
+            sa.select(RUNS.c.run_id).where(RUNS.c.project == project, is_long)
+        ).all():
+            oldest = (
+                sa.select(EVENTS.c.seq, EVENTS.c.time)
+                .where(EVENTS.c.run_id == run_id)
+                .order_by(EVENTS.c.seq)
+                .limit(1)
+            )
+            row = connection.execute(oldest).one()
+            if row.seq > 1 and row.time > time:
+                return True
+        return False
 
 
 def _check_revision(run: Run, revision: int) -> None:

@@ -10,6 +10,7 @@ from services.controller.run.checkpoints import Checkpoint
 from services.controller.run.ledger import Ledger
 from services.controller.run.run_state import RunEvent
 from services.controller.store import ledgers as ledger_store
+from services.controller.store.rows import forget_events
 from services.controller.store.runs import RunStore
 from services.controller.store.tables import CHECKPOINTS
 from tests.unit.controller.rest import named
@@ -211,3 +212,14 @@ async def test_a_failed_run_says_whose_fault_it_is(api, database):
     RunStore(database).apply(run_id, RunEvent.FAIL, reason="WorkerLost", message="gone")
     error = (await api.get(f"/v1/runs/{run_id}")).json()["error"]
     assert error == {"code": "WorkerLost", "category": "INFRA", "message": "gone"}
+
+
+async def test_a_cursor_behind_what_is_kept_is_gone(api, database):
+    run_id = await submitted(api)
+    await ended(api, run_id)
+    with database.write() as connection:
+        forget_events(connection, run_id, until=2)
+    for path in ("events?after_seq=1", "events/stream?after_seq=1"):
+        refused = await api.get(f"/v1/runs/{run_id}/{path}")
+        assert (refused.status_code, refused.json()["code"]) == (410, "cursor_expired"), path
+    assert (await api.get(f"/v1/runs/{run_id}/events")).json()["items"][0]["seq"] == 3

@@ -9,7 +9,12 @@ from services.controller.run.run_state import RunEvent, RunState
 from services.controller.store import ledgers as ledger_store
 from services.controller.store.records import NewRun, Note, RequestKey
 from services.controller.store.rows import IdempotencyKeyReusedError
-from services.controller.store.runs import InvalidTransitionError, RunStore, StaleRevisionError
+from services.controller.store.runs import (
+    CursorExpiredError,
+    InvalidTransitionError,
+    RunStore,
+    StaleRevisionError,
+)
 
 RUN = NewRun(run_id="run_1", name="one", spec_json="{}", spec_digest="d")
 
@@ -104,3 +109,18 @@ async def test_a_step_writes_what_it_touched_only(journal, database):
         ledger_store.write_change(connection, "run_1", change)
     found = await journal.load()
     assert len(found.ledger.groups) == 50
+
+
+def test_old_events_are_forgotten_and_their_cursors_are_refused(database):
+    store = RunStore(database, events_kept=20)
+    run_id = "run_" + "0" * 32
+    store.create(NewRun(run_id=run_id, name="one", spec_json="{}", spec_digest="d"))
+    told = [store.record(run_id, Note("Tick", "tick")) for _ in range(59)]
+    kept = store.events(run_id)
+    assert [event.seq for event in kept] == list(range(41, 61))
+    assert store.events(run_id, after_seq=40) == kept
+    with pytest.raises(CursorExpiredError):
+        store.events(run_id, after_seq=39)
+    with pytest.raises(CursorExpiredError):
+        store.events_since("default", told[0].time - 1.0)
+    assert store.events_since("default", kept[0].time, limit=1)[0].seq > kept[0].seq
