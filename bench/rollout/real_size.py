@@ -10,7 +10,9 @@ weights. Logprobs are also compared with a plain forward pass, as the trainer ma
 import argparse
 import asyncio
 import statistics
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import transformers
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from bench.rollout.report import report_to
+from services.rollout.engines import decode_step
 from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.engines.torch import TorchEngine
 
@@ -112,14 +115,34 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         todo = requests(32, 64, vocab)
         updated, loaded = await generate(engine, todo), await generate(fresh, todo)
         again = await generate(engine, todo)
+        scores = [await engine.score(todo[0].context_ids) for _ in range(2)]
+        decode_step._CAPTURE_AFTER = sys.maxsize  # noqa: SLF001 -- no more graphs
+        plain = TorchEngine(last, max_running=256)
+        decoding.append(tasks.create_task(plain.run()))
+        without_graphs = [await generate(plain, todo) for _ in range(2)]
         for task in decoding:
             task.cancel()
-    for name, others in (("loaded", loaded), ("itself", again)):
-        pairs = list(zip(updated, others, strict=True))
+    report["scores_equal_again"] = scores[0] == scores[1]
+    for name, one, other in (
+        ("loaded", updated, loaded),
+        ("itself", updated, again),
+        ("itself_without_graphs", *without_graphs),
+        ("graphs_without_graphs", loaded, without_graphs[0]),
+    ):
+        pairs = list(zip(one, other, strict=True))
         report[f"tokens_equal_to_{name}"] = sum(a.token_ids == b.token_ids for a, b in pairs)
         report[f"bits_equal_to_{name}"] = sum(a.logprobs == b.logprobs for a, b in pairs)
+        report[f"first_difference_to_{name}"] = min(
+            first_difference(a.logprobs, b.logprobs) for a, b in pairs
+        )
     report |= compare_with_forward(sources[1], todo, updated)
     return report
+
+
+def first_difference(one: Sequence[float], other: Sequence[float]) -> int:
+    """Place of the first values that differ; their number if none do."""
+    pairs = enumerate(zip(one, other, strict=True))
+    return next((place for place, (a, b) in pairs if a != b), len(one))
 
 
 @torch.inference_mode()

@@ -83,6 +83,37 @@ async def test_a_seed_draws_the_same_tokens_in_any_batch() -> None:
     assert len({result.token_ids for result in together}) > len(CONTEXTS) // 2
 
 
+async def generate_together(
+    engine: TorchEngine, contexts: list[tuple[int, ...]]
+) -> list[GenerationResult]:
+    """Results of requests that are admitted in the same step."""
+    await engine.pause()
+    asked = [
+        asyncio.ensure_future(engine.generate(request(f"r{i}", context, seed=i, max_tokens=40)))
+        for i, context in enumerate(contexts)
+    ]
+    await until(lambda: engine.stats().num_waiting == len(asked))
+    await engine.resume()
+    return await asyncio.gather(*asked)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+async def test_in_batches_of_one_shape_a_sample_is_the_same_bit_for_bit_whatever_is_beside_it(
+    dtype: torch.dtype,
+) -> None:
+    def contexts(shift: int) -> list[tuple[int, ...]]:
+        return [tuple((7 * i + p + shift) % VOCAB_SIZE for p in range(2 + i)) for i in range(8)]
+
+    engine = TorchEngine(make_model(0).to(dtype), max_running=8)
+    async with running(engine):
+        first = await generate_together(engine, contexts(0))
+        again = await generate_together(engine, contexts(0))
+        beside = await generate_together(engine, [contexts(0)[0], *contexts(3)[1:]])
+    assert again == first
+    assert beside[0] == first[0]
+    assert beside[1:] != first[1:]
+
+
 async def test_greedy_takes_the_likeliest_token_and_reports_logprobs_at_temperature_one() -> None:
     engine = make_engine()
     async with running(engine):
