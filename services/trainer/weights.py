@@ -11,7 +11,12 @@ from services.common.jagged import Jagged
 from services.common.weightsync.canary import Canary, canary_text
 from services.common.weightsync.plan import TensorSpec
 from services.trainer.batch.packing import pack
-from services.trainer.model.lora import merged_parameters, merged_shapes
+from services.trainer.model.lora import (
+    adapter_parameters,
+    adapter_shapes,
+    merged_parameters,
+    merged_shapes,
+)
 from services.trainer.model.parallel import free_gathered
 from services.trainer.model.policy import Policy
 
@@ -26,6 +31,7 @@ class WeightExport:
         dtype: Element type on the wire.
         device: Of the policy.
         senders: Value of ``weight_sync.senders``.
+        lora_sync: Value of ``trainer.lora.sync``.
     """
 
     def __init__(
@@ -35,29 +41,36 @@ class WeightExport:
         dtype: torch.dtype,
         device: torch.device = _CPU,
         senders: str = "ranks",
+        lora_sync: str = "merged",
     ) -> None:
         self._policy = policy
         self._dtype = dtype
         self._device = device
+        self._sends_adapters = lora_sync == "adapter"
         self.sends_rows = senders == "ranks" and _is_divided_by_rows(policy)
         """Whether every rank sends its own rows; otherwise rank 0 gathers and sends all."""
 
     def weight_specs(self) -> list[TensorSpec]:
         """What is sent, in sending order."""
-        dtype = str(self._dtype).removeprefix("torch.")
-        return [
-            TensorSpec(name, tuple(shape), dtype)
-            for name, shape in merged_shapes(self._policy.model)
-        ]
+        dtype, model = str(self._dtype).removeprefix("torch."), self._policy.model
+        shapes = merged_shapes(model)
+        if self._sends_adapters:
+            shapes += adapter_shapes(model)
+        return [TensorSpec(name, tuple(shape), dtype) for name, shape in shapes]
 
     @torch.no_grad()
-    def weight_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Gather the weights one by one, adapters merged; tied weights come once, without buffers.
+    def weight_tensors(self, *, only_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Gather the weights one by one; tied weights come once, without buffers.
 
         Where they are sharded, every rank must iterate.
         """
-        for name, value in merged_parameters(self._policy.model):
-            yield name, value.to(self._dtype)
+        model = self._policy.model
+        if not only_adapters:
+            for name, value in merged_parameters(model, merges=not self._sends_adapters):
+                yield name, value.to(self._dtype)
+        if self._sends_adapters:
+            for name, value in adapter_parameters(model):
+                yield name, value.to(self._dtype)
 
     @torch.no_grad()
     def weight_rows(self) -> Iterator[tuple[str, Tensor]]:

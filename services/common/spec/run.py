@@ -112,6 +112,16 @@ class RunSpec(SpecPart):
         return self
 
     @model_validator(mode="after")
+    def _adapters_have_room(self) -> Self:
+        lora = self.trainer.lora
+        if lora is not None and lora.sync == "adapter" and self.weight_sync.mode == "inplace":
+            raise ValueError(
+                "trainer.lora.sync adapter keeps what adapters are merged into beside the live weights, but "
+                "weight_sync.mode inplace has no second copy; choose mode shadow, or sync merged"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _parts_fit_together(self) -> Self:
         sampling = self.rollout.sampling
         if sampling.temperature == 0:

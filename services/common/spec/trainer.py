@@ -25,7 +25,7 @@ class OptimizerSpec(SpecPart):
 
 
 class LoraSpec(SpecPart):
-    """Low-rank adapters instead of full fine-tuning. Rollouts receive them merged into the weights."""
+    """Low-rank adapters instead of full fine-tuning."""
 
     rank: int = Field(16, ge=1)
     """Rank of the adapters."""
@@ -33,6 +33,9 @@ class LoraSpec(SpecPart):
     """Scale of the adapters."""
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Modules that get an adapter."""
+    sync: Literal["merged", "adapter"] = "merged"
+    """What rollouts receive. ``merged``: all weights, adapters merged into them, each time. ``adapter``: all
+    once, then adapters alone, which each rollout merges; a few per cent of the bytes and of the gather."""
 
 
 class CheckpointSpec(SpecPart):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from services.common.weightsync.checksum import write_checksum
-from services.common.weightsync.plan import WeightPlan
+from services.common.weightsync.plan import LORA_DOWN, LORA_UP, WeightPlan, is_adapter
 
 
 class WeightArena:
@@ -53,17 +53,40 @@ class WeightArena:
         bucket = self.plan.sources[source].buckets[index]
         return self.buffers[source][bucket.start : bucket.stop]
 
+    def no_checksums(self) -> dict[int, Tensor]:
+        """Room for the checksums of all buckets, by source: ``[num_buckets, 2]`` int64."""
+        return {
+            source: torch.zeros(
+                len(self.plan.sources[source].buckets), 2, dtype=torch.int64, device=self.device
+            )
+            for source in self.buffers
+        }
+
     def checksums(self, source: int) -> Tensor:
         """Checksums of all buckets of a source: ``[num_buckets, 2]`` int64."""
-        count = len(self.plan.sources[source].buckets)
-        sums = torch.zeros(count, 2, dtype=torch.int64, device=self.device)
-        for index in range(count):
+        sums = self.no_checksums()[source]
+        for index in range(len(sums)):
             write_checksum(self.bucket(source, index), sums[index], alone=True)
         return sums
 
 
 def whole_tensors(arena: WeightArena) -> Mapping[str, Tensor]:
-    """All tensors by name: views where one source holds a tensor whole, else put together."""
+    """All tensors by name, adapters merged into their weights.
+
+    Views where one source holds a tensor whole, else put together.
+    """
+    tensors = _put_together(arena)
+    merged = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
+    for name in tensors.keys() - merged.keys():
+        owner, part, _ = name.partition(LORA_UP)
+        if part:
+            weight, up, down = merged[f"{owner}.weight"], tensors[name], tensors[owner + LORA_DOWN]
+            change = up.float() @ down.float()
+            merged[f"{owner}.weight"] = (weight.float() + change).to(weight.dtype)
+    return merged
+
+
+def _put_together(arena: WeightArena) -> Mapping[str, Tensor]:
     if len(arena.buffers) == 1:
         return {name: view for name, _, view in arena.pieces(0)}
     parts: dict[str, list[tuple[int, Tensor]]] = {}

@@ -7,6 +7,8 @@ same list: a transfer is the arenas, cut into buckets, and what was received nee
     source 0   | q_proj rows 0-1023    | pad | k_proj rows 0-127   | ...
     source 1   | q_proj rows 1024-2047 | pad | k_proj rows 128-255 | ...
     buckets    |<---- bucket_bytes --->|<---- bucket_bytes ---->|<- rest ->|
+
+Adapters lie behind all else, in buckets of their own: what they leave as it is needs to be sent only once.
 """
 
 import hashlib
@@ -16,6 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+LORA_DOWN, LORA_UP = ".lora_A.weight", ".lora_B.weight"
 ALIGNMENT = 256
 # Buckets end at multiples of this, so that a checksum can look at them as rows of words.
 BUCKET_ALIGNMENT = 8192
@@ -86,6 +89,8 @@ class Source:
     """Size of the arena, padding included."""
     buckets: tuple[Bucket, ...]
     """The arena, cut for sending."""
+    num_frozen: int
+    """The first buckets, whose weights never change because adapters lie behind them; 0 without adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,11 @@ class WeightPlan:
     def num_bytes(self) -> int:
         """Bytes of one version on the wire."""
         return sum(source.arena_bytes for source in self.sources)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor is a part of a low-rank adapter."""
+    return name.endswith((LORA_DOWN, LORA_UP))
 
 
 def fsdp_shards(tensors: Sequence[TensorSpec], num_ranks: int) -> tuple[tuple[Shard, ...], ...]:
@@ -161,15 +171,25 @@ def version_digest(source_digests: Sequence[str]) -> str:
 
 
 def _lay_out(tensors: Sequence[TensorSpec], shards: Sequence[Shard], step: int) -> Source:
-    sizes = [_aligned((s.stop - s.start) * tensors[s.tensor].row_bytes, ALIGNMENT) for s in shards]
-    arena_bytes = _aligned(sum(sizes), BUCKET_ALIGNMENT)
+    adapters = [shard for shard in shards if is_adapter(tensors[shard.tensor].name)]
+    others = [shard for shard in shards if not is_adapter(tensors[shard.tensor].name)]
+    offsets: list[int] = []
+    buckets: list[Bucket] = []
+    end = num_frozen = 0
+    for region in filter(None, (others, adapters)):
+        start, num_frozen = end, len(buckets)
+        for shard in region:
+            offsets.append(end)
+            size = (shard.stop - shard.start) * tensors[shard.tensor].row_bytes
+            end = _aligned(end + max(size, 1), ALIGNMENT)
+        end = _aligned(end, BUCKET_ALIGNMENT)
+        buckets += [Bucket(first, min(first + step, end)) for first in range(start, end, step)]
     return Source(
-        shards=tuple(shards),
-        offsets=tuple(itertools.accumulate(sizes[:-1], initial=0)),
-        arena_bytes=arena_bytes,
-        buckets=tuple(
-            Bucket(start, min(start + step, arena_bytes)) for start in range(0, arena_bytes, step)
-        ),
+        shards=(*others, *adapters),
+        offsets=tuple(offsets),
+        arena_bytes=end,
+        buckets=tuple(buckets),
+        num_frozen=num_frozen,
     )
 
 
@@ -211,4 +231,4 @@ def _check_shards(tensors: Sequence[TensorSpec], shards: Sequence[Sequence[Shard
 
 
 def _aligned(num_bytes: int, alignment: int) -> int:
-    return -(-max(num_bytes, 1) // alignment) * alignment
+    return -(-num_bytes // alignment) * alignment

@@ -12,6 +12,7 @@ for the device until the end.
 """
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +61,8 @@ def send_version(
 ) -> Transferred:
     """Send what the arena of a source holds. Blocks until all receivers have it.
 
+    Where everybody holds an older version, buckets that never change are left out.
+
     Args:
         group: The formed group.
         arena: The source's packed weights.
@@ -72,30 +75,44 @@ def send_version(
     ((source, channel),) = group.channels.items()
     group.bound(arena.plan)
     works = [channel.broadcast(make_header(arena.plan, order, source).to(arena.device))]
-    works += [
-        channel.broadcast(arena.bucket(source, index))
-        for index in range(len(arena.plan.sources[source].buckets))
+    sent = [
+        arena.bucket(source, index)
+        for index in range(_num_held(arena.plan, source, order), len(checksums))
     ]
+    works += [channel.broadcast(bucket) for bucket in sent]
     works.append(channel.broadcast(checksums))
     for work in works:
         work.wait()
     group.settle()
     return Transferred(
         digests=(source_digest(arena.plan.plan_hash, order.version, source, checksums),),
-        num_bytes=arena.plan.sources[source].arena_bytes,
+        num_bytes=sum(bucket.nbytes for bucket in sent),
     )
 
 
-def receive_version(group: WeightGroup, shadow: WeightArena, order: TransferOrder) -> Transferred:
+def receive_version(
+    group: WeightGroup,
+    shadow: WeightArena,
+    order: TransferOrder,
+    sums: Mapping[int, Tensor] | None = None,
+) -> Transferred:
     """Receive from all sources into ``shadow`` and verify every bucket.
+
+    Args:
+        group: The formed group.
+        shadow: Where it goes; with a base version, it holds that one.
+        order: What comes.
+        sums: Checksums of what ``shadow`` holds, by source; those of what arrives are written there.
 
     Raises:
         TransferError: If a header or bytes are not the expected ones.
         RuntimeError: If a source was lost or the group aborted.
     """
     group.bound(shadow.plan)
+    sums = shadow.no_checksums() if sums is None else sums
     arriving = [
-        _Arriving(source, channel, shadow) for source, channel in sorted(group.channels.items())
+        _Arriving(source, channel, shadow, order, sums[source])
+        for source, channel in sorted(group.channels.items())
     ]
     longest = max(len(source.buckets) for source in shadow.plan.sources)
     for index in range(longest):
@@ -107,35 +124,47 @@ def receive_version(group: WeightGroup, shadow: WeightArena, order: TransferOrde
     for one in arriving:
         one.finish()
     return Transferred(
-        digests=tuple(one.verified(order) for one in arriving), num_bytes=shadow.plan.num_bytes
+        digests=tuple(one.verified() for one in arriving),
+        num_bytes=sum(one.num_bytes for one in arriving),
     )
 
 
 class _Arriving:
     """What comes from one source."""
 
-    def __init__(self, source: int, channel: Channel, shadow: WeightArena) -> None:
+    def __init__(
+        self,
+        source: int,
+        channel: Channel,
+        shadow: WeightArena,
+        order: TransferOrder,
+        computed: Tensor,
+    ) -> None:
         self._source = source
         self._channel = channel
         self._shadow = shadow
-        self._num_buckets = len(shadow.plan.sources[source].buckets)
+        self._order = order
+        self._computed = computed
+        self._num_buckets = len(computed)
+        self._first = _num_held(shadow.plan, source, order)
         self._header = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=shadow.device)
-        self._stated = torch.zeros(self._num_buckets, 2, dtype=torch.int64, device=shadow.device)
-        self._computed = torch.zeros_like(self._stated)
+        self._stated = torch.zeros_like(computed)
         self._works = [channel.broadcast(self._header)]
+        self.num_bytes = 0
 
     def start(self, index: int) -> None:
         """Start to receive a bucket and, behind the last one, the checksums."""
-        if index < self._num_buckets:
+        if self._first <= index < self._num_buckets:
             bucket = self._shadow.bucket(self._source, index)
             self._works.append(self._channel.broadcast(bucket))
+            self.num_bytes += bucket.nbytes
         if index == self._num_buckets - 1:
             self._works.append(self._channel.broadcast(self._stated))
 
     def check(self, index: int) -> None:
         """Compute the checksum of a bucket once it is here."""
-        if index < self._num_buckets:
-            self._works[1 + index].wait()
+        if self._first <= index < self._num_buckets:
+            self._works[1 + index - self._first].wait()
             # Behind the last bucket the wire is free, and the rest of the GPU may help.
             is_last = index == self._num_buckets - 1
             bucket = self._shadow.bucket(self._source, index)
@@ -146,8 +175,8 @@ class _Arriving:
         self._works[0].wait()
         self._works[-1].wait()
 
-    def verified(self, order: TransferOrder) -> str:
-        """Compare; returns the digest of what arrived."""
+    def verified(self) -> str:
+        """Compare; returns the digest of what is held now."""
         # One copy to the host; it waits for all that was started on a GPU.
         sums = torch.cat(
             (self._computed.flatten(), self._stated.flatten(), self._header.view(torch.int64))
@@ -155,10 +184,14 @@ class _Arriving:
         computed, stated, header = sums.cpu().split(
             (2 * self._num_buckets, 2 * self._num_buckets, HEADER_BYTES // 8)
         )
-        check_header(header.view(torch.uint8), self._shadow.plan, order, self._source)
-        return check_buckets(
-            computed.view(-1, 2), stated.view(-1, 2), self._shadow.plan, order, source=self._source
-        )
+        plan, order, source = self._shadow.plan, self._order, self._source
+        check_header(header.view(torch.uint8), plan, order, source)
+        return check_buckets(computed.view(-1, 2), stated.view(-1, 2), plan, order, source=source)
+
+
+def _num_held(plan: WeightPlan, source: int, order: TransferOrder) -> int:
+    """The first buckets of a source that everybody holds from the base version on."""
+    return plan.sources[source].num_frozen if order.base_version >= 0 else 0
 
 
 def make_header(

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from services.common.spec.trainer import LoraSpec
+from services.common.weightsync.plan import LORA_DOWN, LORA_UP
 
 _BASE = ".base_layer."
 _ADAPTER = ".lora_"
@@ -38,17 +39,21 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> None:
         parameter.requires_grad_(_ADAPTER in name)
 
 
-def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def merged_parameters(model: nn.Module, *, merges: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Whole parameters under their Hugging Face names, adapters merged into their weights.
 
     A model without adapters yields its parameters. Where they are sharded, every rank must iterate.
+
+    Args:
+        model: The model.
+        merges: Whether adapters are merged, or left out.
     """
     for name, parameter in model.named_parameters():
         if _ADAPTER in name:
             continue
         value = whole(parameter)
         owner, base, leaf = name.partition(_BASE)
-        if base and leaf == "weight":
+        if base and leaf == "weight" and merges:
             layer: Any = model.get_submodule(owner)
             (adapter,) = layer.active_adapters
             down, up = whole(layer.lora_A[adapter].weight), whole(layer.lora_B[adapter].weight)
@@ -63,6 +68,30 @@ def merged_shapes(model: nn.Module) -> list[tuple[str, torch.Size]]:
         for name, parameter in model.named_parameters()
         if _ADAPTER not in name
     ]
+
+
+def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Whole adapters, scaled so that the product of the two is what they add to their weight.
+
+    Where they are sharded, every rank must iterate.
+    """
+    for owner, layer in _adapted(model):
+        (adapter,) = layer.active_adapters
+        yield owner + LORA_DOWN, whole(layer.lora_A[adapter].weight)
+        yield owner + LORA_UP, layer.scaling[adapter] * whole(layer.lora_B[adapter].weight)
+
+
+def adapter_shapes(model: nn.Module) -> list[tuple[str, torch.Size]]:
+    """Names and shapes of what :func:`adapter_parameters` yields, in its order."""
+    return [
+        (owner + end, part[layer.active_adapters[0]].weight.shape)
+        for owner, layer in _adapted(model)
+        for end, part in ((LORA_DOWN, layer.lora_A), (LORA_UP, layer.lora_B))
+    ]
+
+
+def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, layer) for name, layer in model.named_modules() if hasattr(layer, "lora_A"))
 
 
 def plain_name(name: str) -> str:

@@ -98,6 +98,7 @@ def build_rank(
         dtype=getattr(torch, spec.trainer.dtype),
         device=topology.device,
         senders=spec.weight_sync.senders,
+        lora_sync="merged" if spec.trainer.lora is None else spec.trainer.lora.sync,
     )
     # A checkpoint of this very run is there if its trainer was lost before: then training goes on from it.
     is_continued = settings.resume or any(checkpoint_root(spec, settings).glob(f"{STEP_PREFIX}*"))

@@ -33,6 +33,8 @@ class Kind(IntEnum):
     """End."""
     SCORE = 6
     """Score the canary together."""
+    GATHER_ADAPTERS = 7
+    """Gather the adapters for rank 0."""
 
 
 @dataclass(frozen=True, slots=True)

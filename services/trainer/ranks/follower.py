@@ -53,7 +53,7 @@ class Follower:
         """All tensors of the model, in sending order."""
         return self._weights.weight_specs()
 
-    def weight_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def weight_tensors(self, *, only_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
         """The rows of this rank; training waits until they are read."""
         with self._turn:
             yield from self._weights.weight_rows()
@@ -67,8 +67,9 @@ class Follower:
             if order.kind is Kind.TRAIN:
                 meta = KVBatchMeta.from_bytes(order.payload)
                 self._rank.train(order.step, meta, weight_version=order.weight_version)
-            elif order.kind is Kind.GATHER:
-                for _ in self._weights.weight_tensors():
+            elif order.kind in (Kind.GATHER, Kind.GATHER_ADAPTERS):
+                only_adapters = order.kind is Kind.GATHER_ADAPTERS
+                for _ in self._weights.weight_tensors(only_adapters=only_adapters):
                     pass
             elif order.kind is Kind.SCORE:
                 self._weights.score_canary()

@@ -154,15 +154,15 @@ class Leader:
         _, weights = self._attached()
         return weights.weight_specs()
 
-    def weight_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def weight_tensors(self, *, only_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
         """The current weights, or this rank's rows of them; training waits until they are read."""
         _, weights = self._attached()
         with self._turn, self._idle("weight_sync"), self._crew.together():
             if weights.sends_rows:
                 yield from weights.weight_rows()
             else:
-                self._crew.tell(Order(Kind.GATHER))
-                yield from weights.weight_tensors()
+                self._crew.tell(Order(Kind.GATHER_ADAPTERS if only_adapters else Kind.GATHER))
+                yield from weights.weight_tensors(only_adapters=only_adapters)
 
     def score_canary(self) -> Canary:
         """Score a short text under the current weights, with all ranks."""

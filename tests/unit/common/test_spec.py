@@ -40,6 +40,10 @@ def changed(**parts):
             ["inplace", "vllm", "shadow"],
         ),
         (
+            changed(weight_sync={"mode": "inplace"}, trainer={"lora": {"sync": "adapter"}}),
+            ["trainer.lora.sync", "inplace", "shadow"],
+        ),
+        (
             changed(weight_sync={"mode": "cpu_async", "backend": "nccl"}),
             ["weight_sync", "cpu_async", "auto"],
         ),

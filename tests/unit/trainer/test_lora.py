@@ -1,15 +1,22 @@
-"""Adapters alone are trained, and leave the trainer merged under the plain names."""
+"""Adapters alone are trained, and leave the trainer merged under the plain names, or by themselves."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from services.common.errors import DataLossError
 from services.common.spec.trainer import LoraSpec
+from services.common.weightsync.group import Channel, Work
+from services.common.weightsync.member import WeightMember
+from services.common.weightsync.plan import version_digest
+from services.common.weightsync.transfer import TransferOrder
 from services.trainer.checkpoint.export import export_checkpoint
 from services.trainer.model.lora import add_adapters
 from services.trainer.weights import WeightExport
+from tests.helpers.weight_members import MemoryStore
 from tests.unit.trainer.batches import policy_of, random_queue, rank_of, spec_of
 
 SPEC = spec_of(trainer={"lora": {"rank": 4}, "optimizer": {"learning_rate": 0.01}})
@@ -43,6 +50,105 @@ def test_merged_weights_are_the_trained_policy(tmp_path: Path) -> None:
     elsewhere = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     torch.testing.assert_close(elsewhere(ids).logits, expected, rtol=1e-4, atol=1e-4)
     assert AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token_id == 1
+
+
+class Sink:
+    """Keeps what it is given."""
+
+    async def adopt_weights(self, version, tensors):
+        self.live = {name: tensor.clone() for name, tensor in tensors.items()}
+        return 0.0
+
+
+class Pair:
+    """A trainer that sends adapters alone, and a rollout."""
+
+    def __init__(self, mode: str) -> None:
+        spec = LoraSpec(rank=4, sync="adapter")
+        self.policy = policy_of(SPEC)
+        add_adapters(self.policy.model, spec)
+        self.export = WeightExport(self.policy, dtype=torch.float32, lora_sync=spec.sync)
+        self.sink, self._mode, store = Sink(), mode, MemoryStore()
+        self._members = [
+            WeightMember(
+                **side, device=torch.device("cpu"), host="127.0.0.1", rendezvous=lambda _: store
+            )
+            for side in ({"source": self.export}, {"sink": self.sink})
+        ]
+
+    @property
+    def sender(self) -> WeightMember:
+        return self._members[0]
+
+    def train(self) -> None:
+        """Change the adapters, as a step does."""
+        with torch.no_grad():
+            for parameter in self.policy.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter))
+
+    async def form(self) -> None:
+        (self.plan_hash,) = {
+            member.agree_plan(self.export.weight_specs(), 1 << 18, source=source, mode=self._mode)
+            for source, member in zip((0, None), self._members, strict=True)
+        }
+        await asyncio.gather(
+            *(
+                member.form(1, receiver=0, num_receivers=1, backend="gloo", scope="s", timeout_s=30)
+                for member in self._members
+            )
+        )
+
+    async def transfer(self, version: int) -> list:
+        held = [await member.prepare(1, version, self.plan_hash) for member in self._members]
+        base = held[0] if held[0] == held[1] else -1
+        order = TransferOrder(epoch=1, version=version, timeout_s=30, base_version=base)
+        return await asyncio.gather(
+            *(member.transfer(order) for member in self._members), return_exceptions=True
+        )
+
+    async def publish(self, version: int) -> int:
+        """Publish; returns the bytes that were sent."""
+        sent, received = await self.transfer(version)
+        assert sent.digests == received.digests
+        assert sent.num_bytes == received.num_bytes
+        await self._members[1].adopt(version, version_digest(sent.digests))
+        return sent.num_bytes
+
+
+@pytest.mark.parametrize("mode", ["shadow", "cpu_async", "delta"])
+async def test_adapters_that_travel_alone_arrive_merged(mode: str) -> None:
+    pair = Pair(mode)
+    await pair.form()
+    num_bytes = []
+    for version in range(3):
+        pair.train()
+        num_bytes.append(await pair.publish(version))
+        merged = dict(WeightExport(pair.policy, dtype=torch.float32).weight_tensors())
+        assert pair.sink.live.keys() == merged.keys()
+        # The scale, 8, is a power of two, so that it is the same to apply it before the product.
+        assert all(torch.equal(pair.sink.live[name], value) for name, value in merged.items())
+    if mode == "shadow":
+        assert num_bytes[1] == num_bytes[2] < num_bytes[0] / 20
+
+
+async def test_a_flipped_bit_of_an_adapter_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair("shadow")
+    await pair.form()
+    await pair.publish(0)
+    pair.train()
+    honest = Channel.broadcast
+    source_channel = pair.sender._epochs.group(1).channels[0]
+
+    def broadcast(channel: Channel, tensor: torch.Tensor) -> Work:
+        if channel is source_channel and tensor.numel() >= 1024:
+            tensor = tensor.clone()
+            tensor[700] ^= 1
+        return honest(channel, tensor)
+
+    monkeypatch.setattr(Channel, "broadcast", broadcast)
+    _, received = await pair.transfer(1)
+    assert isinstance(received, DataLossError)
 
 
 def test_unknown_target_modules_are_refused_by_name() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from services.common.weightsync.arena import WeightArena
 from services.common.weightsync.endpoints import WeightSource, on_device
 from services.common.weightsync.group import WeightGroup
-from services.common.weightsync.plan import WeightPlan
+from services.common.weightsync.plan import WeightPlan, is_adapter
 from services.common.weightsync.transfer import TransferOrder, Transferred
 
 
@@ -47,8 +47,15 @@ class Receiver(Protocol):
 
 
 @torch.no_grad()
-def pack_weights(source: WeightSource, arena: WeightArena) -> Tensor:
+def pack_weights(
+    source: WeightSource, arena: WeightArena, *, only_adapters: bool = False
+) -> Tensor:
     """Copy a source's rows into its arena; returns when the weights may change again.
+
+    Args:
+        source: The weights.
+        arena: Where they go.
+        only_adapters: Whether the arena has all else from an earlier version.
 
     Returns:
         Checksums of the arena's buckets.
@@ -57,9 +64,13 @@ def pack_weights(source: WeightSource, arena: WeightArena) -> Tensor:
         ValueError: If the source does not hold what the plan says.
     """
     (number,) = arena.buffers
-    views = {name: view for name, _, view in arena.pieces(number)}
+    views = {
+        name: view
+        for name, _, view in arena.pieces(number)
+        if is_adapter(name) or not only_adapters
+    }
     with on_device(arena.device):
-        for name, tensor in source.weight_tensors():
+        for name, tensor in source.weight_tensors(only_adapters=only_adapters):
             if name not in views:
                 raise ValueError(f"the trainer holds {name!r}, which the plan does not give it")
             views.pop(name).copy_(tensor, non_blocking=True)

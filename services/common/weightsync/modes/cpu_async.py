@@ -6,10 +6,11 @@ Other zones, or CPUs beside GPUs. Copies to and from the host run beside the wir
 import torch
 from torch import Tensor
 
-from services.common.weightsync.arena import WeightArena, whole_tensors
+from services.common.weightsync.arena import WeightArena
 from services.common.weightsync.endpoints import WeightSink, WeightSource
 from services.common.weightsync.group import WeightGroup
 from services.common.weightsync.modes.base import pack_weights
+from services.common.weightsync.modes.shadow import ShadowReceiver
 from services.common.weightsync.modes.staged import Slots, receive_staged, send_staged
 from services.common.weightsync.plan import WeightPlan
 from services.common.weightsync.transfer import TransferOrder, Transferred
@@ -39,30 +40,22 @@ class HostSender:
         return send_staged(group, self._arena, self._slots, order)
 
 
-class HostReceiver:
-    """Receives into two pinned buffers, and from there into a shadow on the engine's device."""
+class HostReceiver(ShadowReceiver):
+    """Receives into two pinned buffers, and from there into the shadow on the engine's device."""
 
     def __init__(self, plan: WeightPlan, device: torch.device, sink: WeightSink) -> None:
-        self.plan = plan
-        self.held_version = -1
-        self._sink = sink
-        self._shadow = WeightArena(plan, device)
+        super().__init__(plan, device, sink)
         self._slots = Slots(plan, _HOST, pinned=device.type == "cuda")
-
-    async def prepare(self) -> None:
-        """The shadow is always ready."""
-
-    def receive(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        """Receive into the shadow."""
-        return receive_staged(group, self._slots, order, self._place)
-
-    async def adopt(self, version: int) -> float:
-        """Copy the shadow into the live weights."""
-        return await self._sink.adopt_weights(version, whole_tensors(self._shadow))
 
     async def give_up(self) -> None:
         """Collectives that were given up may still write, so they keep the old buffers."""
+        self.held_version = -1
         self._slots = self._slots.renewed()
 
-    def _place(self, source: int, index: int, received: Tensor) -> None:
-        self._shadow.bucket(source, index).copy_(received)
+    def _receive(
+        self, group: WeightGroup, shadow: WeightArena, order: TransferOrder
+    ) -> Transferred:
+        def place(source: int, index: int, received: Tensor) -> None:
+            shadow.bucket(source, index).copy_(received)
+
+        return receive_staged(group, self._slots, order, place)

@@ -9,10 +9,11 @@ If more than a third of the words changed, or somebody does not hold the base, e
 import torch
 from torch import Tensor
 
-from services.common.weightsync.arena import WeightArena, source_digest, whole_tensors
-from services.common.weightsync.endpoints import WeightSink, WeightSource
+from services.common.weightsync.arena import WeightArena, source_digest
+from services.common.weightsync.endpoints import WeightSource
 from services.common.weightsync.group import Channel, WeightGroup
 from services.common.weightsync.modes.base import pack_weights
+from services.common.weightsync.modes.shadow import ShadowReceiver
 from services.common.weightsync.plan import WeightPlan
 from services.common.weightsync.transfer import (
     HEADER_BYTES,
@@ -22,7 +23,6 @@ from services.common.weightsync.transfer import (
     check_buckets,
     check_header,
     make_header,
-    receive_version,
     send_version,
 )
 
@@ -90,44 +90,15 @@ class DeltaSender:
         )
 
 
-class DeltaReceiver:
-    """Keeps the adopted version in its shadow, to apply changes to."""
+class DeltaReceiver(ShadowReceiver):
+    """Applies changes to the version that its shadow holds."""
 
-    def __init__(self, plan: WeightPlan, device: torch.device, sink: WeightSink) -> None:
-        self.plan = plan
-        self.held_version = -1
-        self._sink = sink
-        self._shadow = WeightArena(plan, device)
-
-    async def prepare(self) -> None:
-        """The shadow is always ready."""
-
-    def receive(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        """Bring the shadow to the new version."""
-        if order.base_version not in (-1, self.held_version):
-            raise TransferError(
-                f"changes of version {order.base_version} came, but {self.held_version} is held here"
-            )
-        # Until it is verified, the shadow is of no version.
-        self.held_version = -1
-        shadow = self._shadow
+    def _receive(
+        self, group: WeightGroup, shadow: WeightArena, order: TransferOrder
+    ) -> Transferred:
         if order.base_version < 0:
-            done = receive_version(group, shadow, order)
-        else:
-            done = self._receive_changes(group, shadow, order)
-        if shadow is self._shadow:
-            self.held_version = order.version
-        return done
-
-    async def adopt(self, version: int) -> float:
-        """Copy the shadow into the live weights."""
-        return await self._sink.adopt_weights(version, whole_tensors(self._shadow))
-
-    async def give_up(self) -> None:
-        """Collectives over Gloo that were given up may still write, so they keep the old shadow."""
-        self.held_version = -1
-        if self._shadow.device.type == "cpu":
-            self._shadow = WeightArena(self.plan, self._shadow.device)
+            return super()._receive(group, shadow, order)
+        return self._receive_changes(group, shadow, order)
 
     def _receive_changes(
         self, group: WeightGroup, shadow: WeightArena, order: TransferOrder

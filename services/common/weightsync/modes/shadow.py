@@ -18,12 +18,13 @@ from services.common.weightsync.transfer import (
 
 
 class ShadowSender:
-    """Sends its arena, bucket by bucket."""
+    """Sends its arena, bucket by bucket; behind the first version, only adapters if there are any."""
 
     def __init__(self, plan: WeightPlan, device: torch.device, source: int) -> None:
         self.plan = plan
         self.held_version = -1
         self._arena = WeightArena(plan, device, source=source)
+        self._has_frozen = plan.sources[source].num_frozen > 0
         self._packed_version = -1
         self._checksums: Tensor | None = None
 
@@ -31,14 +32,17 @@ class ShadowSender:
         """Copy the current weights into the arena."""
         if version != self._packed_version:
             self._packed_version = -1
-            self._checksums = pack_weights(source, self._arena)
+            only_adapters = self._has_frozen and self._checksums is not None
+            self._checksums = pack_weights(source, self._arena, only_adapters=only_adapters)
             self._packed_version = version
 
     def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
         """Send the arena."""
         if self._checksums is None:
             raise TransferError(f"version {order.version} was not prepared here; prepare it first")
-        return send_version(group, self._arena, self._checksums, order)
+        done = send_version(group, self._arena, self._checksums, order)
+        self.held_version = order.version
+        return done
 
 
 class ShadowReceiver:
@@ -49,13 +53,24 @@ class ShadowReceiver:
         self.held_version = -1
         self._sink = sink
         self._shadow = WeightArena(plan, device)
+        self._sums = self._shadow.no_checksums()
 
     async def prepare(self) -> None:
         """The shadow is always ready."""
 
     def receive(self, group: WeightGroup, order: TransferOrder) -> Transferred:
         """Receive into the shadow."""
-        return receive_version(group, self._shadow, order)
+        if order.base_version not in (-1, self.held_version):
+            raise TransferError(
+                f"changes of version {order.base_version} came, but {self.held_version} is held here"
+            )
+        # Until it is verified, the shadow is of no version.
+        self.held_version = -1
+        shadow = self._shadow
+        done = self._receive(group, shadow, order)
+        if shadow is self._shadow:
+            self.held_version = order.version
+        return done
 
     async def adopt(self, version: int) -> float:
         """Copy the shadow into the live weights."""
@@ -63,5 +78,12 @@ class ShadowReceiver:
 
     async def give_up(self) -> None:
         """Collectives over Gloo that were given up may still write, so they keep the old shadow."""
+        self.held_version = -1
         if self._shadow.device.type == "cpu":
             self._shadow = WeightArena(self.plan, self._shadow.device)
+            self._sums = self._shadow.no_checksums()
+
+    def _receive(
+        self, group: WeightGroup, shadow: WeightArena, order: TransferOrder
+    ) -> Transferred:
+        return receive_version(group, shadow, order, self._sums)
