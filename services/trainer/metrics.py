@@ -101,6 +101,8 @@ def begin_run(run: str) -> None:
     """Let counters begin at 0: alerts do not see those grow that begin at 1."""
     for outcome in ("ok", "failed"):
         CHECKPOINTS.labels(run, outcome)
+    for what in _NONFINITE:
+        NONFINITE.labels(run, what)
 
 
 @contextmanager

@@ -18,3 +18,6 @@ BACKPRESSURE = Counter(
 REJECTED = Counter(
     "slipstream_rejected_messages", "Messages that were refused.", ["channel", "reason"]
 )
+for _reason in ("malformed", "foreign", "unauthenticated", "peer_gone"):
+    # Alerts do not see a counter grow that begins at 1.
+    REJECTED.labels("data", _reason)
