@@ -1,6 +1,6 @@
 """Interrupts a thousand requests of one replica and resumes them on another one.
 
-Usage: python -m bench.rollout.interruption [--groups 125] [--out FILE.json]
+Usage: python -m bench.rollout.interruption [--groups 140] [--out FILE.json]
 
 Real: two replicas with the torch engine on a tiny model, group samplers, and a transferqueue in a process of
 its own. Simulated: the controller, which hands the interrupted groups over as soon as they are reported.
@@ -181,7 +181,7 @@ async def tokens_kept(address: str) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--groups", type=int, default=125, help="of eight requests")
+    parser.add_argument("--groups", type=int, default=140, help="of eight requests")
     parser.add_argument(
         "--tokens", type=int, default=20, help="per request before the interruption"
     )
