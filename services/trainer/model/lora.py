@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -22,6 +21,9 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> None:
     Raises:
         ValueError: If the model has none of the target modules.
     """
+    # Few runs have adapters, and this import is a tenth of a trainer's start.
+    from peft import LoraConfig, inject_adapter_in_model
+
     config = LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,  # type: ignore[arg-type]  # any number scales
