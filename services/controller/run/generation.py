@@ -87,36 +87,33 @@ class Generation:
             lost_workers: Rollouts whose work is gone.
             is_queue_empty: Whether what rollouts stored is gone.
         """
-        unscored, incomplete = await self._find_stored()
+        unscored = await self._find_stored()
         ready = self._ledger.in_state(GroupState.READY)
         for group in (group for group in ready if group not in self.stored):
             self._ledger.requeue(group)
         assignments: dict[str, list[GroupAssignment]] = defaultdict(list)
         members = range(self._spec.samples_per_group)
+        # Nobody knows any more who had which share of a group.
         is_shared = len(members) > self._spec.rollout.max_running_samples
-        ended: list[str] = []
-        for group in self._ledger.running():
+        running = self._ledger.running()
+        for group in running:
             if group.group_id in unscored:
                 # Its rollout is done with it, even if that is gone by now.
                 self._handout.begin(group, {group.worker_id: members})
                 continue
-            # Nobody knows any more who had which share.
-            is_incomplete = is_shared or group.group_id in incomplete
-            if is_incomplete:
-                ended.append(group.group_id)
             if group.worker_id in lost_workers:
                 if not self._ledger.lose(group):
                     self._order.quarantine(group.row)
             # A rollout that finished a group before its samples were lost would not start it again.
-            elif is_queue_empty or is_incomplete or not self._replicas.serves(group.worker_id):
+            elif is_queue_empty or is_shared or not self._replicas.serves(group.worker_id):
                 self._ledger.requeue(group)
             else:
                 # A rollout that has the group already takes this as a repetition.
                 self._handout.begin(group, {group.worker_id: members})
                 assignments[group.worker_id].append(self._handout.assignment(group, members))
         await self._journal.save(self._ledger)
-        if ended:
-            await self._replicas.cancel(ended)
+        if is_shared:
+            await self._replicas.cancel([group.group_id for group in running])
         await self._replicas.start(assignments)
 
     async def supply(self) -> None:
@@ -192,21 +189,18 @@ class Generation:
         self._work.set()
         await self.stored.release(groups)
 
-    async def _find_stored(self) -> tuple[set[str], set[str]]:
+    async def _find_stored(self) -> set[str]:
         """Take in what the transferqueue holds, and delete what nobody waits for.
 
         Returns:
-            Running groups that are whole, but still lack what a worker of its own adds; and those of which
-            some samples were there.
+            Running groups that are whole, but still lack what a worker of its own adds.
         """
         unwanted: list[str] = []
         unscored: set[str] = set()
-        incomplete: set[str] = set()
         for group_id, samples in (await self.stored.find()).items():
             group = self._ledger.get(group_id, attempt_of(samples))
             if group is None or group.state in WAITING or not self.stored.is_whole(samples):
                 unwanted += samples.keys
-                incomplete.add(group_id)
                 continue
             if not self.stored.is_scored(samples):
                 unscored.add(group_id)
@@ -215,7 +209,7 @@ class Generation:
             if group.state in RUNNING:
                 self._ledger.complete(group, oldest_version=oldest_version(samples))
         await self.stored.delete(unwanted)
-        return unscored, incomplete
+        return unscored
 
     def _put_aside(self, group: Group, failure: GroupFailure) -> None:
         """A rollout stopped its share of a group and stored what it has."""
