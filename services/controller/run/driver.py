@@ -206,8 +206,11 @@ class RunDriver:
         known = self._services.membership.find(self._run_id, exit_.worker_id)
         had_loaded = known is not None and known.state in ("loaded", "ready", "draining")
         is_killed = exit_.code is None or exit_.code < 0
-        # A worker that gives up before it has loaded would do so again.
-        self._is_hopeless |= not had_loaded and not is_killed
+        others_go_on = self._state is RunState.RUNNING and (
+            exit_.worker_id in self._resizing.absent(self._spec)
+        )
+        # A worker that gives up before it has loaded would do so again, for which the others need not end.
+        self._is_hopeless |= not (had_loaded or is_killed or others_go_on)
         how = "for an unknown reason" if exit_.code is None else f"with exit code {exit_.code}"
         if exit_.code is not None and exit_.code < 0:
             how = f"with signal {-exit_.code}"

@@ -27,6 +27,20 @@ def spec_of(replicas: int):
     )
 
 
+def worker(index: int) -> Worker:
+    """A rollout that has loaded."""
+    return Worker(
+        run_id=RUN,
+        worker_id=f"rollout-{index}",
+        incarnation="i",
+        role="rollout",
+        address="a:1",
+        host_id="h",
+        last_heard=0.0,
+        state="loaded",
+    )
+
+
 @dataclass
 class FakeLauncher:
     refuses: bool = False
@@ -64,18 +78,7 @@ class Case:
         )
 
     async def register(self, index: int) -> None:
-        await self.membership.register(
-            Worker(
-                run_id=RUN,
-                worker_id=f"rollout-{index}",
-                incarnation="i",
-                role="rollout",
-                address="a:1",
-                host_id="h",
-                last_heard=0.0,
-                state="loaded",
-            )
-        )
+        await self.membership.register(worker(index))
 
     def ask(self, replicas: int) -> None:
         self.wanted = spec_of(replicas)
