@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from services.common.columns import MISSING, BlobRef, FieldColumn, TagValues
-from services.transferqueue.index.parts import Column, Part, Row, Schema
+from services.transferqueue.index.parts import Part, Row, Schema, Values
 
 
 class MetaBuilder:
@@ -18,27 +18,30 @@ class MetaBuilder:
 
     def add_run(self, parts: tuple[Part, ...], rows: Sequence[Row]) -> None:
         """Append rows that share their parts."""
-        tag_places: dict[str, tuple[Part, list[int]]] = {}
+        tags: dict[str, tuple[Values, list[int]]] = {}
         for number, part in enumerate(parts):
             places = [row.places[number] for row in rows]
-            tag_places.update(dict.fromkeys(part.tags, (part, places)))
-            for name, column in part.columns.items():
-                self._add_values(name, column, places)
-        for name, (part, places) in tag_places.items():
-            values = part.tags[name]
-            self._tags[name] += [values[place] for place in places]
+            tags.update(
+                (name, (values, places))
+                for name, values in zip(part.tags, part.tag_values, strict=True)
+            )
+            columns = zip(part.fields, part.blobs(), part.lengths, part.offsets, strict=True)
+            for name, blob, lengths, offsets in columns:
+                column = self._column(name)
+                column[0].extend([lengths[place] for place in places])
+                blob_number = self.blob_numbers.setdefault(blob, len(self.blob_numbers))
+                column[1].extend([blob_number] * len(places))
+                column[2].extend([offsets[place] for place in places])
+        for name, (values, tag_places) in tags.items():
+            self._tags[name] += [values[place] for place in tag_places]
         self._num_rows += len(rows)
         for lists in self._columns.values():
             _pad(lists, self._num_rows)
 
-    def _add_values(self, name: str, column: Column, places: Sequence[int]) -> None:
+    def _column(self, name: str) -> tuple[list[int], list[int], list[int]]:
         lists = self._columns.setdefault(name, ([], [], []))
         _pad(lists, self._num_rows)
-        lengths, blob_indexes, offsets = lists
-        lengths += [column.lengths[place] for place in places]
-        offsets += [column.offsets[place] for place in places]
-        blob_number = self.blob_numbers.setdefault(column.blob, len(self.blob_numbers))
-        blob_indexes += [blob_number] * len(places)
+        return lists
 
     def fields(self) -> tuple[FieldColumn, ...]:
         """The columns of the fields."""

@@ -4,14 +4,12 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from sys import intern
-from typing import Any, cast
 
 from services.common.batch import KVBatchMeta
-from services.common.columns import BlobRef, TagValues
+from services.common.columns import BlobRef
 from services.common.errors import NotFoundError
 from services.transferqueue.index.describe import MetaBuilder
-from services.transferqueue.index.parts import Column, Extension, Part, Row, Schema, first_place
+from services.transferqueue.index.parts import Extension, Part, Row, Schema, first_place
 
 _MIN_LOG_ENTRIES = 1024
 
@@ -58,7 +56,7 @@ class Partition:
         found = list(map(self.rows.get, meta.keys))
         known = [(row, place) for place, row in enumerate(found) if row is not None]
         self._schema.check(meta, [row for row, _ in known])
-        part = _part_of(meta)
+        part = Part.of(meta)
         self._schema.learn(meta)
         self.stored_bytes += sum(blob.size_bytes for blob in meta.blobs)
         alone = (part,)
@@ -70,7 +68,7 @@ class Partition:
         ]
         self.rows.update(zip([row.key for row in new], new, strict=True))
         part.num_unsettled = len(new) + sum([not row.is_settled for row, _ in known])
-        extensions = [Extension(new, frozenset(), frozenset(part.columns))] if new else []
+        extensions = [Extension(new, frozenset(), frozenset(part.fields))] if new else []
         extensions += _extend(known, part)
         for extension in extensions:
             if self.required_fields <= extension.after:
@@ -133,20 +131,16 @@ class Partition:
 
     def drop_field(self, part: Part, name: str) -> BlobRef | None:
         """Forget a field's values of one put; returns their blob if it is still in use."""
-        if part.num_rows == 0 or name not in part.columns:
+        if part.num_rows == 0 or name not in part.fields:
             return None
-        blob = part.columns.pop(name).blob
+        blob = part.drop(name)
         self.stored_bytes -= blob.size_bytes
         return blob
 
     def rows_on(self, shard_id: str) -> list[Row]:
         """Rows with a value on a shard."""
         parts = {id(part): part for row in self.rows.values() for part in row.parts}
-        hit = {
-            number
-            for number, part in parts.items()
-            if any(blob.shard_id == shard_id for blob in part.blobs())
-        }
+        hit = {number for number, part in parts.items() if shard_id in part.shard_ids}
         return [row for row in self.rows.values() if any(id(part) in hit for part in row.parts)]
 
     def changes_since(self, revision: int, *, limit: int) -> tuple[KVBatchMeta | None, int]:
@@ -235,39 +229,8 @@ def _extend(known: Sequence[tuple[Row, int]], part: Part) -> list[Extension]:
     extensions = []
     for parts, rows in by_parts.items():
         before = rows[0].field_names()
-        extensions.append(Extension(rows, before, before | part.columns.keys()))
+        extensions.append(Extension(rows, before, before | set(part.fields)))
         extended = (*parts, part)
         for row in rows:
             row.parts = extended
     return extensions
-
-
-def _part_of(meta: KVBatchMeta) -> Part:
-    # Many columns of a put are equal, such as the lengths of all that is counted in tokens.
-    kept: dict[TagValues, Sequence[int] | Sequence[float] | Sequence[str]] = {}
-
-    def keep(values: TagValues) -> Any:
-        found = kept.get(values)
-        if found is None or type(found[0]) is not type(values[0]):
-            found = kept[values] = _compact(values)
-        return found
-
-    columns = {
-        column.name: Column(
-            meta.blobs[column.blob_indexes[0]], keep(column.lengths), keep(column.offsets)
-        )
-        for column in meta.fields
-    }
-    tags = {name: keep(values) for name, values in meta.tags.items()}
-    return Part(columns, tags, len(meta.keys))
-
-
-def _compact(values: TagValues) -> Sequence[int] | Sequence[float] | Sequence[str]:
-    if isinstance(values[0], str):
-        return tuple(map(intern, cast("Sequence[str]", values)))
-    if isinstance(values[0], float):
-        return array("d", values)
-    try:
-        return array("i", cast("Sequence[int]", values))
-    except OverflowError:
-        return array("q", cast("Sequence[int]", values))

@@ -6,40 +6,126 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from operator import add
-from typing import ClassVar
+from sys import intern
+from typing import ClassVar, TypeVar, cast
 
 from services.common.batch import KVBatchMeta
-from services.common.columns import BlobRef, FieldColumn
+from services.common.columns import BlobRef, FieldColumn, TagValues
 from services.common.errors import AlreadyExistsError, InvalidArgumentError
 from services.transferqueue.transport.codec import ITEM_BYTES
 
 Kind = tuple[str, int, tuple[int, ...]]
 """Type of a field: dtype, row rank, tail shape."""
-
-
-@dataclass(slots=True)
-class Column:
-    """One field of one put; all its values lie in one blob."""
-
-    blob: BlobRef
-    lengths: "array[int]"
-    offsets: "array[int]"
+Ints = Sequence[int]
+Values = Ints | Sequence[float] | Sequence[str]
+_SHORT_COLUMN = 32
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """What one put brought for its keys. Its blobs go when the last of these rows goes."""
+    """What one put brought for its keys. Its blobs go when the last of these rows goes.
 
-    columns: dict[str, Column]
-    tags: dict[str, Sequence[int] | Sequence[float] | Sequence[str]]
+    Each sample may have one of its own, so names and short columns that puts have in common exist once.
+    """
+
+    fields: tuple[str, ...]
+    lengths: tuple[Ints, ...]
+    """Lengths of the rows, by field."""
+    offsets: tuple[Ints, ...]
+    """Offsets of the rows, by field; all values of a field lie in one blob."""
+    shard_ids: tuple[str, ...]
+    """Where the blobs are, by field."""
+    blob_numbers: "array[int]"
+    """Id, size and checksum of each field's blob."""
+    tags: tuple[str, ...]
+    tag_values: tuple[Values, ...]
     num_rows: int
     """Rows that exist."""
     num_unsettled: int = 0
     """Rows that exist and were not acknowledged by all consumers."""
 
+    @classmethod
+    def of(cls, meta: KVBatchMeta) -> "Part":
+        """What a put brings whose fields lie in one blob each."""
+        # Many columns of a put are equal, such as the lengths of all that is counted in tokens.
+        kept: dict[tuple[str, TagValues], Values] = {}
+
+        def keep(values: TagValues) -> Values:
+            kind = type(values[0]).__name__
+            found = kept.get((kind, values))
+            if found is None:
+                is_short = len(values) <= _SHORT_COLUMN
+                found = _shared(kind, values) if is_short else _compact(values)
+                kept[kind, values] = found
+            return found
+
+        blobs = [meta.blobs[column.blob_indexes[0]] for column in meta.fields]
+        numbers = [n for blob in blobs for n in (blob.blob_id, blob.size_bytes, blob.checksum)]
+        return cls(
+            fields=_once(meta.field_names),
+            lengths=tuple([cast("Ints", keep(column.lengths)) for column in meta.fields]),
+            offsets=tuple([cast("Ints", keep(column.offsets)) for column in meta.fields]),
+            shard_ids=_once(tuple([blob.shard_id for blob in blobs])),
+            blob_numbers=array("Q", numbers),
+            tags=_once(tuple(meta.tags)),
+            tag_values=tuple(map(keep, meta.tags.values())),
+            num_rows=meta.num_keys,
+        )
+
     def blobs(self) -> list[BlobRef]:
-        """Blobs of the columns."""
-        return [column.blob for column in self.columns.values()]
+        """Blobs of the fields."""
+        return [
+            BlobRef(shard_id=shard_id, blob_id=blob_id, size_bytes=size, checksum=checksum)
+            for shard_id, blob_id, size, checksum in zip(
+                self.shard_ids,
+                self.blob_numbers[::3],
+                self.blob_numbers[1::3],
+                self.blob_numbers[2::3],
+                strict=True,
+            )
+        ]
+
+    def tag(self, name: str) -> Values | None:
+        """Values of a tag, if the put brought it."""
+        return self.tag_values[self.tags.index(name)] if name in self.tags else None
+
+    def drop(self, name: str) -> BlobRef:
+        """Forget a field; returns its blob."""
+        number = self.fields.index(name)
+        blob = self.blobs()[number]
+        self.fields = _without(self.fields, number)
+        self.lengths = _without(self.lengths, number)
+        self.offsets = _without(self.offsets, number)
+        self.shard_ids = _without(self.shard_ids, number)
+        del self.blob_numbers[3 * number : 3 * number + 3]
+        return blob
+
+
+def _without(values: tuple[T, ...], number: int) -> tuple[T, ...]:
+    return values[:number] + values[number + 1 :]
+
+
+@lru_cache(maxsize=256)
+def _once(names: tuple[str, ...]) -> tuple[str, ...]:
+    return names
+
+
+@lru_cache(maxsize=1024)
+def _shared(kind: str, values: TagValues) -> Values:
+    """A short column; ``kind`` keeps equal numbers of different types apart."""
+    return _compact(values)
+
+
+def _compact(values: TagValues) -> Values:
+    if isinstance(values[0], str):
+        return tuple(map(intern, cast("Sequence[str]", values)))
+    if isinstance(values[0], float):
+        return array("d", values)
+    try:
+        return array("i", cast("Sequence[int]", values))
+    except OverflowError:
+        return array("q", cast("Sequence[int]", values))
 
 
 @lru_cache(maxsize=4096)
@@ -66,13 +152,13 @@ class Row:
 
     def field_names(self) -> frozenset[str]:
         """Fields that are there."""
-        return frozenset(name for part in self.parts for name in part.columns)
+        return frozenset(name for part in self.parts for name in part.fields)
 
     def tag(self, name: str) -> int | float | str | None:
         """Value of a tag; the newest put that brought it counts."""
         for part, place in zip(reversed(self.parts), reversed(self.places), strict=True):
-            if name in part.tags:
-                return part.tags[name][place]
+            if (values := part.tag(name)) is not None:
+                return values[place]
         return None
 
 

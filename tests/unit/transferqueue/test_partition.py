@@ -1,6 +1,8 @@
 """Samples of a partition: rules of puts, the log that watchers follow, descriptions."""
 
 import tracemalloc
+from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 
@@ -145,6 +147,62 @@ def test_a_sample_of_a_group_of_eight_takes_less_than_500_bytes() -> None:
     finally:
         tracemalloc.stop()
     assert used / 4000 < 500
+
+
+FIELDS = ("prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "rewards")
+SAME_TAGS = ("attempt", "v_min", "v_max", "v_first", "num_segments", "prompt_tokens", "greedy")
+
+
+def whole_sample_meta(number: int, num_members: int) -> KVBatchMeta:
+    """A put with the fields and tags that rollouts bring."""
+    lengths = [500 + (7 * number + 31 * member) % 3000 for member in range(num_members)]
+    offsets = tuple(accumulate([4 * length for length in lengths[:-1]], initial=0))
+    one = meta_of(*[f"g{number}.{member}" for member in range(num_members)])
+    columns = [
+        replace(
+            one.fields[0],
+            name=name,
+            lengths=tuple(lengths),
+            offsets=offsets,
+            blob_indexes=(index,) * num_members,
+        )
+        for index, name in enumerate(FIELDS)
+    ]
+    blobs = [
+        BlobRef(shard_id="s", blob_id=(number << 24) + n, size_bytes=1 << 20, checksum=1 << 62)
+        for n in range(len(FIELDS))
+    ]
+    tags = dict.fromkeys(SAME_TAGS, (number // 100,) * num_members)
+    texts = dict.fromkeys(("finish_reason", "data_source"), ("stop",) * num_members)
+    return replace(
+        one,
+        fields=tuple(columns),
+        blobs=tuple(blobs),
+        tags={"group_id": (f"g{number}",) * num_members}
+        | {"member": tuple(range(num_members)), "response_tokens": tuple(lengths)}
+        | tags
+        | texts,
+    )
+
+
+@pytest.mark.parametrize(("num_members", "limit"), [(8, 700), (1, 1500)])
+def test_a_sample_with_all_its_fields_and_tags_takes_little_memory(
+    num_members: int, limit: int
+) -> None:
+    target = partition()
+    for number in range(400):
+        # Other samples fill what all puts share.
+        target.add(whole_sample_meta(1 << 20 | number, num_members))
+    tracemalloc.start()
+    try:
+        for number in range(400):
+            meta = whole_sample_meta(number, num_members)
+            target.add(KVBatchMeta.from_bytes(meta.to_bytes()))
+        del meta
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert used / (400 * num_members) < limit
 
 
 def test_equal_tags_of_different_types_stay_apart() -> None:
