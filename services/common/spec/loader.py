@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,16 @@ def parse_spec(document: Mapping[str, Any] | str) -> RunSpec:
     """
     try:
         if isinstance(document, str):
-            return RunSpec.model_validate_json(document)
-        return RunSpec.model_validate(_with_aliases(document))
+            spec = RunSpec.model_validate_json(document)
+        else:
+            spec = RunSpec.model_validate(_with_aliases(document))
     except ValidationError as error:
         raise SpecError([_problem(item) for item in error.errors()]) from error
+    if too_large := list(_too_large(spec.model_dump(mode="json"))):
+        raise SpecError(
+            [f"{key}: must be a number below 2**63, but is larger" for key in too_large]
+        )
+    return spec
 
 
 def canonical_json(spec: RunSpec) -> str:
@@ -163,18 +169,42 @@ def _with_aliases(document: Mapping[str, Any]) -> dict[str, Any]:
             )
         result["algorithm"] = algorithm
     trainer = result.get("trainer")
-    if isinstance(trainer, dict) and SPELLINGS.keys() & trainer.keys():
-        result["trainer"], result["topology"] = _moved(trainer, result.get("topology", {}))
+    topology = result.get("topology", {})
+    if (
+        isinstance(trainer, dict)
+        and isinstance(topology, dict)
+        and SPELLINGS.keys() & trainer.keys()
+    ):
+        result["trainer"], result["topology"] = _moved(trainer, topology)
     return result
 
 
-def _moved(trainer: dict[str, Any], topology: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def _too_large(value: Any, key: str = "") -> Iterator[str]:
+    """Keys of whole numbers that neither a database nor another language holds."""
+    if isinstance(value, int) and abs(value) >= 1 << 63:
+        yield key
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        yield from _too_large(inner, f"{key}.{name}" if key else str(name))
+
+
+def _moved(
+    trainer: dict[str, Any], topology: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Task groups as dots.rl has them, among the options of the trainer."""
     trainer, moved = dict(trainer), dict(topology)
     for name in SPELLINGS.keys() & trainer.keys():
         moved[name] = trainer.pop(name)
     nodes, per_node = trainer.pop("nnodes", 1), trainer.pop("n_gpus_per_node", None)
     if per_node is not None:
+        if not (isinstance(nodes, int) and isinstance(per_node, int)):
+            raise SpecError(
+                [
+                    "trainer.nnodes and trainer.n_gpus_per_node must be whole numbers, but are "
+                    f"{nodes!r} and {per_node!r}"
+                ]
+            )
         moved = {"gpus": nodes * per_node, "gpus_per_node": per_node, **moved}
     return trainer, moved
 

@@ -87,7 +87,10 @@ class RunSpec(SpecPart):
             return values
         if not isinstance(rollout, Mapping):
             return values
-        engine_gpus = _engine_gpus(rollout.get("engine_arguments", {}))
+        engine_arguments = rollout.get("engine_arguments", {})
+        if not isinstance(engine_arguments, Mapping):
+            return values
+        engine_gpus = _engine_gpus(engine_arguments)
         counts = topology.gpus_of("train"), topology.gpus_of("generate") // engine_gpus
         return {
             **values,
@@ -161,8 +164,20 @@ class RunSpec(SpecPart):
 
 
 def _engine_gpus(engine_arguments: Mapping[str, Any]) -> int:
-    """GPUs of one rollout, by the names that the engines give them."""
-    return int(engine_arguments.get("tensor_parallel_size", engine_arguments.get("tp_size", 1)))
+    """GPUs of one rollout, by the names that the engines give them.
+
+    Raises:
+        ValueError: If that is no number of GPUs.
+    """
+    for name in ("tensor_parallel_size", "tp_size"):
+        count = engine_arguments.get(name, 1)
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(
+                f"rollout.engine_arguments.{name} must be a number of GPUs from 1, but is {count!r}"
+            )
+        if name in engine_arguments:
+            return count
+    return 1
 
 
 def _check_counts(spec: RunSpec) -> None:

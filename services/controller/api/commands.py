@@ -1,8 +1,9 @@
 """REST routes that create and change runs."""
 
+import json
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Header, Path, Query, Request, Response
 
@@ -74,7 +75,7 @@ def _add_collection(
         idempotency_key: Annotated[str, Header(max_length=64, pattern=r"^[\x21-\x7e]*$")] = "",
     ) -> RunView | ValidatedView:
         """Submit a run; the body is its specification. It starts when its turn comes."""
-        document = await request.json()
+        document = await _json(request)
         if not isinstance(document, dict):
             raise InvalidArgumentError("the body must be a JSON object: the run's specification")
         who.demand("operator")
@@ -171,6 +172,20 @@ def _add_resource(
         await manager.delete(
             run_id, revision=revision_of(if_match), delete_checkpoints=delete_checkpoints
         )
+
+
+async def _json(request: Request) -> Any:
+    """The body of a request.
+
+    Raises:
+        json.JSONDecodeError: If it is not JSON, or nothing that can be read.
+    """
+    try:
+        return await request.json()
+    except json.JSONDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise json.JSONDecodeError(str(error), "", 0) from error
 
 
 def revision_of(if_match: str) -> int:

@@ -1,6 +1,7 @@
 """Errors of the REST API as RFC 9457 problems with a stable ``code``."""
 
 import json
+import re
 from collections.abc import Mapping
 from http import HTTPStatus
 
@@ -84,6 +85,11 @@ def _add_domain_handlers(app: FastAPI) -> None:
             request, status, error.reason.lower(), detail, headers=headers, retry_after_s=retry
         )
 
+    @app.exception_handler(Exception)
+    async def fault(request: Request, error: Exception) -> JSONResponse:
+        status = HTTPStatus.INTERNAL_SERVER_ERROR
+        return problem(request, status, "internal", "a fault of the controller; see its log")
+
     @app.exception_handler(SpecError)
     async def spec_error(request: Request, error: SpecError) -> JSONResponse:
         return problem(
@@ -91,8 +97,14 @@ def _add_domain_handlers(app: FastAPI) -> None:
             HTTPStatus.UNPROCESSABLE_ENTITY,
             "invalid_spec",
             "the run specification has problems",
-            errors=[FieldProblem(pointer="", message=text) for text in error.problems],
+            errors=[FieldProblem(pointer=_pointer(text), message=text) for text in error.problems],
         )
+
+
+def _pointer(problem: str) -> str:
+    """The key that a problem begins with, as a pointer; empty if it names none."""
+    key = re.match(r"\w+(\.\w+)+|\w+(?=: )", problem)
+    return "/" + key[0].replace(".", "/") if key else ""
 
 
 def _add_request_handlers(app: FastAPI) -> None:

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from services.controller.api.principals import TokenStore
 from tests.unit.controller.rest import SPEC, client_of, named, open_manager
 
@@ -196,6 +198,50 @@ async def test_code_of_a_model_needs_an_admin(manager, database, tmp_path):
 async def test_a_body_that_is_too_large_is_refused(api):
     refused = await api.post("/v1/runs", content=b" " * ((1 << 20) + 1))
     assert (refused.status_code, refused.json()["code"]) == (413, "too_large")
+
+
+@pytest.mark.parametrize(
+    ("changes", "pointer"),
+    [
+        ({"name": 5}, "/name"),
+        ({"trainer": None}, "/trainer"),
+        ({"trainer": {"steps": 10**40, "prompts_per_step": 4}}, "/trainer/steps"),
+        ({"limits": {"step_timeout_s": float("inf")}}, "/limits/step_timeout_s"),
+        ({"topology": 5}, "/topology"),
+        (
+            {"trainer": {"sperated_node_tasks": ["train"], "nnodes": "a", "n_gpus_per_node": 8}},
+            "/trainer/nnodes",
+        ),
+        ({"validation": {"replicas": 2}}, "/validation/replicas"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_what_is_wrong_with_a_specification_is_pointed_at(api, changes, pointer):
+    refused = await api.post("/v1/runs", content=json.dumps({**SPEC, **changes}))
+    assert (refused.status_code, refused.json()["code"]) == (422, "invalid_spec")
+    assert refused.json()["errors"][0]["pointer"] == pointer
+
+
+@pytest.mark.parametrize("count", ["x", 0, True, [1]])
+async def test_an_engine_needs_a_number_of_gpus(api, count):
+    split = {"task_groups": ["train", "generate"], "ratios": [0.5, 0.5], "gpus": 8}
+    rollout = {**SPEC["rollout"], "engine_arguments": {"tensor_parallel_size": count}}
+    refused = await api.post("/v1/runs", json={**SPEC, "topology": split, "rollout": rollout})
+    assert refused.status_code == 422
+    assert "tensor_parallel_size must be a number of GPUs" in refused.text
+
+
+@pytest.mark.parametrize("body", [b"\xff\xfe", b"[" * 100_000, b'{"seed": ' + b"9" * 5000 + b"}"])
+async def test_what_cannot_be_read_is_no_json(api, body):
+    refused = await api.post("/v1/runs", content=body)
+    assert (refused.status_code, refused.json()["code"]) == (400, "invalid_json")
+
+
+async def test_overrides_of_a_fork_may_be_anything_but_a_fault(api):
+    run_id = (await api.post("/v1/runs", json=SPEC)).json()["id"]
+    for overrides in ({"model": None}, {"model": "x"}, {"model": []}):
+        refused = await api.post(f"/v1/runs/{run_id}/fork", json={"overrides": overrides})
+        assert refused.status_code == 409, refused.text
 
 
 async def test_a_body_without_a_length_is_limited_too(api):
