@@ -118,15 +118,16 @@ class Generation:
 
     async def supply(self) -> None:
         """Hand out groups for ever."""
-        while True:
-            self._work.clear()
-            await self._handout.take_back_stalled()
-            await self._handout.hand_out()
-            try:
-                async with asyncio.timeout(self._handout.seconds_to_next_stall()):
-                    await self._work.wait()
-            except TimeoutError:
-                continue
+        async with asyncio.TaskGroup() as starts:
+            while True:
+                self._work.clear()
+                await self._handout.take_back_stalled()
+                await self._handout.hand_out(starts)
+                try:
+                    async with asyncio.timeout(self._handout.seconds_to_next_stall()):
+                        await self._work.wait()
+                except TimeoutError:
+                    continue
 
     async def collect(self) -> None:
         """Take in finished groups for ever."""

@@ -73,8 +73,12 @@ class Handout:
             groups_per_step=spec.trainer.prompts_per_step,
         )
 
-    async def hand_out(self) -> None:
-        """Start whatever may start now."""
+    async def hand_out(self, starts: asyncio.TaskGroup) -> None:
+        """Choose and write down whatever may start now.
+
+        Args:
+            starts: Owns the calls that start it: a rollout that is slow to answer keeps no other waiting.
+        """
         begin, begin_ns = self._clock.monotonic(), time.time_ns()
         groups = self._next_groups()
         if not groups:
@@ -90,6 +94,18 @@ class Handout:
             for worker_id, members in shares.items():
                 by_worker[worker_id].append(self.assignment(group, members))
         await self._journal.save(self._ledger)
+
+        starts.create_task(self._start(groups, by_worker, begin=begin, begin_ns=begin_ns))
+
+    async def _start(
+        self,
+        groups: Sequence[Group],
+        by_worker: Mapping[str, list[GroupAssignment]],
+        *,
+        begin: float,
+        begin_ns: int,
+    ) -> None:
+        """Tell the rollouts."""
 
         async def start(worker_id: str, assignments: list[GroupAssignment]) -> None:
             await self._replicas.start({worker_id: assignments})

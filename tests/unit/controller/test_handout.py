@@ -1,5 +1,6 @@
 """What is generated next, and where."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -72,12 +73,17 @@ def handout_of(ledger, *, rows=100, quarantined=()):
     return handout, rollouts
 
 
+async def hand_out(handout):
+    async with asyncio.TaskGroup() as starts:
+        await handout.hand_out(starts)
+
+
 async def test_as_many_groups_start_as_the_gate_lets_in():
     ledger = Ledger(max_attempts=3)
     handout, rollouts = handout_of(ledger)
     handout.published_step = 0
-    await handout.hand_out()
-    await handout.hand_out()
+    await hand_out(handout)
+    await hand_out(handout)
     assert len(rollouts.started) == 8
 
 
@@ -87,11 +93,11 @@ async def test_groups_that_wait_after_a_rewind_do_not_pass_the_gate():
         ledger.issue(row, position=row + 1)
     handout, rollouts = handout_of(ledger)
     handout.published_step = 0
-    await handout.hand_out()
+    await hand_out(handout)
     assert rollouts.started == [f"g{sequence:08d}" for sequence in range(8)]
     assert ledger.count(GroupState.PENDING) == 4
     handout.published_step = 1
-    await handout.hand_out()
+    await hand_out(handout)
     assert len(rollouts.started) == 12
 
 
@@ -99,20 +105,21 @@ async def test_interrupted_groups_go_on_first_and_the_one_with_the_least_left_be
     ledger = Ledger(max_attempts=3)
     handout, rollouts = handout_of(ledger)
     handout.published_step = 0
-    await handout.hand_out()
+    await hand_out(handout)
     far, near = ledger.running()[:2]
     ledger.interrupt(far, num_unfinished=2, num_tokens=9)
     ledger.interrupt(near, num_unfinished=1, num_tokens=3)
     rollouts.started.clear()
-    await handout.hand_out()
+    await hand_out(handout)
     assert rollouts.started == [near.group_id, far.group_id]
 
 
 async def test_a_run_without_prompts_left_says_so():
     handout, _ = handout_of(Ledger(max_attempts=3), rows=2, quarantined=(0, 1))
     handout.published_step = 0
-    with pytest.raises(GenerationError, match="quarantined"):
-        await handout.hand_out()
+    async with asyncio.TaskGroup() as starts:
+        with pytest.raises(GenerationError, match="quarantined"):
+            await handout.hand_out(starts)
 
 
 def test_a_row_that_is_given_back_comes_once_more_at_the_end_of_its_epoch():
@@ -135,3 +142,33 @@ def test_returned_rows_survive_a_restart():
 
 def vars_of(returned):
     return {"epoch": returned.epoch, "waiting": returned.waiting, "known": returned.known}
+
+
+async def test_a_rollout_that_is_slow_to_take_a_group_keeps_no_other_waiting():
+    ledger = Ledger(max_attempts=3)
+    handout, rollouts = handout_of(ledger)
+    is_asked, takes, is_taken = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    start = rollouts.start
+
+    async def start_slowly(by_worker):
+        is_asked.set()
+        await takes.wait()
+        await start(by_worker)
+
+    async def start_at_once(by_worker):
+        await start(by_worker)
+        is_taken.set()
+
+    async with asyncio.TaskGroup() as starts:
+        rollouts.start = start_slowly
+        handout.published_step = 0
+        await handout.hand_out(starts)
+        await is_asked.wait()
+        rollouts.start = start_at_once
+        handout.published_step = 1
+        await handout.hand_out(starts)
+        await is_taken.wait()
+        assert rollouts.started == [f"g{sequence:08d}" for sequence in range(8, 12)]
+        takes.set()
+    assert len(rollouts.started) == 12
+    assert ledger.count(GroupState.GENERATING) == 12

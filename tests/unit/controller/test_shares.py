@@ -1,5 +1,6 @@
 """Groups with more members than a rollout has places: several rollouts share them."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -103,7 +104,8 @@ class Run:
     async def hand_out(self):
         """Hand out; returns the members that each rollout got."""
         self.rollouts.started.clear()
-        await self.handout.hand_out()
+        async with asyncio.TaskGroup() as starts:
+            await self.handout.hand_out(starts)
         return {name: given.members for name, given in self.rollouts.started.items()}
 
     async def bring(self, *members, attempt):
