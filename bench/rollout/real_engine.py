@@ -91,7 +91,7 @@ def train(size: str, dtype: torch.dtype, device: str, steps: int) -> tuple[PreTr
         optimizer.step()
         optimizer.zero_grad()
     model.gradient_checkpointing_disable()
-    return model.eval().requires_grad_(False), float(loss)
+    return model.eval().requires_grad_(False), float(loss.detach())
 
 
 async def rates(engine: PartedEngine, directly: Directly, repeats: int) -> dict[str, Any]:
