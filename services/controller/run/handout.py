@@ -152,7 +152,7 @@ class Handout:
             if not self._ledger.retry(group, "stalled"):
                 self._order.quarantine(group.row)
         await self._journal.save(self._ledger)
-        await self._stored.discard(stalled)
+        await self._stored.wipe(stalled)
 
     def seconds_to_next_stall(self) -> float | None:
         """When :meth:`take_back_stalled` may find something; None if nothing runs."""

@@ -146,6 +146,16 @@ class StoredGroups:
         found = [self._begun.pop(g.group_id) for g in groups if g.group_id in self._begun]
         await self.delete([key for samples in found for key in samples.keys])
 
+    async def wipe(self, groups: Sequence[Group]) -> None:
+        """Delete what is stored of groups that were not seen whole, also what still lacks a field.
+
+        Were it left, the next try would find its keys taken.
+        """
+        for group in groups:
+            self._begun.pop(group.group_id, None)
+        members = range(self._group_size)
+        await self.delete([f"{group.group_id}.{member}" for group in groups for member in members])
+
 
 def attempt_of(samples: GroupSamples) -> int:
     """The newest try that brought some of them."""
