@@ -16,6 +16,7 @@ from statistics import median
 import torch
 
 from bench.dataplane import limits, metadata
+from bench.dataplane.fuzz import fuzz
 from bench.dataplane.ratios import paired_ratio
 from bench.dataplane.sides import ROOT, Ours, Peer, service
 from bench.dataplane.workloads import NAMES, Workload, build
@@ -209,6 +210,7 @@ def main() -> None:
             "index_at_10x": asyncio.run(metadata.index_figures(10 * num_keys)),
             "bytes_per_key": asyncio.run(metadata.bytes_per_key(num_keys)),
         },
+        "decoder": fuzz(10_000 if options.smoke else 1_000_000),
         "rounds": rounds,
         "load_average": os.getloadavg(),
         "num_cpus": os.cpu_count(),

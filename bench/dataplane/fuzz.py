@@ -39,9 +39,8 @@ def one_input(rng: random.Random) -> bytes:
     return bytes([codec.VERSION]) + packed
 
 
-def main() -> None:
-    """Decode the inputs; anything but a message or ValueError ends the run."""
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
+def fuzz(count: int) -> dict[str, float]:
+    """Decode damaged inputs; anything but a message or ValueError is raised."""
     rng = random.Random(0)
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     slowest_s = 0.0
@@ -55,8 +54,13 @@ def main() -> None:
             refused += 1
         slowest_s = max(slowest_s, time.perf_counter() - started)
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
-    print(f"{count} inputs, {refused} refused, slowest {1e3 * slowest_s:.1f} ms, +{grown_kib} KiB")
+    return {
+        "inputs": count,
+        "refused": refused,
+        "slowest_ms": round(1e3 * slowest_s, 3),
+        "grown_kib": grown_kib,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    print(fuzz(int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000))

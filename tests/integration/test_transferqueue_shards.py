@@ -9,6 +9,7 @@ import pytest
 import torch
 import zmq
 
+from services.common.batch import KVBatchMeta
 from services.common.errors import (
     AlreadyExistsError,
     DataLossError,
@@ -124,20 +125,40 @@ async def test_a_dead_shard_is_noticed_and_its_unacknowledged_keys_are_reported(
         await data.put(TRAIN, sorted(lost), {"tokens": tokens(*range(len(lost)))})
 
 
-async def test_a_draining_shard_takes_nothing_new(tmp_path: Path) -> None:
+async def test_a_shard_is_drained_while_puts_go_on(tmp_path: Path) -> None:
     async with service(settings(tmp_path)) as (address, metadata, data):
         other = settings(tmp_path, index_address=address, shard_id="shard-1")
         async with transferqueue(other):
             await until_shards(data, 2)
-            await metadata.drain_shard("shard-1")
+            metas: list[KVBatchMeta] = []
+            has_begun = asyncio.Event()
 
-            async def is_known() -> bool:
-                return any(shard.is_draining for shard in data.shards)
+            async def put_until_drained() -> None:
+                """Put groups; the last ones after the client has heard that the shard is drained."""
+                num_after = 0
+                while num_after < 16:
+                    num_after += any(shard.is_draining for shard in data.shards)
+                    key = f"g{len(metas)}.0"
+                    metas.append(await data.put(TRAIN, [key], {"tokens": tokens(len(metas))}))
+                    if len(metas) == 16:
+                        has_begun.set()
 
-            await until(is_known)
-            keys = [f"g{n}.0" for n in range(16)]
-            meta = await data.put(TRAIN, keys, {"tokens": tokens(*range(16))})
-            assert {blob.shard_id for blob in meta.blobs} == {"shard-0"}
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(put_until_drained())
+                await has_begun.wait()
+                await metadata.drain_shard("shard-1")
+            homes = [meta.blobs[0].shard_id for meta in metas]
+            assert set(homes[:16]) == {"shard-0", "shard-1"}
+            assert set(homes[-16:]) == {"shard-0"}
+            everything = KVBatchMeta.concat(metas)
+            fetched = await data.get(everything, ["tokens"])
+            assert len(fetched["tokens"]) == len(metas)
+            await metadata.release(TRAIN, everything.keys)
+
+            async def is_empty() -> bool:
+                return await stored_bytes(metadata) == 0
+
+            await until(is_empty)
         with pytest.raises(NotFoundError):
             await metadata.drain_shard("shard-9")
 
