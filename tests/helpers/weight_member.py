@@ -27,8 +27,6 @@ from services.controller.client import Rendezvous
 from slipstream.controller.v1 import membership_pb2_grpc
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
 
-# Of a collective on a busy machine; a stopped peer holds its buffers for as long.
-_PATIENCE_S = 3.0
 _LEAST_BUCKET_BYTES = 1 << 16
 
 
@@ -60,6 +58,8 @@ class Options:
     """Where it falls."""
     claims: str = ""
     """Device that it says to be on; empty for the one that it is on."""
+    patience_s: float | None = None
+    """Of a collective on a busy machine; a stopped peer holds its buffers for as long. None for the usual."""
 
 
 class Trainer:
@@ -139,7 +139,8 @@ def run(options: Options, told: Connection) -> None:
     """Serve until killed."""
     torch.set_num_threads(1)
     configure(member=options.role)
-    group._GLOO_TIMEOUT_S = _PATIENCE_S
+    if options.patience_s is not None:
+        group._GLOO_TIMEOUT_S = options.patience_s
     if options.fall is not None and options.fall.bucket > 0:
         fall_in_transfer(options.fall)
     asyncio.run(main(options, told))

@@ -76,10 +76,11 @@ class Member:
 class Members:
     """Starts member processes of one session."""
 
-    def __init__(self, port, num_bytes, *, use_gpu=False):
+    def __init__(self, port, num_bytes, *, use_gpu=False, patience_s=None):
         self._port = port
         self._num_bytes = num_bytes
         self._use_gpu = use_gpu
+        self._patience_s = patience_s
         self.all = []
 
     def start(self, name, device=0, fall=None, claims=""):
@@ -91,18 +92,19 @@ class Members:
             device=f"cuda:{device}" if self._use_gpu else "cpu",
             fall=fall,
             claims=claims,
+            patience_s=self._patience_s,
         )
         self.all.append(Member(name, options))
         return self.all[-1]
 
 
 @asynccontextmanager
-async def members_of(num_bytes, *, use_gpu=False):
+async def members_of(num_bytes, **options):
     """Room for member processes; all end with the block."""
     store = RendezvousStore()
     add = membership_pb2_grpc.add_RendezvousServiceServicer_to_server
     async with serve("127.0.0.1:0", lambda server: add(RendezvousServicer(store), server)) as port:
-        members = Members(port, num_bytes, use_gpu=use_gpu)
+        members = Members(port, num_bytes, **options)
         try:
             yield members
         finally:
@@ -111,10 +113,12 @@ async def members_of(num_bytes, *, use_gpu=False):
 
 
 @asynccontextmanager
-async def session_of(*names, num_bytes, use_gpu=False, falls=None, claims="", **spec):
+async def session_of(
+    *names, num_bytes, use_gpu=False, patience_s=None, falls=None, claims="", **spec
+):
     """A formed session; yields it with its members by name, and what starts others."""
     falls = falls or {}
-    async with members_of(num_bytes, use_gpu=use_gpu) as started:
+    async with members_of(num_bytes, use_gpu=use_gpu, patience_s=patience_s) as started:
         members = {
             name: started.start(name, device, falls.get(name), claims)
             for device, name in enumerate(names)

@@ -18,13 +18,14 @@ PATIENT = {
     "answer_timeout_s": 3.0,
     "transfer_timeout_s": 30.0,
 }
+MEMBERS = {"num_bytes": NUM_BYTES, "patience_s": 3.0}
 SIGNALS = pytest.mark.parametrize(
     "how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"]
 )
 
 
 async def test_all_rollouts_serve_the_same_verified_version():
-    async with session_of("trainer", "rollout-0", "rollout-1", num_bytes=NUM_BYTES, **PATIENT) as (
+    async with session_of("trainer", "rollout-0", "rollout-1", **MEMBERS, **PATIENT) as (
         session,
         members,
         _,
@@ -47,7 +48,7 @@ async def test_the_others_serve_the_new_version_when_a_rollout_is_lost(how, mome
     }[moment]
     names = ("trainer", "rollout-0", "rollout-1")
     falls = {"rollout-0": fall}
-    async with session_of(*names, falls=falls, num_bytes=NUM_BYTES, **PATIENT) as parts:
+    async with session_of(*names, falls=falls, **MEMBERS, **PATIENT) as parts:
         session, members, _ = parts
         await session.publish(0)
         assert (await members["rollout-1"].serves())[0] == 0
@@ -62,7 +63,7 @@ async def test_the_others_serve_the_new_version_when_a_rollout_is_lost(how, mome
 
 
 async def test_rollouts_keep_their_version_when_the_trainer_dies():
-    async with session_of("trainer", "rollout-0", num_bytes=NUM_BYTES, **PATIENT) as (
+    async with session_of("trainer", "rollout-0", **MEMBERS, **PATIENT) as (
         session,
         members,
         _,
@@ -77,7 +78,7 @@ async def test_rollouts_keep_their_version_when_the_trainer_dies():
 
 
 async def test_a_rollout_that_comes_later_gets_the_version_that_is_served():
-    async with session_of("trainer", "rollout-0", num_bytes=NUM_BYTES, **PATIENT) as (
+    async with session_of("trainer", "rollout-0", **MEMBERS, **PATIENT) as (
         session,
         members,
         started,
@@ -99,7 +100,7 @@ async def test_a_rollout_that_comes_later_gets_the_version_that_is_served():
 @pytest.mark.parametrize("mode", ["inplace", "cpu_async", "delta"])
 async def test_every_mode_serves_and_recovers(mode):
     names = ("trainer", "rollout-0", "rollout-1")
-    async with session_of(*names, mode=mode, num_bytes=NUM_BYTES, **PATIENT) as (
+    async with session_of(*names, mode=mode, **MEMBERS, **PATIENT) as (
         session,
         members,
         _,
@@ -114,7 +115,7 @@ async def test_every_mode_serves_and_recovers(mode):
 
 async def test_members_that_share_a_gpu_sync_through_host_memory(caplog):
     names = ("trainer", "rollout-0", "rollout-1")
-    async with session_of(*names, claims="cuda:a", num_bytes=NUM_BYTES, **PATIENT) as parts:
+    async with session_of(*names, claims="cuda:a", **MEMBERS, **PATIENT) as parts:
         session, members, _ = parts
         assert "share GPUs" in caplog.text
         for version in range(2):
