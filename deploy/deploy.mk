@@ -1,7 +1,7 @@
 # Targets of deployment; included by the Makefile.
 CLUSTER_TOOLS ?= $(HOME)/.cache/slipstream/cluster
 
-.PHONY: chart-docs observability deploy-tools test-chart test-control-plane test-cluster test-page
+.PHONY: chart-docs observability deploy-tools test-chart test-control-plane test-cluster test-alerts test-page
 
 chart-docs: ## Write the chart's table of values
 	$(BIN)/python -m deploy.values_table
@@ -22,6 +22,9 @@ test-control-plane: ## Test chart and launcher against a real API server (builds
 test-cluster: test-control-plane ## Train on a real one-node cluster with the images of the Dockerfiles
 	tests/cluster/images.sh $(CLUSTER_TOOLS) . $(abspath $(BIN)/python)
 	CI=true $(BIN)/python -m pytest tests/cluster/test_readme.py tests/cluster/test_run.py -q -m cluster
+
+test-alerts: deploy-tools ## Provoke the alerts in a real Prometheus: five minutes
+	CI=true $(BIN)/python -m pytest tests/cluster/test_alerts.py -q -m cluster
 
 test-page: ## Test the run page in Chromium
 	CI=true $(BIN)/python -m pytest tests/browser -q
