@@ -100,7 +100,7 @@ async def rates(engine: PartedEngine, directly: Directly, repeats: int) -> dict[
     The share is the median over pairs, so that what else the machine does weighs on both sides alike. The
     processor time is that of this process alone, where the adapter runs.
     """
-    count, num_tokens = 64, 128
+    count, num_tokens = 64, 64
     took: dict[str, list[tuple[float, float]]] = {"adapter": [], "direct": []}
     for repeat in range(repeats + 1):
         for name in sorted(took, reverse=repeat % 2 == 1):
@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--size", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--arguments", default="{}", help="engine arguments, as JSON")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -52,7 +52,7 @@ class RolloutSpec(SpecPart):
     max_response_tokens: int = Field(256, ge=1)
     """Longest response; a longer one is truncated and flagged."""
     max_running_samples: int = Field(256, ge=1)
-    """Samples decoded at once in one replica."""
+    """Samples decoded at once in one replica. A group of more than these is shared by several replicas."""
     sampling: SamplingSpec = SamplingSpec()
     """How training responses are drawn."""
     kv_policy: Literal["recompute", "keep"] = "recompute"
