@@ -195,7 +195,8 @@ def _by_reason() -> dict[str, type[ServiceError]]:
     pending = [ServiceError]
     while pending:
         cls = pending.pop()
-        classes[cls.reason] = cls
+        # A class without a reason of its own is not what its reason names.
+        classes.setdefault(cls.reason, cls)
         pending.extend(cls.__subclasses__())
     classes["INTERNAL"] = InternalError
     return classes
