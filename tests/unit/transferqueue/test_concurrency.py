@@ -1,0 +1,67 @@
+"""Work in threads: results in order, the first error, cancellation."""
+
+import asyncio
+import threading
+
+import pytest
+
+from services.transferqueue.concurrency import NUM_THREADS, map_in_threads, meanwhile
+
+
+async def test_results_come_in_the_order_of_the_items() -> None:
+    assert await map_in_threads(lambda n: n * n, range(100)) == [n * n for n in range(100)]
+    assert await map_in_threads(lambda n: n, []) == []
+
+
+async def test_the_first_error_ends_the_work_and_is_raised_as_it_is() -> None:
+    seen: list[int] = []
+
+    def fail(number: int) -> None:
+        seen.append(number)
+        raise KeyError(number)
+
+    with pytest.raises(KeyError):
+        await map_in_threads(fail, range(100))
+    assert len(seen) <= NUM_THREADS
+
+
+async def test_cancelled_work_has_ended_when_the_caller_goes_on() -> None:
+    started, goes_on = threading.Event(), threading.Event()
+    done: list[int] = []
+
+    def work(number: int) -> None:
+        started.set()
+        assert goes_on.wait(timeout=20)
+        done.append(number)
+
+    working = asyncio.ensure_future(map_in_threads(work, range(8)))
+    await asyncio.to_thread(started.wait)
+    working.cancel()
+    await asyncio.sleep(0)
+    assert not working.done()
+    goes_on.set()
+    await asyncio.wait([working])
+    assert working.cancelled()
+    assert sorted(done) == list(range(8))
+
+
+async def test_the_other_work_is_done_while_the_first_waits() -> None:
+    waits = asyncio.Event()
+
+    async def work() -> str:
+        await waits.wait()
+        return "answer"
+
+    def other() -> str:
+        waits.set()
+        return "description"
+
+    assert await meanwhile(work(), other) == ("answer", "description")
+
+
+async def test_an_error_of_the_first_work_is_raised_as_it_is() -> None:
+    async def fail() -> None:
+        raise KeyError("gone")
+
+    with pytest.raises(KeyError):
+        await meanwhile(fail(), lambda: None)
