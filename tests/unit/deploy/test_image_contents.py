@@ -1,0 +1,84 @@
+"""Each image installs what its program imports: extras of pyproject.toml against the imports themselves."""
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests.unit.deploy.chart import ROOT
+from tests.unit.deploy.test_images import DOCKERFILES, name_of
+
+_PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+_EXTRAS: dict[str, list[str]] = _PROJECT["optional-dependencies"]
+_OURS = {"services", "slipstream"}
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=name_of)
+def test_what_a_program_imports_at_its_start_is_installed(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    extras = re.search(r'"\.\[([a-z,-]+)\]"', text)[1].split(",")
+    program = re.search(r'CMD \["python", "-m", "services\.(\w+)"\]', text)[1]
+    installed = _closure(_PROJECT["dependencies"] + [f"slipstream[{','.join(extras)}]"])
+    owners = metadata.packages_distributions()
+    missing = {
+        name
+        for name in _imported(ROOT / "services" / program / "__main__.py", set())
+        if name not in _OURS | sys.stdlib_module_names
+        and not {_normal(owner) for owner in owners.get(name, [])} & installed
+    }
+    assert missing == set(), f"add them to an extra that the image installs: {extras}"
+
+
+def _imported(path: Path, seen: set[Path]) -> Iterator[str]:
+    """First names of what a module imports when it is loaded, and what our modules import that it imports."""
+    if path in seen or not path.exists():
+        return
+    seen.add(path)
+    for statement in _at_load(ast.parse(path.read_text(encoding="utf-8")).body):
+        if isinstance(statement, ast.ImportFrom):
+            modules = [statement.module or ""]
+            modules += [f"{statement.module}.{alias.name}" for alias in statement.names]
+        else:
+            modules = [alias.name for alias in statement.names]
+        for module in modules:
+            yield module.partition(".")[0]
+            if module.startswith("services."):
+                yield from _imported(ROOT / f"{module.replace('.', '/')}.py", seen)
+
+
+def _at_load(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Imports outside of functions and type checking."""
+    for statement in body:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            yield statement
+        elif isinstance(statement, ast.If) and "TYPE_CHECKING" not in ast.unparse(statement.test):
+            yield from _at_load(statement.body + statement.orelse)
+
+
+def _closure(requirements: list[str]) -> set[str]:
+    """Names of all distributions that pip installs for some."""
+    found: set[str] = set()
+    waiting = list(requirements)
+    while waiting:
+        requirement = waiting.pop()
+        name = _normal(re.match(r"[\w.-]+", requirement)[0])
+        if name == "slipstream":
+            for extra in re.search(r"\[(.*)\]", requirement)[1].split(","):
+                waiting += _EXTRAS[extra]
+        elif name not in found:
+            found.add(name)
+            try:
+                needs = metadata.requires(name) or []
+            except metadata.PackageNotFoundError:
+                continue  # for another platform
+            waiting += [need for need in needs if "extra ==" not in need]
+    return found
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
