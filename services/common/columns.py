@@ -19,7 +19,7 @@ class BlobRef:
     size_bytes: int
     """Size of the blob."""
     checksum: int
-    """64-bit XXH3 of the blob."""
+    """64-bit XXH3 of the blob's only part, or of the checksums of its parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
