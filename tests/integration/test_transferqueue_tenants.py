@@ -94,7 +94,7 @@ async def test_another_run_sees_neither_metadata_nor_bytes(tmp_path: Path) -> No
             with pytest.raises(PermissionDeniedError):
                 await call
         for blob in meta.blobs:
-            link = theirs.data._links.to(blob.shard_id)
+            link = await theirs.data._links.to(blob.shard_id)
             with pytest.raises(PermissionDeniedError):
                 await link.connection.ask(
                     codec.Read((blob.blob_id, 0, blob.size_bytes), in_arena=False), timeout_s=5
@@ -106,7 +106,7 @@ async def test_another_run_cannot_write(tmp_path: Path) -> None:
         with pytest.raises(PermissionDeniedError):
             await theirs.data.put("run_a/train", ["x.0"], {"tokens": [torch.zeros(2)]})
         blob = meta.blobs[0]
-        link = theirs.data._links.to(blob.shard_id)
+        link = await theirs.data._links.to(blob.shard_id)
         link.connection.tell(codec.Write(blob.blob_id, 0), [b"\0" * blob.size_bytes])
         forged = replace(meta, partition_id="run_b/train")
         with pytest.raises(ServiceError):
