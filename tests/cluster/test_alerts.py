@@ -1,0 +1,262 @@
+"""Alerts fire in a real Prometheus that scrapes real services, when what they are about is done to them.
+
+The rules are those of the chart: only their times are shorter and their thresholds lower.
+"""
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import psutil
+import pytest
+import yaml
+import zmq
+
+from deploy.observability import alerts
+from tests.cluster.tools import require
+from tests.helpers.cli import descendants, slipstream, started
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+_WITHIN_S = 240.0
+# The gate and the weight session do not let these happen.
+_NOT_PROVOKED = {"SlipstreamStalenessViolated", "SlipstreamVersionLag"}
+_VALUES = {
+    "runbookBase": "runbooks",
+    "stallSeconds": "1",
+    "weightSyncSeconds": "0.001",
+    "queueFillRatio": "0",
+}
+_SPEC = {
+    "name": "provoked",
+    "model": {"path": "tiny:qwen2-0.4m"},
+    "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}, "answer_column": None},
+    "rollout": {
+        "replicas": 1,
+        "group_size": 4,
+        "max_response_tokens": 4,
+        "rewards": [{"name": "reward.py:slow_and_faulty"}],
+        "on_reward_failure": "mask",
+    },
+    "trainer": {"steps": 10_000, "prompts_per_step": 2, "checkpoint": {"every": 1}},
+    "limits": {"max_restarts": 3},
+    "validation": {"every": 0},
+}
+_REWARDS = """
+import random
+import time
+
+def slow_and_faulty(prompt, response, answer, row):
+    time.sleep(1.0)
+    if random.random() < 0.3:
+        raise ValueError("provoked")
+    return random.random()
+
+def infinite_in_float32(prompt, response, answer, row):
+    return 1e39
+"""
+
+
+class Provoked:
+    """Services with a Prometheus, and what is done to them."""
+
+    def __init__(
+        self, folder: Path, command: subprocess.Popen[str], api: httpx.Client, metrics_port: int
+    ) -> None:
+        self.folder = folder
+        self.command = command
+        self.prometheus = api
+        self.metrics_port = metrics_port
+        self.begin = time.time()
+
+    @property
+    def url(self) -> str:
+        url: str = json.loads((self.folder / "up.json").read_text())["url"]
+        return url
+
+    def submit(self, name: str, **changes: Any) -> str:
+        """Submit the specification with changes; returns the run's id."""
+        spec = {part: values | changes.get(part, {}) if isinstance(values, dict) else values
+                for part, values in (_SPEC | {"weight_sync": {}}).items()}  # fmt: skip
+        path = self.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(spec))
+        done = slipstream("submit", path, "--url", self.url)
+        assert done.code == 0, done.err
+        return done.out.strip()
+
+    def run(self, run_id: str) -> dict[str, Any]:
+        found: dict[str, Any] = httpx.get(f"{self.url}/v1/runs/{run_id}", trust_env=False).json()
+        return found
+
+    def fired(self) -> set[str]:
+        """Alerts that have fired until now."""
+        found = self.prometheus.get(
+            "/api/v1/query_range",
+            params={
+                "query": 'ALERTS{alertstate="firing"}',
+                "start": self.begin, "end": time.time(), "step": 1,
+            },
+        ).raise_for_status()  # fmt: skip
+        return {series["metric"]["alertname"] for series in found.json()["data"]["result"]}
+
+    def until(self, *names: str) -> None:
+        """Wait until alerts have fired."""
+        eventually(lambda: set(names) <= self.fired(), f"{names} to fire")
+
+    def process(self, service: str) -> psutil.Process:
+        """The process of a service."""
+        found = descendants(self.command)
+        (process,) = [process for name, process in found.items() if name.startswith(service)]
+        return process
+
+    def queue_ports(self) -> tuple[int, int]:
+        """Where the transferqueue serves gRPC and samples."""
+        log = (self.folder / "logs" / "transferqueue.log").read_text()
+        control = int(re.findall(r"address=127.0.0.1:(\d+)", log)[0])
+        connections = self.process("transferqueue").net_connections(kind="tcp")
+        listening = {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
+        (data,) = listening - {control, self.metrics_port}
+        return control, data
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + _WITHIN_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {_WITHIN_S:.0f} s for {what}"
+        time.sleep(0.5)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def shortened_rules() -> dict[str, Any]:
+    text = json.dumps(alerts.rules())
+    for name, value in _VALUES.items():
+        text = text.replace(f"@{name}@", value)
+    rules: dict[str, Any] = json.loads(re.sub(r"\[\d+m\]", "[20s]", text))
+    for rule in rules["groups"][0]["rules"]:
+        rule["for"] = "1s"
+    return rules
+
+
+@contextmanager
+def prometheus(folder: Path, ports: dict[str, int]) -> Iterator[httpx.Client]:
+    """Scrape the services each second until the block ends."""
+    (program,) = require("prometheus")
+    (folder / "rules.yaml").write_text(yaml.safe_dump(shortened_rules()))
+    scraped = [
+        {"targets": [f"127.0.0.1:{port}"], "labels": {"pod": name}} for name, port in ports.items()
+    ]
+    config = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": ["rules.yaml"],
+        "scrape_configs": [{"job_name": "slipstream", "static_configs": scraped}],
+    }
+    (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
+    address = f"127.0.0.1:{ports['prometheus']}"
+    process = psutil.Popen(
+        [program, f"--config.file={folder}/prometheus.yaml", f"--web.listen-address={address}",
+         f"--storage.tsdb.path={folder}/prometheus"],
+        stderr=(folder / "prometheus.log").open("w"),
+    )  # fmt: skip
+    try:
+        with httpx.Client(base_url=f"http://{address}", timeout=30, trust_env=False) as client:
+            yield client
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.fixture
+def provoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Provoked]:
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(32))
+    )
+    (tmp_path / "reward.py").write_text(_REWARDS)
+    names = ("prometheus", "controller", "transferqueue", "trainer", "rollout")
+    ports = {name: free_port() for name in names}
+    for name in names[1:]:
+        monkeypatch.setenv(f"SLIPSTREAM_{name.upper()}_METRICS_PORT", str(ports[name]))
+    arguments = ("up", "--port", "0", "--state-directory", tmp_path)
+    with (
+        started(*arguments, until="controller at http") as (process, _),
+        prometheus(tmp_path, ports) as api,
+    ):
+        yield Provoked(tmp_path, process, api, ports["transferqueue"])
+
+
+def test_alerts_fire_when_they_are_provoked(provoked: Provoked) -> None:
+    run_id = provoked.submit("slow")
+    provoked.until("SlipstreamRunStuckStarting")
+    eventually(lambda: provoked.run(run_id)["step"] >= 1, "a step")
+    block_checkpoints(provoked.folder / run_id)
+    provoked.until(
+        "SlipstreamRunStalled",
+        "SlipstreamTrainerStarved",
+        "SlipstreamRewardFailures",
+        "SlipstreamWeightSyncSlow",
+        "SlipstreamQueueNearFull",
+        "SlipstreamCheckpointFailed",
+    )
+    control, data = provoked.queue_ports()
+    call_without_token(control)
+    send_garbage(data)
+    provoked.until("SlipstreamCallersRefused", "SlipstreamMessagesRefused")
+    provoked.process("trainer").kill()
+    provoked.until("SlipstreamRunRecovering")
+    slipstream("cancel", run_id, "--url", provoked.url)
+    eventually(lambda: provoked.run(run_id)["state"] == "CANCELLED", "the end of the run")
+
+    provoked.submit("infinite", rollout={"rewards": [{"name": "reward.py:infinite_in_float32"}]})
+    provoked.until("SlipstreamNonFiniteStep", "SlipstreamRunFailed")
+
+    run_id = provoked.submit("hasty", weight_sync={"transfer_timeout_s": 1e-6})
+    provoked.until("SlipstreamWeightSyncFailing")
+    slipstream("cancel", run_id, "--url", provoked.url)
+    assert {alert.name for alert in alerts.ALL} - provoked.fired() == _NOT_PROVOKED
+
+    provoked.begin = time.time()
+    controller = provoked.process("controller")
+    controller.suspend()
+    provoked.until("SlipstreamControllerDown")
+    controller.resume()
+
+
+def block_checkpoints(folder: Path) -> None:
+    """Put a file where checkpoints go."""
+    checkpoints = folder / "checkpoints"
+    if checkpoints.exists():
+        shutil.rmtree(checkpoints)
+    checkpoints.write_text("")
+
+
+def call_without_token(port: int) -> None:
+    """Call as nobody, as often as a rate needs to see it."""
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.unary_unary("/slipstream.transferqueue.v1.TransferQueueService/GetStats")
+        for _ in range(50):
+            with pytest.raises(grpc.RpcError) as refused:
+                call(b"", timeout=20)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def send_garbage(port: int) -> None:
+    """Send what is no message."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.RCVTIMEO, 20_000)
+        dealer.connect(f"tcp://127.0.0.1:{port}")
+        dealer.send_multipart([b"garbage", b"more"])
+        dealer.recv_multipart()  # the refusal
+        dealer.close(linger=0)
