@@ -27,12 +27,13 @@ def database_url(request, tmp_path, postgres_url) -> Iterator[str]:
         return
     if postgres_url is None:
         pytest.skip("PostgreSQL is not installed")
+    # A schema is made and removed in no time; a database is hundreds of files.
     name = f"test_{uuid.uuid4().hex}"
-    engine = sa.create_engine(postgres_url, isolation_level="AUTOCOMMIT")
-    with engine.connect() as connection:
-        connection.execute(sa.text(f"CREATE DATABASE {name}"))
+    engine = sa.create_engine(postgres_url)
+    with engine.begin() as connection:
+        connection.execute(sa.text(f"CREATE SCHEMA {name}"))
     engine.dispose()
-    yield postgres_url.replace("/postgres?", f"/{name}?")
+    yield f"{postgres_url}&options=-csearch_path%3D{name}"
 
 
 @pytest.fixture
