@@ -47,12 +47,12 @@ def fuzz(count: int) -> dict[str, float]:
     refused = 0
     for _ in range(count):
         data = one_input(rng)
-        started = time.perf_counter()
+        started = time.thread_time()
         try:
             codec.decode(data)
         except ValueError:
             refused += 1
-        slowest_s = max(slowest_s, time.perf_counter() - started)
+        slowest_s = max(slowest_s, time.thread_time() - started)
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
     return {
         "inputs": count,

@@ -5,6 +5,7 @@ A fresh page costs about four copies of itself, and a batch is read into hundred
 
 import ctypes
 import mmap
+import threading
 import weakref
 
 import torch
@@ -25,10 +26,13 @@ class BufferPool:
     def __init__(self, keep_bytes: int) -> None:
         self._keep_bytes = keep_bytes
         self._idle: list[mmap.mmap] = []
+        # ZeroMQ lets go of frames in a thread of its own, the garbage collector in any.
+        self._lock = threading.RLock()
 
     def take(self, size_bytes: int) -> Tensor:
         """A uint8 tensor of ``size_bytes``; its memory comes back when no tensor views it."""
-        block = self._block(size_bytes)
+        with self._lock:
+            block = self._block(size_bytes)
         holder = (ctypes.c_char * max(size_bytes, 1)).from_buffer(block)
         weakref.finalize(holder, self._give_back, block).atexit = False
         return torch.frombuffer(holder, dtype=torch.uint8, count=max(size_bytes, 1))[:size_bytes]
@@ -47,6 +51,7 @@ class BufferPool:
         return block
 
     def _give_back(self, block: mmap.mmap) -> None:
-        self._idle.append(block)
-        while sum(map(len, self._idle)) > self._keep_bytes:
-            self._idle.pop(0)
+        with self._lock:
+            self._idle.append(block)
+            while self._idle and sum(map(len, self._idle)) > self._keep_bytes:
+                self._idle.pop(0)
