@@ -151,6 +151,7 @@ class _Arriving:
         self._stated = torch.zeros_like(computed)
         self._works = [channel.broadcast(self._header)]
         self.num_bytes = 0
+        computed[self._first :].zero_()
 
     def start(self, index: int) -> None:
         """Start to receive a bucket and, behind the last one, the checksums."""

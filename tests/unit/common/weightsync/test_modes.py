@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from services.common.errors import DataLossError, FailedPreconditionError, ServiceError
+from services.common.weightsync import arena, transfer
 from services.common.weightsync.group import Channel
 from tests.helpers.weight_members import Cluster, Sink
 
@@ -21,6 +22,21 @@ async def test_every_version_arrives_bit_by_bit(mode, num_sources):
         await cluster.publish(version)
         assert cluster.serves_what_was_sent()
         assert not any(sink.is_paused for sink in cluster.sinks)
+
+
+async def test_checksums_are_added_to_zeros_at_every_version(monkeypatch):
+    def add_checksum(bucket, sums, *, alone=False):  # as the kernel of a GPU does
+        sums[0] += int(bucket.long().sum())
+        sums[1] += int((bucket.long() * torch.arange(len(bucket))).sum())
+
+    for module in (arena, transfer):
+        monkeypatch.setattr(module, "write_checksum", add_checksum)
+    cluster = Cluster(2, "shadow")
+    await cluster.form()
+    for version in range(3):
+        cluster.weights["embed"].add_(1)
+        await cluster.publish(version)
+        assert cluster.serves_what_was_sent()
 
 
 class Injection:
