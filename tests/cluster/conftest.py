@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.node import Cluster, control_plane, fresh_folder
+from tests.cluster.node import Cluster, control_plane, fresh_folder, node
 from tests.cluster.tools import CACHE
 
 
@@ -29,3 +29,10 @@ def cluster() -> Iterator[Cluster]:
         fcntl.flock(lock, fcntl.LOCK_EX)  # addresses and mounts are there once on a machine
         with control_plane(fresh_folder("session")) as started:
             yield started
+
+
+@pytest.fixture(scope="session")
+def machine(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster with a node that runs containers."""
+    with node(cluster):
+        yield cluster

@@ -3,30 +3,25 @@
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.node import Cluster, node
+from tests.cluster.node import Cluster
 from tests.cluster.tools import require
 from tests.unit.deploy.chart import ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
-_NAMESPACE = "slipstream"
+_NAMESPACE = "readme"
 # What differs here: no GPU, no registry; and a script is faster than a user, whom the port would not outrun.
 _HERE = {
+    "create namespace slipstream": f"create namespace {_NAMESPACE}",
+    "-n slipstream": f"-n {_NAMESPACE}",
     "profiles/one-gpu-node.yaml": "profiles/cpu-smoke.yaml",
     "image.registry=registry.example.com": "image.registry=localhost,image.tag=test",
     "8080 &\n": "8080 &\nuntil (exec 3<>/dev/tcp/127.0.0.1/8080) 2> /dev/null; do sleep 0.2; done\n",
 }
-
-
-@pytest.fixture(scope="module")
-def machine(cluster: Cluster) -> Iterator[Cluster]:
-    with node(cluster):
-        yield cluster
 
 
 def test_a_new_user_installs_and_trains_by_the_readme(machine: Cluster, tmp_path: Path) -> None:
@@ -56,3 +51,4 @@ def test_a_new_user_installs_and_trains_by_the_readme(machine: Cluster, tmp_path
     assert "SUCCEEDED" in done.stdout
     pods = machine.core.list_namespaced_pod(_NAMESPACE, label_selector="slipstream.dev/run")
     assert pods.items == []
+    machine.command(helm, "uninstall", "slipstream", "-n", _NAMESPACE, "--wait")

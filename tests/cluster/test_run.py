@@ -12,7 +12,7 @@ from sqlalchemy import create_engine, text
 from deploy.observability import dashboards
 from services.controller.launch.scale import GROUP, PLURAL, VERSION
 from tests.cluster.network import NODE_IP
-from tests.cluster.node import Cluster, node
+from tests.cluster.node import Cluster
 from tests.cluster.prometheus import Prometheus, empty_panels, plot, prometheus
 from tests.cluster.release import NAMESPACE, Installed, install, keep_logs
 from tests.unit.controller.databases import postgres_cluster
@@ -31,11 +31,10 @@ _SURVIVES = {
 
 
 @pytest.fixture(scope="module")
-def installed(cluster: Cluster) -> Iterator[Installed]:
-    with node(cluster):
-        release = install(cluster)
-        yield release
-        keep_logs(cluster, cluster.folder / "pods")
+def installed(machine: Cluster) -> Iterator[Installed]:
+    release = install(machine)
+    yield release
+    keep_logs(machine, machine.folder / "pods")
 
 
 @pytest.fixture(scope="module")
