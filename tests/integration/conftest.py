@@ -1,6 +1,7 @@
 """What integration tests share."""
 
 import json
+import random
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -24,11 +25,16 @@ PLUMBING = {
 
 @pytest.fixture
 def free_port() -> Callable[[], int]:
-    """Find a free port on loopback."""
+    """Find a free port on loopback, below those that the system gives to whoever asks for any."""
 
     def find() -> int:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            return listener.getsockname()[1]
+        while True:
+            port = random.randrange(10_000, 32_000)
+            try:
+                socket.create_server(("127.0.0.1", port)).close()
+            except OSError:
+                continue
+            return port
 
     return find
 
