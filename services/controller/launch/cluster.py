@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 
 from kubernetes import config
@@ -19,6 +19,7 @@ from services.controller.launch.scale import GROUP, PLURAL, VERSION, RolloutScal
 from services.controller.launch.worker_pods import RUN_LABEL, WORKER_LABEL
 from services.controller.runs import RunManager
 from services.controller.settings import ControllerSettings
+from services.controller.store.runs import StaleRevisionError
 
 
 @asynccontextmanager
@@ -69,7 +70,11 @@ async def open_cluster_launcher(
 
 async def _scale(manager: RunManager, run_id: str, replicas: int) -> None:
     """Change the number of a run's rollouts, unless it has as many."""
-    run = await manager.get(run_id)
-    if parse_spec(json.loads(run.spec_json)).rollout.replicas != replicas:
+    while True:
+        run = await manager.get(run_id)
+        if parse_spec(json.loads(run.spec_json)).rollout.replicas == replicas:
+            return
         patch = RunPatch(rollout_replicas=replicas)
-        await manager.patch(run_id, patch, revision=run.revision, actor="autoscaler")
+        # A run that has made a step meanwhile is read again.
+        with suppress(StaleRevisionError):
+            await manager.patch(run_id, patch, revision=run.revision, actor="autoscaler")
