@@ -118,10 +118,25 @@ class Installed:
             else:
                 return
 
+    def cancel_runs(self) -> None:
+        """End whatever a failed test left running, and wait until its pods are gone."""
+        self.ready()
+        left = [run["id"] for run in self.api.get("/v1/runs").json()["items"] if not _is_over(run)]
+        for run_id in left:
+            self.api.post(f"/v1/runs/{run_id}/cancel").raise_for_status()
+        deadline = time.monotonic() + 60
+        while any(self.pods(run_id) for run_id in left):
+            assert time.monotonic() < deadline, f"pods of {left} stay"
+            time.sleep(0.5)
+
     def pods(self, run_id: str = "") -> list[Any]:
         """Pods of the release, or of one run."""
         selector = f"slipstream.dev/run={run_id}" if run_id else ""
         return list(self.cluster.core.list_namespaced_pod(NAMESPACE, label_selector=selector).items)
+
+
+def _is_over(run: dict[str, Any]) -> bool:
+    return run["state"] in ("SUCCEEDED", "FAILED", "CANCELLED")
 
 
 def helm(cluster: Cluster, *arguments: str) -> str:

@@ -37,6 +37,13 @@ def installed(machine: Cluster) -> Iterator[Installed]:
     keep_logs(machine, machine.folder / "pods")
 
 
+@pytest.fixture(autouse=True)
+def alone(installed: Installed) -> Iterator[None]:
+    """No test meets a run that another one left."""
+    yield
+    installed.cancel_runs()
+
+
 @pytest.fixture(scope="module")
 def scraping(installed: Installed) -> Iterator[Prometheus]:
     with prometheus(installed.cluster) as server:
