@@ -41,8 +41,9 @@ _LAUNCHER = """\
 import os, resource, sys
 from services.rollout.rewards import confine
 seconds, memory_bytes, reads_files, path = *map(int, sys.argv[1:4]), sys.argv[4]
+# At the soft limit comes a signal that tells of the limit; at the hard one SIGKILL, which could be anybody's.
+resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 60))
 for limit, value in (
-    (resource.RLIMIT_CPU, seconds),
     (resource.RLIMIT_AS, memory_bytes),
     (resource.RLIMIT_FSIZE, 1 << 20),
     (resource.RLIMIT_NOFILE, 64),
