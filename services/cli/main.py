@@ -24,6 +24,7 @@ from services.cli.follow import follow
 from services.cli.local import LocalServices, local_services
 from services.cli.look_commands import add_look_commands
 from services.cli.run_commands import add_run_commands
+from services.cli.unfinished import submit_or_go_on
 from services.common.spec.loader import SpecError, load_spec
 from services.common.spec.run import RunSpec
 
@@ -56,7 +57,10 @@ def run(
         bool, typer.Option("--json", help="Print the path of summary.json as the last line.")
     ] = False,
 ) -> None:
-    """Start all services on this machine, train, show progress, and end everything."""
+    """Start all services on this machine, train, show progress, and end everything.
+
+    Ctrl-C cancels the run. One that was cut off with everything goes on when its specification is run again.
+    """
     loaded = _load(spec, overrides)
     ended = run_until_signal(_run(loaded, state_directory.resolve(), port))
     if as_json:
@@ -111,8 +115,8 @@ async def _run(spec: RunSpec, state_directory: Path, port: int) -> dict[str, Any
         # A controller that dies is started again.
         Api(services.url, patience_s=_PATIENCE_S) as api,
     ):
-        created = await api.submit(spec.model_dump(mode="json"))
-        return await _follow_beside(services, api, created.id, state_directory)
+        run_id = await submit_or_go_on(api, spec, console)
+        return await _follow_beside(services, api, run_id, state_directory)
 
 
 async def _follow_beside(

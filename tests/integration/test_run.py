@@ -71,6 +71,30 @@ def test_workers_of_a_killed_command_do_not_stay(plumbing, tmp_path):
         assert not alive
 
 
+def cut_off(process) -> None:
+    """End a command and all below it at once, as a power failure does."""
+    process.send_signal(signal.SIGSTOP)
+    for child in descendants(process).values():
+        child.kill()
+    process.kill()
+    process.communicate(timeout=ENDS_WITHIN_S)
+
+
+def test_a_run_that_was_cut_off_goes_on_unless_its_specification_changed(plumbing, tmp_path):
+    settings = ("trainer.steps=8", "trainer.checkpoint.every=2")
+    changed = ("run", plumbing, "--state-directory", tmp_path, "--set", "trainer.steps=100000")
+    with started(*changed, until=r"step +2/") as (process, _):
+        cut_off(process)
+    same = (*changed[:4], *(part for setting in settings for part in ("--set", setting)))
+    with started(*same, until=r"step +3/") as (process, lines):
+        assert "with another specification; it is cancelled" in "".join(lines)
+        cut_off(process)
+    done = train(plumbing, tmp_path, *settings)
+    assert done.code == 0, done.out + done.err
+    assert re.search(r"was cut off after step \d; it goes on", done.out)
+    assert len((done.folder / "metrics.jsonl").read_text().splitlines()) == 8
+
+
 def test_problems_are_reported_together_before_anything_starts(tmp_path):
     done = train(
         SORT4,
