@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -41,20 +40,14 @@ async def in_thread(work: Callable[[], T]) -> T:
 
 async def map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
     """Apply ``function`` to each item in a few threads; the first error ends it."""
-    left = deque(enumerate(items))
+    left = iter(list(enumerate(items)))
 
     def work() -> list[tuple[int, R]]:
-        done = []
         try:
-            while left:
-                number, item = left.popleft()
-                done.append((number, function(item)))
-        except IndexError:
-            # Another thread took the last item.
-            pass
+            return [(number, function(item)) for number, item in left]
         finally:
-            left.clear()
-        return done
+            for _ in left:  # after an error nobody goes on
+                pass
 
     shares = await run_all([in_thread(work) for _ in range(NUM_THREADS)])
     return [result for _, result in sorted(chain.from_iterable(shares), key=lambda pair: pair[0])]

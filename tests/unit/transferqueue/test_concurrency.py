@@ -13,14 +13,17 @@ async def test_results_come_in_the_order_of_the_items() -> None:
     assert await map_in_threads(lambda n: n, []) == []
 
 
-async def test_the_first_error_ends_the_work_and_is_raised_as_it_is() -> None:
+@pytest.mark.parametrize("error", [KeyError, IndexError])
+async def test_the_first_error_ends_the_work_and_is_raised_as_it_is(
+    error: type[Exception],
+) -> None:
     seen: list[int] = []
 
     def fail(number: int) -> None:
         seen.append(number)
-        raise KeyError(number)
+        raise error(number)
 
-    with pytest.raises(KeyError):
+    with pytest.raises(error):
         await map_in_threads(fail, range(100))
     assert len(seen) <= NUM_THREADS
 
