@@ -4,8 +4,7 @@ from rich.console import Console
 
 from services.cli.api import Api
 from services.common.spec.run import RunSpec
-
-_ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
+from services.controller.run.run_state import TERMINAL
 
 
 async def submit_or_go_on(api: Api, spec: RunSpec, console: Console) -> str:
@@ -23,7 +22,7 @@ async def submit_or_go_on(api: Api, spec: RunSpec, console: Console) -> str:
     """
     wanted = spec.model_dump(mode="json")
     for left in (await api.list_runs(name=spec.name)).items:
-        if left.state in _ENDED:
+        if left.state in TERMINAL:
             continue
         cut_off = f"{left.id} was cut off after step {left.step}"
         if left.spec == wanted:
