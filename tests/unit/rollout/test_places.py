@@ -26,7 +26,9 @@ async def test_what_was_begun_under_an_old_version_gets_the_next_place() -> None
     await places.emptied()
 
 
-async def test_those_who_wait_can_be_turned_away() -> None:
+async def two_that_wait() -> tuple[Places, list[asyncio.Future[bool]]]:
+    """Closed places, and callers "a" and "b", who say whether they were admitted."""
+
     async def work(name: str) -> bool:
         async with places.take(request(name, (1,))) as is_admitted:
             return is_admitted
@@ -35,20 +37,18 @@ async def test_those_who_wait_can_be_turned_away() -> None:
     places.close()
     waiting = [asyncio.ensure_future(work(name)) for name in ("a", "b")]
     await asyncio.sleep(0)
+    return places, waiting
+
+
+async def test_those_who_wait_can_be_turned_away() -> None:
+    places, waiting = await two_that_wait()
     places.turn_away({"a"})
     places.open()
     assert [await task for task in waiting] == [False, True]
 
 
 async def test_a_place_skips_callers_that_were_cancelled_at_the_same_moment() -> None:
-    async def work(name: str) -> bool:
-        async with places.take(request(name, (1,))) as is_admitted:
-            return is_admitted
-
-    places = Places(1)
-    places.close()
-    waiting = [asyncio.ensure_future(work(name)) for name in ("a", "b")]
-    await asyncio.sleep(0)
+    places, waiting = await two_that_wait()
     waiting[0].cancel()
     places.open()
     assert await waiting[1]
