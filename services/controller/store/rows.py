@@ -12,6 +12,8 @@ from services.controller.run.run_state import TERMINAL, RunState
 from services.controller.store.records import Event, NewRun, Note, RequestKey, Run
 from services.controller.store.tables import CHECKPOINTS, EVENTS, IDEMPOTENCY_KEYS, RUNS
 
+IS_UNFINISHED = RUNS.c.state.not_in([state.value for state in TERMINAL])
+"""Condition on runs that have not ended."""
 _KEY_LIFE_S = 24 * 3600.0
 
 
@@ -33,9 +35,8 @@ def check_name(connection: sa.Connection, new: NewRun) -> None:
     Raises:
         NameTakenError: If it is not.
     """
-    ended = [state.value for state in TERMINAL]
     query = sa.select(RUNS.c.run_id).where(
-        RUNS.c.project == new.project, RUNS.c.name == new.name, RUNS.c.state.not_in(ended)
+        RUNS.c.project == new.project, RUNS.c.name == new.name, IS_UNFINISHED
     )
     if (run_id := connection.execute(query).scalar()) is not None:
         raise NameTakenError(

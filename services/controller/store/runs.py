@@ -11,10 +11,11 @@ from typing import Any
 import sqlalchemy as sa
 
 from services.common.errors import AbortedError, FailedPreconditionError
-from services.controller.run.run_state import TERMINAL, RunEvent, RunState, next_state
+from services.controller.run.run_state import RunEvent, RunState, next_state
 from services.controller.store.database import Database
 from services.controller.store.records import Event, NewRun, Note, RequestKey, Run, RunFilter
 from services.controller.store.rows import (
+    IS_UNFINISHED,
     append_event,
     check_name,
     forget_events,
@@ -163,8 +164,7 @@ class RunStore:
 
     def unfinished(self) -> list[Run]:
         """Runs that have not ended, oldest first."""
-        ended = [state.value for state in TERMINAL]
-        query = sa.select(RUNS).where(RUNS.c.state.not_in(ended)).order_by(RUNS.c.run_id)
+        query = sa.select(RUNS).where(IS_UNFINISHED).order_by(RUNS.c.run_id)
         with self._database.read() as connection:
             return [to_run(row) for row in connection.execute(query)]
 
