@@ -43,6 +43,8 @@ class Membership:
         self._clock = clock
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._runs: dict[str, dict[str, Worker]] = {}
+        self._forgotten: dict[str, set[str]] = {}
+        """Incarnations by run: a process that is taken for gone may live for some seconds more."""
         self._changed = asyncio.Condition()
 
     def open_run(self, run_id: str) -> None:
@@ -52,6 +54,7 @@ class Membership:
     async def close_run(self, run_id: str) -> None:
         """Accept no more workers of a run; those there are will be told to stop."""
         self._runs.pop(run_id, None)
+        self._forgotten.pop(run_id, None)
         await self._notify()
 
     def find(self, run_id: str, worker_id: str) -> Worker | None:
@@ -59,8 +62,10 @@ class Membership:
         return self._runs.get(run_id, {}).get(worker_id)
 
     async def forget(self, run_id: str, worker_id: str) -> None:
-        """A worker's process is gone."""
-        self._runs.get(run_id, {}).pop(worker_id, None)
+        """A worker's process is gone; should it still be heard, it is told to stop."""
+        worker = self._runs.get(run_id, {}).pop(worker_id, None)
+        if worker is not None:
+            self._forgotten.setdefault(run_id, set()).add(worker.incarnation)
         await self._notify()
 
     async def register(self, worker: Worker) -> bool:
@@ -70,11 +75,16 @@ class Membership:
             Whether it took the place of an older incarnation.
 
         Raises:
-            FailedPreconditionError: If the run is not active.
+            FailedPreconditionError: If the run is not active, or the worker was taken for gone.
         """
         if worker.run_id not in self._runs:
             raise FailedPreconditionError(
                 f"run {worker.run_id} is not active here, so it takes no workers",
+                run_id=worker.run_id,
+            )
+        if worker.incarnation in self._forgotten.get(worker.run_id, ()):
+            raise FailedPreconditionError(
+                f"{worker.worker_id} was taken for gone, and another process takes its place",
                 run_id=worker.run_id,
             )
         known = self._runs[worker.run_id].get(worker.worker_id)
@@ -95,7 +105,7 @@ class Membership:
     ) -> HeartbeatOutcome:
         """Take in a heartbeat and say what the worker should do."""
         workers = self._runs.get(run_id)
-        if workers is None:
+        if workers is None or incarnation in self._forgotten.get(run_id, ()):
             return "stop"
         worker = workers.get(worker_id)
         if worker is None:

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 # Time that Kubernetes takes beside what pods take themselves.
 _STOP_MARGIN_S = 20.0
+# A node that has not killed a pod within this time is taken to be gone.
+_KILL_S = 10.0
 
 PendingHandler = Callable[[str, str, str], None]
 """Called with run, reason and message when a pod of the run cannot start."""
@@ -140,9 +142,10 @@ class KubernetesLauncher:
     async def end(self, run_id: str, worker_id: str) -> None:
         """Remove a worker's pod at once; returns when it is gone."""
         pods = self._runs.get(run_id, {})
-        for name in [name for name, pod in pods.items() if worker_id in pod.workers]:
-            pods[name].reported.add(worker_id)
-            await self._remove(run_id, name)
+        async with asyncio.TaskGroup() as tasks:
+            for name in [name for name, pod in pods.items() if worker_id in pod.workers]:
+                pods[name].reported.add(worker_id)
+                tasks.create_task(self._remove(run_id, name))
 
     async def stop(self, run_id: str) -> None:
         """End all pods of a run; returns when their containers have ended.
@@ -274,9 +277,19 @@ class KubernetesLauncher:
         del self._runs[run_id][name]
 
     async def _remove(self, run_id: str, name: str) -> None:
-        """Delete a pod without grace, and wait until it is gone."""
-        await self._delete(run_id, name, grace_s=0)
-        await self._until(lambda: name not in self._runs[run_id], _STOP_MARGIN_S)
+        """Kill a pod, and wait until its node says that it is gone."""
+
+        def is_gone() -> bool:
+            return name not in self._runs[run_id]
+
+        # Without any grace the API server would not wait for the node, and two processes could have one name.
+        await self._delete(run_id, name, grace_s=1)
+        try:
+            await self._until(is_gone, _KILL_S)
+        except TimeoutError:
+            logger.warning("a pod's node does not answer", extra={"pod": name})
+            await self._delete(run_id, name, grace_s=0)
+            await self._until(is_gone, _STOP_MARGIN_S)
 
     async def _delete(self, run_id: str, name: str, *, grace_s: int | None = None) -> None:
         if not await self._api.delete(name, grace_s=grace_s) and name in self._runs[run_id]:

@@ -318,16 +318,17 @@ async def test_a_refused_pod_fails_the_start_and_leaves_nothing(tmp_path: Path) 
         assert cluster.pods == {}
 
 
-async def test_a_pod_that_outlasts_its_grace_is_killed(
+async def test_a_pod_that_outlasts_its_grace_is_killed_and_its_node_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.controller.launch.kubernetes._STOP_MARGIN_S", 0.05)
+    for deadline in ("_STOP_MARGIN_S", "_KILL_S"):
+        monkeypatch.setattr(f"services.controller.launch.kubernetes.{deadline}", 0.05)
     cluster = FakeCluster(ignores_deletion=True)
     async with launching(cluster, write_templates(tmp_path)) as (launcher, _):
         await launcher.start(RUN, SPEC)
         await launcher.stop(RUN)
         assert cluster.pods == {}
-        assert (TRAINER, 0) in cluster.deletions
+        assert [grace for name, grace in cluster.deletions if name == TRAINER] == [None, 1, 0]
 
 
 async def test_a_lost_worker_is_replaced_and_the_others_are_kept(tmp_path: Path) -> None:

@@ -1,23 +1,28 @@
 import asyncio
 
+import pytest
+
 from services.common.clock import SystemClock
+from services.common.errors import FailedPreconditionError
 from services.controller.membership import Membership, Worker
+
+
+def worker(incarnation="a"):
+    return Worker(
+        run_id="run_1",
+        worker_id="rollout-0",
+        incarnation=incarnation,
+        role="rollout",
+        address="127.0.0.1:1",
+        host_id="host",
+        last_heard=0.0,
+    )
 
 
 async def registered():
     membership = Membership(SystemClock(), 30.0)
     membership.open_run("run_1")
-    await membership.register(
-        Worker(
-            run_id="run_1",
-            worker_id="rollout-0",
-            incarnation="a",
-            role="rollout",
-            address="127.0.0.1:1",
-            host_id="host",
-            last_heard=0.0,
-        )
-    )
+    await membership.register(worker())
     return membership
 
 
@@ -55,6 +60,15 @@ async def test_whoever_waits_for_a_workers_data_hears_of_it():
     )
     await hear(membership, "loaded", rows=4.0)
     await waiting
+
+
+async def test_a_process_that_outlives_its_loss_stops_and_its_replacement_takes_no_place():
+    membership = await registered()
+    await membership.forget("run_1", "rollout-0")
+    assert await hear(membership, "ready") == "stop"
+    with pytest.raises(FailedPreconditionError, match="taken for gone"):
+        await membership.register(worker())
+    assert not await membership.register(worker("b"))
 
 
 async def test_heartbeats_that_bring_no_news_wake_nobody():
