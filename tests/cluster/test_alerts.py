@@ -6,7 +6,6 @@ The rules are those of the chart: only their times are shorter and their thresho
 import json
 import re
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ import zmq
 from deploy.observability import alerts
 from tests.cluster.tools import require
 from tests.helpers.cli import descendants, slipstream, started
+from tests.helpers.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -133,12 +133,6 @@ def eventually(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"waited {_WITHIN_S:.0f} s for {what}"
         time.sleep(0.5)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def shortened_rules() -> dict[str, Any]:

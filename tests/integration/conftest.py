@@ -1,9 +1,6 @@
 """What integration tests share."""
 
 import json
-import random
-import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,22 +18,6 @@ PLUMBING = {
     "trainer": {"steps": 3, "prompts_per_step": 4},
     "validation": {"every": 0},
 }
-
-
-@pytest.fixture
-def free_port() -> Callable[[], int]:
-    """Find a free port on loopback, below those that the system gives to whoever asks for any."""
-
-    def find() -> int:
-        while True:
-            port = random.randrange(10_000, 32_000)
-            try:
-                socket.create_server(("127.0.0.1", port)).close()
-            except OSError:
-                continue
-            return port
-
-    return find
 
 
 @pytest.fixture

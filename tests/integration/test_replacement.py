@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from tests.helpers.cli import started
+from tests.helpers.ports import free_port
 from tests.integration.test_resize import rollouts, until
 
 pytestmark = pytest.mark.timeout(300)
@@ -24,7 +25,7 @@ def process_of(worker_id: str, command: int) -> psutil.Process:
 
 
 @pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_training_goes_on_while_a_lost_rollout_is_replaced(plumbing, tmp_path, free_port, signal_):
+def test_training_goes_on_while_a_lost_rollout_is_replaced(plumbing, tmp_path, signal_):
     port = free_port()
     arguments = (
         *("run", plumbing, "--state-directory", tmp_path / "runs", "--port", str(port)),

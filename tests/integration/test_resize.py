@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from tests.helpers.cli import started
+from tests.helpers.ports import free_port
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -41,7 +42,7 @@ def until(condition, timeout_s: float = 90.0) -> None:
         time.sleep(0.2)
 
 
-def test_rollouts_come_and_go_while_a_run_trains(plumbing, tmp_path, free_port):
+def test_rollouts_come_and_go_while_a_run_trains(plumbing, tmp_path):
     port = free_port()
     arguments = (
         *("run", plumbing, "--state-directory", tmp_path / "runs", "--port", str(port)),

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from tests.helpers.cli import SORT4, assert_all_gone, descendants, slipstream, started, train
+from tests.helpers.ports import free_port
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -168,7 +169,7 @@ def message_sizes(port: int) -> tuple[dict[str, float], float, float]:
 
 
 def test_the_controllers_messages_stay_small_whatever_the_response_length(
-    plumbing, tmp_path, monkeypatch, free_port
+    plumbing, tmp_path, monkeypatch
 ):
     means = {}
     for tokens in (4, 400):

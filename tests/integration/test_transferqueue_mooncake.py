@@ -18,6 +18,7 @@ from services.transferqueue.__main__ import transferqueue
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
 from services.transferqueue.settings import TransferQueueSettings
+from tests.helpers.ports import free_port
 
 pytest.importorskip(
     "mooncake.store",
@@ -27,12 +28,6 @@ pytest.importorskip(
 
 TRAIN = "run_1/train"
 MIB = 1 << 20
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")
