@@ -26,6 +26,13 @@ def test_only_the_service_of_runs_is_routed_to_users_of_grpc() -> None:
     assert rule["backendRefs"] == [{"name": "demo-slipstream-controller", "port": 50051}]
 
 
+def test_a_registry_of_all_charts_wins() -> None:
+    values = "image.registry=own.example.com,global.imageRegistry=all.example.com,global.other=1"
+    for pod in pods(render(*EVERYTHING, "--set", values)).values():
+        for container in pod["spec"]["containers"]:
+            assert container["image"].startswith("all.example.com/slipstream/")
+
+
 def test_models_are_fetched_into_the_cache_by_a_job_of_their_list() -> None:
     def job(models: str) -> Manifest:
         values = f"workers.modelCache.existingClaim=models,workers.modelCache.fetch={{{models}}}"

@@ -62,6 +62,42 @@ def test_alerts_ask_for_metrics_that_exist(alert: alerts.Alert) -> None:
     assert (ROOT / "docs" / "runbooks" / f"{alert.name}.md").exists()
 
 
+def test_expressions_of_the_guide_ask_for_metrics_that_exist() -> None:
+    guide = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    expressions = [*re.findall(r"```promql\n(.*?)```", guide, re.DOTALL), autoscaling_query()]
+    names = set().union(*(metric_names(promql_parser.parse(text)) for text in expressions))
+    own = {name for name in names if not name.startswith("DCGM_")}
+    assert {"slipstream_trainer_idle_seconds_total", "process_resident_memory_bytes"} <= own
+    assert own <= exposed_names(registered())
+
+
+@pytest.mark.parametrize(
+    ("idle", "ready", "asks_for"), [("0+30x10", "2x10", 1.5), ("0x10", "40x10", 0.8)]
+)
+def test_the_guides_autoscaler_adds_rollouts_for_a_waiting_trainer_and_takes_them_from_a_busy_one(
+    tmp_path: Path, idle: str, ready: str, asks_for: float
+) -> None:
+    (promtool,) = require("promtool")
+    run = 'run="run_0198f2c4"'
+    series = {
+        f'slipstream_trainer_idle_seconds_total{{{run},reason="no_data"}}': idle,
+        f'slipstream_prompts{{{run},state="ready"}}': ready,
+        f"slipstream_run_batch_prompts{{{run}}}": "16x10",
+    }
+    asked = {"expr": autoscaling_query(), "eval_time": "10m", "exp_samples": [{"value": asks_for}]}
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": [asked],
+    }
+    path = tmp_path / "tests.yaml"
+    path.write_text(yaml.safe_dump({"tests": [test]}), encoding="utf-8")
+    done = subprocess.run(
+        [promtool, "test", "rules", path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_metrics_have_units_labels_and_help() -> None:
     for doc in registered():
         assert doc.text, doc.name
@@ -111,6 +147,16 @@ def test_dashboards_are_config_maps_that_grafana_finds() -> None:
         (text,) = config["data"].values()
         assert json.loads(text) == dashboard.to_json()
         assert len(text) < 1 << 20
+
+
+def autoscaling_query() -> str:
+    """By what the guide's ScaledObject for KEDA scales."""
+    guide = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    blocks = map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL))
+    (scaled,) = [block for block in blocks if block.get("kind") == "ScaledObject"]
+    (trigger,) = scaled["spec"]["triggers"]
+    query: str = trigger["metadata"]["query"]
+    return query
 
 
 def rendered_rules() -> dict[str, Any]:
