@@ -33,14 +33,7 @@ async def serve_http(
     Raises:
         InvalidArgumentError: If the address cannot be bound.
     """
-    host, _, port = bind.rpartition(":")
-    try:
-        listener = socket.create_server((host, int(port)), reuse_port=False)
-    except OSError as error:
-        raise InvalidArgumentError(
-            f"cannot listen on {bind}: {error.strerror}; choose another port, or 0 for any free one",
-            bind=bind,
-        ) from error
+    listener = listen(bind)
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -60,6 +53,25 @@ async def serve_http(
             yield listener.getsockname()[1]
         finally:
             server.should_exit = True
+
+
+def listen(bind: str) -> socket.socket:
+    """A listening socket for ``host:port`` whose connections send what is written at once.
+
+    Raises:
+        InvalidArgumentError: If the address cannot be bound.
+    """
+    host, _, port = bind.rpartition(":")
+    try:
+        listener = socket.create_server((host, int(port)), reuse_port=False)
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"cannot listen on {bind}: {error.strerror}; choose another port, or 0 for any free one",
+            bind=bind,
+        ) from error
+    # Connections inherit it. Without it a body waits for the client to acknowledge the headers, 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def _renew(config: uvicorn.Config, certificate: Path, key: Path | None) -> None:

@@ -1,5 +1,6 @@
 """HTTP is served on loopback, with TLS where there is a certificate."""
 
+import socket
 import ssl
 
 import httpx
@@ -7,7 +8,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from services.common.http_server import serve_http
+from services.common.http_server import listen, serve_http
 from tests.cluster.pki import make_authority
 
 APP = Starlette(routes=[Route("/", lambda request: PlainTextResponse("here"))])
@@ -31,3 +32,12 @@ async def test_a_certificate_is_shown_and_a_renewed_one_taken(tmp_path):
         certificate.write_bytes((second.folder / "rest.crt").read_bytes())
         assert await fetch(port, first) == "here"
         assert await fetch(port, second) == "here"
+
+
+def test_a_body_does_not_wait_until_its_headers_are_acknowledged():
+    with (
+        listen("127.0.0.1:0") as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as connection,
+    ):
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
