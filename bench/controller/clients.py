@@ -1,17 +1,19 @@
-"""Clients of the API beside active runs: how long answers take, and whether streams keep up."""
+"""Clients of the API beside active runs: how long answers take, and whether streams keep up.
+
+They share the machine with the controller, so they are as cheap as clients can be: one connection each, and
+nothing of an answer is looked at but its status, its length and, in a stream, its events' ids.
+"""
 
 import asyncio
 import random
 import statistics
 import time
+from contextlib import AsyncExitStack
 from typing import Any
-
-import httpx
+from urllib.parse import urlsplit
 
 from bench.controller.stage import Stage
 
-# What people and dashboards do: each client asks a few times a second.
-_PAUSE_S = 0.25
 _PATHS = (
     "/v1/runs",
     "/v1/runs/{}",
@@ -21,11 +23,13 @@ _PATHS = (
     "/v1/runs/{}/metrics?name=reward_mean&max_points=50",
     "/v1/quota",
 )
+# What people and dashboards do: each client asks a few times a second.
+_PAUSE_S = 0.25
 
 
 async def measure_api(here: Stage, *, is_smoke: bool) -> dict[str, Any]:
-    """Latencies of 50 clients with 500 event streams open, beside three runs."""
-    num_clients, num_streams, seconds = (5, 20, 4.0) if is_smoke else (50, 500, 30.0)
+    """Latencies of 50 clients beside three runs: alone, with 500 event streams, and without a pause."""
+    num_clients, num_streams, seconds = (5, 20, 2.0) if is_smoke else (50, 500, 30.0)
     runs = [
         await here.submit(
             steps=100_000,
@@ -39,54 +43,113 @@ async def measure_api(here: Stage, *, is_smoke: bool) -> dict[str, Any]:
     ]
     for run_id in runs:
         await here.until_step(run_id, 1)
-    latencies: list[float] = []
-    received = [0] * num_streams
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with (
-        httpx.AsyncClient(base_url=here.url, trust_env=False, timeout=60, limits=limits) as http,
-        asyncio.TaskGroup() as tasks,
-    ):
+    address = urlsplit(here.url)
+    crowd = _Crowd(str(address.hostname), int(address.port or 80), runs, num_clients)
+    found = {"clients": num_clients, "streams": num_streams}
+    found |= {"without_streams": await crowd.ask(here, seconds, pause_s=_PAUSE_S)}
+    async with AsyncExitStack() as stack:
         streams = [
-            tasks.create_task(_stream(http, runs[number % 3], received, number))
+            await stack.enter_async_context(_Stream(crowd, runs[number % 3]))
             for number in range(num_streams)
         ]
         await asyncio.sleep(3.0)
-        before = list(received)
-        clients = [
-            tasks.create_task(_client(http, runs, latencies, seconds, number))
-            for number in range(num_clients)
-        ]
-        await asyncio.wait(clients)
-        events = [now - then for now, then in zip(received, before, strict=True)]
-        for task in streams:
-            task.cancel()
-    quantiles = statistics.quantiles(latencies, n=100, method="inclusive")
-    return {
-        "clients": num_clients,
-        "streams": num_streams,
-        "requests_per_s": len(latencies) / seconds,
-        "p50_ms": quantiles[49] * 1000,
-        "p99_ms": quantiles[98] * 1000,
-        "events_per_stream": {"least": min(events), "most": max(events)},
-    }
+        before = [stream.num_events for stream in streams]
+        found |= await crowd.ask(here, seconds, pause_s=_PAUSE_S)
+        events = [s.num_events - then for s, then in zip(streams, before, strict=True)]
+        found |= {"events_per_stream": {"least": min(events), "most": max(events)}}
+    found |= {"without_pause": await crowd.ask(here, seconds / 2, pause_s=0.0)}
+    return found
 
 
-async def _client(
-    http: httpx.AsyncClient, runs: list[str], latencies: list[float], seconds: float, seed: int
-) -> None:
-    chooser = random.Random(seed)
-    end = time.perf_counter() + seconds
-    await asyncio.sleep(chooser.uniform(0, _PAUSE_S))
-    while time.perf_counter() < end:
-        path = chooser.choice(_PATHS)
-        begin = time.perf_counter()
-        response = await http.get(path.format(chooser.choice(runs)))
-        latencies.append(time.perf_counter() - begin)
-        response.raise_for_status()
-        await asyncio.sleep(_PAUSE_S)
+class _Crowd:
+    """Clients that ask for this and that.
+
+    Args:
+        host: The controller's.
+        port: The controller's.
+        runs: What they ask for.
+        num_clients: How many there are.
+    """
+
+    def __init__(self, host: str, port: int, runs: list[str], num_clients: int) -> None:
+        self.host, self.port = host, port
+        self._runs = runs
+        self._num_clients = num_clients
+
+    async def ask(self, here: Stage, seconds: float, *, pause_s: float) -> dict[str, float]:
+        """Let all of them ask for a while."""
+        latencies: list[float] = []
+        cpu_s = here.cpu_s()
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(self._num_clients):
+                tasks.create_task(self._client(latencies, number, seconds, pause_s))
+        quantiles = statistics.quantiles(latencies, n=100, method="inclusive")
+        return {
+            "requests_per_s": len(latencies) / seconds,
+            "p50_ms": quantiles[49] * 1000,
+            "p99_ms": quantiles[98] * 1000,
+            "worst_ms": max(latencies) * 1000,
+            "controller_cores": (here.cpu_s() - cpu_s) / seconds,
+        }
+
+    async def _client(
+        self, latencies: list[float], number: int, seconds: float, pause_s: float
+    ) -> None:
+        chooser = random.Random(number)
+        reader, writer = await asyncio.open_connection(self.host, self.port)
+        await asyncio.sleep(chooser.uniform(0, pause_s))
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            path = chooser.choice(_PATHS).format(chooser.choice(self._runs))
+            begin = time.perf_counter()
+            writer.write(_request(path))
+            await _read_answer(reader)
+            latencies.append(time.perf_counter() - begin)
+            await asyncio.sleep(pause_s)
+        writer.close()
 
 
-async def _stream(http: httpx.AsyncClient, run_id: str, received: list[int], number: int) -> None:
-    async with http.stream("GET", f"/v1/runs/{run_id}/events/stream") as response:
-        async for line in response.aiter_lines():
-            received[number] += line.startswith("id:")
+class _Stream(asyncio.Protocol):
+    """Counts the events of one run as they come."""
+
+    def __init__(self, crowd: _Crowd, run_id: str) -> None:
+        self._crowd = crowd
+        self._path = f"/v1/runs/{run_id}/events/stream"
+        self._rest = b""
+        self.num_events = 0
+
+    async def __aenter__(self) -> "_Stream":
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_connection(
+            lambda: self, self._crowd.host, self._crowd.port
+        )
+        self._transport.write(_request(self._path))
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        """A part of the stream, which may end within an event's id."""
+        mark = b"\nid: "
+        text = self._rest + data
+        self.num_events += text.count(mark)
+        self._rest = text[-len(mark) + 1 :]
+
+
+def _request(path: str) -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: bench\r\n\r\n".encode()
+
+
+async def _read_answer(reader: asyncio.StreamReader) -> None:
+    """Read an answer to its end.
+
+    Raises:
+        RuntimeError: If it is not what was asked for.
+    """
+    head = await reader.readuntil(b"\r\n\r\n")
+    status, _, fields = head.lower().partition(b"\r\n")
+    length = fields.partition(b"content-length:")[2].partition(b"\r\n")[0]
+    if status.split()[1] != b"200" or not length:
+        raise RuntimeError(f"the controller answered {status.decode()}")
+    await reader.readexactly(int(length))
