@@ -267,12 +267,17 @@ class RunDriver:
                     self._resizing.watch(entered, lambda: self._spec, keep_size, absent=absent)
                 ),
             ]
-            is_finished = await loop.run(on_ready=self._ready, lost_workers=lost, absent=absent)
+            is_finished = await loop.run(
+                on_ready=lambda: self._ready(absent), lost_workers=lost, absent=absent
+            )
             for watch in watches:
                 watch.cancel()
         return is_finished
 
-    async def _ready(self) -> None:
+    async def _ready(self, absent: Collection[str]) -> None:
+        missing = sorted(absent)
+        message = f"goes on without {', '.join(missing)}" if missing else "all workers have loaded"
+        await self._journal.note(Note("WorkersReady", message, {"absent": missing}))
         if self._state is RunState.STARTING:
             await self._go(RunEvent.READY, "WorkersReady")
         elif self._state is RunState.RECOVERING:

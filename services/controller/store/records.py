@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from services.common.spec.run import RunSpec
+from services.controller.run.conditions import Condition
 from services.controller.run.run_state import TERMINAL, RunState
 
 
@@ -35,6 +36,9 @@ class Run:
     update_time: float
     revision: int
     """Grows with each change."""
+    generation: int
+    """Grows with each change of the specification."""
+    conditions: tuple[Condition, ...]
 
     @property
     def is_terminal(self) -> bool:

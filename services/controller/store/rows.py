@@ -3,11 +3,13 @@
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import sqlalchemy as sa
 
 from services.common.errors import AlreadyExistsError, NotFoundError
+from services.controller.run.conditions import Condition, conditions_after
 from services.controller.run.run_state import TERMINAL, RunState
 from services.controller.store.records import Event, NewRun, Note, RequestKey, Run
 from services.controller.store.tables import CHECKPOINTS, EVENTS, IDEMPOTENCY_KEYS, RUNS
@@ -68,6 +70,28 @@ def update_run(connection: sa.Connection, run: Run, **values: Any) -> None:
         .where(RUNS.c.run_id == run.run_id)
         .values(update_time=time.time(), revision=run.revision + 1, **values)
     )
+
+
+def tell(connection: sa.Connection, run: Run, note: Note, **values: Any) -> Event:
+    """Store an event, and what it changes of its run: some columns, and the conditions."""
+    conditions = conditions_after(
+        run.conditions,
+        note.type,
+        note.message,
+        note.data,
+        generation=values.get("generation", run.generation),
+        time=time.time(),
+    )
+    if conditions != run.conditions:
+        values["conditions_json"] = conditions_json(conditions)
+    if values:
+        update_run(connection, run, **values)
+    return append_event(connection, run.run_id, note)
+
+
+def conditions_json(conditions: Sequence[Condition]) -> str:
+    """Conditions as they are stored."""
+    return json.dumps([asdict(condition) for condition in conditions])
 
 
 def append_event(connection: sa.Connection, run_id: str, note: Note) -> Event:
@@ -196,6 +220,8 @@ def to_run(row: Any) -> Run:
         create_time=row.create_time,
         update_time=row.update_time,
         revision=row.revision,
+        generation=row.generation,
+        conditions=tuple(Condition(**values) for values in json.loads(row.conditions_json)),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from services.common.errors import AbortedError, FailedPreconditionError
+from services.controller.run.conditions import conditions_after
 from services.controller.run.run_state import RunEvent, RunState, next_state
 from services.controller.store.database import Database
 from services.controller.store.records import Event, NewRun, Note, RequestKey, Run, RunFilter
@@ -18,13 +19,14 @@ from services.controller.store.rows import (
     IS_UNFINISHED,
     append_event,
     check_name,
+    conditions_json,
     forget_events,
     get_run,
     remember_request,
     seen_request,
+    tell,
     to_event,
     to_run,
-    update_run,
 )
 from services.controller.store.tables import EVENTS, IDEMPOTENCY_KEYS, RUNS
 
@@ -100,6 +102,10 @@ class RunStore:
             if check is not None:
                 check(connection)
             now = time.time()
+            note = Note("Submitted", "the run was submitted", {"name": new.name})
+            conditions = conditions_after(
+                (), note.type, note.message, note.data, generation=1, time=now
+            )
             connection.execute(
                 RUNS.insert().values(
                     run_id=new.run_id,
@@ -120,14 +126,15 @@ class RunStore:
                     create_time=now,
                     update_time=now,
                     revision=1,
+                    generation=1,
+                    conditions_json=conditions_json(conditions),
                 )
             )
             if request is not None:
                 remember_request(connection, request, new.run_id)
             if also is not None:
                 also(connection)
-            data = {"name": new.name}
-            append_event(connection, new.run_id, Note("Submitted", "the run was submitted", data))
+            append_event(connection, new.run_id, note)
             return get_run(connection, new.run_id), True
 
     def get(self, run_id: str) -> Run:
@@ -185,10 +192,11 @@ class RunStore:
                     run_id=run_id,
                     state=run.state,
                 )
-            update_run(connection, run, state=state.value, state_reason=reason, message=message)
             text = message or f"the run is {state.value}"
             data = {"from": run.state.value, "to": state.value, "reason": reason}
-            told = append_event(connection, run_id, Note("StateChanged", text, data, actor=actor))
+            note = Note("StateChanged", text, data, actor=actor)
+            values = {"state": state.value, "state_reason": reason, "message": message}
+            told = tell(connection, run, note, **values)
             return get_run(connection, run_id), told
 
     def record(self, run_id: str, note: Note, *, also: Work | None = None) -> Event:
@@ -204,9 +212,7 @@ class RunStore:
             run = get_run(connection, run_id, lock=True)
             if also is not None:
                 also(connection)
-            if values:
-                update_run(connection, run, **values)
-            event = append_event(connection, run_id, note)
+            event = tell(connection, run, note, **values)
             if event.seq % max(self._events_kept // 10, 1) == 0:
                 forget_events(connection, run_id, until=event.seq - self._events_kept)
             return event
@@ -222,11 +228,11 @@ class RunStore:
         with self._database.write() as connection:
             run = get_run(connection, run_id, lock=True)
             _check_revision(run, revision)
-            update_run(connection, run, **values)
             changed = {"changed": sorted(values)}
-            append_event(
-                connection, run_id, Note("Changed", "the run was changed", changed, actor=actor)
-            )
+            if "spec_json" in values:
+                values = {**values, "generation": run.generation + 1}
+            note = Note("Changed", "the run was changed", changed, actor=actor)
+            tell(connection, run, note, **values)
             return get_run(connection, run_id)
 
     def delete(self, run_id: str, *, revision: int) -> None:

@@ -43,11 +43,13 @@ RUNS = sa.Table(
     sa.Column("create_time", sa.Float(53), nullable=False),
     sa.Column("update_time", sa.Float(53), nullable=False),
     sa.Column("revision", sa.BigInteger, nullable=False),
+    sa.Column("generation", sa.BigInteger, nullable=False, server_default="1"),
+    sa.Column("conditions_json", sa.Text, nullable=False, server_default="[]"),
     sa.Index("ix_runs_project", "project", "run_id"),
     sa.Index("ix_runs_state", "state"),
 )
 """One row a run. ``num_attempts`` counts the times that its loop was entered, which orders the epochs of its
-weight groups."""
+weight groups; ``generation`` counts its specifications."""
 
 EVENTS = sa.Table(
     "events",
@@ -178,5 +180,7 @@ QUOTAS = sa.Table(
     sa.Column("project", sa.String(63), primary_key=True),
     sa.Column("max_active_runs", sa.Integer, nullable=False),
     sa.Column("max_queued_runs", sa.Integer, nullable=False),
+    sa.Column("max_gpus", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("max_transferqueue_bytes", sa.BigInteger, nullable=False, server_default="0"),
 )
-"""What a project may use; a project without a row has the settings' default."""
+"""What a project may use, 0 for no bound; a project without a row has the settings' default."""

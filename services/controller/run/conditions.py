@@ -1,0 +1,173 @@
+"""What is true of a run beside its state, as its events tell it. Pure.
+
+    Admitted            it holds a place in its project's quota
+    Placed              every worker has a place to run, and runs
+    WeightGroupReady    the trainer's weights can be sent to all who need them
+    DataPlaneReady      the transferqueue takes its samples
+    Progressing         steps are trained
+    Degraded            it goes on with less than it should have, or is being repaired
+    CheckpointCurrent   the newest try to save it succeeded
+
+They are stored in the transaction of the event that changes them, so they are as durable as it is.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from services.controller.run.run_state import TERMINAL, RunState
+
+ConditionType = Literal[
+    "Admitted",
+    "Placed",
+    "WeightGroupReady",
+    "DataPlaneReady",
+    "Progressing",
+    "Degraded",
+    "CheckpointCurrent",
+]
+ConditionStatus = Literal["True", "False", "Unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """Whether something is true of a run, why, and since when."""
+
+    type: ConditionType
+    status: ConditionStatus
+    reason: str
+    """Stable code of the newest change, such as ``Unschedulable``."""
+    message: str
+    """The same for a person."""
+    observed_generation: int
+    """Generation of the specification that this was seen under."""
+    last_transition_time: float
+    """When the status last changed, in seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    type: ConditionType
+    status: ConditionStatus
+    reason: str
+    message: str = ""
+
+
+_NEED_A_PLACE: Final[tuple[ConditionType, ...]] = (
+    "Admitted",
+    "Placed",
+    "WeightGroupReady",
+    "DataPlaneReady",
+    "Progressing",
+)
+_TRAINS: Final = _Change("Progressing", "True", "Training", "steps are trained")
+_PLAIN: Final[dict[str, tuple[ConditionType, ConditionStatus]]] = {
+    "Waiting": ("Admitted", "False"),
+    "WorkerPending": ("Placed", "False"),
+    "ResizeFailed": ("Degraded", "True"),
+    "CheckpointSaved": ("CheckpointCurrent", "True"),
+    "CheckpointFailed": ("CheckpointCurrent", "False"),
+}
+"""Events that tell of one condition."""
+
+
+def conditions_after(
+    known: Sequence[Condition],
+    event: str,
+    message: str,
+    data: Mapping[str, Any],
+    *,
+    generation: int,
+    time: float,
+) -> tuple[Condition, ...]:
+    """Conditions of a run once an event has happened; those that it says nothing of stay as they are.
+
+    Args:
+        known: Conditions until now.
+        event: Type of the event.
+        message: Its text.
+        data: Its facts.
+        generation: Of the run's specification.
+        time: When it happened, in seconds since the epoch.
+    """
+    found = {condition.type: condition for condition in known}
+    for change in _changes(event, message, data, known):
+        old = found.get(change.type)
+        found[change.type] = Condition(
+            type=change.type,
+            status=change.status,
+            reason=change.reason,
+            message=change.message,
+            observed_generation=generation,
+            last_transition_time=(
+                old.last_transition_time if old and old.status == change.status else time
+            ),
+        )
+    return tuple(found.values())
+
+
+def _changes(
+    event: str, message: str, data: Mapping[str, Any], known: Sequence[Condition]
+) -> Iterable[_Change]:
+    if event in _PLAIN:
+        type_, status = _PLAIN[event]
+        yield _Change(type_, status, data.get("reason", event), message)
+    elif event == "Submitted":
+        yield from _submitted()
+    elif event == "StateChanged":
+        yield from _moved(RunState(data["to"]), data["reason"], message, known)
+    elif event == "WorkersReady":
+        yield from _ready(message, data["absent"])
+    elif event == "WorkerLost":
+        yield from _lost(message.partition("\n")[0], data["workers"])
+    elif event == "StepCommitted":
+        yield _TRAINS
+
+
+def _submitted() -> Iterable[_Change]:
+    for type_ in _NEED_A_PLACE:
+        yield _Change(type_, "False", "Queued", "the run waits for its turn")
+    yield _Change("Degraded", "False", "AsExpected")
+    yield _Change("CheckpointCurrent", "False", "NoCheckpoint", "nothing is saved yet")
+
+
+def _moved(
+    state: RunState, reason: str, message: str, known: Sequence[Condition]
+) -> Iterable[_Change]:
+    if state is RunState.QUEUED:
+        yield _Change("Admitted", "False", "Queued", "the run waits for its turn")
+    elif state is RunState.STARTING:
+        yield _Change("Admitted", "True", reason, message)
+        yield _Change("Placed", "Unknown", "Starting", "the workers are started")
+        yield _Change("Progressing", "False", "Starting", message)
+    elif state is RunState.RUNNING:
+        yield _TRAINS
+    elif state is RunState.RECOVERING:
+        yield _Change("Progressing", "False", reason, message)
+        yield _Change("Degraded", "True", reason, message)
+    elif state is RunState.PAUSED or state in TERMINAL:
+        # What was not true before keeps its reason: it may be why the run has failed.
+        for condition in known:
+            if condition.type != "CheckpointCurrent" and condition.status != "False":
+                yield _Change(condition.type, "False", reason, message)
+
+
+def _ready(message: str, absent: Sequence[str]) -> Iterable[_Change]:
+    yield _Change("WeightGroupReady", "True", "Agreed", "all members agree on the plan of weights")
+    yield _Change("DataPlaneReady", "True", "Connected", "the transferqueue takes samples")
+    if absent:
+        yield _Change("Placed", "False", "WorkersMissing", message)
+        yield _Change("Degraded", "True", "WorkersMissing", message)
+    else:
+        yield _Change("Placed", "True", "WorkersReady", message)
+        yield _Change("Degraded", "False", "AsExpected")
+
+
+def _lost(message: str, workers: Sequence[str]) -> Iterable[_Change]:
+    yield _Change("Degraded", "True", "WorkerLost", message)
+    yield _Change("WeightGroupReady", "False", "WorkerLost", message)
+    if workers:
+        yield _Change("Placed", "False", "WorkerLost", message)
+    else:
+        # Some call failed although every worker lives.
+        yield _Change("DataPlaneReady", "Unknown", "CallFailed", message)
