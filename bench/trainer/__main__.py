@@ -21,6 +21,7 @@ from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
 from bench.trainer.padded import PaddedStep
+from bench.trainer.study import compare, explain
 from bench.trainer.workload import (
     Scale,
     full_scale,
@@ -33,7 +34,7 @@ from bench.trainer.workload import (
 from services.common.models.loading import build_model
 from services.trainer.algorithm.logprobs import token_logprobs
 from services.trainer.batch.packing import pack
-from services.trainer.batch.plan import plan_step
+from services.trainer.batch.plan import StepPlan, plan_step
 from services.trainer.batch.samples import Samples
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.model.flops import peak_flops
@@ -59,6 +60,7 @@ def main() -> None:
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing")
     parser.add_argument("--eager", action="store_true", help="layers without torch.compile")
     parser.add_argument("--tokens", type=int, help="token budget of a micro-batch")
+    parser.add_argument("--study", action="store_true", help="compare variants of the step instead")
     arguments = parser.parse_args()
     launch = Launch()
     on_gpu = torch.cuda.is_available() and not arguments.smoke
@@ -76,6 +78,9 @@ def main() -> None:
     }
     if arguments.tokens:
         trainer["tokens_per_micro_batch"] = arguments.tokens
+    if arguments.study:
+        print(json.dumps(study(scale, trainer, device, launch), indent=1))
+        return
     row = measure(scale, trainer, device, launch)
     if launch.rank == 0:
         save(row, is_smoke=arguments.smoke)
@@ -108,6 +113,43 @@ def measure_packed(
     scale: Scale, trainer: dict[str, Any], device: torch.device, launch: Launch
 ) -> dict[str, Any]:
     """Our step: tokens per second, MFU, memory, and what a checkpoint costs."""
+    work, runner, plan, topology = prepare(scale, trainer, device, launch)
+    reset_peak(device)
+    seconds = timed(work, scale.rounds, device)
+    tokens = sum(long_tailed_lengths(scale))
+    row = {
+        "step_s": seconds,
+        "tokens_per_s": tokens / seconds,
+        "micro_batches": len(plan.updates[0]),
+        "peak_memory_gib": peak_gib(device),
+    }
+    peak = peak_flops(device)
+    if peak is not None:
+        row["mfu"] = useful_flops(scale) / seconds / peak / launch.world_size
+    return row | measure_checkpoint(runner, topology)
+
+
+def study(
+    scale: Scale, trainer: dict[str, Any], device: torch.device, launch: Launch
+) -> dict[str, Any]:
+    """What single choices in the step are worth, and where its time goes."""
+    work, *_ = prepare(scale, trainer, device, launch)
+    variants = compare(work, lambda call: timed(call, 0, device))
+    peak = peak_flops(device)
+    if peak is not None:
+        for figures in variants.values():
+            figures["mfu"] = useful_flops(scale) / figures["step_s"] / peak / launch.world_size
+    return {
+        "variants": variants,
+        "seconds": explain(work, device) if device.type == "cuda" else {},
+        "peak_memory_gib": peak_gib(device),
+    }
+
+
+def prepare(
+    scale: Scale, trainer: dict[str, Any], device: torch.device, launch: Launch
+) -> tuple[Callable[[], Any], StepRunner, StepPlan, Topology]:
+    """A step of this rank, and what it is made of."""
     spec = spec_of(scale, **trainer)
     model = build_model(scale.config, dtype=torch.float32, device=device)
     policy = Policy(model, temperature=1.0)
@@ -127,19 +169,7 @@ def measure_packed(
     )
     share = samples.select(plan.rows)
     runner = StepRunner(policy, reference=None, spec=spec, ranks=topology.data, device=device)
-    reset_peak(device)
-    seconds = timed(lambda: runner.run(1, share, cohort, plan), scale.rounds, device)
-    tokens = sum(long_tailed_lengths(scale))
-    row = {
-        "step_s": seconds,
-        "tokens_per_s": tokens / seconds,
-        "micro_batches": len(plan.updates[0]),
-        "peak_memory_gib": peak_gib(device),
-    }
-    peak = peak_flops(device)
-    if peak is not None:
-        row["mfu"] = useful_flops(scale) / seconds / peak / launch.world_size
-    return row | measure_checkpoint(runner, topology)
+    return lambda: runner.run(1, share, cohort, plan), runner, plan, topology
 
 
 def measure_padded(scale: Scale, device: torch.device) -> dict[str, Any]:
@@ -239,16 +269,15 @@ def measure_checkpoint(runner: StepRunner, topology: Topology) -> dict[str, Any]
 
 
 def timed(work: Callable[[], Any], rounds: int, device: torch.device) -> float:
-    """Median seconds, after one run to warm up."""
+    """Median seconds, after one run to warm up; with no rounds, those of that one."""
     seconds = []
-    for number in range(rounds + 1):
+    for _ in range(rounds + 1):
         start = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        if number:
-            seconds.append(time.perf_counter() - start)
-    return median(seconds)
+        seconds.append(time.perf_counter() - start)
+    return median(seconds[1:] or seconds)
 
 
 def reset_peak(device: torch.device) -> None:

@@ -38,6 +38,11 @@ CHECKPOINT_STEP = Gauge("slipstream_checkpoint_last_success_step", "Newest saved
 CHECKPOINT_TIME = Gauge(
     "slipstream_checkpoint_last_success_timestamp_seconds", "When it was saved.", ["run"]
 )
+CHECKPOINT_BYTES = Gauge("slipstream_checkpoint_size_bytes", "Size of the newest one.", ["run"])
+FREE_BYTES = Gauge(
+    "slipstream_checkpoint_volume_free_bytes", "Room where checkpoints go, behind the newest try.",
+    ["run"],
+)  # fmt: skip
 WEIGHT_VERSION = Gauge("slipstream_trainer_weight_version", "Steps trained.", ["run"])
 NONFINITE = Counter(
     "slipstream_trainer_nonfinite_total", "Numbers that were not finite.", ["run", "what"]
@@ -116,9 +121,12 @@ def counted_checkpoint(run: str) -> Iterator[None]:
         CHECKPOINTS.labels(run, outcome).inc()
 
 
-def observe_checkpoint(run: str, step: int, seconds: Mapping[str, float]) -> None:
-    """Export a saved checkpoint: its step, and its time by phase."""
+def observe_checkpoint(
+    run: str, step: int, seconds: Mapping[str, float], *, num_bytes: int
+) -> None:
+    """Export a saved checkpoint: its step, its time by phase, its size."""
     for phase, spent in seconds.items():
         CHECKPOINT_SECONDS.labels(run, phase).observe(spent)
     CHECKPOINT_STEP.labels(run).set(step)
+    CHECKPOINT_BYTES.labels(run).set(num_bytes)
     CHECKPOINT_TIME.labels(run).set_to_current_time()

@@ -26,7 +26,7 @@ from services.trainer.batch.samples import Cohort, Samples, idle_samples
 from services.trainer.model import optim
 from services.trainer.model.critic import CriticRunner
 from services.trainer.model.flops import peak_flops, training_flops
-from services.trainer.model.parallel import free_gathered
+from services.trainer.model.parallel import begin_micro_batch, free_gathered
 from services.trainer.model.policy import Policy, trainable
 from services.trainer.phases import PhaseTimer
 from services.trainer.ranks.collectives import Ranks, Tally
@@ -235,7 +235,13 @@ class StepRunner:
         totals = self._ranks.sum(torch.stack([counts.sum(), (counts > 0).sum()]))
         denominators = self._objective.denominators(*totals.to(self._device).unbind())
         total = torch.zeros((), device=self._device)
-        for micro in work:
+        for number, micro in enumerate(work, start=1):
+            begin_micro_batch(
+                self._policy,
+                is_last=number == len(work),
+                spec=self._spec.trainer,
+                ranks=self._ranks,
+            )
             part = samples.select(micro) if micro else idle_samples()
             logprobs, entropy = self._policy(self._packed(part))
             loss = self._objective(

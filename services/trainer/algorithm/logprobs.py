@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-_CHUNK_ELEMENTS = 1 << 29
-"""Most logits at once: 1 GiB in bfloat16."""
+_CHUNK_BYTES = 2 << 30
+"""Most logits at once."""
+_TILE = 128
+"""Rows that a matrix kernel works on at a time: chunks are multiples of it."""
 
 
 def token_logprobs(
@@ -53,7 +55,7 @@ def _gradient(
     grads: tuple[Tensor, Tensor],
     temperature: float,
 ) -> Tensor:
-    """Gradient of ``[C, V]`` logits, in their dtype.
+    """Gradient of ``[C, V]`` logits, in their place.
 
     ``d logprob = onehot - p`` and ``d entropy = -p (log p + entropy)``.
     """
@@ -65,7 +67,7 @@ def _gradient(
     hit = (tokens == targets[:, None]).to(p.dtype)
     grad = (hit - p) * grad_logprobs[:, None]
     grad = grad - p * (log_p + entropy[:, None]) * grad_entropy[:, None]
-    return (grad / temperature).to(logits.dtype)
+    return logits.copy_(grad / temperature)
 
 
 @cache
@@ -119,5 +121,6 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    size = max(1, _CHUNK_ELEMENTS // weight.shape[0])
+    size = max(1, _CHUNK_BYTES // (weight.shape[0] * hidden.element_size()))
+    size = size - size % _TILE or size
     return [slice(start, start + size) for start in range(0, hidden.shape[0], size)]

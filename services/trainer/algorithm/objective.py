@@ -84,7 +84,7 @@ class Objective:
             Scalar with gradient.
         """
         spec, mask = self._spec, samples.tokens["loss_mask"]
-        segments = Segments.from_lengths(samples.responses.lengths.to(mask.device))
+        segments = samples.segments.to(mask.device)
         compared = self._compare(logprobs.detach(), samples, segments)
         policy = self._policy_loss(logprobs, compared, samples, segments)
         values = policy.values

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from services.trainer.transfer import on_device
+
 
 @dataclass(frozen=True, slots=True)
 class Segments:
@@ -26,6 +28,10 @@ class Segments:
         lengths = lengths.to(torch.int64)
         positions = torch.arange(len(lengths), device=lengths.device)
         return cls(lengths=lengths, ids=torch.repeat_interleave(positions, lengths))
+
+    def to(self, device: torch.device) -> "Segments":
+        """The same segments on ``device``. Made there, they would wait for all that it still does."""
+        return Segments(on_device(self.lengths, device), on_device(self.ids, device))
 
     def __len__(self) -> int:
         return len(self.lengths)

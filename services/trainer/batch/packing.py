@@ -8,6 +8,7 @@ from torch import Tensor
 
 from services.common.jagged import Jagged
 from services.trainer.model.attention import AttentionLayout, build_layout
+from services.trainer.transfer import on_device
 
 
 def balance(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
@@ -104,10 +105,10 @@ def pack(prompts: Jagged, responses: Jagged, *, device: torch.device) -> PackedT
     new_starts = torch.cumsum(lengths, 0) - lengths
     positions = torch.arange(int(lengths.sum())) - torch.repeat_interleave(new_starts, lengths)
     return PackedTokens(
-        input_ids=whole[kept].to(device),
-        position_ids=positions.to(device),
-        predictors=(response_places - 1 - owners).to(device),
-        targets=targets.to(device),
+        input_ids=on_device(whole[kept], device),
+        position_ids=on_device(positions, device),
+        predictors=on_device(response_places - 1 - owners, device),
+        targets=on_device(targets, device),
         layout=build_layout(lengths.tolist(), device),
     )
 

@@ -13,6 +13,7 @@ from services.common.jagged import Jagged
 from services.common.spec.algorithm import AlgorithmSpec
 from services.common.spec.run import RunSpec
 from services.trainer.algorithm.segments import Segments
+from services.trainer.transfer import on_device
 
 _CORRECTION_FIELDS = ("rollout_logprobs", "version_runs")
 _REQUIRED_FIELDS = ("prompt_ids", "response_ids", "response_mask", "rewards")
@@ -73,7 +74,8 @@ class Samples:
 
     def to(self, device: torch.device) -> "Samples":
         """The same samples with their columns on ``device``; token ids stay where they are."""
-        return self.with_tokens(**{name: column.to(device) for name, column in self.tokens.items()})
+        columns = {name: on_device(column, device) for name, column in self.tokens.items()}
+        return self.with_tokens(**columns)
 
 
 def empty_samples(fields: Sequence[str]) -> Samples:

@@ -17,6 +17,8 @@ from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from services.trainer.transfer import on_device
+
 PACKED = "slipstream_packed"
 # Before torch 2.12 the kernel took fewer key-value heads without being told.
 _takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -59,13 +61,13 @@ def build_layout(lengths: list[int], device: torch.device) -> AttentionLayout:
         valid = columns < count[rows, None]
         places = torch.arange(filled, filled + valid.numel()).view_as(valid)
         gather[positions[valid]] = places[valid]
-        batches.append(torch.where(valid, positions, 0).to(device))
+        batches.append(on_device(torch.where(valid, positions, 0), device))
         filled += valid.numel()
     return AttentionLayout(
-        cu_lengths=cu_lengths.to(device),
+        cu_lengths=on_device(cu_lengths, device),
         max_length=max(lengths),
         batches=tuple(batches),
-        gather=gather.to(device),
+        gather=on_device(gather, device),
     )
 
 

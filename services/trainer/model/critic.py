@@ -7,12 +7,11 @@ from torch import Tensor
 
 from services.common.spec.run import RunSpec
 from services.trainer.algorithm import loss
-from services.trainer.algorithm.segments import Segments
 from services.trainer.batch.packing import pack
 from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.samples import Samples, idle_samples
 from services.trainer.model import optim
-from services.trainer.model.parallel import free_gathered
+from services.trainer.model.parallel import begin_micro_batch, free_gathered
 from services.trainer.model.policy import Critic, trainable
 from services.trainer.ranks.collectives import Ranks, Tally
 
@@ -70,7 +69,13 @@ class CriticRunner:
         totals = self._ranks.sum(torch.stack([counts.sum(), (counts > 0).sum()]))
         tokens, sequences = totals.to(self._device).unbind()
         denominators = loss.Denominators(tokens=tokens, sequences=sequences, horizon=1)
-        for micro in work:
+        for number, micro in enumerate(work, start=1):
+            begin_micro_batch(
+                self.critic,
+                is_last=number == len(work),
+                spec=self._spec.trainer,
+                ranks=self._ranks,
+            )
             part = samples.select(micro) if micro else idle_samples()
             columns = part.to(self._device).tokens
             mask = columns["loss_mask"]
@@ -86,7 +91,7 @@ class CriticRunner:
             share = loss.aggregate(
                 error.values,
                 mask,
-                Segments.from_lengths(part.responses.lengths.to(self._device)),
+                part.segments.to(self._device),
                 mode="token-mean",
                 denominators=denominators,
             )

@@ -87,8 +87,6 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
 def scale_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Scale all gradients down so that their global norm is at most ``max_norm``."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            gradient = parameter.grad
-            shard = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            shard.mul_(factor.to(shard.device))
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    shards = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
+    torch._foreach_mul_(shards, factor.to(shards[0].device))

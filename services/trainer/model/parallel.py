@@ -102,7 +102,8 @@ def distribute(module: nn.Module, spec: TrainerSpec, topology: Topology) -> None
     Raises:
         ValueError: If the heads cannot be divided by the tensor parallelism.
     """
-    layers: Any = module.get_submodule("model").get_decoder().layers  # type: ignore[operator]
+    decoder: Any = module.get_submodule("model").get_decoder()  # type: ignore[operator]
+    layers = decoder.layers
     mesh = topology.mesh
     if mesh is not None and spec.tensor_parallel > 1:
         _check_heads(module, spec.tensor_parallel)
@@ -114,6 +115,8 @@ def distribute(module: nn.Module, spec: TrainerSpec, topology: Topology) -> None
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if spec.activation_checkpointing:
             layer.forward = _recomputed(layer.forward)
+    if spec.compile:
+        decoder.norm.forward = torch.compile(decoder.norm.forward, dynamic=True)
     if mesh is None:
         module.to(topology.device)
         return
@@ -131,6 +134,17 @@ def distribute(module: nn.Module, spec: TrainerSpec, topology: Topology) -> None
     for layer in layers:
         fully_shard(layer, **options)
     fully_shard(module, **options)
+
+
+def begin_micro_batch(module: nn.Module, *, is_last: bool, spec: TrainerSpec, ranks: Ranks) -> None:
+    """Prepare for the forward and backward pass of one of an update's micro-batches.
+
+    Alone, a rank has nobody to exchange with: gathered parameters and whole gradients, which take the memory
+    of one model either way, stay until the last one.
+    """
+    if isinstance(module, FSDPModule) and ranks.size == 1 and not spec.cpu_offload:
+        module.set_requires_gradient_sync(is_last)
+        module.set_reshard_after_backward(is_last)
 
 
 def free_gathered(module: nn.Module) -> None:

@@ -9,11 +9,11 @@ from services.trainer.batch.packing import pack
 from tests.unit.trainer.batches import CPU, policy_of, spec_of
 
 
-@pytest.mark.parametrize("chunk_elements", [1, 37 * 4, 1 << 20])
+@pytest.mark.parametrize("chunk_bytes", [1, 37 * 4 * 4, 1 << 20])
 def test_chunks_do_not_change_values_or_gradients(
-    chunk_elements: int, monkeypatch: pytest.MonkeyPatch
+    chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprobs, "_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(logprobs, "_CHUNK_BYTES", chunk_bytes)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(11, 8, generator=generator).requires_grad_()
     weight = torch.randn(37, 8, generator=generator).requires_grad_()

@@ -1,0 +1,104 @@
+"""Where the time of a step goes, and what single choices in it are worth: ``--study``.
+
+Every variant changes one thing of the step as it is. They take turns, so that a GPU that slows down as it
+warms up does so for all of them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from services.trainer import step as step_module
+from services.trainer.algorithm import logprobs
+from services.trainer.model.parallel import begin_micro_batch
+
+_TURNS = 3
+_KINDS = {
+    "attention": ("flash", "fmha", "cudnn"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "splitk", "xmma"),
+    "compiled": ("triton",),
+    "copies": ("memcpy", "memset", "copy_"),
+    "exchange": ("nccl", "allgather", "split_with_sizes", "chunk_cat"),
+    "optimizer": ("multi_tensor", "fusedadam", "fused_adam", "lpnorm"),
+}
+"""Parts of kernels' names, by what is reported; the first that fits counts."""
+
+
+def compare(work: Callable[[], Any], timed: Callable[[Callable[[], Any]], float]) -> dict[str, Any]:
+    """Median seconds of a step under each variant, and over that of the step as it is.
+
+    Args:
+        work: Trains one step.
+        timed: Seconds of one call.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in _VARIANTS}
+    for turn in range(_TURNS + 1):
+        for name, variant in _VARIANTS.items():
+            with variant():
+                spent = timed(work)
+            if turn:  # the first one warms up
+                seconds[name].append(spent)
+    usual = median(seconds["as it is"])
+    return {
+        name: {"step_s": median(spent), "over_usual": median(spent) / usual}
+        for name, spent in seconds.items()
+    }
+
+
+def explain(work: Callable[[], Any], device: torch.device) -> dict[str, float]:
+    """Seconds of a step's kernels by kind, those in which the GPU did nothing, and the longest kernels."""
+    activities = [ProfilerActivity.CUDA, ProfilerActivity.CPU]
+    with profile(activities=activities) as profiler:
+        work()
+        torch.cuda.synchronize(device)
+    kernels = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
+    found: dict[str, float] = {}
+    spans = []
+    for kernel in kernels:
+        span = kernel.time_range
+        spans.append((span.start, span.end))
+        for name in (_kind(kernel.name), f"kernel {kernel.name[:70]}"):
+            found[name] = found.get(name, 0.0) + (span.end - span.start) / 1e6
+    busy, end = 0.0, min(start for start, _ in spans)
+    first = end
+    for start, stop in sorted(spans):
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    found["idle"] = (end - first - busy) / 1e6
+    longest = sorted((n for n in found if n.startswith("kernel ")), key=lambda n: -found[n])[:25]
+    kinds = [name for name in found if not name.startswith("kernel ")]
+    return {name: found[name] for name in (*kinds, *longest)}
+
+
+def _kind(name: str) -> str:
+    name = name.lower()
+    return next((kind for kind, parts in _KINDS.items() if any(p in name for p in parts)), "other")
+
+
+def _chunk(gib: float) -> Callable[[], AbstractContextManager[Any]]:
+    return lambda: patch.object(logprobs, "_CHUNK_BYTES", int(gib * 2**30))
+
+
+@contextmanager
+def _exchanging() -> Iterator[None]:
+    def begin(module: Any, *, is_last: bool, **arguments: Any) -> None:
+        begin_micro_batch(module, is_last=True, **arguments)
+
+    with patch.object(step_module, "begin_micro_batch", begin):
+        yield
+
+
+_VARIANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "as it is": nullcontext,
+    "gradients reduced in every micro-batch": _exchanging,
+    "logits in chunks of 0.8 GiB": _chunk(0.8),
+    "logits in chunks of 1.6 GiB": _chunk(1.6),
+    "logits in chunks of 2.4 GiB": _chunk(2.4),
+    "logits in chunks of 4 GiB": _chunk(4.0),
+}
