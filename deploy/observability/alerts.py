@@ -1,4 +1,5 @@
-"""The alerts. ``@name@`` is replaced by a value of the chart's ``monitoring.prometheusRule``."""
+"""The alerts. ``@name@`` is replaced by a value of the chart's ``monitoring.prometheusRule``, ``@shards@`` by
+``transferqueue.shards``."""
 # ruff: noqa: E501  expressions stay on one line, as people paste them
 
 from dataclasses import dataclass
@@ -170,6 +171,20 @@ ALL = (
         ),
     ),
     Alert(
+        name="SlipstreamCheckpointVolumeFull",
+        expression="min by (run) (slipstream_checkpoint_volume_free_bytes) "
+        "< @checkpointReserve@ * max by (run) (slipstream_checkpoint_size_bytes)",
+        lasts="0m",
+        severity="page",
+        summary="The next checkpoints of run {{ $labels.run }} will not fit: {{ $value | humanize1024 }}B are left",
+        meaning="After the newest checkpoint the volume had less room than `monitoring.prometheusRule.checkpointReserve` more of its size. A checkpoint is whole before an older one is deleted, so the next one may fail.",
+        actions=(
+            "Enlarge the claim of `workers.checkpoints`, or delete ended runs with their checkpoints: `DELETE /v1/runs/RUN?delete_checkpoints=true`.",
+            "Keep fewer: `trainer.checkpoint.keep` of the next run.",
+            "If other runs fill the volume, the limit is the claim's, not the run's: `kubectl exec` into the trainer, `du -sh /var/lib/slipstream/*`.",
+        ),
+    ),
+    Alert(
         name="SlipstreamNonFiniteStep",
         expression="sum by (run) (increase(slipstream_trainer_nonfinite_total[10m])) > 0",
         lasts="0m",
@@ -206,6 +221,19 @@ ALL = (
         ),
     ),
     Alert(
+        name="SlipstreamQueueShardDown",
+        expression="(max(slipstream_tq_shards) or vector(0)) < @shards@",
+        lasts="2m",
+        severity="page",
+        summary="The transferqueue has {{ $value }} of its shards",
+        meaning="Samples of a lost shard are generated again, and the others have less room than was planned. With 0, the index itself is down or is not scraped: runs wait until it is back.",
+        actions=(
+            "`kubectl get pods -l app.kubernetes.io/name=slipstream`: a shard that is Pending waits for a node with its memory; CrashLoopBackOff: `kubectl logs --previous POD`.",
+            "OOMKilled: raise `transferqueue.overheadMiB`; very many small samples need more beside `transferqueue.capacityMiB`.",
+            "All run and are Ready: the index does not hear of one. Its log names refused shards; a service key or certificate of another installation is the usual cause.",
+        ),
+    ),
+    Alert(
         name="SlipstreamMessagesRefused",
         expression="sum by (channel, reason) (increase(slipstream_rejected_messages_total[10m])) > 0",
         lasts="0m",
@@ -228,6 +256,20 @@ ALL = (
         actions=(
             "`unauthenticated`: a token has expired or was revoked, a service has another `serviceKey`, or somebody tries tokens; the pods whose metric grows say where.",
             "`permission_denied`: a worker asks for another run's data. That is a fault, or an attack by the code of a run: look at that run's rewards and data.",
+        ),
+    ),
+    Alert(
+        name="SlipstreamApiErrors",
+        expression='sum(rate(slipstream_http_request_duration_seconds_count{code=~"5.."}[5m])) '
+        "/ sum(rate(slipstream_http_request_duration_seconds_count[5m])) > 0.02",
+        lasts="10m",
+        severity="page",
+        summary="{{ $value | humanizePercentage }} of the answers of the API are errors",
+        meaning="For ten minutes users have had answers of the kind 5xx from the REST API.",
+        actions=(
+            "The panel API answers of the dashboard Fleet and data plane says which route and code.",
+            "500: a fault of the controller, whose log has the traceback. Report it.",
+            "503 and 504: what the controller asks does not answer: the transferqueue (its pods, its alerts), or a PostgreSQL that is away or full.",
         ),
     ),
     Alert(

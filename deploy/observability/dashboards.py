@@ -135,6 +135,15 @@ OVERVIEW = Dashboard(
             unit="s",
             is_stacked=True,
         ),
+        Panel(
+            "Room for checkpoints",
+            "What the volume takes yet, as it was behind the newest checkpoint, and what one takes.",
+            each(
+                free="slipstream_checkpoint_volume_free_bytes",
+                checkpoint="slipstream_checkpoint_size_bytes",
+            ),
+            unit="bytes",
+        ),
     ],
 )
 
@@ -316,6 +325,11 @@ FLEET = Dashboard(
             unit="s",
         ),
         Panel(
+            "Transferqueue shards",
+            "Shards that the index hears of. When one is lost, its samples are generated again.",
+            [("max(slipstream_tq_shards)", "shards")],
+        ),
+        Panel(
             "Transferqueue fill",
             "Part of each shard's memory in use. Full makes producers wait.",
             [("slipstream_tq_stored_bytes / slipstream_tq_capacity_bytes", "{{pod}}")],
@@ -325,6 +339,18 @@ FLEET = Dashboard(
             "Hand-out",
             "From the moment a group may start to its rollout having taken it.",
             quantiles("slipstream_dispatch_duration_seconds", (0.5, 0.99)),
+            unit="s",
+        ),
+        Panel(
+            "API answers",
+            "Answers of the REST API per second, by code; 5xx are its faults or those of what it asks.",
+            rate("slipstream_http_request_duration_seconds_count", "code", matcher=""),
+            unit="reqps",
+        ),
+        Panel(
+            "API latency",
+            "95th percentile by route of the time until an answer begins.",
+            quantiles("slipstream_http_request_duration_seconds", (0.95,), by="route", matcher=""),
             unit="s",
         ),
         Panel(

@@ -17,6 +17,7 @@ from services.common.lifetime import announce, until_told_to_stop
 from services.common.logging import configure
 from services.common.metrics import serve_metrics
 from services.controller.api.app import build_app
+from services.controller.api.measured import Measured
 from services.controller.api.oidc import OidcProvider
 from services.controller.api.principals import (
     DEFAULT_PROJECT,
@@ -112,7 +113,7 @@ async def run_controller(settings: ControllerSettings) -> None:
         rest_port = await stack.enter_async_context(
             serve_http(
                 settings.rest_bind,
-                with_run_page(build_app(manager, audit, logs, users)),
+                Measured(with_run_page(build_app(manager, audit, logs, users))),
                 certificate=settings.rest_tls_certificate,
                 key=settings.rest_tls_key,
             )

@@ -47,6 +47,12 @@ DISPATCH_SECONDS = Histogram(
     ["run"],
     buckets=RPC,
 )
+HTTP_SECONDS = Histogram(
+    "slipstream_http_request_duration_seconds",
+    "Time until the REST API begins an answer.",
+    ["route", "method", "code"],
+    buckets=RPC,
+)
 
 
 def observe_step(

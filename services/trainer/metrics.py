@@ -2,10 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.common.metrics import STEP
+
+if TYPE_CHECKING:
+    from services.trainer.ranks.leader import SavedCheckpoint
 
 STEPS = Counter("slipstream_trainer_steps_total", "Trained steps by outcome.", ["run", "outcome"])
 STEP_SECONDS = Histogram(
@@ -40,7 +44,7 @@ CHECKPOINT_TIME = Gauge(
 )
 CHECKPOINT_BYTES = Gauge("slipstream_checkpoint_size_bytes", "Size of the newest one.", ["run"])
 FREE_BYTES = Gauge(
-    "slipstream_checkpoint_volume_free_bytes", "Room where checkpoints go, behind the newest try.",
+    "slipstream_checkpoint_volume_free_bytes", "Room that was left when it was saved.",
     ["run"],
 )  # fmt: skip
 WEIGHT_VERSION = Gauge("slipstream_trainer_weight_version", "Steps trained.", ["run"])
@@ -121,12 +125,11 @@ def counted_checkpoint(run: str) -> Iterator[None]:
         CHECKPOINTS.labels(run, outcome).inc()
 
 
-def observe_checkpoint(
-    run: str, step: int, seconds: Mapping[str, float], *, num_bytes: int
-) -> None:
-    """Export a saved checkpoint: its step, its time by phase, its size."""
-    for phase, spent in seconds.items():
+def observe_checkpoint(run: str, step: int, saved: "SavedCheckpoint") -> None:
+    """Export a saved checkpoint."""
+    for phase, spent in saved.seconds.items():
         CHECKPOINT_SECONDS.labels(run, phase).observe(spent)
     CHECKPOINT_STEP.labels(run).set(step)
-    CHECKPOINT_BYTES.labels(run).set(num_bytes)
+    CHECKPOINT_BYTES.labels(run).set(saved.num_bytes)
+    FREE_BYTES.labels(run).set(saved.free_bytes)
     CHECKPOINT_TIME.labels(run).set_to_current_time()

@@ -84,5 +84,5 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """Save the training state; answers when it is safe on disk."""
         with metrics.counted_checkpoint(self._run_id):
             saved = await self._leader.save(request.step)
-        metrics.observe_checkpoint(self._run_id, request.step, saved.seconds)
+        metrics.observe_checkpoint(self._run_id, request.step, saved)
         return pb.SaveCheckpointResponse(path=str(saved.folder))

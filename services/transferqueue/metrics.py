@@ -11,6 +11,7 @@ OP_DURATION = Histogram(
 BYTES = Counter("slipstream_tq_bytes", "Bytes of samples that came in or went out.", ["direction"])
 STORED_BYTES = Gauge("slipstream_tq_stored_bytes", "Bytes in use on this shard.")
 CAPACITY_BYTES = Gauge("slipstream_tq_capacity_bytes", "Bytes that this shard can hold.")
+SHARDS = Gauge("slipstream_tq_shards", "Shards that the index hears of; 0 on shards themselves.")
 SAMPLES = Gauge("slipstream_tq_samples", "Samples in the index.")
 BACKPRESSURE = Counter(
     "slipstream_tq_backpressure_seconds", "Time that producers waited for room.", ["run"]

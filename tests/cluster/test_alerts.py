@@ -35,6 +35,8 @@ _VALUES = {
     "stallSeconds": "1",
     "weightSyncSeconds": "0.001",
     "queueFillRatio": "0",
+    "checkpointReserve": "1e9",
+    "shards": "1",
 }
 _SPEC = {
     "name": "provoked",

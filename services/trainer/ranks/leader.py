@@ -1,6 +1,7 @@
 """Rank 0 towards the outside: steps in order and once, weights only between steps."""
 
 import asyncio
+import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +31,10 @@ class SavedCheckpoint:
     folder: Path
     seconds: Mapping[str, float]
     """Time by phase: the ``snapshot`` blocked training, the ``write`` did not."""
+    num_bytes: int
+    """Its size."""
+    free_bytes: int
+    """Room that is left beside it."""
 
 
 class Leader:
@@ -130,7 +135,7 @@ class Leader:
                 snapshot = await asyncio.to_thread(self._snapshot, rank, step)
             with timer("write"):
                 folder = await asyncio.to_thread(self._write, rank, snapshot)
-            return SavedCheckpoint(folder=folder, seconds=timer.seconds)
+            return await asyncio.to_thread(_saved, folder, timer.seconds)
 
     def _write(self, rank: Rank, snapshot: Snapshot) -> Path:
         with self._crew.together():
@@ -180,3 +185,12 @@ class Leader:
         if self._rank is None or self._weights is None:
             raise UnavailableError("the trainer still loads its model; ask again when it is loaded")
         return self._rank, self._weights
+
+
+def _saved(folder: Path, seconds: Mapping[str, float]) -> SavedCheckpoint:
+    return SavedCheckpoint(
+        folder=folder,
+        seconds=seconds,
+        num_bytes=sum(file.stat().st_size for file in folder.iterdir()),
+        free_bytes=shutil.disk_usage(folder).free,
+    )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from services.common.columns import BlobRef
 from services.common.errors import NotFoundError
+from services.transferqueue import metrics
 from services.transferqueue.facts import Shard, ShardStats
 from services.transferqueue.index.index import Index
 from services.transferqueue.storage.admission import ALL_RUNS
@@ -58,7 +59,7 @@ class Shards:
     ) -> None:
         """Add the shard of this process, with how to see its fill and how to delete blobs."""
         self._members[shard.shard_id] = _Member(shard, capacity_bytes, stored_bytes, free)
-        self._waiters.wake(_CHANGED)
+        self._tell_clients()
 
     def register(self, shard: Shard, *, capacity_bytes: int) -> None:
         """Add the shard of another process. What its earlier life held is lost."""
@@ -75,7 +76,7 @@ class Shards:
         member.free = doom
         self._members[shard.shard_id] = member
         self._rewind(member)
-        self._waiters.wake(_CHANGED)
+        self._tell_clients()
 
     async def heartbeat(
         self, shard_id: str, *, instance_id: str, stored_bytes: int, num_deleted: int
@@ -117,7 +118,7 @@ class Shards:
         """
         member = self._member(shard_id)
         member.shard = replace(member.shard, is_draining=True)
-        self._waiters.wake(_CHANGED)
+        self._tell_clients()
 
     async def connect(
         self, public_key: str, run_id: str = ALL_RUNS
@@ -182,6 +183,10 @@ class Shards:
             kept, self._kept = self._kept, []
             self.free(kept)
 
+    def _tell_clients(self) -> None:
+        metrics.SHARDS.set(len(self._members))
+        self._waiters.wake(_CHANGED)
+
     def _member(self, shard_id: str) -> _Member:
         if shard_id not in self._members:
             raise NotFoundError(f"there is no shard {shard_id!r}", shard_id=shard_id)
@@ -211,4 +216,4 @@ class Shards:
             self._index.cancel(partition_id, size)
         self._index.lose_shard(shard_id)
         self._waiters.wake(shard_id)
-        self._waiters.wake(_CHANGED)
+        self._tell_clients()

@@ -96,6 +96,15 @@ CASES = [
         summary="A checkpoint of run r could not be saved",
     ),
     _case(
+        "SlipstreamCheckpointVolumeFull",
+        {
+            'slipstream_checkpoint_volume_free_bytes{run="r"}': "4096x5 2048x10",
+            'slipstream_checkpoint_size_bytes{run="r"}': "1100x15",
+        },
+        severity="page", run="r", quiet_at="3m", fires_at="8m",
+        summary="The next checkpoints of run r will not fit: 2kiB are left",
+    ),
+    _case(
         "SlipstreamNonFiniteStep",
         {'slipstream_trainer_nonfinite_total{run="r",what="loss"}': "0x10 1x20"},
         severity="page", run="r", quiet_at="9m", fires_at="12m",
@@ -117,6 +126,15 @@ CASES = [
         summary="Transferqueue shard q is 95% full",
     ),
     _case(
+        "SlipstreamQueueShardDown",
+        {
+            'slipstream_tq_shards{pod="index"}': "1x5 stale",
+            'slipstream_tq_shards{pod="shard"}': "0x15",
+        },
+        severity="page", quiet_at="4m", fires_at="10m",
+        summary="The transferqueue has 0 of its shards",
+    ),
+    _case(
         "SlipstreamMessagesRefused",
         {'slipstream_rejected_messages_total{channel="data",reason="malformed"}': "0x10 3x10"},
         severity="page", channel="data", reason="malformed", quiet_at="9m", fires_at="12m",
@@ -127,6 +145,15 @@ CASES = [
         {'slipstream_auth_failures_total{reason="unauthenticated"}': "0x10 0+60x30"},
         severity="ticket", reason="unauthenticated", quiet_at="9m", fires_at="30m",
         summary="Callers are refused again and again: unauthenticated",
+    ),
+    _case(
+        "SlipstreamApiErrors",
+        {
+            'slipstream_http_request_duration_seconds_count{code="200"}': "0+90x40",
+            'slipstream_http_request_duration_seconds_count{code="503"}': "0x10 0+10x30",
+        },
+        severity="page", quiet_at="15m", fires_at="40m",
+        summary="10% of the answers of the API are errors",
     ),
     _case(
         "SlipstreamControllerDown",

@@ -51,6 +51,8 @@ async def test_only_the_newest_step_is_saved(tmp_path: Path) -> None:
         Crew(1),
     )
     await leader.train_step(1, queue.meta)
-    assert (await leader.save(1)).folder == tmp_path / "step-00000001"
+    saved = await leader.save(1)
+    assert saved.folder == tmp_path / "step-00000001"
+    assert saved.num_bytes == sum(file.stat().st_size for file in saved.folder.rglob("*"))
     with pytest.raises(FailedPreconditionError, match="newest one is 1"):
         await leader.save(0)
