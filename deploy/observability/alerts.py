@@ -1,5 +1,7 @@
-"""The alerts. ``@name@`` is replaced by a value of the chart's ``monitoring.prometheusRule``, ``@shards@`` by
-``transferqueue.shards``."""
+"""The alerts.
+
+``@name@`` is replaced by a value of the chart's ``monitoring.prometheusRule``, ``@shards@`` by ``transferqueue.shards``.
+"""
 # ruff: noqa: E501  expressions stay on one line, as people paste them
 
 from dataclasses import dataclass

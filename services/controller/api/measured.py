@@ -8,7 +8,7 @@ from services.controller.metrics import HTTP_SECONDS
 
 
 class Measured:
-    """Records how long an application takes to begin each answer; streams last for as long as they are watched.
+    """Records how long an application takes to begin each answer; streams last while they are watched.
 
     Args:
         app: Answers; its router leaves the route that it chose in the scope.
