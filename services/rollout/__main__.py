@@ -180,14 +180,19 @@ async def _serve_until_stopped(
         done, rest = await asyncio.wait((ordered, signalled), return_when=asyncio.FIRST_COMPLETED)
         for task in rest:
             task.cancel()
-    if ordered not in done and session.spec.rollout.partial_rollout:
-        session.report(state="draining", activity="storing what is unfinished")
-        try:
-            async with asyncio.timeout(drain_timeout_s):
-                await sampler.interrupt()
-        except (TimeoutError, ServiceError) as error:
-            logger.warning("what is unfinished was not stored", extra={"why": repr(error)})
+    if ordered not in done:
+        session.report(state="draining", activity="ending")
+        if session.spec.rollout.partial_rollout:
+            await _store_unfinished(sampler, drain_timeout_s)
     sampler.cancel_all()
+
+
+async def _store_unfinished(sampler: GroupSampler, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await sampler.interrupt()
+    except (TimeoutError, ServiceError) as error:
+        logger.warning("what is unfinished was not stored", extra={"why": repr(error)})
 
 
 def _device(settings: RolloutSettings) -> torch.device:

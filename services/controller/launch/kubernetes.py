@@ -54,6 +54,8 @@ class _Pod:
     """Why it does not run."""
     timer: asyncio.TimerHandle | None = None
     """When it is given up because it does not run."""
+    is_ending: bool = False
+    """Whether it was told to end."""
     is_over: bool = False
     """Whether its containers have ended."""
 
@@ -107,8 +109,9 @@ class KubernetesLauncher:
         """
         templates = await asyncio.to_thread(load_templates, self._templates)
         known = await self._find(run_id)
-        over = {worker_id for pod in known.values() if pod.is_over for worker_id in pod.workers}
-        for name in [name for name, pod in known.items() if over.intersection(pod.workers)]:
+        gone = [pod for pod in known.values() if pod.is_over or pod.is_ending]
+        lost = {worker_id for pod in gone for worker_id in pod.workers}
+        for name in [name for name, pod in known.items() if lost.intersection(pod.workers)]:
             await self._remove(run_id, name)
         bodies = build_pods(
             templates,
@@ -182,8 +185,8 @@ class KubernetesLauncher:
             name = body["metadata"]["name"]
             if name not in known:
                 known[name] = self._admit(run_id, body)
-            if "deletionTimestamp" in body["metadata"] or pod_state.is_over(body):
-                known[name].is_over = True
+            known[name].is_ending |= "deletionTimestamp" in body["metadata"]
+            known[name].is_over |= pod_state.is_over(body)
         return known
 
     def _admit(self, run_id: str, body: Mapping[str, Any]) -> _Pod:
@@ -209,7 +212,7 @@ class KubernetesLauncher:
             self._note_start(run_id, seen.name, seen.body)
             for end in pod_state.ended(seen.body):
                 self._report(run_id, end.worker_id, end.code, end.message)
-            pod.is_over = pod.is_over or pod_state.is_over(seen.body)
+            pod.is_over |= pod_state.is_over(seen.body)
         async with self._changed:
             self._changed.notify_all()
 
@@ -277,19 +280,20 @@ class KubernetesLauncher:
         del self._runs[run_id][name]
 
     async def _remove(self, run_id: str, name: str) -> None:
-        """Kill a pod, and wait until its node says that it is gone."""
+        """Kill a pod, and wait until it is gone."""
+        pod = self._runs[run_id].get(name)
+        if pod is not None and not pod.is_over:
+            # Without any grace the API server forgets a pod whose processes live, beside their replacements.
+            await self._delete(run_id, name, grace_s=1)
+            try:
+                await self._until(lambda: pod.is_over or self._is_gone(run_id, name), _KILL_S)
+            except TimeoutError:
+                logger.warning("a pod's node does not answer", extra={"pod": name})
+        await self._delete(run_id, name, grace_s=0)
+        await self._until(lambda: self._is_gone(run_id, name), _STOP_MARGIN_S)
 
-        def is_gone() -> bool:
-            return name not in self._runs[run_id]
-
-        # Without any grace the API server would not wait for the node, and two processes could have one name.
-        await self._delete(run_id, name, grace_s=1)
-        try:
-            await self._until(is_gone, _KILL_S)
-        except TimeoutError:
-            logger.warning("a pod's node does not answer", extra={"pod": name})
-            await self._delete(run_id, name, grace_s=0)
-            await self._until(is_gone, _STOP_MARGIN_S)
+    def _is_gone(self, run_id: str, name: str) -> bool:
+        return name not in self._runs[run_id]
 
     async def _delete(self, run_id: str, name: str, *, grace_s: int | None = None) -> None:
         if not await self._api.delete(name, grace_s=grace_s) and name in self._runs[run_id]:

@@ -9,6 +9,7 @@ too many losses without a finished step    -> the run fails, with the last lines
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -320,11 +321,12 @@ class RunDriver:
         return [worker.worker_id for worker in workers]
 
     async def _await_exit_report(self) -> None:
-        try:
-            async with asyncio.timeout(_EXIT_REPORT_S):
+        workers = self._services.membership.workers(self._run_id)
+        is_leaving = any(worker.state == "draining" for worker in workers)
+        limit_s = self._services.heartbeat_timeout_s if is_leaving else _EXIT_REPORT_S
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
                 await self._lost.wait()
-        except TimeoutError:
-            logger.info("no worker's end explains the failure", extra={"run": self._run_id})
 
     async def _watch_workers(self) -> None:
         """Raise when a worker ends or falls silent."""

@@ -1,5 +1,7 @@
 """Which ends of workers end their run."""
 
+import asyncio
+
 import pytest
 
 from services.common.clock import SystemClock
@@ -44,3 +46,18 @@ async def test_a_rollout_that_cannot_load_ends_a_run_that_cannot_go_on(
         WorkerExit(run_id=RUN, worker_id="rollout-1", code=code, last_lines="no memory")
     )
     assert driver._is_hopeless is ends_the_run
+
+
+@pytest.mark.parametrize(("state", "is_heard"), [("draining", True), ("loaded", False)])
+async def test_the_end_of_a_rollout_that_stores_its_work_is_waited_for(
+    monkeypatch, state, is_heard
+):
+    monkeypatch.setattr("services.controller.run.driver._EXIT_REPORT_S", 0.0)
+    driver = await driver_in(RunState.RUNNING, loaded=2)
+    driver._services.membership.find(RUN, "rollout-1").state = state
+    waiting = asyncio.ensure_future(driver._await_exit_report())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert waiting.done() is not is_heard
+    driver.worker_exited(WorkerExit(run_id=RUN, worker_id="rollout-1", code=0, last_lines=""))
+    await waiting
