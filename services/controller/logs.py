@@ -43,7 +43,7 @@ class RunLogs:
 
     async def follow(
         self, run_id: str, component: str, num_lines: int, cursor: str
-    ) -> AsyncIterator[tuple[str, LogLine]]:
+    ) -> AsyncIterator[list[tuple[str, LogLine]]]:
         """Last lines, then new ones as they come, until the run has ended.
 
         Args:
@@ -53,20 +53,22 @@ class RunLogs:
             cursor: What an earlier call yielded last; empty to begin.
 
         Yields:
-            The cursor behind each line, and the line.
+            Some lines, or none, each behind the cursor that goes on behind it.
         """
         places = {name: int(offset) for name, offset in _PLACE.findall(cursor)}
         is_last = False
         while not is_last:
             # Looked at first: what was written before the end is read after it.
             is_last = await self._is_ended(run_id)
+            found: list[tuple[str, LogLine]] = []
             for log in self._files(run_id, component):
                 name = log.stem
                 if name not in places:
                     places[name] = await asyncio.to_thread(_place_of_tail, log, num_lines)
                 lines, places[name] = await asyncio.to_thread(_read, log, places[name])
-                for line in lines:
-                    yield _cursor(places), LogLine(component=name, line=line)
+                cursor = _cursor(places)
+                found += [(cursor, LogLine(component=name, line=line)) for line in lines]
+            yield found
             if not is_last:
                 await asyncio.sleep(_LOOK_EVERY_S)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 
 from services.common.errors import ResourceExhaustedError
@@ -13,24 +13,28 @@ from services.controller.store.runs import RunStore
 
 _MAX_BEHIND = 1000
 _PAGE = 500
+# A reader is told that there is nothing new this often, so that it can see whether anybody still listens.
+_QUIET_S = 15.0
 
 
 class Subscription:
     """Events of one run, or of all runs, as they come."""
 
     def __init__(self) -> None:
-        self._events: asyncio.Queue[Event] = asyncio.Queue(_MAX_BEHIND)
+        self._events: list[Event] = []
+        self._has_news = asyncio.Event()
         self._is_overflown = False
 
     def offer(self, event: Event) -> None:
         """Take an event, or note that the reader is too slow."""
-        try:
-            self._events.put_nowait(event)
-        except asyncio.QueueFull:
+        if len(self._events) < _MAX_BEHIND:
+            self._events.append(event)
+            self._has_news.set()
+        else:
             self._is_overflown = True
 
-    async def next(self) -> Event:
-        """Wait for the next event.
+    async def next(self) -> list[Event]:
+        """Wait for the next events; none if none come for a while.
 
         Raises:
             ResourceExhaustedError: If the reader fell behind; it begins again where it stopped.
@@ -39,7 +43,14 @@ class Subscription:
             raise ResourceExhaustedError(
                 f"more than {_MAX_BEHIND} events were not read; go on from the last one that was"
             )
-        return await self._events.get()
+        try:
+            async with asyncio.timeout(_QUIET_S):
+                await self._has_news.wait()
+        except TimeoutError:
+            return []
+        self._has_news.clear()
+        events, self._events = self._events, []
+        return events
 
 
 class EventFeed:
@@ -76,8 +87,11 @@ class EventFeed:
         """
         await self._database.run(self._store.events_since, project, moment, limit=1)
 
-    async def watch(self, run_id: str, after_seq: int) -> AsyncIterator[Event]:
+    async def watch(self, run_id: str, after_seq: int) -> AsyncIterator[Sequence[Event]]:
         """Events of a run as they come; ends behind the one that ends the run.
+
+        Yields:
+            Some events; none after a while without any.
 
         Raises:
             ResourceExhaustedError: If the reader is too slow.
@@ -85,23 +99,25 @@ class EventFeed:
         with _subscribe(self._by_run, run_id) as subscription:
             is_ended = (await self._database.run(self._store.get, run_id)).is_terminal
             while page := await self.page(run_id, after_seq=after_seq):
-                for event in page:
-                    yield event
-                    after_seq = event.seq
-                    is_ended = is_ended or _ends_run(event)
+                yield page
+                after_seq = page[-1].seq
+                is_ended = is_ended or any(map(_ends_run, page))
             while not is_ended:
-                event = await subscription.next()
-                if event.seq > after_seq:
-                    yield event
-                    after_seq = event.seq
-                    is_ended = _ends_run(event)
+                events = [event for event in await subscription.next() if event.seq > after_seq]
+                yield events
+                is_ended = any(map(_ends_run, events))
 
-    async def watch_project(self, project: str, after: float | None) -> AsyncIterator[Event]:
+    async def watch_project(
+        self, project: str, after: float | None
+    ) -> AsyncIterator[Sequence[Event]]:
         """Events of all runs of a project as they come, for ever.
 
         Args:
             project: The project.
             after: Moment behind which they begin, in seconds since the epoch; None for now.
+
+        Yields:
+            Some events; none after a while without any.
 
         Raises:
             ResourceExhaustedError: If the reader is too slow.
@@ -110,14 +126,12 @@ class EventFeed:
         with _subscribe(self._by_project, project) as subscription:
             while after is not None:
                 page = await self._database.run(self._store.events_since, project, after)
-                for event in page:
-                    yield event
-                    seen[event.run_id] = event.seq
+                yield page
+                seen |= {event.run_id: event.seq for event in page}
                 after = page[-1].time if page else None
             while True:
-                event = await subscription.next()
-                if event.seq > seen.pop(event.run_id, 0):
-                    yield event
+                events = await subscription.next()
+                yield [event for event in events if event.seq > seen.get(event.run_id, 0)]
 
     def publish(self, event: Event, *, project: str) -> None:
         """Hand out an event that is stored."""

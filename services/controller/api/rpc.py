@@ -180,8 +180,9 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):  # methods are named by the 
     ) -> AsyncIterator[pb.RunEvent]:
         """Events of a run as they come."""
         run = await self._run(request, context)
-        async for event in self._manager.feed.watch(run.run_id, request.after_seq):
-            yield event_message(event)
+        async for events in self._manager.feed.watch(run.run_id, request.after_seq):
+            for event in events:
+                yield event_message(event)
 
     async def WatchRuns(  # noqa: N802
         self, request: pb.WatchRunsRequest, context: _Context
@@ -189,8 +190,9 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):  # methods are named by the 
         """Events of all runs of the project as they come."""
         who = await self._who(context)
         after = request.after_time or None
-        async for event in self._manager.feed.watch_project(who.project, after):
-            yield event_message(event)
+        async for events in self._manager.feed.watch_project(who.project, after):
+            for event in events:
+                yield event_message(event)
 
     async def ListEvents(  # noqa: N802
         self, request: pb.ListEventsRequest, context: _Context
@@ -215,8 +217,9 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):  # methods are named by the 
             for line in await self._logs.tail(run.run_id, request.component, num_lines):
                 yield pb.LogLine(component=line.component, line=line.line)
             return
-        async for _, line in self._logs.follow(run.run_id, request.component, num_lines, ""):
-            yield pb.LogLine(component=line.component, line=line.line)
+        async for lines in self._logs.follow(run.run_id, request.component, num_lines, ""):
+            for _, line in lines:
+                yield pb.LogLine(component=line.component, line=line.line)
 
     async def ListMetrics(  # noqa: N802
         self, request: pb.ListMetricsRequest, context: _Context

@@ -1,21 +1,23 @@
 """REST routes that stream server-sent events: a run's events, those of all runs, a run's logs."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Annotated
 
 from fastapi import Depends, FastAPI, Header, Query
-from fastapi.sse import EventSourceResponse, ServerSentEvent
+from fastapi.responses import StreamingResponse
 
 from services.common.errors import ResourceExhaustedError
 from services.controller.api.commands import Access, Authenticate, RunId
 from services.controller.api.observing import MAX_SEQ
 from services.controller.api.principals import Principal
+from services.controller.api.sse import DESCRIPTION, event_stream, frame_of
 from services.controller.api.views import view_event
 from services.controller.logs import RunLogs
 from services.controller.runs import RunManager
 from services.controller.store.records import Event
 
-_KEPT_TEXTS = 2000
+_KEPT_FRAMES = 2000
 
 
 def add_stream_routes(
@@ -50,17 +52,21 @@ def _add_project_events(
             await manager.feed.check_moment(who.project, moment)
         return moment
 
-    @app.get("/v1/runs/stream", response_class=EventSourceResponse)
+    @app.get("/v1/runs/stream", response_class=StreamingResponse, responses=DESCRIPTION)
     async def stream_all_events(
         who: Annotated[Principal, Depends(authenticate)],
         moment: Annotated[float | None, Depends(known_moment)],
-    ) -> AsyncIterator[ServerSentEvent]:
+    ) -> StreamingResponse:
         """Events of all runs of the project as they come, from now on or behind ``Last-Event-ID``."""
-        try:
-            async for event in manager.feed.watch_project(who.project, moment):
-                yield encoded.sent(event, f"{event.time:.6f}")
-        except ResourceExhaustedError as error:
-            yield ServerSentEvent(data={"detail": error.message}, event="overflow")
+
+        async def frames() -> AsyncIterator[bytes]:
+            try:
+                async for events in manager.feed.watch_project(who.project, moment):
+                    yield encoded.frames(events, lambda event: f"{event.time:.6f}")
+            except ResourceExhaustedError as error:
+                yield frame_of("overflow", json.dumps({"detail": error.message}))
+
+        return event_stream(frames())
 
 
 def _add_run_events(
@@ -81,55 +87,74 @@ def _add_run_events(
         await manager.feed.page(run_id, after_seq=start, limit=1)
         return start
 
-    @app.get("/v1/runs/{run_id}/events/stream", response_class=EventSourceResponse)
+    @app.get(
+        "/v1/runs/{run_id}/events/stream", response_class=StreamingResponse, responses=DESCRIPTION
+    )
     async def stream_events(
         known: Annotated[str, Depends(existing)],
         start: Annotated[int, Depends(known_seq)],
-    ) -> AsyncIterator[ServerSentEvent]:
+    ) -> StreamingResponse:
         """Events of a run as they come; the stream ends with event ``end`` once the run has ended.
 
         A reader that falls too far behind gets event ``overflow`` and goes on by ``Last-Event-ID``.
         """
-        try:
-            async for event in manager.feed.watch(known, start):
-                yield encoded.sent(event, str(event.seq))
-        except ResourceExhaustedError as error:
-            yield ServerSentEvent(data={"detail": error.message}, event="overflow")
-            return
-        run = access.view(await manager.get(known))
-        yield ServerSentEvent(data=run.model_dump(mode="json"), event="end")
+
+        async def frames() -> AsyncIterator[bytes]:
+            try:
+                async for events in manager.feed.watch(known, start):
+                    yield encoded.frames(events, lambda event: str(event.seq))
+            except ResourceExhaustedError as error:
+                yield frame_of("overflow", json.dumps({"detail": error.message}))
+                return
+            run = access.view(await manager.get(known))
+            yield frame_of("end", run.model_dump_json())
+
+        return event_stream(frames())
 
 
 def _add_logs(app: FastAPI, logs: RunLogs, existing: Callable[..., Awaitable[str]]) -> None:
-    @app.get("/v1/runs/{run_id}/logs/stream", response_class=EventSourceResponse)
+    @app.get(
+        "/v1/runs/{run_id}/logs/stream", response_class=StreamingResponse, responses=DESCRIPTION
+    )
     async def stream_logs(
         known: Annotated[str, Depends(existing)],
         component: Annotated[str, Query(pattern="^[a-z0-9-]{0,63}$")] = "",
         tail_lines: Annotated[int, Query(ge=0, le=10_000)] = 100,
         last_event_id: Annotated[str, Header(max_length=4096)] = "",
-    ) -> AsyncIterator[ServerSentEvent]:
+    ) -> StreamingResponse:
         """Lines of the workers' logs as they come; ends with event ``end`` once the run has ended."""
-        cursor = None
-        async for cursor, line in logs.follow(known, component, tail_lines, last_event_id):
-            yield ServerSentEvent(data=line.model_dump(mode="json"), event="line", id=cursor)
-        yield ServerSentEvent(data={}, event="end", id=cursor)
+
+        async def frames() -> AsyncIterator[bytes]:
+            cursor = ""
+            async for lines in logs.follow(known, component, tail_lines, last_event_id):
+                for cursor, line in lines:
+                    yield frame_of("line", line.model_dump_json(), cursor)
+                yield b""
+            yield frame_of("end", "{}", cursor)
+
+        return event_stream(frames())
 
 
 class _Encoded:
-    """The text of the newest events, made once however many read them."""
+    """The newest events as they are sent, made once however many read them."""
 
     def __init__(self) -> None:
-        self._texts: dict[tuple[str, int], str] = {}
+        self._frames: dict[tuple[str, int], bytes] = {}
 
-    def sent(self, event: Event, id_: str) -> ServerSentEvent:
-        """An event as it is sent."""
+    def frames(self, events: Sequence[Event], id_: Callable[[Event], str]) -> bytes:
+        """Events, and their ids in a stream."""
+        return b"".join(
+            b"id: %b\n%b" % (id_(event).encode(), self._frame(event)) for event in events
+        )
+
+    def _frame(self, event: Event) -> bytes:
         key = (event.run_id, event.seq)
-        text = self._texts.get(key)
-        if text is None:
-            if len(self._texts) >= _KEPT_TEXTS:
-                del self._texts[next(iter(self._texts))]
-            text = self._texts[key] = view_event(event).model_dump_json()
-        return ServerSentEvent(raw_data=text, event=event.type, id=id_)
+        frame = self._frames.get(key)
+        if frame is None:
+            if len(self._frames) >= _KEPT_FRAMES:
+                del self._frames[next(iter(self._frames))]
+            frame = self._frames[key] = frame_of(event.type, view_event(event).model_dump_json())
+        return frame
 
 
 def _time(last_event_id: str) -> float | None:

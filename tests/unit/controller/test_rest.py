@@ -55,8 +55,8 @@ async def test_a_run_of_higher_priority_starts_first(api, manager):
         for n, priority in enumerate((0, 0, 5))
     ]
     await api.post(f"/v1/runs/{runs[0]}/cancel")
-    async for event in manager.feed.watch(runs[2], 1):
-        assert event.data["to"] == "STARTING"
+    async for events in manager.feed.watch(runs[2], 1):
+        assert events[0].data["to"] == "STARTING"
         break
     assert (await api.get(f"/v1/runs/{runs[1]}")).json()["state"] == "QUEUED"
 

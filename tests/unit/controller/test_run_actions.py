@@ -183,9 +183,9 @@ async def test_events_of_all_runs_are_streamed(api, manager, database):
     seen = []
 
     async def read() -> None:
-        async for event in manager.feed.watch_project("default", 1.0):
-            seen.append((event.run_id, event.type))
-            if len(seen) == 3:
+        async for events in manager.feed.watch_project("default", 1.0):
+            seen.extend((event.run_id, event.type) for event in events)
+            if len(seen) >= 3:
                 return
 
     async with asyncio.TaskGroup() as tasks:
