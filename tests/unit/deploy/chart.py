@@ -74,6 +74,8 @@ EVERYTHING = (
     "tracing.endpoint=http://collector.tracing.svc:4317",
     "--set",
     "workers.modelCache.existingClaim=models,workers.modelCache.fetch={Qwen/Qwen3-4B@main}",
+    "--set-json",
+    'networkPolicy.egress={"enabled": true, "workersTo": [{"ipBlock": {"cidr": "192.0.2.0/24"}}]}',
 )
 """Switches on what is off by default."""
 

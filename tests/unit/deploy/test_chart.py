@@ -264,7 +264,7 @@ def test_services_and_policies_select_pods_and_ports_that_exist() -> None:
     manifests = render(*EVERYTHING)
     made = list(pods(manifests).values())
     selecting = [m for m in manifests if m["kind"] in ("Service", "NetworkPolicy")]
-    assert len(selecting) == 6
+    assert len(selecting) == 9
     for manifest in selecting:
         spec = manifest["spec"]
         labels = spec["selector"] if "selector" in spec else spec["podSelector"]["matchLabels"]

@@ -1,8 +1,11 @@
 """The network policies, evaluated as a network plugin would."""
 
 import itertools
+from collections.abc import Sequence
 
-from tests.unit.deploy.chart import Manifest, one, pods, render, worker_templates
+import pytest
+
+from tests.unit.deploy.chart import EVERYTHING, Manifest, one, pods, render, worker_templates
 
 # Who may open a connection to whom: (from, to, port).
 _CONNECTIONS = {
@@ -34,8 +37,9 @@ _SERVED = {
 }
 
 
-def test_network_policies_allow_the_connection_matrix_and_no_more() -> None:
-    manifests = render("--set", "transferqueue.shards=3")
+@pytest.mark.parametrize("options", [(), EVERYTHING], ids=["ingress", "both"])
+def test_network_policies_allow_the_connection_matrix_and_no_more(options: Sequence[str]) -> None:
+    manifests = render(*options, "--set", "transferqueue.shards=3")
     labels = {component: pod["metadata"]["labels"] for component, pod in pods(manifests).items()}
     policies = [m["spec"] for m in manifests if m["kind"] == "NetworkPolicy"]
     components = (
@@ -53,6 +57,33 @@ def test_network_policies_allow_the_connection_matrix_and_no_more() -> None:
         if port in _SERVED[target] and _allows(policies, labels[source], labels[target], port)
     }
     assert allowed == _CONNECTIONS
+
+
+def test_the_code_of_runs_reaches_only_what_the_installation_names() -> None:
+    manifests = render(*EVERYTHING)
+    policies = [m["spec"] for m in manifests if m["kind"] == "NetworkPolicy"]
+    reached = {
+        component: [
+            rule
+            for policy in policies
+            if policy["policyTypes"] == ["Egress"]
+            and _matches(policy["podSelector"], pod["metadata"]["labels"])
+            for rule in policy["egress"]
+        ]
+        for component, pod in pods(manifests).items()
+    }
+    own = {"to": [{"podSelector": {"matchLabels": {"app.kubernetes.io/instance": "demo"}}}]}
+    named = {"to": [{"ipBlock": {"cidr": "192.0.2.0/24"}}]}
+    anywhere = {
+        component: {item["port"] for rule in rules if "to" not in rule for item in rule["ports"]}
+        for component, rules in reached.items()
+    }
+    assert own in reached["rollout"]
+    assert [named in reached[component] for component in ("trainer", "rollout")] == [True, True]
+    assert named not in reached["controller"]
+    assert anywhere["rollout"] == anywhere["trainer"] == {53, 4317}
+    assert anywhere["controller"] == {53, 4317, 443, 6443}
+    assert reached["fetch"] == [], "no policy holds it back"
 
 
 def test_ports_that_workers_kernels_give_out_are_open_between_workers() -> None:
@@ -76,18 +107,35 @@ def _allows(
     policies: list[Manifest], source: dict[str, str], target: dict[str, str], port: str
 ) -> bool:
     """Whether the policies let one pod reach a port of another; no policy at all lets everybody."""
-    on_target = [p for p in policies if _matches(p["podSelector"], target)]
-    if not on_target:
+    return _opens(policies, "from", target, source, port) and _opens(
+        policies, "to", source, target, port
+    )
+
+
+def _opens(
+    policies: list[Manifest], side: str, pod: dict[str, str], peer: dict[str, str], port: str
+) -> bool:
+    """Whether a pod may be reached from, or go to, another one."""
+    direction = {"from": "ingress", "to": "egress"}[side]
+    on_pod = [p for p in policies if direction in p and _matches(p["podSelector"], pod)]
+    if not on_pod:
         return True
-    for rule in itertools.chain.from_iterable(policy["ingress"] for policy in on_target):
+    for rule in itertools.chain.from_iterable(policy[direction] for policy in on_pod):
         ports = {item["port"] for item in rule.get("ports", [])}
-        peers = rule.get("from")
+        peers = rule.get(side)
         if (not ports or port in ports) and (
-            peers is None or any(_matches(peer["podSelector"], source) for peer in peers)
+            peers is None
+            or any(
+                _matches(found["podSelector"], peer) for found in peers if "podSelector" in found
+            )
         ):
             return True
     return False
 
 
 def _matches(selector: Manifest, labels: dict[str, str]) -> bool:
-    return bool(selector["matchLabels"].items() <= labels.items())
+    excluded = any(
+        rule["operator"] == "NotIn" and labels.get(rule["key"]) in rule["values"]
+        for rule in selector.get("matchExpressions", [])
+    )
+    return not excluded and bool(selector["matchLabels"].items() <= labels.items())
