@@ -304,7 +304,8 @@ class StepRunner:
     def _adapt_kl(self, metrics: Mapping[str, float], num_samples: int) -> None:
         """Move the KL coefficient towards its target (Ziegler et al., arXiv:1909.08593)."""
         kl = self._spec.algorithm.kl
-        if kl.target is None or "kl_ref" not in metrics:
+        # After a skipped step the divergence may be no number, and then the coefficient never was one again.
+        if kl.target is None or not math.isfinite(metrics.get("kl_ref", math.nan)):
             return
         error = min(max(metrics["kl_ref"] / kl.target - 1.0, -_KL_STEP), _KL_STEP)
         self.kl_coefficient *= 1.0 + error * num_samples / kl.horizon

@@ -5,6 +5,8 @@ advantages, which every token of the sequence shares; token estimators work on `
 Nothing here leaves a stale member out of its group's statistics: staleness acts on tokens, later.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -29,11 +31,19 @@ def _group_size(values: Tensor, groups: Tensor) -> Tensor:
     return _group_sum(torch.ones_like(values), groups)
 
 
+def _centred(values: Tensor, groups: Tensor) -> Tensor:
+    """``[N]`` values minus the mean of the own group; exactly 0 where all of a group are equal."""
+    num_groups = int(groups.max()) + 1 if len(groups) else 0
+    lowest = values.new_full((num_groups,), torch.inf)
+    # Sums of equal numbers may be rounded, but those of zeros are not.
+    above = values - lowest.scatter_reduce(0, groups, values, reduce="amin")[groups]
+    return above - _group_mean(above, groups)
+
+
 def _group_std(values: Tensor, groups: Tensor) -> Tensor:
     """``[N]`` standard deviation of the own group with ``n - 1``, 0 for a singleton."""
-    deviation = values - _group_mean(values, groups)
     degrees = (_group_size(values, groups) - 1).clamp(min=1)
-    return torch.sqrt(_group_sum(deviation.square(), groups) / degrees)
+    return torch.sqrt(_group_sum(_centred(values, groups).square(), groups) / degrees)
 
 
 def grpo(scores: Tensor, groups: Tensor, *, divide_by_std: bool = True) -> Tensor:
@@ -49,7 +59,7 @@ def grpo(scores: Tensor, groups: Tensor, *, divide_by_std: bool = True) -> Tenso
     Returns:
         ``[N]`` advantages.
     """
-    centred = scores - _group_mean(scores, groups)
+    centred = _centred(scores, groups)
     if not divide_by_std:
         return centred
     return centred / (_group_std(scores, groups) + _STD_EPSILON)
@@ -66,8 +76,7 @@ def rloo(scores: Tensor, groups: Tensor) -> Tensor:
         ``[N]`` advantages.
     """
     size = _group_size(scores, groups)
-    centred = scores - _group_mean(scores, groups)
-    return centred * size / (size - 1).clamp(min=1)
+    return _centred(scores, groups) * size / (size - 1).clamp(min=1)
 
 
 def opo(scores: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
@@ -171,37 +180,25 @@ def gae(
     return advantages, torch.where(mask, advantages + values, 0.0)
 
 
-def token_moments(values: Tensor, mask: Tensor) -> Tensor:
-    """Count, sum and sum of squares over ``mask``; they add up over ranks.
-
-    Args:
-        values: ``[T]`` float.
-        mask: ``[T]`` bool.
-
-    Returns:
-        ``[3]`` float64.
-    """
-    kept = values[mask].to(torch.float64)
-    count = mask.sum().to(torch.float64)
-    return torch.stack([count, kept.sum(), kept.square().sum()])
-
-
-def whiten(values: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
+def whiten(
+    values: Tensor, mask: Tensor, *, add_up: Callable[[Tensor], Tensor] = lambda part: part
+) -> Tensor:
     """Zero mean and unit variance over all tokens of the batch, 0 outside ``mask``.
 
     Args:
-        values: ``[T]`` float.
+        values: ``[T]`` float, this part of the batch.
         mask: ``[T]`` bool.
-        moments: ``[3]`` :func:`token_moments` of the whole batch, summed over ranks.
+        add_up: Sums a small tensor over all parts; called twice.
 
     Returns:
         ``[T]`` whitened values.
     """
-    count, total, squares = moments.unbind()
-    mean = total / count.clamp(min=1)
-    variance = (squares - count * mean.square()).clamp(min=0) / (count - 1).clamp(min=1)
-    scale = torch.rsqrt(variance + _WHITEN_EPSILON)
-    return torch.where(mask, (values - mean) * scale, 0.0).to(values.dtype)
+    kept = torch.where(mask, values, 0.0).to(torch.float64)
+    count, total = add_up(torch.stack([mask.sum().to(kept.dtype), kept.sum()])).unbind()
+    # The variance is taken around the mean: a difference of two large sums would be nothing but rounding.
+    centred = torch.where(mask, kept - total / count.clamp(min=1), 0.0)
+    variance = add_up(centred.square().sum()) / (count - 1).clamp(min=1)
+    return (centred * torch.rsqrt(variance + _WHITEN_EPSILON)).to(values.dtype)
 
 
 def group_baseline(scores: Tensor, groups: Tensor) -> Tensor:
@@ -217,7 +214,7 @@ def group_baseline(scores: Tensor, groups: Tensor) -> Tensor:
         ``[N]`` centred scores.
     """
     several = _group_size(scores, groups) > 1
-    return scores - torch.where(several, _group_mean(scores, groups), 0.0)
+    return torch.where(several, _centred(scores, groups), scores)
 
 
 def overlong_penalty(

@@ -54,7 +54,7 @@ def importance_weights(
         mean = weights.sum() / mask.sum().clamp(min=1)
     else:
         mean = segments.mean(weights, mask).sum() / (segments.count(mask) > 0).sum().clamp(min=1)
-    return weights / mean
+    return weights / torch.where(mean > 0, mean, 1.0)
 
 
 def raw_weights(log_ratio: Tensor, mask: Tensor, segments: Segments, *, level: str) -> Tensor:

@@ -47,23 +47,24 @@ def assign_credit(
     Raises:
         IncompleteBatchError: If ReMax finds a group without a greedy response.
     """
-    rewards = _token_rewards(samples, spec, max_response_tokens, kl_coefficient)
-    scores = samples.segments.sum(rewards)
+    scores = _task_scores(samples, spec, max_response_tokens)
+    penalty = _penalty(samples, spec, kl_coefficient)
+    segments, mask = samples.segments, samples.tokens["response_mask"]
+    # The score sits on the last token that the policy sampled.
+    rewards = torch.where(segments.last(mask), segments.spread(scores), 0.0) - penalty
+    # A response without such a token counts in its group all the same.
+    scores = scores - segments.sum(penalty)
     if spec.advantage == "gae":
         return _gae(samples, rewards, scores, spec, ranks)
     if spec.advantage in ("reinforce_pp", "remax"):
-        values = _return_based(samples, rewards, cohort, spec, ranks)
+        values = _return_based(samples, rewards, scores, cohort, spec, ranks)
     else:
         values = _group_based(samples, scores, cohort, spec, ranks)
-    mask = samples.tokens["response_mask"]
     return Credit(torch.where(mask, values, 0.0).float(), shaped_scores=scores.float())
 
 
-def _token_rewards(
-    samples: Samples, spec: AlgorithmSpec, max_response_tokens: int, kl_coefficient: float
-) -> Tensor:
-    """``[R]`` float64; the score sits on the last token that the policy sampled."""
-    segments, mask = samples.segments, samples.tokens["response_mask"]
+def _task_scores(samples: Samples, spec: AlgorithmSpec, max_response_tokens: int) -> Tensor:
+    """``[n]`` float64 rewards with the penalty of long responses."""
     scores = samples.rewards.to(torch.float64)
     if spec.overlong.buffer_tokens > 0:
         scores = scores + advantages.overlong_penalty(
@@ -72,15 +73,20 @@ def _token_rewards(
             buffer_tokens=spec.overlong.buffer_tokens,
             factor=spec.overlong.penalty,
         )
-    rewards = torch.where(segments.last(mask), segments.spread(scores), 0.0)
-    if kl_coefficient > 0:
-        penalty = kl_penalty(
-            samples.tokens["proximal_logprobs"],
-            samples.tokens["ref_logprobs"],
-            estimator=spec.kl.estimator,
-        )
-        rewards = rewards - kl_coefficient * torch.where(mask, penalty, 0.0)
-    return rewards
+    return scores
+
+
+def _penalty(samples: Samples, spec: AlgorithmSpec, kl_coefficient: float) -> Tensor:
+    """``[R]`` float64 taken from the rewards for leaving the reference policy."""
+    mask = samples.tokens["response_mask"]
+    if kl_coefficient == 0:
+        return torch.zeros(mask.shape, dtype=torch.float64)
+    penalty = kl_penalty(
+        samples.tokens["proximal_logprobs"].double(),
+        samples.tokens["ref_logprobs"].double(),
+        estimator=spec.kl.estimator,
+    )
+    return kl_coefficient * torch.where(mask, penalty, 0.0)
 
 
 def _gathered(values: Tensor, samples: Samples, cohort: Cohort, ranks: Ranks) -> Tensor:
@@ -119,13 +125,18 @@ def _group_based(
 
 
 def _return_based(
-    samples: Samples, rewards: Tensor, cohort: Cohort, spec: AlgorithmSpec, ranks: Ranks
+    samples: Samples,
+    rewards: Tensor,
+    scores: Tensor,
+    cohort: Cohort,
+    spec: AlgorithmSpec,
+    ranks: Ranks,
 ) -> Tensor:
     mask, segments = samples.tokens["response_mask"], samples.segments
     returns = advantages.returns_to_go(rewards, mask, segments, gamma=spec.gamma)
     if spec.advantage == "reinforce_pp":
         return _whitened(returns, samples, ranks)
-    whole = _gathered(segments.sum(rewards), samples, cohort, ranks)
+    whole = _gathered(scores, samples, cohort, ranks)
     baseline = whole.new_full((int(cohort.groups.max()) + 1,), torch.nan)
     baseline[cohort.groups[cohort.is_greedy]] = whole[cohort.is_greedy]
     if bool(baseline.isnan().any()):
@@ -152,4 +163,4 @@ def _gae(
 
 def _whitened(values: Tensor, samples: Samples, ranks: Ranks) -> Tensor:
     mask = samples.tokens["loss_mask"]
-    return advantages.whiten(values, mask, ranks.sum(advantages.token_moments(values, mask)))
+    return advantages.whiten(values, mask, add_up=ranks.sum)

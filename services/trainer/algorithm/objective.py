@@ -84,6 +84,8 @@ class Objective:
             Scalar with gradient.
         """
         spec, mask = self._spec, samples.tokens["loss_mask"]
+        # Elsewhere anything may stand, and 0 times a gradient that is not finite is not finite either.
+        logprobs, entropy = torch.where(mask, logprobs, 0.0), torch.where(mask, entropy, 0.0)
         segments = samples.segments.to(mask.device)
         compared = self._compare(logprobs.detach(), samples, segments)
         policy = self._policy_loss(logprobs, compared, samples, segments)
@@ -113,7 +115,8 @@ class Objective:
         weights = None
         if self._correction != "none":
             weights = correction.importance_weights(
-                log_ratio,
+                # Under bypass there are two policies only: the current one and that of the rollouts.
+                current - rollout if self._correction == "bypass" else log_ratio,
                 mask,
                 segments,
                 level=spec.correction_level,

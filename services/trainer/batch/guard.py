@@ -55,7 +55,8 @@ def nonfinite_inputs(samples: Samples, cohort: Cohort) -> tuple[str, ...]:
     """Names of the inputs that are not finite where they count: ``rewards`` and columns."""
     member = cohort.is_member[samples.rows]
     found = [] if bool(torch.isfinite(samples.rewards[member]).all()) else ["rewards"]
-    mask = samples.tokens["loss_mask"]
+    # Those that do not train may count too, in the rewards by which others do.
+    mask = samples.tokens["response_mask"] & samples.segments.spread(member)
     found += [
         name
         for name in _CHECKED_COLUMNS

@@ -29,6 +29,8 @@ def plan_step(
 ) -> StepPlan:
     """Split a batch into updates by whole groups, then over ranks by cost, then by tokens.
 
+    A batch of fewer groups than updates gives one update for each group.
+
     Args:
         cohort: The whole batch.
         num_updates: Optimizer updates.
@@ -38,6 +40,7 @@ def plan_step(
         cost: Cost of a sequence by its length.
     """
     num_groups = int(cohort.groups.max()) + 1
+    num_updates = min(num_updates, num_groups)
     groups = cohort.groups.tolist()
     rows: list[int] = []
     updates = []

@@ -203,6 +203,7 @@ def build_samples(
     """
     chosen = torch.as_tensor(rows, dtype=torch.int64)
     responses = fields["response_ids"]
+    _check_lengths(fields)
     tokens = {"response_mask": fields["response_mask"].values.bool()}
     for name in _TOKEN_FIELDS:
         if name in fields:
@@ -210,13 +211,6 @@ def build_samples(
     if "version_runs" in fields:
         runs = fields["version_runs"].values.to(torch.int64)
         tokens["token_versions"] = torch.repeat_interleave(runs[:, 0], runs[:, 1])
-    for name, column in tokens.items():
-        if len(column) != len(responses.values):
-            raise IncompleteBatchError(
-                f"{name} covers {len(column)} tokens, but the responses have "
-                f"{len(responses.values)}; every response token needs one entry",
-                field=name,
-            )
     samples = Samples(
         rows=chosen,
         prompts=fields["prompt_ids"],
@@ -235,3 +229,25 @@ def build_samples(
             newest = samples.segments.max(versions.double(), tokens["response_mask"])
             loss_mask &= versions.double() == samples.segments.spread(newest)
     return samples.with_tokens(loss_mask=loss_mask)
+
+
+def _check_lengths(fields: Mapping[str, Jagged]) -> None:
+    """See that every row of a field fits its response: nobody would notice a shift between two rows."""
+    expected = fields["response_ids"].lengths
+    found = {name: fields[name].lengths for name in _TOKEN_FIELDS if name in fields}
+    found["response_mask"] = fields["response_mask"].lengths
+    if "version_runs" in fields:
+        runs = fields["version_runs"]
+        counts = runs.values.reshape(-1, 2)[:, 1].to(torch.int64)
+        found["version_runs"] = Segments.from_lengths(runs.lengths).sum(counts)
+    for name, lengths in found.items():
+        for row in torch.nonzero(lengths != expected).flatten().tolist():
+            raise IncompleteBatchError(
+                f"{name} covers {lengths[row]} tokens of sample {row}, but its response has {expected[row]}; "
+                "every response token needs one entry",
+                field=name,
+            )
+    if bool((fields["prompt_ids"].lengths < 1).any()):
+        raise IncompleteBatchError(
+            "a prompt has no token; a response needs at least one to follow", field="prompt_ids"
+        )

@@ -80,7 +80,7 @@ class CriticRunner:
             columns = part.to(self._device).tokens
             mask = columns["loss_mask"]
             error = loss.value_loss(
-                self._forward(part),
+                torch.where(mask, self._forward(part), 0.0),
                 columns["values"],
                 columns["returns"],
                 clip=self._spec.algorithm.value_clip,

@@ -89,4 +89,5 @@ def scale_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: 
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
-    torch._foreach_mul_(shards, factor.to(shards[0].device))
+    if shards:
+        torch._foreach_mul_(shards, factor.to(shards[0].device))

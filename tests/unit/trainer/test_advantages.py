@@ -18,6 +18,18 @@ def test_grpo_and_dr_grpo_match_with_zero_for_singletons_and_equal_scores() -> N
         assert_close(result, expected["seq_advantage"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_scores_give_exactly_nothing(dtype: torch.dtype) -> None:
+    scores = torch.tensor([0.1] * 7 + [1e6 + 0.1] * 3, dtype=dtype)
+    groups = torch.tensor([0] * 7 + [1] * 3)
+    for result in (
+        advantages.grpo(scores, groups),
+        advantages.rloo(scores, groups),
+        advantages.group_baseline(scores, groups),
+    ):
+        assert not result.any()
+
+
 def test_rloo_matches() -> None:
     inputs, expected = case("advantages_group", "rloo")
     result = advantages.rloo(flat(inputs["scores"]), groups_of(inputs["groups"]))
@@ -40,7 +52,7 @@ def test_pass_at_k_rewards_only_a_unique_best_member() -> None:
 
 
 def _whitened(values: Tensor, mask: Tensor) -> Tensor:
-    return advantages.whiten(values, mask, advantages.token_moments(values, mask))
+    return advantages.whiten(values, mask)
 
 
 def test_reinforce_pp_matches() -> None:
@@ -102,15 +114,22 @@ def test_gae_discounts_like_its_definition() -> None:
     assert_close(result, [delta[0] + 0.72 * middle, middle, last])
 
 
-def test_moments_of_parts_add_up_to_those_of_the_whole() -> None:
-    values, mask = torch.randn(20, dtype=torch.float64), torch.rand(20) > 0.3
-    whole = advantages.token_moments(values, mask)
-    parts = sum(advantages.token_moments(values[s], mask[s]) for s in (slice(0, 7), slice(7, 20)))
-    assert isinstance(parts, Tensor)
-    torch.testing.assert_close(parts, whole)
-    whitened = advantages.whiten(values, mask, whole)[mask]
-    assert whitened.mean().item() == pytest.approx(0.0, abs=1e-12)
-    assert whitened.var().item() == pytest.approx(1.0, rel=1e-6)
+@pytest.mark.parametrize("offset", [0.0, 1e7])
+def test_parts_of_a_batch_are_whitened_as_the_whole(offset: float) -> None:
+    values, mask = torch.randn(20, dtype=torch.float64) * 0.1 + offset, torch.rand(20) > 0.3
+    values[~mask] = torch.nan
+    whole = _whitened(values, mask)
+    assert whole[mask].mean().item() == pytest.approx(0.0, abs=1e-6)
+    assert whole[mask].var().item() == pytest.approx(1.0, rel=1e-5)
+
+    def add_up(part: Tensor) -> Tensor:
+        kept = values[mask]
+        if part.ndim:
+            return torch.stack([mask.sum().double(), kept.sum()])
+        return (kept - kept.mean()).square().sum()
+
+    part = advantages.whiten(values[:7], mask[:7], add_up=add_up)
+    torch.testing.assert_close(part, whole[:7])
 
 
 def test_the_overlong_penalty_matches() -> None:

@@ -95,6 +95,48 @@ def test_a_failed_sample_is_in_neither_loss_nor_group() -> None:
     assert result.metrics["trained_tokens"] < whole.metrics["trained_tokens"]
 
 
+@pytest.mark.parametrize("field", ["rollout_logprobs", "response_mask", "version_runs"])
+def test_a_shift_between_two_rows_is_refused(field: str) -> None:
+    spec = spec_of()
+    policy = policy_of(spec)
+    queue = random_queue(policy)
+    rows = queue.fields[field].unbind()
+    if field == "version_runs":
+        first, second = rows[0].clone(), rows[1].clone()
+        first[0, 1] += 1
+        second[0, 1] -= 1
+        rows = [first, second, *rows[2:]]
+    else:
+        both = torch.cat(rows[:2])
+        rows = [both[: len(rows[0]) + 1], both[len(rows[0]) + 1 :], *rows[2:]]
+    shifted = queue.replaced(**{field: Jagged.from_list(rows)})
+    with pytest.raises(IncompleteBatchError, match=f"{field} covers"):
+        rank_of(spec, policy, shifted).train(1, shifted.meta)
+
+
+def test_fewer_groups_than_updates_give_an_update_each() -> None:
+    spec = spec_of(trainer={"updates_per_step": 4})
+    policy = policy_of(spec)
+    queue = random_queue(policy, num_groups=2)
+    rank = rank_of(spec, policy, queue)
+    assert not rank.train(1, queue.meta).skipped
+    assert rank.runner.num_updates == 2
+
+
+def test_a_skipped_step_leaves_the_adaptive_coefficient_a_number() -> None:
+    kl = {"coefficient": 0.1, "target": 0.01}
+    spec = spec_of(algorithm={"kl": kl})
+    policy = policy_of(spec)
+    queue = random_queue(policy)
+    logprobs = queue.fields["rollout_logprobs"]
+    queue = queue.replaced(ref_logprobs=logprobs)
+    rank = rank_of(spec, policy, queue)
+    with torch.no_grad():
+        next(policy.parameters()).fill_(torch.nan)
+    assert rank.train(1, queue.meta).skipped
+    assert rank.runner.kl_coefficient == 0.1
+
+
 def test_the_critic_learns_the_returns_of_a_repeated_batch() -> None:
     spec = spec_of(algorithm={"advantage": "gae"}, trainer={"optimizer": {"learning_rate": 1e-3}})
     policy = policy_of(spec, scale=1.0)

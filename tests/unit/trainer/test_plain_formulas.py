@@ -1,0 +1,138 @@
+"""Advantages, objective and gradients equal the formulas written out token by token."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.common.spec.algorithm import AlgorithmSpec
+from services.trainer.algorithm.credit import assign_credit
+from services.trainer.algorithm.objective import Objective
+from services.trainer.ranks.collectives import Ranks, Tally
+from tests.unit.trainer.plain_formulas import (
+    HORIZON,
+    Batch,
+    Rows,
+    plain_advantages,
+    plain_objective,
+)
+
+ADVANTAGES = (
+    "grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline", "gae",
+)  # fmt: skip
+LOSSES = ("ppo", "gspo", "cispo", "aipo", "sapo", "reinforce")
+AGGREGATIONS = (
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean",
+)  # fmt: skip
+
+
+def draw_spec(seed: int) -> tuple[AlgorithmSpec, str]:
+    pick = random.Random(1000 + seed)
+    loss = pick.choice(LOSSES)
+    rejection = [
+        {
+            "level": pick.choice(("token", "seq_sum", "seq_mean", "seq_max")),
+            "statistic": pick.choice(("k1", "k2", "k3")),
+            "lower": pick.choice((None, 0.5)),
+            "upper": pick.choice((None, 2.0)),
+            "negative_only": pick.random() < 0.3,
+        }
+        for _ in range(pick.choice((0, 0, 1, 2)))
+    ]
+    spec = AlgorithmSpec.model_validate(
+        {
+            "loss": loss,
+            "aggregation": pick.choice(AGGREGATIONS),
+            "dual_clip": pick.choice((None, 3.0)),
+            "kl": {"coefficient": pick.choice((0.0, 0.1))},
+            "entropy_coefficient": pick.choice((0.0, 0.01)),
+            "correction_level": pick.choice(("token", "sequence")),
+            "correction_cap_mode": pick.choice(("truncate", "mask")),
+            "correction_floor": pick.choice((0.0, 0.5)),
+            "rejection": rejection,
+            "max_staleness": 0,
+        }
+    )
+    return spec, pick.choice(("bypass", "decoupled", "none"))
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_advantages_are_those_of_the_formulas(name: str) -> None:
+    for seed in range(40):
+        batch = Batch(seed)
+        kl, gamma, decay = (0.0, 0.05)[seed % 2], (1.0, 0.9)[seed // 2 % 2], 0.95
+        spec = AlgorithmSpec.model_validate(
+            {"advantage": name, "gamma": gamma, "gae_lambda": decay}
+        )
+        found = assign_credit(
+            batch.samples(),
+            batch.cohort(),
+            spec,
+            Ranks(),
+            max_response_tokens=HORIZON,
+            kl_coefficient=kl,
+        )
+        rows = plain_advantages(batch, name, kl=kl, gamma=gamma, decay=decay)
+        expected = torch.tensor([x for row in rows for x in row], dtype=torch.float32)
+        torch.testing.assert_close(
+            found.advantages, expected, rtol=2e-5, atol=2e-5, msg=lambda m, s=seed: f"{s}: {m}"
+        )
+
+
+@pytest.mark.parametrize("seeds", [range(start, start + 40) for start in range(0, 240, 40)])
+def test_the_objective_and_its_gradient_are_those_of_the_formulas(seeds: range) -> None:
+    for seed in seeds:
+        batch, (spec, correction) = Batch(seed), draw_spec(seed)
+        pick = random.Random(seed)
+        rows = [[pick.choice((0.0, pick.gauss(0, 1))) for _ in row] for row in batch.trained]
+        leaves = [
+            [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in row]
+            for row in batch.logprobs
+        ]
+        wanted = plain_objective(batch, spec, correction, leaves, rows)
+        if wanted.requires_grad:
+            wanted.backward()
+        gradient = [0.0 if x.grad is None else float(x.grad) for row in leaves for x in row]
+
+        found = [_split(batch, spec, correction, rows, parts) for parts in (1, 2, 5)]
+        for loss, grad in found:
+            torch.testing.assert_close(
+                loss, wanted.detach(), rtol=1e-9, atol=1e-9, msg=lambda m, s=seed: f"{s}: {m}"
+            )
+            torch.testing.assert_close(
+                grad,
+                torch.tensor(gradient, dtype=torch.float64),
+                rtol=1e-9,
+                atol=1e-9,
+                msg=lambda m, s=seed: f"{s}: {m}",
+            )
+
+
+def _split(
+    batch: Batch, spec: AlgorithmSpec, correction: Any, rows: Rows, parts: int
+) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of the trainer's objective over several micro-batches."""
+    samples = batch.samples()
+    advantages = torch.tensor([x for row in rows for x in row], dtype=torch.float64)
+    samples = samples.with_tokens(advantages=advantages)
+    logprobs = torch.tensor([x for row in batch.logprobs for x in row], dtype=torch.float64)
+    entropy = torch.tensor([x for row in batch.entropy for x in row], dtype=torch.float64)
+    logprobs.requires_grad_()
+    objective = Objective(spec, correction=correction, horizon=HORIZON)
+    counts = samples.segments.count(samples.tokens["loss_mask"])
+    total = torch.zeros((), dtype=torch.float64)
+    for part in range(parts):
+        positions = [i for i in range(len(batch.groups)) if i % parts == part]
+        places = samples.places(positions)
+        total = total + objective(
+            logprobs[places],
+            entropy[places],
+            samples.select(positions),
+            denominators=objective.denominators(counts.sum(), (counts > 0).sum()),
+            kl_coefficient=spec.kl.coefficient,
+            tally=Tally(),
+        )
+    (gradient,) = torch.autograd.grad(total, logprobs)
+    return total.detach(), gradient
