@@ -100,6 +100,7 @@ def test_install_upgrade_rollback_uninstall_leave_nothing(
         ("controller", "get", "secrets", False),
         ("controller", "list", "secrets", False),
         ("controller", "list", "configmaps", False),
+        ("controller", "watch", "events", True),
         ("controller", "create", "deployments", False),
         ("worker", "list", "pods", False),
         ("transferqueue", "list", "pods", False),

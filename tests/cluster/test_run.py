@@ -236,13 +236,24 @@ def test_runs_live_in_a_postgresql_that_a_secret_names(installed: Installed) -> 
     assert len(installed.api.get("/v1/runs").json()["items"]) > 1, "the runs of the file are back"
 
 
-def test_an_image_that_is_not_there_shows_on_the_run(installed: Installed) -> None:
-    installed.upgrade("trainer.image.repository=slipstream/none")
+@pytest.mark.parametrize(
+    ("value", "wrong", "right", "says"),
+    [
+        ("trainer.image.repository", "slipstream/none", "slipstream/trainer", "slipstream/none"),
+        ("workers.codeConfigMap", "none", "code", 'configmap "none" not found'),
+    ],
+    ids=["image", "volume"],
+)
+def test_what_is_not_there_shows_on_the_run(
+    installed: Installed, value: str, wrong: str, right: str, says: str
+) -> None:
+    installed.upgrade(f"{value}={wrong}")
     installed.ready()
     run_id = installed.submit()
     eventually(lambda: bool(installed.events(run_id, "WorkerPending")), timeout_s=90)
-    assert "slipstream/none" in installed.events(run_id, "WorkerPending")[0]["message"]
+    assert says in installed.events(run_id, "WorkerPending")[0]["message"]
     installed.api.post(f"/v1/runs/{run_id}/cancel").raise_for_status()
+    installed.upgrade(f"{value}={right}")
 
 
 def test_install_and_first_step_are_within_the_bars(installed: Installed) -> None:

@@ -48,14 +48,21 @@ async def open_cluster_launcher(
     )
     selector = f"{WORKER_LABEL}=true,{RUN_LABEL}"
     pods = partial(core.list_namespaced_pod, namespace, label_selector=selector)
+    warnings = partial(
+        core.list_namespaced_event,
+        namespace,
+        field_selector="type=Warning,involvedObject.kind=Pod",
+    )
     asked = partial(own.list_namespaced_custom_object, GROUP, VERSION, namespace, PLURAL)
     async with AsyncExitStack() as stack:
         seen_pods = await stack.enter_async_context(follow(pods))
+        seen_warnings = await stack.enter_async_context(follow(warnings))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         seen_logs = await stack.enter_async_context(follow(pods))
         logs = PodLogs(core, namespace, settings.state_directory)
         watches = [
             tasks.create_task(launcher.watch(seen_pods)),
+            tasks.create_task(launcher.watch_warnings(seen_warnings)),
             tasks.create_task(logs.watch(seen_logs)),
         ]
         if scales is not None:

@@ -48,12 +48,16 @@ class _Pod:
     """Pods that a queue admits together with it; 0 without a queue."""
     grace_s: float
     """Longest time that it takes to end when asked to."""
+    uid: str = ""
+    """This one of all pods of its name; empty until it is seen."""
     reported: set[str] = field(default_factory=set)
     """Workers whose end was told."""
     obstacle: pod_state.Obstacle | None = None
     """Why it does not run."""
     timer: asyncio.TimerHandle | None = None
     """When it is given up because it does not run."""
+    is_running: bool = False
+    """Whether its containers have started."""
     is_ending: bool = False
     """Whether it was told to end."""
     is_over: bool = False
@@ -178,6 +182,19 @@ class KubernetesLauncher:
         while True:
             await self._take_in(await seen.get())
 
+    async def watch_warnings(self, seen: "asyncio.Queue[Seen]") -> None:
+        """Take in the warnings that Kubernetes writes of pods until cancelled."""
+        while True:
+            event = (await seen.get()).body
+            found = None if event is None else pod_state.warning(event)
+            if event is None or found is None:
+                continue
+            about = event["involvedObject"]
+            for run_id, pods in list(self._runs.items()):
+                pod = pods.get(about["name"])
+                if pod is not None and pod.uid == about["uid"] and not pod.is_running:
+                    self._hinder(run_id, about["name"], found)
+
     async def _find(self, run_id: str) -> dict[str, _Pod]:
         """Pods of a run, those included that an earlier controller process made."""
         known = self._runs.setdefault(run_id, {})
@@ -236,15 +253,18 @@ class KubernetesLauncher:
             logger.warning("ended pod stays", extra={"pod": seen.name, "error": str(error)})
 
     def _note_start(self, run_id: str, name: str, body: Mapping[str, Any]) -> None:
-        """Keep what hinders a pod; tell it once per reason."""
         pod = self._runs[run_id][name]
-        if pod_state.is_running(body):
+        pod.uid = body["metadata"]["uid"]
+        pod.is_running = pod_state.is_running(body)
+        if pod.is_running:
             pod.obstacle = None
             pod.stop_timer()
-            return
-        found = pod_state.obstacle(body)
-        if found is None:
-            return
+        elif found := pod_state.obstacle(body):
+            self._hinder(run_id, name, found)
+
+    def _hinder(self, run_id: str, name: str, found: pod_state.Obstacle) -> None:
+        """Keep what hinders a pod; tell it once per reason."""
+        pod = self._runs[run_id][name]
         is_new = pod.obstacle is None or pod.obstacle.reason != found.reason
         pod.obstacle = found
         if is_new:

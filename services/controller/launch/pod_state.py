@@ -7,6 +7,9 @@ from typing import Any
 # The kubelet gives up at once on these; on the others it keeps trying.
 HOPELESS = frozenset({"InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError"})
 _BLOCKED = HOPELESS | {"ImagePullBackOff", "ErrImagePull", "CreateContainerError"}
+# What only events tell, and how often it happens before it is more than a delay.
+_TOLD_BY_EVENTS = frozenset({"FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"})
+_REPEATED = 3
 
 _SIGNAL = 128
 
@@ -72,6 +75,13 @@ def obstacle(pod: Json) -> Obstacle | None:
         waiting = container["state"].get("waiting", {})
         if waiting.get("reason") in _BLOCKED:
             return Obstacle(reason=waiting["reason"], message=waiting.get("message", ""))
+    return None
+
+
+def warning(event: Json) -> Obstacle | None:
+    """What an event says that the status of its pod does not."""
+    if event["reason"] in _TOLD_BY_EVENTS and event.get("count", 1) >= _REPEATED:
+        return Obstacle(reason=event["reason"], message=event["message"])
     return None
 
 

@@ -57,6 +57,7 @@ class FakeCluster:
         name = pod["metadata"]["name"]
         if self.refuses and name.endswith(self.refuses):
             raise FailedPreconditionError(f"Kubernetes refused pod {name}: exceeded quota")
+        pod["metadata"]["uid"] = f"uid of {name}"
         self.pods[name] = {**pod, "status": {"phase": "Pending"}}
 
     async def list(self, selector: str) -> list[dict[str, Any]]:
@@ -289,6 +290,34 @@ async def test_an_unschedulable_pod_is_shown_once_then_given_up(tmp_path: Path) 
         (exit_,) = heard.exits
         assert exit_.worker_id == "trainer-0"
         assert "Unschedulable" in exit_.last_lines
+        await launcher.stop(RUN)
+
+
+async def test_a_volume_that_is_not_there_is_shown_from_the_events_of_its_pod(
+    tmp_path: Path,
+) -> None:
+    def warning(name: str, **values: Any) -> Seen:
+        about = {"name": TRAINER, "uid": f"uid of {TRAINER}"}
+        missing = {"reason": "FailedMount", "message": 'configmap "code" not found', "count": 3}
+        return Seen(name=name, body={"involvedObject": about, **missing, **values})
+
+    cluster, warnings = FakeCluster(), asyncio.Queue[Seen]()
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+        await launcher.start(RUN, SPEC)
+        cluster.waiting(TRAINER, "trainer-0", "ContainerCreating", "")
+        await cluster.settle()
+        warnings.put_nowait(warning("a delay", count=2))
+        warnings.put_nowait(warning("else", reason="Unhealthy"))
+        other = {"name": TRAINER, "uid": "that of an earlier pod"}
+        warnings.put_nowait(warning("of another", involvedObject=other))
+        for number in range(2):
+            warnings.put_nowait(warning(f"it {number}"))
+        taking = asyncio.ensure_future(launcher.watch_warnings(warnings))
+        for _ in range(warnings.qsize() + 3):
+            await asyncio.sleep(0)
+        taking.cancel()
+        told = (RUN, "FailedMount", f'pod {TRAINER}: configmap "code" not found')
+        assert heard.pending == [told]
         await launcher.stop(RUN)
 
 

@@ -222,6 +222,7 @@ def test_controller_may_do_nothing_but_run_worker_pods() -> None:
     role = one(render(), "Role", "demo-slipstream-controller")
     assert role["rules"] == [
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["create", "delete", "list", "watch"]},
+        {"apiGroups": [""], "resources": ["events"], "verbs": ["list", "watch"]},
         {"apiGroups": [""], "resources": ["pods/log"], "verbs": ["get"]},
         {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create", "delete"]},
         {
