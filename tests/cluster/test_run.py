@@ -99,6 +99,9 @@ def test_a_run_survives_the_loss_of(installed: Installed, victim: str) -> None:
     run = installed.wait(run_id, lambda run: run["state"] == "SUCCEEDED", timeout_s=400)
     assert run["step"] == 80
     assert_ledger_closes(run)
+    if victim in ("rollout-1", "trainer-0"):
+        (lost,) = installed.events(run_id, "WorkerLost")
+        assert lost["data"]["workers"] == [victim]
 
 
 def test_a_preempted_rollout_stores_its_work_and_is_replaced(installed: Installed) -> None:
@@ -164,6 +167,8 @@ def test_a_trainer_on_two_nodes_is_a_set_of_pods_that_live_and_die_together(
     run = installed.wait(run_id, lambda run: run["state"] == "SUCCEEDED", timeout_s=400)
     assert run["step"] == 30
     assert_ledger_closes(run)
+    (lost,) = installed.events(run_id, "WorkerLost")
+    assert lost["data"]["workers"] == ["trainer-0"]
 
 
 def test_an_upgrade_in_the_middle_does_not_disturb_a_run(installed: Installed) -> None:
