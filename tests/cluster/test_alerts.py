@@ -6,6 +6,7 @@ The rules are those of the chart: only their times are shorter and their thresho
 import json
 import re
 import shutil
+import sqlite3
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -196,7 +197,7 @@ def provoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Provok
 def test_alerts_fire_when_they_are_provoked(provoked: Provoked) -> None:
     run_id = provoked.submit("slow")
     provoked.until("SlipstreamRunStuckStarting")
-    eventually(lambda: provoked.run(run_id)["step"] >= 1, "a step")
+    provoked.until("SlipstreamCheckpointVolumeFull")
     block_checkpoints(provoked.folder / run_id)
     provoked.until(
         "SlipstreamRunStalled",
@@ -214,6 +215,7 @@ def test_alerts_fire_when_they_are_provoked(provoked: Provoked) -> None:
     provoked.until("SlipstreamRunRecovering")
     slipstream("cancel", run_id, "--url", provoked.url)
     eventually(lambda: provoked.run(run_id)["state"] == "CANCELLED", "the end of the run")
+    ask_for_damaged_events(provoked, run_id)
 
     provoked.submit("infinite", rollout={"rewards": [{"name": "reward.py:infinite_in_float32"}]})
     provoked.until("SlipstreamNonFiniteStep", "SlipstreamRunFailed")
@@ -221,13 +223,16 @@ def test_alerts_fire_when_they_are_provoked(provoked: Provoked) -> None:
     run_id = provoked.submit("hasty", weight_sync={"transfer_timeout_s": 1e-6})
     provoked.until("SlipstreamWeightSyncFailing")
     slipstream("cancel", run_id, "--url", provoked.url)
-    assert {alert.name for alert in alerts.ALL} - provoked.fired() == _NOT_PROVOKED
+    seen = provoked.fired()
 
     provoked.begin = time.time()
-    controller = provoked.process("controller")
-    controller.suspend()
-    provoked.until("SlipstreamControllerDown")
-    controller.resume()
+    silent = [provoked.process(service) for service in ("controller", "transferqueue")]
+    for process in silent:
+        process.suspend()
+    provoked.until("SlipstreamControllerDown", "SlipstreamQueueShardDown")
+    for process in silent:
+        process.resume()
+    assert {alert.name for alert in alerts.ALL} - seen - provoked.fired() == _NOT_PROVOKED
 
 
 def block_checkpoints(folder: Path) -> None:
@@ -256,3 +261,16 @@ def send_garbage(port: int) -> None:
         dealer.send_multipart([b"garbage", b"more"])
         dealer.recv_multipart()  # the refusal
         dealer.close(linger=0)
+
+
+def ask_for_damaged_events(provoked: Provoked, run_id: str) -> None:
+    """Damage what the controller has stored of a run, and ask for it until the alert fires."""
+    with sqlite3.connect(provoked.folder / "slipstream.db") as database:
+        database.execute("update events set data_json = '3' where run_id = ?", (run_id,))
+
+    def is_seen() -> bool:
+        answer = httpx.get(f"{provoked.url}/v1/runs/{run_id}/events", trust_env=False)
+        assert answer.status_code == 500
+        return "SlipstreamApiErrors" in provoked.fired()
+
+    eventually(is_seen, "SlipstreamApiErrors to fire")
