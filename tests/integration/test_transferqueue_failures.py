@@ -9,6 +9,7 @@ import random
 import socket
 import struct
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,6 +48,11 @@ def request(num_keys: int, **changes: float) -> AcquireRequest:
     return AcquireRequest(
         partition_id=TRAIN, consumer="c", fields=("tokens",), num_keys=num_keys, **changes
     )
+
+
+def remove_sockets(folder: Path) -> None:
+    for path in folder.glob("*.sock"):
+        path.unlink()
 
 
 async def put(data: DataClient, *keys: str) -> KVBatchMeta:
@@ -203,6 +209,26 @@ async def test_a_connection_that_breaks_is_opened_again(
         assert all(one["tokens"].values.shape == (4,) for one in fetched)
         await put(data, "c")
     assert len(welcomed) == 2
+
+
+async def test_a_shard_whose_unix_socket_was_removed_is_reached_over_the_network(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = TransferQueueSettings(capacity_bytes=1 << 22, arena_folder=tmp_path)
+    async with (
+        transferqueue(settings) as address,
+        TransferQueueClient.connect(address) as metadata,
+        DataClient.connect(address) as data,
+    ):
+        await metadata.create_partition(TRAIN, required_fields=["tokens"])
+        meta = await put(data, "a")
+        remove_sockets(tmp_path)
+        link = await data._links.to("shard-0")
+        link.connection.close()
+        fetched = await data.get(meta, ["tokens"])
+        assert fetched["tokens"].values.shape == (4,)
+        await put(data, "b")
+    assert caplog.text.count("unix socket is gone") == 1
 
 
 async def test_errors_leave_the_client_as_they_are(address: str) -> None:

@@ -38,7 +38,9 @@ class BufferPool:
         return torch.frombuffer(holder, dtype=torch.uint8, count=max(size_bytes, 1))[:size_bytes]
 
     def _block(self, size_bytes: int) -> mmap.mmap:
-        fitting = [b for b in self._idle if size_bytes <= len(b) <= 2 * size_bytes + _LEAST_BYTES]
+        # The latest one comes first: it is still in the cache.
+        idle = reversed(self._idle)
+        fitting = [b for b in idle if size_bytes <= len(b) <= 2 * size_bytes + _LEAST_BYTES]
         if fitting:
             block = min(fitting, key=len)
             self._idle.remove(block)

@@ -19,8 +19,8 @@ from services.transferqueue.transport.connection import ShardConnection
 from services.transferqueue.transport.socket_transport import TIMEOUT_S, Transport
 
 _SMALL_BYTES = 64 << 10
-_INLINE_BYTES = 8 << 20
-"""Copies below this take about as long as handing them to threads."""
+_ALONE_BYTES = 2 << 20
+"""Copies below this are done before a thread is awake to help."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -102,7 +102,7 @@ class ArenaTransport:
 
 
 async def _for_all(function: Callable[[T], R], items: Sequence[T], size_bytes: int) -> list[R]:
-    if size_bytes < _INLINE_BYTES:
+    if size_bytes < _ALONE_BYTES:
         return list(map(function, items))
     return await map_in_threads(function, items)
 

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 30.0
 _RETRY_S = 1.0
+_PROBE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +107,14 @@ class Links:
             link = self._links.get(shard_id)
             if link is None or link.connection.is_open:
                 return link
-            # Its process listens where it lives: there is no other way to try.
-            reopened = await self._open_local(link.connection.shard)
+            shard = link.connection.shard
+            reopened = await self._open_local(shard)
+            if reopened is None and await _listens(shard.endpoint):
+                logger.warning(
+                    "the shard's unix socket is gone; the network is used from now on",
+                    extra={"shard_id": shard_id, "arena_socket": shard.arena_socket},
+                )
+                reopened = await self._open_network(shard)
             if reopened is not None:
                 self._links[shard_id] = reopened
             return reopened
@@ -151,3 +158,16 @@ class Links:
             return Link(connection, await asyncio.to_thread(open_transport, shard))
         keep_freed_memory()
         return Link(connection, SocketTransport(connection, self._pool))
+
+
+async def _listens(endpoint: str) -> bool:
+    """Whether a process listens at ``tcp://host:port``; ZeroMQ would wait for one to come."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        async with asyncio.timeout(_PROBE_S):
+            _, writer = await asyncio.open_connection(host, int(port))
+    except OSError:
+        # Also a timeout: the shard may be gone with its host.
+        return False
+    writer.close()
+    return True
