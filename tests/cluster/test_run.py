@@ -10,6 +10,7 @@ from kubernetes.client import AutoscalingV1Api, CustomObjectsApi
 from sqlalchemy import create_engine, text
 
 from deploy.observability import dashboards
+from deploy.observability.panels import Dashboard
 from services.controller.launch.scale import GROUP, PLURAL, VERSION
 from tests.cluster.network import NODE_IP
 from tests.cluster.node import Cluster
@@ -78,7 +79,7 @@ def test_sort4_trains_to_the_end_while_prometheus_scrapes_every_pod(
 
 @pytest.mark.parametrize("dashboard", dashboards.ALL, ids=lambda dashboard: dashboard.uid)
 def test_every_panel_has_data(
-    installed: Installed, scraping: Prometheus, dashboard: dashboards.Dashboard
+    installed: Installed, scraping: Prometheus, dashboard: Dashboard
 ) -> None:
     plot(scraping, dashboard, installed.cluster.folder / f"{dashboard.uid}.png", seconds=180)
     assert empty_panels(scraping, dashboard, seconds=180) == []

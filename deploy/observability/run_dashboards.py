@@ -1,0 +1,203 @@
+"""Dashboards of what runs learn, and from which samples."""
+
+from deploy.observability.panels import Dashboard, Panel
+from deploy.observability.queries import (
+    RUN,
+    each,
+    mean,
+    mean_seconds,
+    newest,
+    quantiles,
+    rate,
+    share,
+    total,
+)
+
+OVERVIEW = Dashboard(
+    uid="slipstream-run",
+    title="Slipstream / Run overview",
+    panels=[
+        Panel(
+            "State",
+            "The state that each run is in.",
+            [(f"max by (run, state) (slipstream_run_state{{{RUN}}} == 1)", "{{run}} {{state}}")],
+            kind="stat",
+            width=8,
+        ),
+        Panel(
+            "Progress",
+            "Finished part of the steps.",
+            share("slipstream_run_step", "slipstream_run_target_steps"),
+            unit="percentunit",
+            kind="gauge",
+            width=8,
+        ),
+        Panel(
+            "Since the last step",
+            "Time since a step was finished; a run that works keeps it near its step time.",
+            [
+                (
+                    f"time() - max by (run) (slipstream_run_last_progress_timestamp_seconds{{{RUN}}})",
+                    "{{run}}",
+                )
+            ],
+            unit="s",
+            kind="stat",
+            width=8,
+        ),
+        Panel(
+            "Reward",
+            "Mean task reward of trained samples, and its spread inside a batch.",
+            each(mean="slipstream_train_reward_mean", deviation="slipstream_train_reward_std"),
+        ),
+        Panel(
+            "Held-out score",
+            "Newest evaluation on held-out prompts.",
+            newest("slipstream_run_heldout_score", "decoding"),
+        ),
+        Panel(
+            "Divergence between policies",
+            "Trainer against rollout: grows with staleness and with differing kernels. Against the "
+            "reference: how far the policy moved.",
+            newest("slipstream_train_kl_divergence_nats", "pair"),
+        ),
+        Panel(
+            "Entropy",
+            "Mean entropy of the policy in nats; a collapse ends exploration.",
+            newest("slipstream_train_entropy_nats"),
+        ),
+        Panel(
+            "Off-policy correction",
+            "Effective sample size, and the part of tokens whose ratio or importance weight hit its cap.",
+            each(
+                effective_samples="slipstream_train_ess_ratio",
+                ratio_clipped="slipstream_train_clip_ratio",
+                weight_capped="slipstream_train_is_clipped_ratio",
+            ),
+            unit="percentunit",
+        ),
+        Panel(
+            "Gradient norm",
+            "Global norm before clipping.",
+            newest("slipstream_train_grad_norm"),
+        ),
+        Panel(
+            "Trained tokens",
+            "Tokens per second that enter a step, by kind.",
+            rate("slipstream_trainer_tokens_total", "kind"),
+            unit="cps",
+            is_stacked=True,
+        ),
+        Panel(
+            "Step time by phase",
+            "Where the trainer's time goes.",
+            mean_seconds("slipstream_trainer_step_duration_seconds"),
+            unit="s",
+            is_stacked=True,
+        ),
+        Panel(
+            "What the trainer waits for",
+            "Part of its time without work. Mostly `no_data`: the rollouts are the bottleneck. Mostly none: "
+            "the trainer is. On a GPU also its model FLOPs utilization.",
+            rate("slipstream_trainer_idle_seconds_total", "reason")
+            + each(FLOPs_utilization="slipstream_trainer_mfu_ratio"),
+            unit="percentunit",
+        ),
+        Panel(
+            "Memory",
+            "Of each process, and the peak of the trainer's GPU.",
+            [
+                (f"max by (pod) (process_resident_memory_bytes{{{RUN}}})", "{{pod}}"),
+                *each(GPU_peak="slipstream_trainer_gpu_memory_bytes"),
+            ],
+            unit="bytes",
+        ),
+        Panel(
+            "Checkpoints",
+            "Saved and failed ones, and the steps that a loss of the trainer would cost now.",
+            [
+                *total("slipstream_checkpoints_total", "run, outcome"),
+                (
+                    f"max by (run) (slipstream_run_step{{{RUN}}}) - "
+                    f"max by (run) (slipstream_checkpoint_last_success_step{{{RUN}}})",
+                    "{{run}} steps at risk",
+                ),
+            ],
+        ),
+        Panel(
+            "Checkpoint time by phase",
+            "Training waits for the snapshot only.",
+            mean_seconds("slipstream_checkpoint_duration_seconds"),
+            unit="s",
+            is_stacked=True,
+        ),
+        Panel(
+            "Room for checkpoints",
+            "What the volume takes yet, as it was behind the newest checkpoint, and what one takes.",
+            each(
+                free="slipstream_checkpoint_volume_free_bytes",
+                checkpoint="slipstream_checkpoint_size_bytes",
+            ),
+            unit="bytes",
+        ),
+    ],
+)
+
+STALENESS = Dashboard(
+    uid="slipstream-staleness",
+    title="Slipstream / Staleness and data flow",
+    panels=[
+        Panel(
+            "Staleness of trained samples",
+            "Weight versions between sampling and training, against the bound.",
+            newest("slipstream_run_staleness_versions", "stat")
+            + each(bound="slipstream_staleness_limit_versions"),
+        ),
+        Panel(
+            "Bound violations",
+            "Samples trained beyond the bound. Anything but 0 is a defect.",
+            total("slipstream_staleness_violations_total", "run"),
+            kind="stat",
+        ),
+        Panel(
+            "Groups by state",
+            "Where every issued prompt is; the ledger accounts for all of them.",
+            total("slipstream_prompts", "state"),
+            is_stacked=True,
+        ),
+        Panel(
+            "Finished groups, in batches",
+            "Batches that wait for the trainer: 0 starves it, more than the bound goes stale.",
+            [
+                (
+                    f'sum by (run) (slipstream_prompts{{{RUN},state="ready"}}) / '
+                    f"max by (run) (slipstream_run_batch_prompts{{{RUN}}})",
+                    "{{run}}",
+                )
+            ],
+        ),
+        Panel(
+            "Groups by outcome",
+            "Groups per second that rollouts published, or why not.",
+            rate("slipstream_rollout_groups_total", "outcome"),
+            unit="cps",
+        ),
+        Panel(
+            "Weight versions in one response",
+            "Mean number of versions that a response was sampled under; above 1 with partial rollouts.",
+            mean("slipstream_rollout_segments", "versions"),
+        ),
+        Panel(
+            "Response length",
+            "Tokens of finished responses. Growing length slows everything and raises staleness.",
+            quantiles("slipstream_rollout_response_tokens", (0.5, 0.95, 0.99)),
+        ),
+        Panel(
+            "How responses end",
+            "A growing part that ends by length is truncated.",
+            rate("slipstream_rollout_samples_total", "finish_reason"),
+            unit="cps",
+            is_stacked=True,
+        ),
+    ],
+)

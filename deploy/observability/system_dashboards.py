@@ -1,0 +1,172 @@
+"""Dashboards of what runs share: the way of weights, workers, queue and API."""
+
+from deploy.observability.panels import Dashboard, Panel
+from deploy.observability.queries import (
+    RATE,
+    RUN,
+    each,
+    mean_seconds,
+    newest,
+    quantiles,
+    rate,
+    total,
+)
+
+_SYNC = "slipstream_weight_sync_duration_seconds"
+_TOTAL = f'{RUN},phase="total"'
+
+WEIGHT_SYNC = Dashboard(
+    uid="slipstream-weight-sync",
+    title="Slipstream / Weight sync",
+    panels=[
+        Panel(
+            "Sync latency",
+            "Time from a finished step until every rollout serves its weights.",
+            quantiles(_SYNC, (0.5, 0.95), by="run", matcher=_TOTAL),
+            unit="s",
+        ),
+        Panel(
+            "Sync latency by phase",
+            "Mean time of each phase.",
+            mean_seconds(_SYNC),
+            unit="s",
+            is_stacked=True,
+        ),
+        Panel(
+            "Syncs under 300 ms",
+            "Part of all syncs.",
+            [
+                (
+                    f'sum by (run) ({_SYNC}_bucket{{{_TOTAL},le="0.3"}}) / '
+                    f"sum by (run) ({_SYNC}_count{{{_TOTAL}}})",
+                    "{{run}}",
+                )
+            ],
+            unit="percentunit",
+            kind="stat",
+        ),
+        Panel(
+            "Bandwidth",
+            "Bytes of weights per second of transfer, as one receiver sees it.",
+            [
+                (
+                    f"sum by (run) (rate(slipstream_weight_sync_bytes_total{{{RUN}}}[{RATE}])) / "
+                    f'sum by (run) (rate({_SYNC}_sum{{{RUN},phase="transfer"}}[{RATE}]))',
+                    "{{run}}",
+                )
+            ],
+            unit="Bps",
+        ),
+        Panel(
+            "Versions",
+            "The trainer's version, and what each rollout serves.",
+            [
+                *each(trainer="slipstream_trainer_weight_version"),
+                (f"max by (run, pod) (slipstream_rollout_weight_version{{{RUN}}})", "{{pod}}"),
+            ],
+        ),
+        Panel(
+            "Pause of generation",
+            "Time without tokens per weight update, and the whole time to adopt one.",
+            quantiles("slipstream_rollout_adopt_stall_seconds", (0.95,), legend="pause")
+            + quantiles("slipstream_rollout_adopt_seconds", (0.95,), legend="adoption"),
+            unit="s",
+        ),
+        Panel(
+            "Tries",
+            "Published versions, and tries that failed, by reason; one that goes on failing stops the run.",
+            total("slipstream_weight_syncs_total", "run, outcome"),
+        ),
+        Panel(
+            "Members",
+            "Trainer ranks and rollouts that take part; it falls when one is lost.",
+            newest("slipstream_weight_sync_group_size"),
+        ),
+    ],
+)
+
+FLEET = Dashboard(
+    uid="slipstream-fleet",
+    title="Slipstream / Fleet and data plane",
+    panels=[
+        Panel(
+            "Runs by state",
+            "All runs that are active or ended lately.",
+            [("sum by (state) (slipstream_runs)", "{{state}}")],
+            is_stacked=True,
+        ),
+        Panel(
+            "Workers",
+            "Registered workers by role and state.",
+            total("slipstream_run_workers", "role, state"),
+            is_stacked=True,
+        ),
+        Panel(
+            "Samples in the engines",
+            "Decoded now, and waiting for room.",
+            [
+                (f"sum(slipstream_rollout_running_samples{{{RUN}}})", "running"),
+                (f"sum(slipstream_rollout_waiting_samples{{{RUN}}})", "waiting"),
+            ],
+        ),
+        Panel(
+            "KV cache in use",
+            "Fullest engine of each run.",
+            newest("slipstream_rollout_kv_used_ratio"),
+            unit="percentunit",
+        ),
+        Panel(
+            "Reward time",
+            "Time of one reward, waiting included.",
+            quantiles("slipstream_rollout_reward_seconds", (0.95,)),
+            unit="s",
+        ),
+        Panel(
+            "Transferqueue traffic",
+            "Bytes of samples in and out.",
+            rate("slipstream_tq_bytes_total", "direction", matcher=""),
+            unit="Bps",
+        ),
+        Panel(
+            "Transferqueue latency",
+            "99th percentile by operation.",
+            quantiles("slipstream_tq_op_duration_seconds", (0.99,), by="op", matcher=""),
+            unit="s",
+        ),
+        Panel(
+            "Transferqueue shards",
+            "Shards that the index hears of. When one is lost, its samples are generated again.",
+            [("max(slipstream_tq_shards)", "shards")],
+        ),
+        Panel(
+            "Transferqueue fill",
+            "Part of each shard's memory in use. Full makes producers wait.",
+            [("slipstream_tq_stored_bytes / slipstream_tq_capacity_bytes", "{{pod}}")],
+            unit="percentunit",
+        ),
+        Panel(
+            "Hand-out",
+            "From the moment a group may start to its rollout having taken it.",
+            quantiles("slipstream_dispatch_duration_seconds", (0.5, 0.99)),
+            unit="s",
+        ),
+        Panel(
+            "API answers",
+            "Answers of the REST API per second, by code; 5xx are its faults or those of what it asks.",
+            rate("slipstream_http_request_duration_seconds_count", "code", matcher=""),
+            unit="reqps",
+        ),
+        Panel(
+            "API latency",
+            "95th percentile by route of the time until an answer begins.",
+            quantiles("slipstream_http_request_duration_seconds", (0.95,), by="route", matcher=""),
+            unit="s",
+        ),
+        Panel(
+            "Control messages",
+            "95th percentile of the size of gRPC messages by method; tensors travel elsewhere.",
+            quantiles("slipstream_grpc_message_bytes", (0.95,), by="method", matcher=""),
+            unit="bytes",
+        ),
+    ],
+)
