@@ -1,6 +1,7 @@
 """How large the messages of the control plane are, by method and direction."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import cache
 from typing import Any
 
 import grpc
@@ -16,12 +17,17 @@ MESSAGE_BYTES = Histogram(
 
 def sent(method: str, message: Any) -> None:
     """Record a message that this process sent."""
-    MESSAGE_BYTES.labels(method, "sent").observe(message.ByteSize())
+    _sizes(method, "sent").observe(message.ByteSize())
 
 
 def received(method: str, message: Any) -> None:
     """Record a message that this process received."""
-    MESSAGE_BYTES.labels(method, "received").observe(message.ByteSize())
+    _sizes(method, "received").observe(message.ByteSize())
+
+
+@cache
+def _sizes(method: str, direction: str) -> Histogram:
+    return MESSAGE_BYTES.labels(method, direction)
 
 
 class MeasuredStreams(grpc.aio.UnaryStreamClientInterceptor):

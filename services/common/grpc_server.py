@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 # KVBatchMeta of 100,000 samples is about 10 MiB; nothing on this plane is larger.
 MAX_MESSAGE_BYTES = 64 << 20
 STOP_GRACE_S = 1.0
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+_Check = Callable[[str, Any, _Context], None]
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -87,32 +90,30 @@ class _Edge(grpc.aio.ServerInterceptor):
     def __init__(self, identity: Identity, open_service: str) -> None:
         self._identity = identity
         self._open_prefix = f"/{open_service}/"
+        self._guarded: dict[str, Any] = {}
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        handler: Any = await continuation(handler_call_details)
-        if handler is None:
-            return handler
         method = handler_call_details.method
-        if handler.request_streaming:
+        # Made once for each method, as services may have thousands of calls a second.
+        guarded = self._guarded.get(method)
+        if guarded is not None:
+            return guarded
+        handler: Any = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming:
             return handler
+        guarded = self._guarded[method] = self._guard(handler, method)
+        return guarded
 
-        authorization = _header(handler_call_details, "authorization")
-        trace = tracing.parse(_header(handler_call_details, "traceparent"))
-
-        def check(request: Any) -> None:
-            grpc_metrics.received(method, request)
-            if not method.startswith(self._open_prefix):
-                admit(self._identity, method, request, authorization)
-
+    def _guard(self, handler: Any, method: str) -> Any:
         if handler.response_streaming:
-            wrapped = _guard_stream(handler.unary_stream, method, check)
+            wrapped = _guard_stream(handler.unary_stream, method, self._check)
             factory: Any = grpc.unary_stream_rpc_method_handler
         else:
-            wrapped = _guard_unary(handler.unary_unary, method, check, trace)
+            wrapped = _guard_unary(handler.unary_unary, method, self._check)
             factory = grpc.unary_unary_rpc_method_handler
         return factory(
             wrapped,
@@ -120,21 +121,25 @@ class _Edge(grpc.aio.ServerInterceptor):
             response_serializer=handler.response_serializer,
         )
 
+    def _check(self, method: str, request: Any, context: _Context) -> None:
+        """See that the caller may make the request."""
+        grpc_metrics.received(method, request)
+        if not method.startswith(self._open_prefix):
+            admit(self._identity, method, request, _header(context, "authorization"))
 
-def _header(details: grpc.HandlerCallDetails, name: str) -> str:
-    for key, value in details.invocation_metadata or ():
+
+def _header(context: _Context, name: str) -> str:
+    for key, value in context.invocation_metadata() or ():
         if key == name:
             return value if isinstance(value, str) else value.decode("latin-1")
     return ""
 
 
-def _guard_unary(
-    behavior: Any, method: str, check: Callable[[Any], None], trace: tracing.Trace | None
-) -> Any:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        with tracing.within(trace):
+def _guard_unary(behavior: Any, method: str, check: _Check) -> Any:
+    async def guarded(request: Any, context: _Context) -> Any:
+        with tracing.within(tracing.parse(_header(context, "traceparent"))):
             try:
-                check(request)
+                check(method, request, context)
                 response = await behavior(request, context)
                 grpc_metrics.sent(method, response)
                 return response
@@ -146,10 +151,10 @@ def _guard_unary(
     return guarded
 
 
-def _guard_stream(behavior: Any, method: str, check: Callable[[Any], None]) -> Any:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+def _guard_stream(behavior: Any, method: str, check: _Check) -> Any:
+    async def guarded(request: Any, context: _Context) -> Any:
         try:
-            check(request)
+            check(method, request, context)
             async for response in behavior(request, context):
                 grpc_metrics.sent(method, response)
                 yield response
@@ -171,6 +176,6 @@ def _unforeseen(error: Exception, method: str) -> InternalError:
     )
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: ServiceError) -> None:
+async def _abort(context: _Context, error: ServiceError) -> None:
     status = to_status(error)
     await context.abort(status.code, status.details, status.trailing_metadata)
