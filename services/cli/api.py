@@ -26,6 +26,7 @@ from services.controller.api.models import (
     LogLine,
     MetricPage,
     MetricPoint,
+    PauseOptions,
     QuotaView,
     RunPage,
     RunPatch,
@@ -79,14 +80,21 @@ class Api:
     ) -> None:
         await self._http.aclose()
 
-    async def submit(self, spec: Mapping[str, Any], *, priority: int = 0) -> RunView:
-        """Submit a run."""
+    async def submit(
+        self,
+        spec: Mapping[str, Any],
+        *,
+        priority: int = 0,
+        labels: Mapping[str, str] | None = None,
+    ) -> RunView:
+        """Submit a run; those with a higher priority start first."""
+        pairs = [f"{key}={value}" for key, value in (labels or {}).items()]
         return await self._model(
             RunView,
             "POST",
             "/v1/runs",
             json=dict(spec),
-            params={"priority": priority},
+            params={"priority": priority, "label": pairs},
             headers={"Idempotency-Key": uuid.uuid4().hex},
         )
 
@@ -141,9 +149,10 @@ class Api:
         path = f"/v1/runs/{run_id}/cancel"
         return await self._model(RunView, "POST", path, json=options.model_dump(mode="json"))
 
-    async def pause(self, run_id: str) -> RunView:
-        """Finish the current step, save a checkpoint and stop the workers."""
-        return await self._model(RunView, "POST", f"/v1/runs/{run_id}/pause")
+    async def pause(self, run_id: str, *, checkpoint: bool = True) -> RunView:
+        """Finish the current step, save a checkpoint if it is wanted, and stop the workers."""
+        options = PauseOptions(checkpoint=checkpoint).model_dump(mode="json")
+        return await self._model(RunView, "POST", f"/v1/runs/{run_id}/pause", json=options)
 
     async def resume(self, run_id: str) -> RunView:
         """Queue a paused run again."""

@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from services.cli.api import Api
@@ -23,10 +24,11 @@ def add_look_commands(app: typer.Typer) -> None:
 
 def list_(
     state: Annotated[str, typer.Option(help="Only runs in this state.")] = "",
+    label: Annotated[str, typer.Option(help="Only runs with this label, such as team=blue.")] = "",
     url: Url = None,
 ) -> None:
     """List runs, newest first."""
-    page = call_api(url, lambda api: api.list_runs(state=state.upper()))
+    page = call_api(url, lambda api: api.list_runs(state=state.upper(), label=label))
     table = Table("id", "name", "state", "step", "held-out", "age", box=None, pad_edge=False)
     table.columns[0].no_wrap = True
     for run in page.items:
@@ -65,6 +67,7 @@ def get(
     for name, value in facts.items():
         table.add_row(name, value)
     console.print(table, highlight=False)
+    console.print(_conditions(run), highlight=False)
     if run.message:
         console.print(f"\n{run.message}", highlight=False, markup=False)
 
@@ -146,6 +149,15 @@ def workers(run_id: RunId, url: Url = None) -> None:
         version = str(worker.weight_version) if worker.weight_version >= 0 else "-"
         table.add_row(worker.worker_id, worker.state, version, worker.activity)
     console.print(table, highlight=False)
+
+
+def _conditions(run: RunView) -> Table:
+    table = Table("\ncondition", "\nis", "\nfor", "\nwhy", box=None, pad_edge=False)
+    for condition in run.conditions:
+        why = escape(f"{condition.reason}: {condition.message}".removesuffix(": "))
+        since = _age(condition.last_transition_time)
+        table.add_row(condition.type, condition.status.lower(), since, why)
+    return table
 
 
 def _print_event(event: EventView) -> None:

@@ -83,15 +83,34 @@ def up(state_directory: StateDirectory = DEFAULT_STATE, port: Port = 8700) -> No
 
 
 @app.command()
-def submit(spec: SpecPath, overrides: Overrides = None, url: Url = None) -> None:
+def submit(
+    spec: SpecPath,
+    overrides: Overrides = None,
+    label: Annotated[
+        list[str] | None, typer.Option(help="Label, such as team=blue. May be repeated.")
+    ] = None,
+    priority: Annotated[
+        int, typer.Option(help="Runs with a higher one start first.", min=-1000, max=1000)
+    ] = 0,
+    url: Url = None,
+) -> None:
     """Submit a run and print its id."""
-    loaded = _load(spec, overrides)
-    created = call_api(url, lambda api: api.submit(loaded.model_dump(mode="json")))
+    loaded, labels = _load(spec, overrides), _labels(label or [])
+    created = call_api(
+        url,
+        lambda api: api.submit(loaded.model_dump(mode="json"), priority=priority, labels=labels),
+    )
     sys.stdout.write(f"{created.id}\n")
 
 
 add_run_commands(app)
 add_look_commands(app)
+
+
+def _labels(pairs: list[str]) -> dict[str, str]:
+    if wrong := [pair for pair in pairs if "=" not in pair]:
+        raise typer.BadParameter(f"--label {wrong[0]}: expected KEY=VALUE, such as team=blue")
+    return dict(pair.split("=", 1) for pair in pairs)
 
 
 def _load(path: Path, overrides: list[str] | None) -> RunSpec:

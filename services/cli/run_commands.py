@@ -55,9 +55,15 @@ def cancel(
     )
 
 
-def pause(run_id: RunId, url: Url = None) -> None:
+def pause(
+    run_id: RunId,
+    checkpoint: Annotated[
+        bool, typer.Option(help="Save a checkpoint; otherwise it goes on from the one before.")
+    ] = True,
+    url: Url = None,
+) -> None:
     """Finish the current step, save a checkpoint and stop the run's workers."""
-    _say(call_api(url, lambda api: api.pause(run_id)))
+    _say(call_api(url, lambda api: api.pause(run_id, checkpoint=checkpoint)))
 
 
 def resume(run_id: RunId, url: Url = None) -> None:

@@ -32,9 +32,10 @@ from services.controller.audit import RunAudit
 from services.controller.launch.choice import open_launcher
 from services.controller.logs import RunLogs
 from services.controller.membership import Membership
-from services.controller.quotas import QuotaDefaults
+from services.controller.quotas import Limits
 from services.controller.rendezvous import RendezvousStore
 from services.controller.rendezvous_server import RendezvousServicer
+from services.controller.run.driver import Services
 from services.controller.run_collector import RunCollector
 from services.controller.runs import RunManager
 from services.controller.server import MembershipServicer
@@ -76,15 +77,17 @@ async def run_controller(settings: ControllerSettings) -> None:
         stack.callback(REGISTRY.unregister, runs)
         rendezvous = RendezvousStore()
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        queue = TransferQueueClient(channel)
         manager = RunManager(
             database=database,
             membership=membership,
-            queue=TransferQueueClient(channel),
-            clock=clock,
+            queue=queue,
             tasks=tasks,
-            heartbeat_timeout_s=settings.heartbeat_timeout_s,
-            defaults=QuotaDefaults(
-                max_active_runs=settings.max_active_runs, max_queued_runs=settings.max_queued_runs
+            defaults=Limits(
+                max_active_runs=settings.max_active_runs,
+                max_queued_runs=settings.max_queued_runs,
+                max_gpus=settings.max_gpus,
+                max_transferqueue_bytes=settings.max_transferqueue_bytes,
             ),
             allowed_roots=settings.allowed_roots,
         )
@@ -106,8 +109,14 @@ async def run_controller(settings: ControllerSettings) -> None:
             serve(settings.bind, register, open_service=_RUN_SERVICE)
         )
         address = f"{settings.advertise_host}:{port}"
-        manager.launcher = await stack.enter_async_context(
-            open_launcher(settings, address, manager=manager, tasks=tasks)
+        manager.drivers.services = Services(
+            membership=membership,
+            launcher=await stack.enter_async_context(
+                open_launcher(settings, address, manager=manager, tasks=tasks)
+            ),
+            queue=queue,
+            clock=clock,
+            heartbeat_timeout_s=settings.heartbeat_timeout_s,
         )
         stack.push_async_callback(manager.close, leave=settings.leave_runs)
         await manager.start()

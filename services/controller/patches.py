@@ -7,6 +7,7 @@ from services.common.spec.loader import canonical_json, parse_spec, spec_digest
 from services.common.spec.run import RunSpec
 from services.controller.api.models import RunPatch
 from services.controller.store.records import Run
+from services.controller.store.rows import queue_deadline
 
 
 def merged(document: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -52,4 +53,6 @@ def columns_of(patch: RunPatch, spec: RunSpec | None) -> dict[str, Any]:
         values["priority"] = patch.priority
     if spec is not None:
         values |= {"spec_json": canonical_json(spec), "spec_digest": spec_digest(spec)}
+        if "queue_timeout_s" in (patch.limits or {}):
+            values["queue_deadline"] = queue_deadline(values["spec_json"])
     return values

@@ -1,32 +1,32 @@
-"""Runs and their life: created, queued, driven each by a driver, ended, always with a stated reason."""
+"""Runs and their life as users command it: created, queued, changed, held, ended, forgotten."""
 
 import asyncio
-import logging
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from services.common.clock import Clock
-from services.common.errors import UnavailableError
+import sqlalchemy as sa
+
 from services.common.ids import new_run_id
 from services.common.spec.loader import canonical_json, parse_spec, spec_digest
 from services.controller import quotas
+from services.controller.admission import admit
 from services.controller.api.event_feed import EventFeed
-from services.controller.api.models import CancelOptions, ForkRequest, RunPatch
+from services.controller.api.models import CancelOptions, ForkRequest, PauseOptions, RunPatch
 from services.controller.archive import CheckpointArchive
-from services.controller.client import GroupFailure
+from services.controller.drivers import Drivers
 from services.controller.forks import fork_of
-from services.controller.launch.launcher import Launcher, WorkerExit
 from services.controller.membership import Membership, Worker
 from services.controller.patches import columns_of, patched_spec
-from services.controller.quotas import Quota, QuotaDefaults
-from services.controller.run.driver import RunDriver, Services
-from services.controller.run.journal import Journal
+from services.controller.quotas import Limits, Quota
+from services.controller.run.assembly import forget_samples
 from services.controller.run.run_state import RunEvent, RunState
 from services.controller.spec_policy import SpecPolicy
 from services.controller.store.database import Database
 from services.controller.store.records import (
+    Event,
     NewRun,
-    Note,
     RequestKey,
     Run,
     RunFilter,
@@ -35,20 +35,16 @@ from services.controller.store.records import (
 from services.controller.store.runs import InvalidTransitionError, RunStore, Work
 from services.transferqueue.client import TransferQueueClient
 
-logger = logging.getLogger(__name__)
-
 
 class RunManager:
-    """Creates, queues, drives and ends runs.
+    """Creates, queues, changes and ends runs.
 
     Args:
         database: Durable state.
         membership: Where workers register.
         queue: The transferqueue.
-        clock: For stalls.
-        tasks: Owns the drivers of the runs.
-        heartbeat_timeout_s: A worker silent for longer counts as lost.
-        defaults: Quota of projects without their own.
+        tasks: Owns what goes on in the background.
+        defaults: Limits of projects without their own.
         allowed_roots: Folders that specifications may name files in; none allows all.
     """
 
@@ -58,32 +54,29 @@ class RunManager:
         database: Database,
         membership: Membership,
         queue: TransferQueueClient,
-        clock: Clock,
         tasks: asyncio.TaskGroup,
-        heartbeat_timeout_s: float,
-        defaults: QuotaDefaults,
+        defaults: Limits,
         allowed_roots: Sequence[Path] = (),
     ) -> None:
         self._database = database
         self._store = RunStore(database)
         self._membership = membership
         self._queue = queue
-        self._clock = clock
         self._tasks = tasks
-        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._defaults = defaults
         self.policy = SpecPolicy(allowed_roots, self.get)
         """What specifications may name."""
-        self._drivers: dict[str, RunDriver] = {}
         self._admission = asyncio.Lock()
-        self._is_closing = False
+        self._is_driving = False
+        self._alarm: asyncio.TimerHandle | None = None
         self.feed = EventFeed(database, self._store)
         """Events of all runs."""
-        self.checkpoints = CheckpointArchive(
-            database, lambda event, project: self.feed.publish(event, project=project)
-        )
+        self.checkpoints = CheckpointArchive(database, self._publish)
         """Checkpoints of all runs."""
-        self.launcher: Launcher
+        self.drivers = Drivers(
+            self._store, tasks, apply=self._apply, on_event=self._publish, on_end=self._admit
+        )
+        """What drives active runs."""
 
     async def recover(self) -> None:
         """Expect the workers of runs that an earlier controller process drove."""
@@ -93,9 +86,10 @@ class RunManager:
 
     async def start(self) -> None:
         """Drive what an earlier controller process drove, and what is queued."""
+        self._is_driving = True
         for run in await self._database.run(self._store.unfinished):
             if run.state not in (RunState.QUEUED, RunState.PAUSED):
-                self._drive(run)
+                self.drivers.drive(run)
         await self._admit()
 
     async def create(self, submission: Submission) -> tuple[Run, bool]:
@@ -106,6 +100,7 @@ class RunManager:
 
         Raises:
             QuotaExceededError: If the project has too many queued runs.
+            QuotaTooSmallError: If the run alone needs more than its project may use.
             SpecError: If this installation does not allow it.
         """
         spec = submission.spec
@@ -143,12 +138,14 @@ class RunManager:
             self._store.create,
             new,
             request=request,
-            check=lambda found: quotas.check_room(found, new.project, self._defaults),
+            check=lambda found: quotas.check_submit(
+                found, new.project, new.spec_json, self._defaults
+            ),
             also=also,
         )
         if is_new:
             for event in await self.feed.page(run.run_id, after_seq=0, limit=1):
-                self.feed.publish(event, project=run.project)
+                self._publish(event, run.project)
             await self._admit()
             run = await self.get(run.run_id)
         return run, is_new
@@ -173,16 +170,25 @@ class RunManager:
         Raises:
             StaleRevisionError: If the run's revision is not ``revision``.
             SpecError: If the specification would break a rule.
+            QuotaExceededError: If it would need more than its project may use.
         """
         spec = patched_spec(await self.get(run_id), patch)
+        values = columns_of(patch, spec)
+
+        def check(connection: sa.Connection, run: Run) -> None:
+            if spec is not None:
+                quotas.check_change(connection, run, values["spec_json"], self._defaults)
+
         run = await self._database.run(
             self._store.patch,
             run_id,
             revision=revision,
-            values=columns_of(patch, spec),
+            values=values,
+            changed=sorted(patch.model_dump(exclude_none=True)),
+            check=check,
             actor=actor,
         )
-        if spec is not None and (driver := self._drivers.get(run_id)) is not None:
+        if spec is not None and (driver := self.drivers.find(run_id)) is not None:
             driver.change(spec)
         await self._admit()
         return run
@@ -205,20 +211,25 @@ class RunManager:
         run = await self.get(run_id)
         if run.state is RunState.CANCELLED:
             return run
+        before = run
         if run.state is not RunState.CANCELLING:
             run = await self._apply(run_id, RunEvent.CANCEL, "CancelledByUser", actor=actor)
-        driver = self._drivers.get(run_id)
-        if driver is not None:
+        if (driver := self.drivers.find(run_id)) is not None:
             driver.end(grace_s=options.grace_seconds, saves=options.save_checkpoint)
         elif run.state is RunState.CANCELLING:
-            self._drive(run)
+            self.drivers.drive(run)
+        else:
+            self._leave_queue(before)
         return run
 
-    async def pause(self, run_id: str, *, actor: str = "") -> Run:
-        """Finish the current step, save a checkpoint and stop the workers."""
+    async def pause(
+        self, run_id: str, options: PauseOptions | None = None, *, actor: str = ""
+    ) -> Run:
+        """Finish the current step, save a checkpoint if it is wanted, and stop the workers."""
+        options = options or PauseOptions()
         run = await self._apply(run_id, RunEvent.PAUSE, "PausedByUser", actor=actor)
-        if (driver := self._drivers.get(run_id)) is not None:
-            driver.pause()
+        if (driver := self.drivers.find(run_id)) is not None:
+            driver.pause(saves=options.checkpoint)
         return run
 
     async def resume(self, run_id: str, *, actor: str = "") -> Run:
@@ -226,24 +237,6 @@ class RunManager:
         await self._apply(run_id, RunEvent.RESUME, "ResumedByUser", actor=actor)
         await self._admit()
         return await self.get(run_id)
-
-    def running(self, run: Run) -> RunDriver:
-        """The driver of a run that trains.
-
-        Raises:
-            InvalidTransitionError: If it does not train now.
-        """
-        driver = self._drivers.get(run.run_id)
-        if driver is None or run.state is not RunState.RUNNING:
-            raise InvalidTransitionError(
-                f"run {run.run_id} is {run.state}; this needs a RUNNING one", run_id=run.run_id
-            )
-        return driver
-
-    def activities(self, run_id: str) -> list[str]:
-        """What a run is doing now."""
-        driver = self._drivers.get(run_id)
-        return driver.activities() if driver is not None else []
 
     async def is_ended(self, run_id: str) -> bool:
         """Whether a run has ended."""
@@ -253,30 +246,6 @@ class RunManager:
         """Registered workers of a run, by name."""
         return self._membership.workers(run_id)
 
-    async def report_failures(self, run_id: str, failures: Sequence[GroupFailure]) -> None:
-        """Take in groups that brought no samples."""
-        driver = self._drivers.get(run_id)
-        if driver is not None:
-            await driver.report_failures(failures)
-        elif not (await self.get(run_id)).is_terminal:
-            raise UnavailableError("the run is being restored; report again")
-
-    def worker_exited(self, exit_: WorkerExit) -> None:
-        """A worker ended by itself."""
-        if (driver := self._drivers.get(exit_.run_id)) is not None:
-            driver.worker_exited(exit_)
-
-    def worker_replaced(self, run_id: str, worker_id: str) -> None:
-        """Another process registered in a worker's place."""
-        if (driver := self._drivers.get(run_id)) is not None:
-            driver.worker_lost(worker_id, f"{worker_id} was started again", is_replaced=True)
-
-    def worker_pending(self, run_id: str, reason: str, message: str) -> None:
-        """A worker cannot start yet; the run shows why."""
-        note = Note("WorkerPending", f"{reason}: {message}", {"reason": reason})
-        if (driver := self._drivers.get(run_id)) is not None:
-            self._tasks.create_task(driver.note(note))
-
     async def close(self, *, leave: bool) -> None:
         """Stop driving.
 
@@ -284,64 +253,46 @@ class RunManager:
             leave: Whether runs go on without a controller until the next one comes; otherwise they are
                 cancelled, and their workers are gone when this returns.
         """
-        self._is_closing = True
-        tasks = [driver.task for driver in self._drivers.values() if driver.task is not None]
-        for run_id, driver in list(self._drivers.items()):
-            if leave:
-                driver.leave()
-                continue
-            try:
-                await self.cancel(run_id)
-            except InvalidTransitionError:
-                continue
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._is_driving = False
+        self._wake_at(None)
+        if leave:
+            self.drivers.leave()
+        else:
+            for run_id in self.drivers.driven():
+                with suppress(InvalidTransitionError):
+                    await self.cancel(run_id)
+        await self.drivers.wait()
 
     async def _admit(self) -> None:
         """Start queued runs that may start."""
-        if self._is_closing:
+        if not self._is_driving:
             return
-
         async with self._admission:
-            startable = await self._database.run(quotas.startable, self._database, self._defaults)
-            for run in startable:
-                if run.run_id not in self._drivers:
-                    await self._apply(run.run_id, RunEvent.ADMIT, "Admitted")
-                    self._drive(await self.get(run.run_id))
+            done = await self._database.run(
+                admit, self._store, self._defaults, busy=self.drivers.driven()
+            )
+            for event, project in done.told:
+                self._publish(event, project)
+            for run in done.started:
+                self.drivers.drive(run)
+            for run in done.expired:
+                self._leave_queue(run)
+            self._wake_at(done.next_deadline)
 
-    def _drive(self, run: Run) -> None:
-        driver = self._drivers[run.run_id] = RunDriver(
-            run.run_id,
-            parse_spec(run.spec_json),
-            Services(
-                membership=self._membership,
-                launcher=self.launcher,
-                queue=self._queue,
-                clock=self._clock,
-                heartbeat_timeout_s=self._heartbeat_timeout_s,
-            ),
-            journal=self._journal(run.run_id, run.project),
-            state=run.state,
-            move=lambda event, reason, message: self._move(run.run_id, event, reason, message),
-        )
-        driver.task = self._tasks.create_task(self._drive_to_end(run.run_id, driver))
+    def _wake_at(self, deadline: float | None) -> None:
+        """Look at the queue again when a run in it will have waited for too long."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+        if deadline is not None:
+            self._alarm = asyncio.get_running_loop().call_later(
+                max(deadline - time.time(), 0.0),
+                lambda: self._tasks.create_task(self._admit()),
+            )
 
-    async def _drive_to_end(self, run_id: str, driver: RunDriver) -> None:
-        try:
-            await driver.drive()
-        finally:
-            self._drivers.pop(run_id, None)
-        await self._admit()
-
-    def _journal(self, run_id: str, project: str) -> Journal:
-        return Journal(
-            run_id,
-            database=self._database,
-            store=self._store,
-            on_event=lambda event: self.feed.publish(event, project=project),
-        )
-
-    async def _move(self, run_id: str, event: RunEvent, reason: str, message: str) -> RunState:
-        return (await self._apply(run_id, event, reason, message)).state
+    def _leave_queue(self, run: Run) -> None:
+        """A queued run has ended: what it stored before it was paused is deleted."""
+        if run.state_reason != "Submitted":
+            self._tasks.create_task(forget_samples(self._queue, run.run_id))
 
     async def _apply(
         self, run_id: str, event: RunEvent, reason: str, message: str = "", *, actor: str = ""
@@ -349,5 +300,8 @@ class RunManager:
         run, told = await self._database.run(
             self._store.apply, run_id, event, reason=reason, message=message, actor=actor
         )
-        self.feed.publish(told, project=run.project)
+        self._publish(told, run.project)
         return run
+
+    def _publish(self, event: Event, project: str) -> None:
+        self.feed.publish(event, project=project)

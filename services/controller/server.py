@@ -71,7 +71,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
             )
         )
         if is_replaced:
-            self._manager.worker_replaced(request.run_id, request.worker_id)
+            self._manager.drivers.worker_replaced(request.run_id, request.worker_id)
         return membership_pb2.RegisterWorkerResponse(
             spec_json=run.spec_json,
             spec_digest=run.spec_digest,
@@ -111,5 +111,5 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
             )
             for failure in request.failures
         ]
-        await self._manager.report_failures(request.run_id, failures)
+        await self._manager.drivers.report_failures(request.run_id, failures)
         return membership_pb2.ReportGroupsResponse()

@@ -52,6 +52,12 @@ class ControllerSettings(KeySettings):
     """Runs of a project that may train at once, unless it has a quota of its own."""
     max_queued_runs: int = Field(1000, ge=1)
     """Runs of a project that may wait, unless it has a quota of its own."""
+    max_gpus: int = Field(0, ge=0)
+    """GPUs that the active runs of a project may take together, unless it has a quota of its own; 0 for no
+    bound. A worker on a host without GPUs counts as if it had them."""
+    max_transferqueue_bytes: int = Field(0, ge=0)
+    """Sum of ``transferqueue.quota_bytes`` of a project's active runs, unless it has a quota of its own; 0
+    for no bound."""
     allowed_roots: tuple[Path, ...] = ()
     """Folders, as workers see them, that a specification may name files in; none allows all."""
     insecure_dev: bool = False

@@ -66,6 +66,15 @@ class FakeController:
                 "prompts": {"issued": 40, "consumed": 30, "dropped": 10, "reasons": {"stale": 10}}
             },
             "spec": {"trainer": {"steps": 20}},
+            "conditions": [
+                {
+                    "type": "Placed",
+                    "status": "False",
+                    "reason": "Unschedulable",
+                    "message": "0/3 nodes have a GPU",
+                    "last_transition_time": "2026-01-01T00:00:00Z",
+                }
+            ],
         }
 
     async def events(self, after_seq: int) -> AsyncIterator[dict[str, Any]]:

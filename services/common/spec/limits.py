@@ -8,6 +8,9 @@ from services.common.spec.base import SpecPart
 class LimitsSpec(SpecPart):
     """Deadlines and restarts of a run."""
 
+    queue_timeout_s: float = Field(0.0, ge=0)
+    """Longest wait for a place in the project's quota, from the submission or from a resume on; the run fails
+    then. 0 waits for ever."""
     start_timeout_s: float = Field(600.0, gt=0)
     """Deadline for all workers to be ready, warm start included."""
     step_timeout_s: float = Field(1800.0, gt=0)

@@ -6,7 +6,7 @@ from typing import Annotated
 from fastapi import Depends, FastAPI, Header, Path, Response
 
 from services.controller.api.commands import Access, Authenticate, RunId
-from services.controller.api.models import CancelOptions, ForkRequest, RunView
+from services.controller.api.models import CancelOptions, ForkRequest, PauseOptions, RunView
 from services.controller.api.principals import Principal
 from services.controller.runs import RunManager
 from services.controller.store.records import RequestKey
@@ -38,11 +38,15 @@ def _add_life(
 
     @app.post("/v1/runs/{run_id}/pause")
     async def pause_run(
-        run_id: RunId, response: Response, who: Annotated[Principal, Depends(authenticate)]
+        run_id: RunId,
+        response: Response,
+        who: Annotated[Principal, Depends(authenticate)],
+        options: PauseOptions | None = None,
     ) -> RunView:
-        """Finish the current step, save a checkpoint and stop the workers."""
+        """Finish the current step, save a checkpoint if it is wanted, and stop the workers."""
         await access.run(who, run_id, "operator")
-        return access.view(await manager.pause(run_id, actor=who.name), response)
+        run = await manager.pause(run_id, options or PauseOptions(), actor=who.name)
+        return access.view(run, response)
 
     @app.post("/v1/runs/{run_id}/resume")
     async def resume_run(
@@ -58,7 +62,7 @@ def _add_life(
     ) -> RunView:
         """Evaluate the weights that are served now; event ``Validated`` tells of it."""
         run = await access.run(who, run_id, "operator")
-        await manager.running(run).evaluate_now()
+        await manager.drivers.running(run).evaluate_now()
         return access.view(run, response)
 
 
@@ -71,7 +75,7 @@ def _add_checkpoints(
     ) -> RunView:
         """Save a checkpoint at the end of the current step; event ``CheckpointSaved`` tells of it."""
         run = await access.run(who, run_id, "operator")
-        manager.running(run).save_soon()
+        manager.drivers.running(run).save_soon()
         response.headers["Location"] = f"/v1/runs/{run_id}/checkpoints"
         return access.view(run, response)
 

@@ -9,7 +9,16 @@ from fastapi import Depends, FastAPI, Header, Path, Query, Request, Response
 
 from services.common.errors import FailedPreconditionError, InvalidArgumentError
 from services.common.spec.loader import canonical_json, parse_spec, spec_digest
-from services.controller.api.models import RunPage, RunPatch, RunView, ValidatedView
+from services.common.spec.run import RunSpec
+from services.controller.api.models import (
+    LabelPair,
+    Priority,
+    RunPage,
+    RunPatch,
+    RunView,
+    SubmitOptions,
+    ValidatedView,
+)
 from services.controller.api.page_tokens import PageTokens
 from services.controller.api.principals import Principal, Role
 from services.controller.api.views import view_run
@@ -20,6 +29,21 @@ from services.controller.store.records import RequestKey, Run, RunFilter, Submis
 RunId = Annotated[str, Path(pattern="^run_[0-9a-f]{32}$")]
 IfMatch = Annotated[str, Header(json_schema_extra={"pattern": '^"[0-9]{1,18}"$'})]
 Authenticate = Callable[..., Awaitable[Principal]]
+
+
+def submission_of(
+    spec: RunSpec, options: SubmitOptions, who: Principal, *, scope: str, key: str
+) -> Submission:
+    """What a principal asks for; with a key the same request returns the same run."""
+    body = canonical_json(spec) + options.model_dump_json()
+    return Submission(
+        spec=spec,
+        project=who.project,
+        priority=options.priority,
+        labels=options.labels,
+        actor=who.name,
+        request=RequestKey.of(scope, key, body),
+    )
 
 
 class PreconditionRequiredError(FailedPreconditionError):
@@ -46,7 +70,7 @@ class Access:
 
     def view(self, run: Run, response: Response | None = None) -> RunView:
         """A run with what it is doing now."""
-        return view_run(run, response, activities=self._manager.activities(run.run_id))
+        return view_run(run, response, activities=self._manager.drivers.activities(run.run_id))
 
 
 def add_run_routes(app: FastAPI, manager: RunManager, authenticate: Authenticate) -> None:
@@ -71,10 +95,14 @@ def _add_collection(
         response: Response,
         who: Annotated[Principal, Depends(authenticate)],
         validate_only: bool = False,
-        priority: Annotated[int, Query(ge=-1000, le=1000)] = 0,
+        priority: Annotated[Priority, Query()] = 0,
+        label: Annotated[list[LabelPair], Query(max_length=32)] = [],  # noqa: B006
         idempotency_key: Annotated[str, Header(max_length=64, pattern=r"^[\x21-\x7e]*$")] = "",
     ) -> RunView | ValidatedView:
-        """Submit a run; the body is its specification. It starts when its turn comes."""
+        """Submit a run; the body is its specification. It starts when its turn comes.
+
+        Of several values of ``label`` with the same key the last one counts.
+        """
         document = await _json(request)
         if not isinstance(document, dict):
             raise InvalidArgumentError("the body must be a JSON object: the run's specification")
@@ -85,15 +113,11 @@ def _add_collection(
             manager.policy.check(spec)
             response.status_code = HTTPStatus.OK
             return ValidatedView(spec=spec.model_dump(mode="json"), spec_digest=spec_digest(spec))
+        labels = dict(pair.split("=", 1) for pair in label)
+        options = SubmitOptions(priority=priority, labels=labels)
         scope = f"{who.project}/{who.name} POST /v1/runs"
         run, is_new = await manager.create(
-            Submission(
-                spec=spec,
-                project=who.project,
-                priority=priority,
-                actor=who.name,
-                request=RequestKey.of(scope, idempotency_key, canonical_json(spec)),
-            )
+            submission_of(spec, options, who, scope=scope, key=idempotency_key)
         )
         if not is_new:
             response.status_code = HTTPStatus.OK

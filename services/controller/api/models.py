@@ -6,8 +6,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, WithJsonSchema
 
 from services.controller.api.principals import Role
+from services.controller.run.conditions import ConditionStatus, ConditionType
+from services.controller.run.run_state import Desired
 
-_LABEL = "^[a-z0-9]([a-z0-9._/-]{0,61}[a-z0-9])?$"
+_KEY = "[a-z0-9]([a-z0-9._/-]{0,61}[a-z0-9])?"
+_LABEL = f"^{_KEY}$"
+LabelPair = Annotated[str, Field(pattern=f"^{_KEY}=.{{0,63}}$")]
+"""``key=value``."""
 Labels = Annotated[
     dict[Annotated[str, Field(pattern=_LABEL)], Annotated[str, Field(max_length=63)]],
     Field(max_length=32),
@@ -23,6 +28,9 @@ Labels = Annotated[
 ]
 
 
+Priority = Annotated[int, Field(ge=-1000, le=1000)]
+
+
 class RunError(BaseModel):
     """Why a run failed."""
 
@@ -30,7 +38,25 @@ class RunError(BaseModel):
     """Stable; for programs."""
     category: Literal["USER", "SYSTEM", "INFRA"]
     """Who can do something: whoever wrote the specification, we, or whoever runs the machines."""
+    recoverable: bool
+    """Whether the same specification may succeed when it is submitted or forked again."""
     message: str
+    trace_id: str
+    """Trace of the step that was not finished: in log lines, and with a collector in spans."""
+
+
+class ConditionView(BaseModel):
+    """Whether something is true of a run, why, and since when."""
+
+    type: ConditionType
+    status: ConditionStatus
+    reason: str
+    """Stable; for programs."""
+    message: str
+    observed_generation: int
+    """Generation of the specification that this was seen under."""
+    last_transition_time: datetime
+    """When the status last changed."""
 
 
 class RunView(BaseModel):
@@ -39,6 +65,8 @@ class RunView(BaseModel):
     id: str
     project: str
     name: str
+    desired: Desired
+    """What users want of it; ``state`` gets there by itself."""
     state: str
     state_reason: str
     message: str
@@ -52,11 +80,14 @@ class RunView(BaseModel):
     spec_digest: str
     activities: list[str] = []
     """What it is doing now: TRAINING, SYNCING_WEIGHTS, VALIDATING, CHECKPOINTING, FINALIZING."""
+    conditions: list[ConditionView] = []
     error: RunError | None = None
     """Why it failed, if it did."""
     create_time: datetime
     update_time: datetime
     revision: int
+    generation: int
+    """Grows with each change of ``spec``."""
 
 
 class RunPage(BaseModel):
@@ -175,8 +206,14 @@ class QuotaView(BaseModel):
     project: str
     max_active_runs: int
     max_queued_runs: int
+    max_gpus: int
+    """GPUs that its active runs may take together; 0 for no bound."""
+    max_transferqueue_bytes: int
+    """Sum of ``transferqueue.quota_bytes`` of its active runs; 0 for no bound."""
     active_runs: int
     queued_runs: int
+    gpus: int
+    transferqueue_bytes: int
 
 
 class VersionView(BaseModel):
@@ -191,7 +228,7 @@ class RunPatch(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     labels: Labels | None = None
-    priority: int | None = Field(None, ge=-1000, le=1000)
+    priority: Priority | None = None
     limits: dict[str, Any] | None = None
     """Keys of ``limits`` in the specification."""
     validation_every: int | None = Field(None, ge=0, le=1 << 31)
@@ -200,6 +237,23 @@ class RunPatch(BaseModel):
     """``trainer.checkpoint.every`` from the next step on."""
     rollout_replicas: int | None = Field(None, ge=1, le=4096)
     """``rollout.replicas``: more are taken in once they have loaded, fewer at once; the run goes on."""
+
+
+class SubmitOptions(BaseModel):
+    """What is said of a run beside its specification."""
+
+    priority: Priority = 0
+    """Runs with a higher one start first."""
+    labels: Labels = {}
+
+
+class PauseOptions(BaseModel):
+    """How a run is held."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    checkpoint: StrictBool = True
+    """Whether a checkpoint is saved behind the step; otherwise the run goes on from the one before."""
 
 
 class CancelOptions(BaseModel):

@@ -19,7 +19,7 @@ from services.controller.api.models import (
     VersionView,
 )
 from services.controller.api.principals import Principal
-from services.controller.api.views import view_checkpoint, view_event, view_worker
+from services.controller.api.views import view_checkpoint, view_event, view_quota, view_worker
 from services.controller.audit import RunAudit
 from services.controller.logs import RunLogs
 from services.controller.runs import RunManager
@@ -137,8 +137,7 @@ def _add_facts(
     @app.get("/v1/quota")
     async def get_quota(who: Annotated[Principal, Depends(authenticate)]) -> QuotaView:
         """What the project may use, and uses."""
-        quota = await manager.quota(who.project)
-        return QuotaView.model_validate(quota, from_attributes=True)
+        return view_quota(await manager.quota(who.project))
 
     @app.get("/v1/version")
     async def get_version(who: Annotated[Principal, Depends(authenticate)]) -> VersionView:

@@ -10,8 +10,14 @@ from pydantic import BaseModel, ValidationError
 
 from services.common.errors import InvalidArgumentError
 from services.common.spec.loader import SpecError, canonical_json, parse_spec, spec_digest
-from services.controller.api.commands import Access
-from services.controller.api.models import CancelOptions, ForkRequest, RunPatch
+from services.controller.api.commands import Access, submission_of
+from services.controller.api.models import (
+    CancelOptions,
+    ForkRequest,
+    PauseOptions,
+    RunPatch,
+    SubmitOptions,
+)
 from services.controller.api.page_tokens import PageTokens
 from services.controller.api.principals import DEVELOPER, Authenticator, Principal, Role
 from services.controller.api.rpc_messages import (
@@ -27,7 +33,7 @@ from services.controller.audit import RunAudit
 from services.controller.logs import RunLogs
 from services.controller.run.run_state import RunState
 from services.controller.runs import RunManager
-from services.controller.store.records import RequestKey, Run, RunFilter, Submission
+from services.controller.store.records import RequestKey, Run, RunFilter
 from slipstream.controller.v1 import run_pb2 as pb
 from slipstream.controller.v1 import run_pb2_grpc
 
@@ -67,14 +73,10 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):  # methods are named by the 
         who.demand_submit(spec)
         if request.validate_only:
             return pb.Run(spec_json=canonical_json(spec), spec_digest=spec_digest(spec))
+        with _refusals():
+            options = SubmitOptions(priority=request.priority, labels=dict(request.labels))
         scope = f"{who.project}/{who.name} CreateRun"
-        submission = Submission(
-            spec=spec,
-            project=who.project,
-            priority=request.priority,
-            actor=who.name,
-            request=RequestKey.of(scope, request.request_id, canonical_json(spec)),
-        )
+        submission = submission_of(spec, options, who, scope=scope, key=request.request_id)
         run, _ = await self._manager.create(submission)
         return self._message(run)
 
@@ -140,9 +142,10 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):  # methods are named by the 
         return self._message(await self._manager.cancel(run.run_id, options, actor=who.name))
 
     async def PauseRun(self, request: pb.PauseRunRequest, context: _Context) -> pb.Run:  # noqa: N802
-        """Finish the current step, save a checkpoint and stop the workers."""
+        """Finish the current step, save a checkpoint if it is wanted, and stop the workers."""
         run, who = await self._operated(request, context)
-        return self._message(await self._manager.pause(run.run_id, actor=who.name))
+        options = PauseOptions(checkpoint=not request.skip_checkpoint)
+        return self._message(await self._manager.pause(run.run_id, options, actor=who.name))
 
     async def ResumeRun(self, request: pb.ResumeRunRequest, context: _Context) -> pb.Run:  # noqa: N802
         """Queue a paused run again."""
@@ -152,13 +155,13 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):  # methods are named by the 
     async def SaveRun(self, request: pb.SaveRunRequest, context: _Context) -> pb.Run:  # noqa: N802
         """Save a checkpoint at the end of the current step."""
         run = await self._run(request, context, "operator")
-        self._manager.running(run).save_soon()
+        self._manager.drivers.running(run).save_soon()
         return self._message(run)
 
     async def EvaluateRun(self, request: pb.EvaluateRunRequest, context: _Context) -> pb.Run:  # noqa: N802
         """Evaluate the weights that are served now."""
         run = await self._run(request, context, "operator")
-        await self._manager.running(run).evaluate_now()
+        await self._manager.drivers.running(run).evaluate_now()
         return self._message(run)
 
     async def ForkRun(self, request: pb.ForkRunRequest, context: _Context) -> pb.Run:  # noqa: N802
@@ -273,10 +276,14 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):  # methods are named by the 
         quota = await self._manager.quota((await self._who(context)).project)
         return pb.Quota(
             project=quota.project,
-            active_run_limit=quota.max_active_runs,
-            queued_run_limit=quota.max_queued_runs,
+            active_run_limit=quota.limits.max_active_runs,
+            queued_run_limit=quota.limits.max_queued_runs,
             active_run_count=quota.active_runs,
             queued_run_count=quota.queued_runs,
+            gpu_limit=quota.limits.max_gpus,
+            gpu_count=quota.gpus,
+            transferqueue_byte_limit=quota.limits.max_transferqueue_bytes,
+            transferqueue_byte_count=quota.transferqueue_bytes,
         )
 
     async def GetVersion(self, request: pb.GetVersionRequest, context: _Context) -> pb.Version:  # noqa: N802
@@ -299,7 +306,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):  # methods are named by the 
         return await self._access.run(await self._who(context), run_id_of(request.name), role)
 
     def _message(self, run: Run) -> pb.Run:
-        return run_message(run, self._manager.activities(run.run_id))
+        return run_message(run, self._manager.drivers.activities(run.run_id))
 
 
 class _refusals:  # noqa: N801

@@ -7,8 +7,11 @@ from google.protobuf import timestamp_pb2
 
 from services.common.errors import InvalidArgumentError
 from services.controller.api.models import MetricPoint, SampleView
+from services.controller.api.views import error_of
 from services.controller.membership import Worker
 from services.controller.run.checkpoints import Checkpoint
+from services.controller.run.conditions import Condition
+from services.controller.run.run_state import desired_state
 from services.controller.store.records import Event, Run
 from slipstream.controller.v1 import run_pb2 as pb
 
@@ -45,7 +48,29 @@ def run_message(run: Run, activities: Sequence[str] = ()) -> pb.Run:
         created_by=run.created_by,
         summary_json=json.dumps(dict(run.summary)),
         activities=activities,
+        desired=desired_state(run.state),
+        generation=run.generation,
+        conditions=map(condition_message, run.conditions),
+        error=error_message(run),
     )
+
+
+def condition_message(condition: Condition) -> pb.Run.Condition:
+    """A condition."""
+    return pb.Run.Condition(
+        type=condition.type,
+        status=condition.status,
+        reason=condition.reason,
+        message=condition.message,
+        observed_generation=condition.observed_generation,
+        last_transition_time=timestamp(condition.last_transition_time),
+    )
+
+
+def error_message(run: Run) -> pb.Run.Error | None:
+    """Why a run failed; None if it did not."""
+    error = error_of(run)
+    return None if error is None else pb.Run.Error(**error.model_dump())
 
 
 def event_message(event: Event) -> pb.RunEvent:

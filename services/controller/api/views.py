@@ -2,15 +2,27 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Literal
 
 from fastapi import Response
 
-from services.controller.api.models import CheckpointView, EventView, RunError, RunView, WorkerView
+from services.common import tracing
+from services.controller.api.models import (
+    CheckpointView,
+    ConditionView,
+    EventView,
+    QuotaView,
+    RunError,
+    RunView,
+    WorkerView,
+)
 from services.controller.membership import Worker
+from services.controller.quotas import Quota
 from services.controller.run.checkpoints import Checkpoint
-from services.controller.run.run_state import RunState
+from services.controller.run.conditions import Condition
+from services.controller.run.run_state import RunState, desired_state
 from services.controller.store.records import Event, Run
 
 _INFRA = frozenset(
@@ -31,6 +43,7 @@ def view_run(
         id=run.run_id,
         project=run.project,
         name=run.name,
+        desired=desired_state(run.state),
         state=run.state.value,
         state_reason=run.state_reason,
         message=run.message,
@@ -43,10 +56,24 @@ def view_run(
         spec=json.loads(run.spec_json),
         spec_digest=run.spec_digest,
         activities=list(activities),
-        error=_error(run),
+        conditions=[view_condition(condition) for condition in run.conditions],
+        error=error_of(run),
         create_time=moment(run.create_time),
         update_time=moment(run.update_time),
         revision=run.revision,
+        generation=run.generation,
+    )
+
+
+def view_condition(condition: Condition) -> ConditionView:
+    """A condition."""
+    return ConditionView(
+        type=condition.type,
+        status=condition.status,
+        reason=condition.reason,
+        message=condition.message,
+        observed_generation=condition.observed_generation,
+        last_transition_time=moment(condition.last_transition_time),
     )
 
 
@@ -88,12 +115,25 @@ def view_checkpoint(checkpoint: Checkpoint) -> CheckpointView:
     )
 
 
+def view_quota(quota: Quota) -> QuotaView:
+    """Limits and use of a project."""
+    return QuotaView(
+        project=quota.project,
+        **asdict(quota.limits),
+        active_runs=quota.active_runs,
+        queued_runs=quota.queued_runs,
+        gpus=quota.gpus,
+        transferqueue_bytes=quota.transferqueue_bytes,
+    )
+
+
 def moment(seconds: float) -> datetime:
     """Seconds since the epoch as UTC."""
     return datetime.fromtimestamp(seconds, UTC)
 
 
-def _error(run: Run) -> RunError | None:
+def error_of(run: Run) -> RunError | None:
+    """Why a run failed; None if it did not."""
     if run.state is not RunState.FAILED:
         return None
     category: Literal["USER", "SYSTEM", "INFRA"] = "SYSTEM"
@@ -101,4 +141,10 @@ def _error(run: Run) -> RunError | None:
         category = "INFRA"
     elif run.state_reason in _USER:
         category = "USER"
-    return RunError(code=run.state_reason, category=category, message=run.message)
+    return RunError(
+        code=run.state_reason,
+        category=category,
+        recoverable=category == "INFRA",
+        message=run.message,
+        trace_id=tracing.of_step(run.run_id, run.step + 1).trace_id,
+    )

@@ -26,7 +26,7 @@ async def open_launcher(
         yield ProcessLauncher(
             controller_address=address,
             state_directory=settings.state_directory,
-            on_exit=manager.worker_exited,
+            on_exit=manager.drivers.worker_exited,
             tasks=tasks,
         )
     elif settings.launcher == "kubernetes":

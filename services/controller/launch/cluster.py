@@ -41,8 +41,8 @@ async def open_cluster_launcher(
         settings.worker_templates,
         owner=owner,
         controller_address=address,
-        on_exit=manager.worker_exited,
-        on_pending=manager.worker_pending,
+        on_exit=manager.drivers.worker_exited,
+        on_pending=manager.drivers.worker_pending,
         pending_timeout_s=settings.pending_timeout_s,
         scales=scales,
     )

@@ -1,12 +1,18 @@
 """Brings the parts of one run together: partitions, registered workers, connections, weight group."""
 
+import asyncio
 import logging
 from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Final
 
-from services.common.errors import DataLossError, FailedPreconditionError, NotFoundError
+from services.common.errors import (
+    DataLossError,
+    FailedPreconditionError,
+    NotFoundError,
+    ServiceError,
+)
 from services.common.fields import ROLLOUT_FIELDS, partition_id
 from services.common.grpc_client import open_channel
 from services.common.spec.run import RunSpec
@@ -20,6 +26,8 @@ from services.transferqueue.client import TransferQueueClient
 
 logger = logging.getLogger(__name__)
 
+# A transferqueue that does not answer within this time is taken to be gone.
+_DROP_S = 3.0
 _PURPOSES: Final = ("train", "validation", "partial")
 
 
@@ -81,6 +89,16 @@ async def drop_partitions(queue: TransferQueueClient, run_id: str) -> None:
     """Delete all samples of a run."""
     for purpose in _PURPOSES:
         await queue.drop_partition(partition_id(run_id, purpose))
+
+
+async def forget_samples(queue: TransferQueueClient, run_id: str) -> None:
+    """Delete all samples of a run that has ended, if the transferqueue is there."""
+    try:
+        async with asyncio.timeout(_DROP_S):
+            await drop_partitions(queue, run_id)
+    except (ServiceError, TimeoutError) as error:
+        # A transferqueue that is gone has nothing to drop, and its end must not hide the run's.
+        logger.warning("samples not dropped", extra={"run": run_id, "reason": str(error)})
 
 
 async def assemble(

@@ -19,7 +19,7 @@ from services.common.spec.run import RunSpec
 from services.controller.client import GroupFailure
 from services.controller.launch.launcher import Launcher, WorkerExit
 from services.controller.membership import Membership
-from services.controller.run.assembly import drop_partitions
+from services.controller.run.assembly import forget_samples
 from services.controller.run.journal import Journal
 from services.controller.run.loop import RunLoop
 from services.controller.run.losses import (
@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 # A worker's death shows as a broken call first; its exit, which says more, comes within this time.
 _EXIT_REPORT_S = 2.0
-# A transferqueue that does not answer within this time is taken to be gone.
-_DROP_S = 3.0
 
 Transition = Callable[[RunEvent, str, str], Awaitable[RunState]]
 """Moves the run (event, reason, message); returns its new state."""
@@ -163,11 +161,12 @@ class RunDriver:
         if self.task is not None and not self._is_over and not self.task.cancelling():
             self.task.cancel()
 
-    def pause(self) -> None:
-        """Finish the step, save a checkpoint and stop the workers."""
+    def pause(self, *, saves: bool = True) -> None:
+        """Finish the step, save a checkpoint if it is wanted, and stop the workers."""
         self._state = RunState.PAUSING
+        self._saves_at_end = saves
         if self._loop is not None:
-            self._loop.pause()
+            self._loop.pause(saves=saves)
 
     def change(self, spec: RunSpec) -> None:
         """Go on under a changed specification from the next step on."""
@@ -346,14 +345,8 @@ class RunDriver:
     async def _end(self, *, keep_samples: bool) -> None:
         await self._services.membership.close_run(self._run_id)
         await self._services.launcher.stop(self._run_id)
-        if keep_samples:
-            return
-        try:
-            async with asyncio.timeout(_DROP_S):
-                await drop_partitions(self._services.queue, self._run_id)
-        except (ServiceError, TimeoutError) as error:
-            # A transferqueue that is gone has nothing to drop, and its end must not hide the run's.
-            logger.warning("samples not dropped", extra={"run": self._run_id, "reason": str(error)})
+        if not keep_samples:
+            await forget_samples(self._services.queue, self._run_id)
 
     async def _go(self, event: RunEvent, reason: str, message: str = "") -> None:
         self._state = await self._move(event, reason, message)

@@ -1,7 +1,7 @@
 """Life cycle of a run: states, events, and which event leads where. Pure."""
 
 from enum import StrEnum
-from typing import Final
+from typing import Final, Literal
 
 
 class RunState(StrEnum):
@@ -67,6 +67,16 @@ TRANSITIONS: Final[dict[tuple[RunState, RunEvent], RunState]] = {
     (_S.RECOVERING, _E.CANCEL): _S.CANCELLING,
     (_S.CANCELLING, _E.STOPPED): _S.CANCELLED,
 }
+
+
+Desired = Literal["RUNNING", "PAUSED", "CANCELLED"]
+
+
+def desired_state(state: RunState) -> Desired:
+    """What users want of a run: they say so by what they do, and its state gets there by itself."""
+    if state in (_S.PAUSING, _S.PAUSED):
+        return "PAUSED"
+    return "CANCELLED" if state in (_S.CANCELLING, _S.CANCELLED) else "RUNNING"
 
 
 def next_state(state: RunState, event: RunEvent) -> RunState | None:

@@ -63,6 +63,39 @@ def get_run(connection: sa.Connection, run_id: str, *, lock: bool = False) -> Ru
     return to_run(row)
 
 
+def insert_run(connection: sa.Connection, new: NewRun) -> Note:
+    """Store a new run in state QUEUED; returns what there is to tell of it."""
+    now = time.time()
+    note = Note("Submitted", "the run was submitted", {"name": new.name})
+    conditions = conditions_after((), note.type, note.message, note.data, generation=1, time=now)
+    connection.execute(
+        RUNS.insert().values(
+            run_id=new.run_id,
+            project=new.project,
+            name=new.name,
+            spec_json=new.spec_json,
+            spec_digest=new.spec_digest,
+            state=RunState.QUEUED.value,
+            state_reason="Submitted",
+            message="",
+            priority=new.priority,
+            labels_json=json.dumps(dict(new.labels)),
+            created_by=new.created_by,
+            step=new.step,
+            weight_version=new.weight_version,
+            summary_json="{}",
+            num_attempts=0,
+            create_time=now,
+            update_time=now,
+            revision=1,
+            generation=1,
+            conditions_json=_conditions_json(conditions),
+            queue_deadline=queue_deadline(new.spec_json),
+        )
+    )
+    return note
+
+
 def update_run(connection: sa.Connection, run: Run, **values: Any) -> None:
     """Change a run's columns and its revision."""
     connection.execute(
@@ -83,15 +116,20 @@ def tell(connection: sa.Connection, run: Run, note: Note, **values: Any) -> Even
         time=time.time(),
     )
     if conditions != run.conditions:
-        values["conditions_json"] = conditions_json(conditions)
+        values["conditions_json"] = _conditions_json(conditions)
     if values:
         update_run(connection, run, **values)
     return append_event(connection, run.run_id, note)
 
 
-def conditions_json(conditions: Sequence[Condition]) -> str:
-    """Conditions as they are stored."""
+def _conditions_json(conditions: Sequence[Condition]) -> str:
     return json.dumps([asdict(condition) for condition in conditions])
+
+
+def queue_deadline(spec_json: str) -> float | None:
+    """When a run that is queued now will have waited for too long; None for never."""
+    timeout_s = json.loads(spec_json).get("limits", {}).get("queue_timeout_s", 0)
+    return time.time() + timeout_s if timeout_s else None
 
 
 def append_event(connection: sa.Connection, run_id: str, note: Note) -> Event:

@@ -4,14 +4,12 @@ Every change of a run and the event that tells of it are one transaction.
 """
 
 import json
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
 from services.common.errors import AbortedError, FailedPreconditionError
-from services.controller.run.conditions import conditions_after
 from services.controller.run.run_state import RunEvent, RunState, next_state
 from services.controller.store.database import Database
 from services.controller.store.records import Event, NewRun, Note, RequestKey, Run, RunFilter
@@ -19,9 +17,10 @@ from services.controller.store.rows import (
     IS_UNFINISHED,
     append_event,
     check_name,
-    conditions_json,
     forget_events,
     get_run,
+    insert_run,
+    queue_deadline,
     remember_request,
     seen_request,
     tell,
@@ -67,7 +66,8 @@ class RunStore:
     """
 
     def __init__(self, database: Database, *, events_kept: int = 100_000) -> None:
-        self._database = database
+        self.database = database
+        """Where they are kept."""
         self._events_kept = events_kept
 
     def create(
@@ -93,7 +93,7 @@ class RunStore:
             IdempotencyKeyReusedError: If the request's key came with another body.
             NameTakenError: If a run of the project that has not ended has the name.
         """
-        with self._database.write() as connection:
+        with self.database.write() as connection:
             if request is not None:
                 known = seen_request(connection, request)
                 if known is not None:
@@ -101,35 +101,7 @@ class RunStore:
             check_name(connection, new)
             if check is not None:
                 check(connection)
-            now = time.time()
-            note = Note("Submitted", "the run was submitted", {"name": new.name})
-            conditions = conditions_after(
-                (), note.type, note.message, note.data, generation=1, time=now
-            )
-            connection.execute(
-                RUNS.insert().values(
-                    run_id=new.run_id,
-                    project=new.project,
-                    name=new.name,
-                    spec_json=new.spec_json,
-                    spec_digest=new.spec_digest,
-                    state=RunState.QUEUED.value,
-                    state_reason="Submitted",
-                    message="",
-                    priority=new.priority,
-                    labels_json=json.dumps(dict(new.labels)),
-                    created_by=new.created_by,
-                    step=new.step,
-                    weight_version=new.weight_version,
-                    summary_json="{}",
-                    num_attempts=0,
-                    create_time=now,
-                    update_time=now,
-                    revision=1,
-                    generation=1,
-                    conditions_json=conditions_json(conditions),
-                )
-            )
+            note = insert_run(connection, new)
             if request is not None:
                 remember_request(connection, request, new.run_id)
             if also is not None:
@@ -143,7 +115,7 @@ class RunStore:
         Raises:
             NotFoundError: If there is none of that id.
         """
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             return get_run(connection, run_id)
 
     def list_runs(
@@ -166,13 +138,13 @@ class RunStore:
             key, value = only.label
             pair = f"{json.dumps(key)}: {json.dumps(value)}"
             query = query.where(RUNS.c.labels_json.contains(pair, autoescape=True))
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             return [to_run(row) for row in connection.execute(query)]
 
     def unfinished(self) -> list[Run]:
         """Runs that have not ended, oldest first."""
         query = sa.select(RUNS).where(IS_UNFINISHED).order_by(RUNS.c.run_id)
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             return [to_run(row) for row in connection.execute(query)]
 
     def apply(
@@ -183,21 +155,37 @@ class RunStore:
         Raises:
             InvalidTransitionError: If the run's state does not take the event.
         """
-        with self._database.write() as connection:
-            run = get_run(connection, run_id, lock=True)
-            state = next_state(run.state, event)
-            if state is None:
-                raise InvalidTransitionError(
-                    f"run {run_id} is {run.state} and cannot {event}",
-                    run_id=run_id,
-                    state=run.state,
-                )
-            text = message or f"the run is {state.value}"
-            data = {"from": run.state.value, "to": state.value, "reason": reason}
-            note = Note("StateChanged", text, data, actor=actor)
-            values = {"state": state.value, "state_reason": reason, "message": message}
-            told = tell(connection, run, note, **values)
-            return get_run(connection, run_id), told
+        with self.database.write() as connection:
+            return self.move(connection, run_id, event, reason=reason, message=message, actor=actor)
+
+    def move(
+        self,
+        connection: sa.Connection,
+        run_id: str,
+        event: RunEvent,
+        *,
+        reason: str,
+        message: str = "",
+        actor: str = "",
+    ) -> tuple[Run, Event]:
+        """:meth:`apply` within a transaction that the caller opened."""
+        run = get_run(connection, run_id, lock=True)
+        state = next_state(run.state, event)
+        if state is None:
+            raise InvalidTransitionError(
+                f"run {run_id} is {run.state} and cannot {event}", run_id=run_id, state=run.state
+            )
+        text = message or f"the run is {state.value}"
+        data = {"from": run.state.value, "to": state.value, "reason": reason}
+        values: dict[str, Any] = {
+            "state": state.value,
+            "state_reason": reason,
+            "message": message,
+        }
+        if state is RunState.QUEUED:
+            values["queue_deadline"] = queue_deadline(run.spec_json)
+        told = tell(connection, run, Note("StateChanged", text, data, actor=actor), **values)
+        return get_run(connection, run_id), told
 
     def record(self, run_id: str, note: Note, *, also: Work | None = None) -> Event:
         """Append an event and, in the same transaction, the progress and the writes it tells of."""
@@ -208,7 +196,7 @@ class RunStore:
             values["weight_version"] = note.weight_version
         if note.summary is not None:
             values["summary_json"] = json.dumps(note.summary)
-        with self._database.write() as connection:
+        with self.database.write() as connection:
             run = get_run(connection, run_id, lock=True)
             if also is not None:
                 also(connection)
@@ -218,20 +206,37 @@ class RunStore:
             return event
 
     def patch(
-        self, run_id: str, *, revision: int, values: Mapping[str, Any], actor: str = ""
+        self,
+        run_id: str,
+        *,
+        revision: int,
+        values: Mapping[str, Any],
+        changed: Sequence[str] = (),
+        check: Callable[[sa.Connection, Run], None] | None = None,
+        actor: str = "",
     ) -> Run:
         """Change labels, priority or specification.
+
+        Args:
+            run_id: The run.
+            revision: What the caller read.
+            values: Columns.
+            changed: What they are for users.
+            check: Refuses by raising, inside the transaction.
+            actor: Who asks.
 
         Raises:
             StaleRevisionError: If the run's revision is not ``revision``.
         """
-        with self._database.write() as connection:
+        with self.database.write() as connection:
             run = get_run(connection, run_id, lock=True)
             _check_revision(run, revision)
-            changed = {"changed": sorted(values)}
+            if check is not None:
+                check(connection, run)
             if "spec_json" in values:
                 values = {**values, "generation": run.generation + 1}
-            note = Note("Changed", "the run was changed", changed, actor=actor)
+            data = {"changed": list(changed)}
+            note = Note("Changed", f"changed: {', '.join(changed)}", data, actor=actor)
             tell(connection, run, note, **values)
             return get_run(connection, run_id)
 
@@ -242,7 +247,7 @@ class RunStore:
             StaleRevisionError: If the run's revision is not ``revision``.
             NotTerminalError: If it has not ended.
         """
-        with self._database.write() as connection:
+        with self.database.write() as connection:
             run = get_run(connection, run_id, lock=True)
             _check_revision(run, revision)
             if not run.is_terminal:
@@ -254,7 +259,7 @@ class RunStore:
 
     def begin_attempt(self, run_id: str) -> int:
         """Count that the run's loop is entered; returns the number, from 1."""
-        with self._database.write() as connection:
+        with self.database.write() as connection:
             connection.execute(
                 RUNS.update()
                 .where(RUNS.c.run_id == run_id)
@@ -279,7 +284,7 @@ class RunStore:
         )
         if type_ is not None:
             query = query.where(EVENTS.c.type == type_)
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             oldest = sa.select(sa.func.min(EVENTS.c.seq)).where(EVENTS.c.run_id == run_id)
             if 0 < after_seq < (connection.execute(oldest).scalar() or 0) - 1:
                 raise CursorExpiredError(
@@ -302,7 +307,7 @@ class RunStore:
             .order_by(EVENTS.c.time, EVENTS.c.run_id, EVENTS.c.seq)
             .limit(limit)
         )
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             if self._has_forgotten(connection, project, time):
                 raise CursorExpiredError(
                     f"events of project {project!r} behind {time} are not kept any more; list its runs, and "

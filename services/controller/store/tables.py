@@ -45,11 +45,13 @@ RUNS = sa.Table(
     sa.Column("revision", sa.BigInteger, nullable=False),
     sa.Column("generation", sa.BigInteger, nullable=False, server_default="1"),
     sa.Column("conditions_json", sa.Text, nullable=False, server_default="[]"),
+    sa.Column("queue_deadline", sa.Float(53), nullable=True),
     sa.Index("ix_runs_project", "project", "run_id"),
     sa.Index("ix_runs_state", "state"),
 )
 """One row a run. ``num_attempts`` counts the times that its loop was entered, which orders the epochs of its
-weight groups; ``generation`` counts its specifications."""
+weight groups. ``generation`` counts its specifications. At ``queue_deadline`` it has been queued for too
+long."""
 
 EVENTS = sa.Table(
     "events",

@@ -12,7 +12,8 @@ from services.controller.audit import RunAudit
 from services.controller.launch.launcher import ExternalLauncher
 from services.controller.logs import RunLogs
 from services.controller.membership import Membership
-from services.controller.quotas import QuotaDefaults
+from services.controller.quotas import Limits
+from services.controller.run.driver import Services
 from services.controller.runs import RunManager
 from services.transferqueue.facts import Stats
 
@@ -45,23 +46,29 @@ class EmptyQueue:
 
 @asynccontextmanager
 async def open_manager(
-    database, *, max_active_runs=1, max_queued_runs=2, allowed_roots=()
+    database, *, max_active_runs=1, max_queued_runs=2, max_gpus=0, allowed_roots=(), queue=None
 ) -> AsyncIterator[RunManager]:
     """A manager; its runs are cancelled at the end."""
     async with asyncio.TaskGroup() as tasks:
+        membership = Membership(SystemClock(), 30.0)
         manager = RunManager(
             database=database,
-            membership=Membership(SystemClock(), 30.0),
-            queue=EmptyQueue(),
-            clock=SystemClock(),
+            membership=membership,
+            queue=queue or EmptyQueue(),
             tasks=tasks,
-            heartbeat_timeout_s=30.0,
-            defaults=QuotaDefaults(
-                max_active_runs=max_active_runs, max_queued_runs=max_queued_runs
+            defaults=Limits(
+                max_active_runs=max_active_runs, max_queued_runs=max_queued_runs, max_gpus=max_gpus
             ),
             allowed_roots=allowed_roots,
         )
-        manager.launcher = ExternalLauncher()
+        manager.drivers.services = Services(
+            membership=membership,
+            launcher=ExternalLauncher(),
+            queue=queue or EmptyQueue(),
+            clock=SystemClock(),
+            heartbeat_timeout_s=30.0,
+        )
+        await manager.start()
         yield manager
         await manager.close(leave=False)
 

@@ -118,8 +118,11 @@ async def test_a_run_goes_through_its_life_over_grpc(both):
         stub.CreateRun, pb.CreateRunRequest(spec_json=json.dumps({**SPEC, "name": "two"}))
     )
     named = {"name": second.name}
-    paused = await call(stub.PauseRun, pb.PauseRunRequest(**named))
-    assert paused.state == pb.Run.STATE_PAUSED
+    paused = await call(stub.PauseRun, pb.PauseRunRequest(**named, skip_checkpoint=True))
+    assert (paused.state, paused.desired) == (pb.Run.STATE_PAUSED, "PAUSED")
+    assert {condition.type: condition.status for condition in paused.conditions}[
+        "Admitted"
+    ] == "False"
     resumed = await call(stub.ResumeRun, pb.ResumeRunRequest(**named))
     assert resumed.state == pb.Run.STATE_QUEUED
     patch = pb.UpdateRunRequest(
@@ -142,8 +145,19 @@ async def test_a_run_goes_through_its_life_over_grpc(both):
     await call(stub.DeleteRun, deletion)
     with pytest.raises(NotFoundError):
         await call(stub.GetRun, pb.GetRunRequest(**named))
-    with pytest.raises(InvalidArgumentError):
-        await call(stub.CreateRun, pb.CreateRunRequest(spec_json="{}"))
+    for wrong in (
+        {"spec_json": "{}"},
+        {"priority": 1001},
+        {"labels": {"Not Allowed": "x"}},
+    ):
+        with pytest.raises(InvalidArgumentError):
+            await call(
+                stub.CreateRun, pb.CreateRunRequest(**{"spec_json": json.dumps(SPEC), **wrong})
+            )
+    labelled = pb.CreateRunRequest(
+        spec_json=json.dumps(SPEC | {"name": "three"}), labels={"a": "b"}
+    )
+    assert (await call(stub.CreateRun, labelled)).labels == {"a": "b"}
     with pytest.raises(InvalidArgumentError):
         await call(stub.GetRun, pb.GetRunRequest(name="run_1"))
 

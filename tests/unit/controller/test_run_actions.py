@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from services.common import tracing
 from services.controller.run.checkpoints import Checkpoint
 from services.controller.run.ledger import Ledger
 from services.controller.run.run_state import RunEvent
@@ -210,8 +211,31 @@ async def test_a_failed_run_says_whose_fault_it_is(api, database):
     await submitted(api)
     run_id = await submitted(api)
     RunStore(database).apply(run_id, RunEvent.FAIL, reason="WorkerLost", message="gone")
-    error = (await api.get(f"/v1/runs/{run_id}")).json()["error"]
-    assert error == {"code": "WorkerLost", "category": "INFRA", "message": "gone"}
+    run = (await api.get(f"/v1/runs/{run_id}")).json()
+    assert run["error"] == {
+        "code": "WorkerLost",
+        "category": "INFRA",
+        "recoverable": True,
+        "message": "gone",
+        "trace_id": tracing.of_step(run_id, 1).trace_id,
+    }
+
+
+async def test_a_paused_run_says_what_is_wanted_and_what_is_true(api):
+    run_id = await submitted(api)
+    await asyncio.sleep(0)
+    held = await api.post(f"/v1/runs/{await submitted(api)}/pause", json={"checkpoint": False})
+    assert (held.json()["state"], held.json()["desired"]) == ("PAUSED", "PAUSED")
+    run = (await api.get(f"/v1/runs/{run_id}")).json()
+    assert (run["desired"], run["generation"]) == ("RUNNING", 1)
+    found = {condition["type"]: condition["status"] for condition in run["conditions"]}
+    assert (found["Admitted"], found["Placed"], found["Progressing"]) == (
+        "True",
+        "Unknown",
+        "False",
+    )
+    unknown = await api.post(f"/v1/runs/{run_id}/pause", json={"release": True})
+    assert unknown.status_code == 422
 
 
 async def test_a_cursor_behind_what_is_kept_is_gone(api, database):

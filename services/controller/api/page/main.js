@@ -148,6 +148,10 @@ function showRun(run) {
   $("message").textContent = run.message;
   $("message").hidden = !run.message;
   $("verdict").textContent = verdict(shown.steps.slice(-10));
+  showRows("conditions", run.conditions.map((condition) => [
+    condition.type, condition.status.toLowerCase(), new Date(condition.last_transition_time).toLocaleString(),
+    [condition.reason, condition.message].filter(Boolean).join(": "),
+  ]));
 }
 
 /** How far the run is, what it does, and how long the rest takes at the pace of the newest steps. */
@@ -189,10 +193,16 @@ function sum(items, key) {
 }
 
 function showWorkers(workers) {
-  $("workers").replaceChildren(...workers.map((worker) => {
+  showRows("workers", workers.map((worker) => [
+    worker.worker_id, worker.state, worker.activity, worker.weight_version,
+    worker.gauges.running_samples ?? "", worker.gauges.waiting_samples ?? "",
+  ]));
+}
+
+/** Fill a table. */
+function showRows(id, rows) {
+  $(id).replaceChildren(...rows.map((cells) => {
     const row = element("tr");
-    const cells = [worker.worker_id, worker.state, worker.activity, worker.weight_version,
-      worker.gauges.running_samples ?? "", worker.gauges.waiting_samples ?? ""];
     row.append(...cells.map((cell) => element("td", cell)));
     return row;
   }));

@@ -82,6 +82,86 @@ class Run(_message.Message):
     """Ended by a cancel."""
 
     @_typing.final
+    class Condition(_message.Message):
+        """Says whether something is true of a run."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        TYPE_FIELD_NUMBER: _builtins.int
+        STATUS_FIELD_NUMBER: _builtins.int
+        REASON_FIELD_NUMBER: _builtins.int
+        MESSAGE_FIELD_NUMBER: _builtins.int
+        OBSERVED_GENERATION_FIELD_NUMBER: _builtins.int
+        LAST_TRANSITION_TIME_FIELD_NUMBER: _builtins.int
+        type: _builtins.str
+        """Names what: "Admitted", "Placed", "WeightGroupReady", "DataPlaneReady", "Progressing", "Degraded" or
+        "CheckpointCurrent".
+        """
+        status: _builtins.str
+        """Says whether it is true: "True", "False" or "Unknown"."""
+        reason: _builtins.str
+        """Gives a stable code for the newest change, for example "Unschedulable"."""
+        message: _builtins.str
+        """Explains it to a person."""
+        observed_generation: _builtins.int
+        """Names the generation of the specification that this was seen under."""
+        @_builtins.property
+        def last_transition_time(self) -> _timestamp_pb2.Timestamp:
+            """Says when the status last changed."""
+
+        def __init__(
+            self,
+            *,
+            type: _builtins.str = ...,
+            status: _builtins.str = ...,
+            reason: _builtins.str = ...,
+            message: _builtins.str = ...,
+            observed_generation: _builtins.int = ...,
+            last_transition_time: _timestamp_pb2.Timestamp | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["last_transition_time", b"last_transition_time"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["last_transition_time", b"last_transition_time", "message", b"message", "observed_generation", b"observed_generation", "reason", b"reason", "status", b"status", "type", b"type"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class Error(_message.Message):
+        """Says why a run failed."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        CODE_FIELD_NUMBER: _builtins.int
+        CATEGORY_FIELD_NUMBER: _builtins.int
+        RECOVERABLE_FIELD_NUMBER: _builtins.int
+        MESSAGE_FIELD_NUMBER: _builtins.int
+        TRACE_ID_FIELD_NUMBER: _builtins.int
+        code: _builtins.str
+        """Gives a stable code."""
+        category: _builtins.str
+        """Says who can do something: "USER", "SYSTEM" or "INFRA"."""
+        recoverable: _builtins.bool
+        """Says whether the same specification may succeed when it is submitted or forked again."""
+        message: _builtins.str
+        """Explains it to a person."""
+        trace_id: _builtins.str
+        """Names the trace of the step that was not finished."""
+        def __init__(
+            self,
+            *,
+            code: _builtins.str = ...,
+            category: _builtins.str = ...,
+            recoverable: _builtins.bool = ...,
+            message: _builtins.str = ...,
+            trace_id: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["category", b"category", "code", b"code", "message", b"message", "recoverable", b"recoverable", "trace_id", b"trace_id"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
     class LabelsEntry(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -118,6 +198,10 @@ class Run(_message.Message):
     CREATED_BY_FIELD_NUMBER: _builtins.int
     SUMMARY_JSON_FIELD_NUMBER: _builtins.int
     ACTIVITIES_FIELD_NUMBER: _builtins.int
+    DESIRED_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    CONDITIONS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Names the run: "runs/{run_id}"."""
     spec_json: _builtins.str
@@ -144,6 +228,10 @@ class Run(_message.Message):
     """Names who submitted it. Output only."""
     summary_json: _builtins.str
     """Holds its progress in numbers as JSON. Output only."""
+    desired: _builtins.str
+    """Says what users want of it: "RUNNING", "PAUSED" or "CANCELLED". Output only."""
+    generation: _builtins.int
+    """Counts changes of the specification. Output only."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """Says when the run was submitted. Output only."""
@@ -159,6 +247,14 @@ class Run(_message.Message):
     @_builtins.property
     def activities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names what it is doing now. Output only."""
+
+    @_builtins.property
+    def conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run.Condition]:
+        """Says what is true of it. Output only."""
+
+    @_builtins.property
+    def error(self) -> Global___Run.Error:
+        """Says why it failed, if it did. Output only."""
 
     def __init__(
         self,
@@ -180,10 +276,14 @@ class Run(_message.Message):
         created_by: _builtins.str = ...,
         summary_json: _builtins.str = ...,
         activities: _abc.Iterable[_builtins.str] | None = ...,
+        desired: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        conditions: _abc.Iterable[Global___Run.Condition] | None = ...,
+        error: Global___Run.Error | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "update_time", b"update_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "error", b"error", "update_time", b"update_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activities", b"activities", "create_time", b"create_time", "created_by", b"created_by", "labels", b"labels", "message", b"message", "name", b"name", "priority", b"priority", "project", b"project", "revision", b"revision", "spec_digest", b"spec_digest", "spec_json", b"spec_json", "state", b"state", "state_reason", b"state_reason", "step", b"step", "summary_json", b"summary_json", "update_time", b"update_time", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activities", b"activities", "conditions", b"conditions", "create_time", b"create_time", "created_by", b"created_by", "desired", b"desired", "error", b"error", "generation", b"generation", "labels", b"labels", "message", b"message", "name", b"name", "priority", b"priority", "project", b"project", "revision", b"revision", "spec_digest", b"spec_digest", "spec_json", b"spec_json", "state", b"state", "state_reason", b"state_reason", "step", b"step", "summary_json", b"summary_json", "update_time", b"update_time", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -195,10 +295,31 @@ class CreateRunRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SPEC_JSON_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     spec_json: _builtins.str
     """Holds the specification as JSON."""
     request_id: _builtins.str
@@ -206,7 +327,11 @@ class CreateRunRequest(_message.Message):
     validate_only: _builtins.bool
     """Checks the specification without creating anything."""
     priority: _builtins.int
-    """Orders queued runs: higher ones start first."""
+    """Orders queued runs, from -1000 to 1000: higher ones start first."""
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Holds what is written on the run."""
+
     def __init__(
         self,
         *,
@@ -214,10 +339,11 @@ class CreateRunRequest(_message.Message):
         request_id: _builtins.str = ...,
         validate_only: _builtins.bool = ...,
         priority: _builtins.int = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["priority", b"priority", "request_id", b"request_id", "spec_json", b"spec_json", "validate_only", b"validate_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "priority", b"priority", "request_id", b"request_id", "spec_json", b"spec_json", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -429,16 +555,20 @@ class PauseRunRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
+    SKIP_CHECKPOINT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Names the run: "runs/{run_id}"."""
+    skip_checkpoint: _builtins.bool
+    """Saves no checkpoint: the run goes on from the one before."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
+        skip_checkpoint: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "skip_checkpoint", b"skip_checkpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1203,6 +1333,10 @@ class Quota(_message.Message):
     QUEUED_RUN_LIMIT_FIELD_NUMBER: _builtins.int
     ACTIVE_RUN_COUNT_FIELD_NUMBER: _builtins.int
     QUEUED_RUN_COUNT_FIELD_NUMBER: _builtins.int
+    GPU_LIMIT_FIELD_NUMBER: _builtins.int
+    GPU_COUNT_FIELD_NUMBER: _builtins.int
+    TRANSFERQUEUE_BYTE_LIMIT_FIELD_NUMBER: _builtins.int
+    TRANSFERQUEUE_BYTE_COUNT_FIELD_NUMBER: _builtins.int
     project: _builtins.str
     """Names the project."""
     active_run_limit: _builtins.int
@@ -1213,6 +1347,14 @@ class Quota(_message.Message):
     """Counts the runs that train."""
     queued_run_count: _builtins.int
     """Counts the runs that wait."""
+    gpu_limit: _builtins.int
+    """Bounds the GPUs of the runs that train; 0 for no bound."""
+    gpu_count: _builtins.int
+    """Counts their GPUs."""
+    transferqueue_byte_limit: _builtins.int
+    """Bounds the bytes of samples of the runs that train; 0 for no bound."""
+    transferqueue_byte_count: _builtins.int
+    """Sums the bytes that they may store."""
     def __init__(
         self,
         *,
@@ -1221,10 +1363,14 @@ class Quota(_message.Message):
         queued_run_limit: _builtins.int = ...,
         active_run_count: _builtins.int = ...,
         queued_run_count: _builtins.int = ...,
+        gpu_limit: _builtins.int = ...,
+        gpu_count: _builtins.int = ...,
+        transferqueue_byte_limit: _builtins.int = ...,
+        transferqueue_byte_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_run_count", b"active_run_count", "active_run_limit", b"active_run_limit", "project", b"project", "queued_run_count", b"queued_run_count", "queued_run_limit", b"queued_run_limit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_run_count", b"active_run_count", "active_run_limit", b"active_run_limit", "gpu_count", b"gpu_count", "gpu_limit", b"gpu_limit", "project", b"project", "queued_run_count", b"queued_run_count", "queued_run_limit", b"queued_run_limit", "transferqueue_byte_count", b"transferqueue_byte_count", "transferqueue_byte_limit", b"transferqueue_byte_limit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -199,7 +199,7 @@ class RunServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PauseRun(self, request, context):
-        """Finishes the current step, saves a checkpoint and stops the workers.
+        """Finishes the current step, saves a checkpoint if that is wanted, and stops the workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

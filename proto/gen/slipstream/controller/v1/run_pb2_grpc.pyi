@@ -46,7 +46,7 @@ class RunServiceStub:
     CancelRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.CancelRunRequest, _run_pb2.Run]
     """Ends a run: its workers are stopped and it becomes CANCELLED. Safe to repeat."""
     PauseRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.PauseRunRequest, _run_pb2.Run]
-    """Finishes the current step, saves a checkpoint and stops the workers."""
+    """Finishes the current step, saves a checkpoint if that is wanted, and stops the workers."""
     ResumeRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.ResumeRunRequest, _run_pb2.Run]
     """Queues a paused run again."""
     SaveRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.SaveRunRequest, _run_pb2.Run]
@@ -98,7 +98,7 @@ class RunServiceAsyncStub(RunServiceStub):
     CancelRun: _aio.UnaryUnaryMultiCallable[_run_pb2.CancelRunRequest, _run_pb2.Run]  # type: ignore[assignment]
     """Ends a run: its workers are stopped and it becomes CANCELLED. Safe to repeat."""
     PauseRun: _aio.UnaryUnaryMultiCallable[_run_pb2.PauseRunRequest, _run_pb2.Run]  # type: ignore[assignment]
-    """Finishes the current step, saves a checkpoint and stops the workers."""
+    """Finishes the current step, saves a checkpoint if that is wanted, and stops the workers."""
     ResumeRun: _aio.UnaryUnaryMultiCallable[_run_pb2.ResumeRunRequest, _run_pb2.Run]  # type: ignore[assignment]
     """Queues a paused run again."""
     SaveRun: _aio.UnaryUnaryMultiCallable[_run_pb2.SaveRunRequest, _run_pb2.Run]  # type: ignore[assignment]
@@ -189,7 +189,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.PauseRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.Run, _abc.Awaitable[_run_pb2.Run]]:
-        """Finishes the current step, saves a checkpoint and stops the workers."""
+        """Finishes the current step, saves a checkpoint if that is wanted, and stops the workers."""
 
     @_abc_1.abstractmethod
     def ResumeRun(

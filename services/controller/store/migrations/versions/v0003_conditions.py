@@ -1,4 +1,4 @@
-"""Conditions of runs, generations of their specifications, quotas of GPUs and bytes."""
+"""Conditions, generations and queue deadlines of runs, quotas of GPUs and bytes."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -15,5 +15,6 @@ def upgrade() -> None:
     op.add_column(
         "runs", sa.Column("conditions_json", sa.Text(), nullable=False, server_default="[]")
     )
+    op.add_column("runs", sa.Column("queue_deadline", sa.Float(53), nullable=True))
     for name, kind in (("max_gpus", sa.Integer()), ("max_transferqueue_bytes", sa.BigInteger())):
         op.add_column("quotas", sa.Column(name, kind, nullable=False, server_default="0"))

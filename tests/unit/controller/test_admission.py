@@ -1,0 +1,157 @@
+"""Which queued runs start, which wait and for what, and which have waited for too long."""
+
+import time
+
+import pytest
+
+from services.common.spec.loader import canonical_json, parse_spec
+from services.controller.admission import admit
+from services.controller.quotas import Limits
+from services.controller.run.run_state import RunEvent, RunState
+from services.controller.store.records import NewRun
+from services.controller.store.runs import RunStore
+from services.controller.store.tables import QUOTAS
+from tests.unit.controller.rest import client_of, named, open_manager
+
+MANY = Limits(max_active_runs=16, max_queued_runs=16)
+
+
+@pytest.fixture
+def store(database):
+    return RunStore(database)
+
+
+def queue(store, number, *, replicas=1, project="default", priority=0, timeout_s=0.0) -> str:
+    """Queue a run that takes one GPU for its trainer and one for each rollout."""
+    spec = named(number)
+    spec["rollout"] = {**spec["rollout"], "replicas": replicas}
+    spec["limits"] = {"queue_timeout_s": timeout_s}
+    run_id = f"run_{number:032x}"
+    new = NewRun(
+        run_id=run_id,
+        name=f"run-{number}",
+        spec_json=canonical_json(parse_spec(spec)),
+        spec_digest="d",
+        project=project,
+        priority=priority,
+    )
+    store.create(new)
+    return run_id
+
+
+def admitted(store, run_id):
+    return next(c for c in store.get(run_id).conditions if c.type == "Admitted")
+
+
+def test_gpus_bound_what_starts_and_nothing_overtakes_what_waits_for_them(store):
+    limits = Limits(max_active_runs=16, max_queued_runs=16, max_gpus=5)
+    first, large, small = queue(store, 0), queue(store, 1, replicas=3), queue(store, 2)
+    other = queue(store, 3, project="other")
+    done = admit(store, limits)
+    assert [run.run_id for run in done.started] == [first, other]
+    waits = admitted(store, large)
+    assert (waits.status, waits.reason) == ("False", "GpuQuota")
+    assert "needs 4 GPUs, but project 'default' uses 2 of the 5" in waits.message
+    assert admitted(store, small).reason == "Queued"
+    assert admit(store, limits).told == []
+    store.apply(first, RunEvent.FAIL, reason="Test")
+    assert [run.run_id for run in admit(store, limits).started] == [large]
+
+
+def test_bytes_of_samples_bound_what_starts(store, database):
+    row = {"project": "default", "max_active_runs": 9, "max_queued_runs": 9}
+    with database.write() as connection:
+        connection.execute(QUOTAS.insert().values(**row, max_transferqueue_bytes=6 << 30))
+    started, waiting = queue(store, 0), queue(store, 1)
+    assert [run.run_id for run in admit(store, MANY).started] == [started]
+    assert admitted(store, waiting).reason == "TransferQueueQuota"
+
+
+def test_a_run_that_has_not_wholly_stopped_does_not_start_again(store):
+    run_id = queue(store, 0)
+    assert admit(store, MANY, busy=[run_id]).started == []
+    assert [run.run_id for run in admit(store, MANY).started] == [run_id]
+
+
+def test_a_run_that_waits_for_too_long_fails_with_what_it_waited_for(store):
+    limits = Limits(max_active_runs=1, max_queued_runs=16)
+    queue(store, 0)
+    patient, hasty = queue(store, 1), queue(store, 2, timeout_s=60.0)
+    deadline = admit(store, limits).next_deadline
+    assert deadline == pytest.approx(time.time() + 60.0, abs=30.0)
+    assert admit(store, limits, now=deadline - 1.0).expired == []
+    done = admit(store, limits, now=deadline)
+    assert [run.run_id for run in done.expired] == [hasty]
+    assert done.next_deadline is None
+    ended = store.get(hasty)
+    assert (ended.state, ended.state_reason) == (RunState.FAILED, "QueueTimeout")
+    assert store.get(patient).state is RunState.QUEUED
+
+
+def test_patience_begins_anew_with_a_resume(store):
+    run_id = queue(store, 0, timeout_s=60.0)
+    for event in (RunEvent.PAUSE, RunEvent.RESUME):
+        store.apply(run_id, event, reason="Test")
+    before = time.time()
+    limits = Limits(max_active_runs=0, max_queued_runs=16)
+    assert admit(store, limits, now=before).next_deadline >= before + 30.0
+
+
+async def test_a_run_larger_than_its_quota_is_refused_and_may_not_grow_beyond_it(
+    database, tmp_path
+):
+    async with (
+        open_manager(database, max_active_runs=2, max_gpus=6) as manager,
+        client_of(manager, database, tmp_path) as api,
+    ):
+        spec = named(0)
+        large = {**spec, "rollout": {**spec["rollout"], "replicas": 6}}
+        refused = await api.post("/v1/runs", json=large)
+        assert (refused.status_code, refused.json()["code"]) == (409, "quota_too_small")
+        for number in (1, 2):
+            created = await api.post("/v1/runs", json=named(number))
+        used = (await api.get("/v1/quota")).json()
+        assert (used["max_gpus"], used["gpus"], used["active_runs"]) == (6, 6, 2)
+        headers = {"If-Match": created.headers["ETag"]}
+        grown = await api.patch(
+            created.headers["Location"], json={"rollout_replicas": 3}, headers=headers
+        )
+        assert (grown.status_code, grown.json()["code"]) == (429, "quota_exceeded")
+
+
+async def test_the_controller_wakes_up_for_a_run_that_has_waited_for_too_long(database, tmp_path):
+    async with (
+        open_manager(database) as manager,
+        client_of(manager, database, tmp_path) as api,
+    ):
+        await api.post("/v1/runs", json=named(0))
+        waits = {**named(1), "limits": {"queue_timeout_s": 0.01}}
+        path = (await api.post("/v1/runs", json=waits)).headers["Location"]
+        await api.get(f"{path}/events/stream")
+        run = (await api.get(path)).json()
+        assert (run["state"], run["error"]["code"]) == ("FAILED", "QueueTimeout")
+        assert run["error"]["category"] == "USER"
+        assert "may have 1" in run["message"]
+
+
+async def test_samples_of_a_resumed_run_go_when_it_ends_in_the_queue(database, tmp_path):
+    class Queue:
+        def __init__(self):
+            self.dropped = []
+
+        async def create_partition(self, partition_id, **_):
+            """Nothing is kept."""
+
+        async def drop_partition(self, partition_id):
+            self.dropped.append(partition_id)
+
+    dropping = Queue()
+    async with (
+        open_manager(database, queue=dropping) as manager,
+        client_of(manager, database, tmp_path) as api,
+    ):
+        await api.post("/v1/runs", json=named(0))
+        created = (await api.post("/v1/runs", json=named(1))).json()
+        for action in ("pause", "resume", "cancel"):
+            await api.post(f"/v1/runs/{created['id']}/{action}")
+    assert f"{created['id']}/train" in dropping.dropped
