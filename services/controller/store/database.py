@@ -27,6 +27,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 LEADER_LEASE = "controller"
+_EPOCH = sa.select(LEASES.c.epoch).where(LEASES.c.name == LEADER_LEASE).with_for_update(read=True)
 
 
 class DatabaseError(UnavailableError):
@@ -104,8 +105,7 @@ class Database:
     def _check_lead(self, connection: sa.Connection) -> None:
         if self.epoch is None:
             return
-        query = sa.select(LEASES.c.epoch).where(LEASES.c.name == LEADER_LEASE)
-        found = connection.execute(query.with_for_update(read=True)).scalar()
+        found = connection.execute(_EPOCH).scalar()
         if found != self.epoch:
             raise LeaseLostError(
                 f"another controller leads under epoch {found}; this one led under {self.epoch}",

@@ -13,6 +13,13 @@ from services.controller.run.prompts import ReturnedRows
 from services.controller.store.tables import DEAD_LETTERS, LEDGERS, PROMPTS, STEPS
 
 _CHUNK = 500
+# Written many times a second, so they are put together once.
+_FORGET_PROMPTS = PROMPTS.delete().where(
+    PROMPTS.c.run_id == sa.bindparam("run"),
+    PROMPTS.c.sequence.in_(sa.bindparam("touched", expanding=True)),
+)
+_ADD_PROMPTS = PROMPTS.insert()
+_MOVE_FRONTIER = LEDGERS.update().where(LEDGERS.c.run_id == sa.bindparam("run"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +50,9 @@ def write_change(connection: sa.Connection, run_id: str, change: LedgerChange) -
     touched = [group.sequence for group in (*change.groups, *change.ended)]
     for begin in range(0, len(touched), _CHUNK):
         some = touched[begin : begin + _CHUNK]
-        connection.execute(
-            PROMPTS.delete().where(PROMPTS.c.run_id == run_id, PROMPTS.c.sequence.in_(some))
-        )
+        connection.execute(_FORGET_PROMPTS, {"run": run_id, "touched": some})
     if change.groups:
-        connection.execute(PROMPTS.insert(), [_prompt(run_id, group) for group in change.groups])
+        connection.execute(_ADD_PROMPTS, [_prompt(run_id, group) for group in change.groups])
     now = time.time()
     dead = [group for group in change.ended if group.state is not GroupState.CONSUMED]
     if dead:
@@ -219,7 +224,7 @@ def roll_back(connection: sa.Connection, run_id: str, step: int) -> int:
     connection.execute(STEPS.delete().where(STEPS.c.run_id == run_id, STEPS.c.step > step))
     connection.execute(PROMPTS.delete().where(PROMPTS.c.run_id == run_id))
     if groups:
-        connection.execute(PROMPTS.insert(), [_prompt(run_id, group) for group in groups])
+        connection.execute(_ADD_PROMPTS, [_prompt(run_id, group) for group in groups])
     ended = dict(state.ended)
     returned = len(groups) - len(in_flight)
     ended[GroupState.CONSUMED] = ended.get(GroupState.CONSUMED, 0) - returned
@@ -248,7 +253,7 @@ def _returned(stored: Mapping[str, Any]) -> ReturnedRows:
 
 
 def _write_frontier(connection: sa.Connection, run_id: str, **values: Any) -> None:
-    updated = connection.execute(LEDGERS.update().where(LEDGERS.c.run_id == run_id).values(values))
+    updated = connection.execute(_MOVE_FRONTIER, {"run": run_id, **values})
     if updated.rowcount == 0:
         connection.execute(LEDGERS.insert().values(run_id=run_id, **values))
 
