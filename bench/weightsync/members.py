@@ -39,9 +39,11 @@ def run_trainer_rank(rank: int, options: Any, controller: str, port: int, member
     device = _device(options, rank)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     if options.trainers > 1:
+        # A store of its own: whoever waits for a key keeps others from the same connection.
+        trainer_store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if options.use_gpu else "gloo",
-            store=dist.PrefixStore("trainer", store),
+            store=dist.PrefixStore("trainer", trainer_store),
             rank=rank,
             world_size=options.trainers,
         )
@@ -72,9 +74,9 @@ async def _serve_rank(
     source: Leader | Follower
     if rank == 0:
         source = Leader()
-        source.attach(cast("Any", _NOT_TRAINED), weights, crew)
+        source.attach(cast("Any", _NOT_TRAINED), crew, weights=weights)
     else:
-        source = Follower(crew, cast("Any", _NOT_TRAINED), weights)
+        source = Follower(crew, cast("Any", _NOT_TRAINED), weights=weights)
     async with _member(controller, device, source=source) as (member, port):
         addresses = await asyncio.to_thread(crew.gather, f"127.0.0.1:{port}")
         if weights.sends_rows:

@@ -19,7 +19,7 @@ class Field:
     shape: str
     """Shape of one sample; ``P`` prompt tokens, ``R`` response tokens, ``K`` runs of versions."""
     producer: str
-    """Who writes it: ``rollout``, ``logp`` or ``ref_logp``."""
+    """Who writes it: ``rollout``, ``logp``, ``ref_logp`` or ``critic``."""
     meaning: str
     """What it holds."""
 
@@ -45,6 +45,7 @@ FIELDS: Final = tuple(
             "log-probability under the trainer's weights at the start of the step",
         ),
         ("proximal_version", "int64", "[]", "logp", "number of the weights of proximal_logprobs"),
+        ("values", "float32", "[R]", "critic", "return that the critic expects before each token"),
     )
 )  # fmt: skip
 

@@ -32,7 +32,7 @@ from slipstream.type.v1 import worker_pb2
 
 logger = logging.getLogger(__name__)
 
-WorkerRole = Literal["trainer", "rollout", "logp", "ref_logp"]
+WorkerRole = Literal["trainer", "rollout", "logp", "ref_logp", "critic"]
 WorkerState = Literal["loading", "loaded", "ready", "draining", "failed"]
 
 _T = TypeVar("_T")

@@ -20,6 +20,7 @@ _ROLES: dict[int, WorkerRole] = {
     worker_pb2.WORKER_ROLE_ROLLOUT: "rollout",
     worker_pb2.WORKER_ROLE_LOGP: "logp",
     worker_pb2.WORKER_ROLE_REF_LOGP: "ref_logp",
+    worker_pb2.WORKER_ROLE_CRITIC: "critic",
 }
 _STATES: dict[int, WorkerState] = {
     worker_pb2.WORKER_STATE_LOADING: "loading",

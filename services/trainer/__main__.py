@@ -6,45 +6,44 @@ others    hear the run from rank 0 -> load -> follow until rank 0 ends
 
 import asyncio
 import json
-import logging
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TypeVar
 
 import grpc
 import torch
 from torch import distributed
 from transformers.utils import logging as transformers_logging
 
-from services.common.batch import KVBatchMeta
 from services.common.credentials import acting_as
-from services.common.errors import DeadlineExceededError
 from services.common.grpc_server import serve
-from services.common.jagged import Jagged
 from services.common.lifetime import announce
 from services.common.logging import configure
 from services.common.metrics import serve_metrics
-from services.common.spec.loader import canonical_json, parse_spec
+from services.common.spec.loader import parse_spec
 from services.common.weightsync.member import WeightMember
 from services.common.weightsync.server import WeightSyncServicer
 from services.controller.client import WorkerSession, open_rendezvous
+from services.trainer import metrics
+from services.trainer.critic.worker import serve_critic
 from services.trainer.ending import until_stopped
 from services.trainer.model.parallel import join_processes
-from services.trainer.ranks.build import Built, build_rank, device_of
-from services.trainer.ranks.crew import Crew, Kind, Order
+from services.trainer.ranks.build import build_critic, build_rank, device_of
+from services.trainer.ranks.crew import Crew
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
-from services.trainer.ranks.rank import Fetch
+from services.trainer.ranks.start import Build, load
+from services.trainer.ranks.transfers import Transfers
 from services.trainer.scoring.worker import serve_logp, serve_ref_logp
 from services.trainer.server import TrainerServicer
 from services.trainer.settings import TrainerSettings
+from services.trainer.step import StepResult
 from services.transferqueue.dataclient import DataClient
 from slipstream.trainer.v1 import trainer_pb2_grpc
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
 
-logger = logging.getLogger(__name__)
-_FETCH_TIMEOUT_S = 300.0
-_PROGRESS_EVERY = 20
+_T = TypeVar("_T")
 
 
 async def lead(settings: TrainerSettings) -> None:
@@ -58,14 +57,13 @@ async def lead(settings: TrainerSettings) -> None:
             rendezvous=lambda scope: session.rendezvous(scope),
         )
 
+        def on_step(step: int, result: StepResult) -> None:
+            metrics.observe_step(settings.run_id, step, result.metrics, skipped=result.skipped)
+            session.report(weight_version=step)
+
         def register(server: grpc.aio.Server) -> None:
             trainer_pb2_grpc.add_TrainerServiceServicer_to_server(
-                TrainerServicer(
-                    leader,
-                    settings.run_id,
-                    on_step=lambda step: session.report(weight_version=step),
-                ),
-                server,
+                TrainerServicer(leader, settings.run_id, on_step), server
             )
             weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server(
                 WeightSyncServicer(member), server
@@ -75,46 +73,15 @@ async def lead(settings: TrainerSettings) -> None:
         session = await stack.enter_async_context(
             WorkerSession(settings, role="trainer", port=port)
         )
-        built = await _load(stack, session, leader, crew, settings)
+        built = await load(stack, session, crew, settings, build_rank)
         addresses = await asyncio.to_thread(crew.gather, f"{settings.advertise_host}:{port}")
         if built.weights.sends_rows:
             member.source_addresses = addresses
-        leader.attach(built.rank, built.weights, crew, step=built.step)
+        leader.attach(built.rank, crew, weights=built.weights, step=built.step)
         announce(settings.ready_file, {"role": "trainer"})
         session.report(state="ready", activity="", weight_version=built.step)
         stack.push_async_callback(asyncio.to_thread, leader.stop)
         await until_stopped(session)
-
-
-async def _load(
-    stack: AsyncExitStack,
-    session: WorkerSession,
-    leader: Leader,
-    crew: Crew,
-    settings: TrainerSettings,
-) -> Built:
-    """Bring all ranks up."""
-    loop = asyncio.get_running_loop()
-
-    def progress(step: int, steps: int) -> None:
-        if step % _PROGRESS_EVERY == 0:
-            activity = f"warm start: step {step} of {steps}"
-            loop.call_soon_threadsafe(lambda: session.report(activity=activity))
-
-    session.report(state="loading", activity="loading the model")
-    data = await stack.enter_async_context(DataClient.connect(session.transferqueue_address))
-    start = {
-        "spec": canonical_json(session.spec),
-        "transferqueue_address": session.transferqueue_address,
-    }
-    await asyncio.to_thread(crew.tell, Order(Kind.START, payload=json.dumps(start).encode()))
-    return await asyncio.to_thread(
-        build_rank,
-        session.spec,
-        settings,
-        fetch=_blocking_fetch(data, loop),
-        progress=progress,
-    )
 
 
 async def run_follower(settings: TrainerSettings) -> None:
@@ -124,14 +91,22 @@ async def run_follower(settings: TrainerSettings) -> None:
     order = await asyncio.to_thread(crew.hear)
     start = json.loads(order.payload)
     async with DataClient.connect(start["transferqueue_address"]) as data:
-        built = await asyncio.to_thread(
-            build_rank,
-            parse_spec(start["spec"]),
-            settings,
-            fetch=_blocking_fetch(data, loop),
-            progress=lambda step, steps: None,
-        )
-        follower = Follower(crew, built.rank, built.weights)
+
+        def build(build_part: Build[_T]) -> _T:
+            return build_part(
+                parse_spec(start["spec"]),
+                settings,
+                transfers=Transfers(data, loop),
+                progress=lambda step, steps: None,
+            )
+
+        if settings.role == "critic":
+            critic = await asyncio.to_thread(build, build_critic)
+            follower = Follower(crew, critic.rank, values=critic.values)
+            await asyncio.to_thread(follower.follow)
+            return
+        built = await asyncio.to_thread(build, build_rank)
+        follower = Follower(crew, built.rank, weights=built.weights)
         async with _serve_rows(settings, follower) as address:
             await asyncio.to_thread(crew.gather, address)
             await asyncio.to_thread(follower.follow)
@@ -159,23 +134,6 @@ async def _serve_rows(settings: TrainerSettings, follower: Follower) -> AsyncIte
             yield f"{settings.advertise_host}:{port}"
 
 
-def _blocking_fetch(data: DataClient, loop: asyncio.AbstractEventLoop) -> Fetch:
-    """Fetches for training threads, on the event loop."""
-
-    def fetch(meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, Jagged]:
-        future = asyncio.run_coroutine_threadsafe(data.get(meta, fields), loop)
-        try:
-            return future.result(_FETCH_TIMEOUT_S)
-        except TimeoutError as error:
-            future.cancel()
-            raise DeadlineExceededError(
-                f"{meta.num_keys} samples did not arrive within {_FETCH_TIMEOUT_S:.0f} s; look at the "
-                "transferqueue's log"
-            ) from error
-
-    return fetch
-
-
 def main() -> None:
     """Entry point of ``python -m services.trainer``, and of ``torchrun -m services.trainer``."""
     settings = TrainerSettings()
@@ -191,7 +149,12 @@ def main() -> None:
         torch.cuda.set_device(device)
     if settings.world_size > 1:
         join_processes(device=device, rank=settings.rank, world_size=settings.world_size)
-    serve_role = {"trainer": lead, "logp": serve_logp, "ref_logp": serve_ref_logp}[settings.role]
+    serve_role = {
+        "trainer": lead,
+        "critic": serve_critic,
+        "logp": serve_logp,
+        "ref_logp": serve_ref_logp,
+    }[settings.role]
     if settings.rank > 0:
         # All ranks are told to stop at once, but rank 0 still needs the others for what it has begun.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -27,7 +27,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         on_step: Hears of every answered step.
     """
 
-    def __init__(self, leader: Leader, run_id: str, on_step: Callable[[int], None]) -> None:
+    def __init__(
+        self, leader: Leader, run_id: str, on_step: Callable[[int, StepResult], None]
+    ) -> None:
         self._leader = leader
         self._run_id = run_id
         self._on_step = on_step
@@ -48,8 +50,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 step=request.step,
             )
         result = await self._train(request.step, meta, request.weight_version)
-        metrics.observe_step(self._run_id, request.step, result.metrics, skipped=result.skipped)
-        self._on_step(request.step)
+        self._on_step(request.step, result)
         return pb.TrainStepResponse(
             step=request.step, metrics=result.metrics, skipped=result.skipped
         )

@@ -14,8 +14,8 @@ class TrainerSettings(WorkerSettings):
 
     model_config = SettingsConfigDict(env_prefix="SLIPSTREAM_TRAINER_", populate_by_name=True)
 
-    role: Literal["trainer", "logp", "ref_logp"] = "trainer"
-    """What this process does: train, or only compute proximal or reference logprobs."""
+    role: Literal["trainer", "critic", "logp", "ref_logp"] = "trainer"
+    """What this process does: train the policy or the critic, or only compute other logprobs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model lives; ``auto`` takes the GPU if there is one."""
     state_directory: Path = Path("runs")

@@ -23,8 +23,8 @@ from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.report import derive, describe_batch
 from services.trainer.batch.samples import Cohort, Samples, idle_samples
+from services.trainer.critic.runner import CriticRunner
 from services.trainer.model import optim
-from services.trainer.model.critic import CriticRunner
 from services.trainer.model.flops import peak_flops, training_flops
 from services.trainer.model.parallel import begin_micro_batch, free_gathered
 from services.trainer.model.policy import Policy, trainable

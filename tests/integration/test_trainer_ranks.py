@@ -105,12 +105,12 @@ def _serve(rank: int, world_size: int, folder: str, spec_json: str) -> None:
     trained, weights, queue = _rank_of_several(rank, world_size, folder, spec_json)
     crew = Crew(world_size)
     if rank > 0:
-        follower = Follower(crew, trained, weights)
+        follower = Follower(crew, trained, weights=weights)
         follower.follow()
         torch.save(dict(follower.weight_tensors()), Path(folder) / "rows-1.pt")
     else:
         leader = Leader()
-        leader.attach(trained, weights, crew)
+        leader.attach(trained, crew, weights=weights)
         asyncio.run(_lead(leader, queue, Path(folder)))
     distributed.destroy_process_group()
 
@@ -121,7 +121,7 @@ def _lose(rank: int, world_size: int, folder: str, spec_json: str) -> None:
     if rank > 0:
         return
     leader = Leader()
-    leader.attach(trained, weights, Crew(world_size))
+    leader.attach(trained, Crew(world_size), weights=weights)
     with pytest.raises(UnavailableError, match="a rank of the trainer is gone"):
         asyncio.run(leader.train_step(1, queue.meta))
 

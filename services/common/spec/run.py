@@ -225,11 +225,32 @@ def _check_roles(spec: RunSpec) -> None:
             f"weight_sync.publish_every is {spec.weight_sync.publish_every}; set it to 1, or let logp share "
             "the group of train"
         )
-    for task in ("critic", "reward"):
-        group = next((group for group in topology.task_groups if task in group), ())
-        home = "train" if task == "critic" else "generate"
-        if group and home not in group:
-            raise ValueError(
-                f"topology.task_groups gives {task} GPUs of its own, but it runs inside the processes of "
-                f"{home}; put it into the group of {home}, or leave it out"
-            )
+    if topology.own_gpus("critic"):
+        _check_critic(spec)
+    group = next((group for group in topology.task_groups if "reward" in group), ())
+    if group and "generate" not in group:
+        raise ValueError(
+            "topology.task_groups gives reward GPUs of its own, but it runs inside the processes of "
+            "generate; put it into the group of generate, or leave it out"
+        )
+
+
+def _check_critic(spec: RunSpec) -> None:
+    """A critic with GPUs of its own computes returns by itself, from what is stored."""
+    if spec.algorithm.advantage != "gae":
+        raise ValueError(
+            "topology.task_groups gives critic GPUs of its own, but algorithm.advantage "
+            f"{spec.algorithm.advantage!r} has no critic; set it to 'gae', or leave critic out"
+        )
+    if spec.needs_reference and spec.algorithm.kl.placement == "reward":
+        raise ValueError(
+            "topology.task_groups gives critic GPUs of its own, but algorithm.kl.placement 'reward' changes "
+            "rewards inside the trainer, where the critic does not see them; set it to 'loss', or let critic "
+            "share the group of train"
+        )
+    group = spec.topology.place().group_of("critic")
+    if group is not None and len(group.tasks) > 1:
+        raise ValueError(
+            f"topology.task_groups puts {', '.join(group.tasks)} on the same GPUs, but a critic outside of "
+            "train needs its GPUs for itself; give it a group of its own"
+        )

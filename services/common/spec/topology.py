@@ -31,7 +31,7 @@ class TopologySpec(SpecPart):
     task_groups: tuple[tuple[str, ...], ...] = ()
     """Tasks of each group: a name, or a list of names that share GPUs, among ``train``, ``generate``,
     ``logp``, ``ref_logp``, ``critic`` and ``reward``. What is not listed belongs to ``train``, and
-    ``reward`` to ``generate``; neither ``critic`` nor ``reward`` can leave them."""
+    ``reward`` to ``generate``, which it cannot leave."""
     ratios: tuple[float, ...] = ()
     """Share of each group in the GPUs; a sum below 1 leaves the rest unused."""
     gpus: int = Field(0, ge=0)

@@ -43,6 +43,7 @@ def worker_names(spec: RunSpec) -> list[tuple[WorkerRole, str]]:
         "rollout": spec.rollout.replicas,
         "logp": spec.topology.own_gpus("logp"),
         "ref_logp": spec.topology.own_gpus("ref_logp"),
+        "critic": min(1, spec.topology.own_gpus("critic")),
     }
     return [
         (role, f"{role.replace('_', '-')}-{index}")
@@ -52,13 +53,14 @@ def worker_names(spec: RunSpec) -> list[tuple[WorkerRole, str]]:
 
 
 def program_of(role: WorkerRole) -> str:
-    """The service whose program serves a role: the trainer's computes logprobs, too."""
+    """The service whose program serves a role: the trainer's computes logprobs and values, too."""
     return "rollout" if role == "rollout" else "trainer"
 
 
 def num_ranks(role: WorkerRole, spec: RunSpec) -> int:
     """Processes of one worker of a role."""
-    return spec.trainer.world_size if role == "trainer" else 1
+    ranks = {"trainer": spec.trainer.world_size, "critic": spec.topology.own_gpus("critic")}
+    return ranks.get(role, 1)
 
 
 def num_gpus(role: WorkerRole, spec: RunSpec) -> int:

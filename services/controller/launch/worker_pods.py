@@ -1,7 +1,7 @@
 """Pods of a run's workers, made from the templates that the Helm chart wrote.
 
 rollout, logp, ref_logp   a pod each
-trainer                   a pod with all ranks, or one for each node that they fill
+trainer, critic           a pod with all ranks, or one for each node that they fill
 bundled                   the containers of all in one pod
 """
 
@@ -159,8 +159,8 @@ def _num_nodes(ranks: int, spec: RunSpec) -> int:
     room = spec.topology.gpus_per_node
     if ranks > room and ranks % room:
         raise FailedPreconditionError(
-            f"the trainer's {ranks} ranks cannot be spread evenly over nodes of {room} GPUs; make "
-            "trainer.world_size a multiple of topology.gpus_per_node"
+            f"{ranks} ranks of one worker cannot be spread evenly over nodes of {room} GPUs; make "
+            "trainer.world_size, or the GPUs of critic, a multiple of topology.gpus_per_node"
         )
     return max(1, ranks // room)
 

@@ -18,6 +18,7 @@ from services.common.grpc_client import open_channel
 from services.common.spec.run import RunSpec
 from services.controller.launch.launcher import worker_names
 from services.controller.membership import Membership, Worker
+from services.controller.run.critic import CriticCalls
 from services.controller.run.replicas import Replicas
 from services.controller.run.scoring import BatchScoring
 from services.controller.run.weight_sync import WeightSession
@@ -46,6 +47,7 @@ class Assembly:
     """Newest weight version that all rollouts and logp workers serve; -1 if one has none."""
     replicas: Replicas
     scoring: BatchScoring
+    critic: CriticCalls
     weights: WeightSession
     serving: Sequence[Worker]
     """Who receives the trainer's weights."""
@@ -148,6 +150,8 @@ async def assemble(
     scoring = BatchScoring(queue, run_id)
     stack.push_async_callback(scoring.close)
     await scoring.open(logp)
+    critic = CriticCalls(queue, run_id)
+    await critic.open(stack, membership.workers(run_id, "critic"))
     replicas = Replicas()
     stack.push_async_callback(replicas.close)
     await replicas.open(rollouts)
@@ -162,6 +166,7 @@ async def assemble(
         served=min(worker.weight_version for worker in [*rollouts, *logp]),
         replicas=replicas,
         scoring=scoring,
+        critic=critic,
         weights=weights,
         serving=[*rollouts, *logp],
         num_train_rows=_agreed_rows(rollouts, "prompts_train"),

@@ -6,6 +6,7 @@ finished or not), and the ledger, which the same transaction writes. A run that 
 unbroken one would.
 """
 
+import asyncio
 import time
 from dataclasses import dataclass
 from typing import Literal
@@ -21,6 +22,7 @@ from services.common.errors import (
     ResourceExhaustedError,
 )
 from services.common.ids import new_id
+from services.controller.run.critic import CriticCalls
 from services.controller.run.journal import Journal
 from services.controller.run.ledger import Ledger
 from services.controller.store.database import Database
@@ -106,7 +108,13 @@ class Checkpoints:
         self._queue = queue
 
     async def save(
-        self, trainer: TrainerClient, ledger: Ledger, *, step: int, version: int
+        self,
+        trainer: TrainerClient,
+        critic: CriticCalls,
+        ledger: Ledger,
+        *,
+        step: int,
+        version: int,
     ) -> None:
         """Save the trainer's newest step and the samples in flight, and write both down at once.
 
@@ -116,7 +124,10 @@ class Checkpoints:
         path, snapshot_id, message = "", "", ""
         try:
             snapshot_id, message = await self._save_samples(step)
-            path = await trainer.save_checkpoint(step, timeout_s=_SAVE_TIMEOUT_S)
+            path, _ = await asyncio.gather(
+                trainer.save_checkpoint(step, timeout_s=_SAVE_TIMEOUT_S),
+                critic.save(step, timeout_s=_SAVE_TIMEOUT_S),
+            )
         except (FailedPreconditionError, DeadlineExceededError) as error:
             state, message = "FAILED", error.message
         checkpoint = Checkpoint(

@@ -237,7 +237,11 @@ class RunLoop:
             self._doing = "CHECKPOINTING"
             version = self.step + state.version_offset
             await self._checkpoints.save(
-                state.parts.trainer, state.ledger, step=self.step, version=version
+                state.parts.trainer,
+                state.parts.critic,
+                state.ledger,
+                step=self.step,
+                version=version,
             )
 
     def _is_published(self, step: int) -> bool:

@@ -1,8 +1,10 @@
 """One step after the other: written down, trained, committed; settled if something died in between."""
 
+import asyncio
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from services.common import tracing
 from services.common.spec.run import RunSpec
@@ -56,9 +58,19 @@ class Steps:
             samples = await state.parts.scoring.add_proximal(
                 samples, weight_version=version, timeout_s=timeout_s
             )
-        trained = await state.parts.trainer.train_step(
-            step, samples, weight_version=version, timeout_s=timeout_s
-        )
+        critic = state.parts.critic
+        samples = await critic.add_values(samples, weight_version=version, timeout_s=timeout_s)
+        async with asyncio.TaskGroup() as tasks:
+            training = tasks.create_task(
+                state.parts.trainer.train_step(
+                    step, samples, weight_version=version, timeout_s=timeout_s
+                )
+            )
+            learning = tasks.create_task(
+                critic.train(step, samples, weight_version=version, timeout_s=timeout_s)
+            )
+        trained = training.result()
+        trained = replace(trained, metrics={**trained.metrics, **learning.result()})
         await self._commit(state, step, batch, trained, begin=begin, wait_s=wait_s)
         await state.generation.release(stored)
 

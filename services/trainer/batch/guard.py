@@ -7,7 +7,7 @@ import torch
 from services.common.errors import InternalError
 from services.trainer.batch.samples import Cohort, Samples
 
-_CHECKED_COLUMNS = ("rollout_logprobs", "ref_logprobs", "proximal_logprobs")
+_CHECKED_COLUMNS = ("rollout_logprobs", "ref_logprobs", "proximal_logprobs", "values")
 
 
 class NotFiniteError(InternalError):

@@ -17,7 +17,7 @@ from services.trainer.transfer import on_device
 
 _CORRECTION_FIELDS = ("rollout_logprobs", "version_runs")
 _REQUIRED_FIELDS = ("prompt_ids", "response_ids", "response_mask", "rewards")
-_SCORED_FIELDS = ("ref_logprobs", "proximal_logprobs")
+_SCORED_FIELDS = ("ref_logprobs", "proximal_logprobs", "values")
 _TOKEN_FIELDS = ("rollout_logprobs", *_SCORED_FIELDS)
 
 
@@ -168,11 +168,12 @@ def wanted_fields(meta: KVBatchMeta, spec: RunSpec) -> tuple[str, ...]:
             "to 'none' (synchronous training only)",
             missing=", ".join(missing),
         )
-    if spec.topology.own_gpus("ref_logp") and "ref_logprobs" not in present:
-        raise IncompleteBatchError(
-            "the batch lacks ref_logprobs, which the workers of the role ref_logp add; look at their logs",
-            missing="ref_logprobs",
-        )
+    for role, name in (("ref_logp", "ref_logprobs"), ("critic", "values")):
+        if spec.topology.own_gpus(role) and name not in present:
+            raise IncompleteBatchError(
+                f"the batch lacks {name}, which the workers of the role {role} add; look at their logs",
+                missing=name,
+            )
     known = (*_REQUIRED_FIELDS, *_CORRECTION_FIELDS, *_SCORED_FIELDS, "proximal_version")
     return tuple(name for name in known if name in present)
 

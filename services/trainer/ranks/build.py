@@ -11,15 +11,21 @@ from services.common.models.tokenizer import Tokenizer, load_tokenizer
 from services.common.spec.run import RunSpec
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.checkpoint.manifest import STEP_PREFIX
-from services.trainer.model.critic import CriticRunner
+from services.trainer.critic.runner import CriticRunner
+from services.trainer.critic.step import CriticStepRunner
+from services.trainer.critic.values import Values
 from services.trainer.model.lora import add_adapters
 from services.trainer.model.parallel import Topology, build_topology, distribute
 from services.trainer.model.policy import Critic, Policy, freeze
 from services.trainer.model.warm_start import Progress, load_base_model
-from services.trainer.ranks.rank import Fetch, Rank
+from services.trainer.ranks.rank import Rank, Runner
+from services.trainer.ranks.transfers import Fetch, Transfers
 from services.trainer.settings import TrainerSettings
 from services.trainer.step import StepRunner
 from services.trainer.weights import WeightExport
+
+_CRITIC = "critic"
+"""Folder of the critic's checkpoints among those of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +38,21 @@ class Built:
     """Newest trained step: 0, or that of the checkpoint that training resumes from."""
 
 
+@dataclass(frozen=True, slots=True)
+class BuiltCritic:
+    """A loaded rank of a critic."""
+
+    rank: Rank
+    values: Values
+    step: int
+    """As in :class:`Built`."""
+
+
 def build_rank(
     spec: RunSpec,
     settings: TrainerSettings,
     *,
-    fetch: Fetch,
+    transfers: Transfers,
     progress: Progress,
 ) -> Built:
     """Load the model and everything around it. Blocks; runs in a thread. All ranks call it.
@@ -67,7 +83,7 @@ def build_rank(
         freeze(reference)
         distribute(reference, spec.trainer, topology)
     critic = None
-    if spec.algorithm.advantage == "gae":
+    if spec.algorithm.advantage == "gae" and not spec.topology.own_gpus("critic"):
         module = Critic(load().model)
         distribute(module, spec.trainer, topology)
         critic = CriticRunner(module, spec=spec, ranks=topology.data, device=topology.device)
@@ -79,20 +95,8 @@ def build_rank(
         ranks=topology.data,
         device=topology.device,
     )
-    checkpointer = Checkpointer(
-        runner.parts(),
-        root=checkpoint_root(spec, settings),
-        keep=spec.trainer.checkpoint.keep,
-        topology=topology,
-    )
-    rank = Rank(
-        runner,
-        fetch=fetch,
-        spec=spec,
-        ranks=topology.data,
-        cost=cost,
-        checkpointer=checkpointer,
-    )
+    root = checkpoint_root(spec, settings)
+    rank = _rank(runner, root, fetch=transfers.fetch, spec=spec, topology=topology, cost=cost)
     weights = WeightExport(
         policy,
         dtype=getattr(torch, spec.trainer.dtype),
@@ -100,15 +104,73 @@ def build_rank(
         senders=spec.weight_sync.senders,
         lora_sync="merged" if spec.trainer.lora is None else spec.trainer.lora.sync,
     )
-    # A checkpoint of this very run is there if its trainer was lost before: then training goes on from it.
-    is_continued = settings.resume or any(checkpoint_root(spec, settings).glob(f"{STEP_PREFIX}*"))
     start_from = spec.trainer.checkpoint.start_from
-    step = 0
-    if is_continued:
-        step = rank.restore()
-    elif start_from is not None:
-        step = rank.restore(Path(start_from))
+    step = _resume(rank, root, Path(start_from) if start_from else None, settings)
     return Built(rank=rank, weights=weights, step=step)
+
+
+def build_critic(
+    spec: RunSpec, settings: TrainerSettings, *, transfers: Transfers, progress: Progress
+) -> BuiltCritic:
+    """Load the critic, where it has processes of its own. Blocks; runs in a thread. All ranks call it.
+
+    Raises:
+        ValueError: If the model does not load or cannot be trained.
+        NotFoundError: If training is to resume and there is no whole checkpoint.
+    """
+    size = {"world_size": spec.topology.own_gpus("critic"), "tensor_parallel": 1}
+    spec = spec.model_copy(update={"trainer": spec.trainer.model_copy(update=size)})
+    topology = build_topology(
+        spec.trainer,
+        device=device_of(settings),
+        rank=settings.rank,
+        world_size=settings.world_size,
+    )
+    policy = _load_policy(spec, settings, topology, load_tokenizer(spec.model), progress)
+    cost = sequence_cost(policy)
+    module = Critic(policy.model)
+    distribute(module, spec.trainer, topology)
+    critic = CriticRunner(module, spec=spec, ranks=topology.data, device=topology.device)
+    runner = CriticStepRunner(critic, spec=spec, ranks=topology.data)
+    root = checkpoint_root(spec, settings) / _CRITIC
+    rank = _rank(runner, root, fetch=transfers.fetch, spec=spec, topology=topology, cost=cost)
+    values = Values(
+        critic,
+        fetch=transfers.fetch,
+        add=transfers.add,
+        ranks=topology.data,
+        cost=cost,
+        max_tokens=spec.trainer.tokens_per_micro_batch,
+    )
+    start_from = spec.trainer.checkpoint.start_from
+    folder = Path(start_from).parent / _CRITIC / Path(start_from).name if start_from else None
+    return BuiltCritic(rank=rank, values=values, step=_resume(rank, root, folder, settings))
+
+
+def _rank(
+    runner: Runner,
+    root: Path,
+    *,
+    fetch: Fetch,
+    spec: RunSpec,
+    topology: Topology,
+    cost: Callable[[int], float],
+) -> Rank:
+    keep = spec.trainer.checkpoint.keep
+    checkpointer = Checkpointer(runner.parts(), root=root, keep=keep, topology=topology)
+    return Rank(
+        runner, fetch=fetch, spec=spec, ranks=topology.data, cost=cost, checkpointer=checkpointer
+    )
+
+
+def _resume(rank: Rank, root: Path, start_from: Path | None, settings: TrainerSettings) -> int:
+    """Load what training goes on from; returns its step.
+
+    A checkpoint of this very run is there if its worker was lost before, and goes first.
+    """
+    if settings.resume or any(root.glob(f"{STEP_PREFIX}*")):
+        return rank.restore()
+    return rank.restore(start_from) if start_from is not None else 0
 
 
 def checkpoint_root(spec: RunSpec, settings: TrainerSettings) -> Path:

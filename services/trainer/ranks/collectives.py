@@ -1,9 +1,13 @@
 """What ranks tell each other about a step: small sums and maxima. One rank needs no process group."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, distributed
+
+from services.common.errors import DataLossError, ServiceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,27 @@ class Ranks:
     def max(self, values: Tensor) -> Tensor:
         """The maximum over ranks, on the device of ``values``. All ranks call this, in one order."""
         return self._reduce(values, distributed.ReduceOp.MAX)
+
+    @contextmanager
+    def agreed(self, doing: str) -> Iterator[None]:
+        """Around what each rank does for itself: no rank may enter the next collective alone.
+
+        Args:
+            doing: What is done, for the message of those ranks that could.
+
+        Raises:
+            DataLossError: If another rank could not. A failure of this one is raised as it is.
+        """
+        failure: ServiceError | ValueError | None = None
+        try:
+            yield
+        except (ServiceError, ValueError) as error:
+            failure = error
+        failures = self.sum(torch.tensor([int(failure is not None)]))
+        if failure is not None:
+            raise failure
+        if failures.item():
+            raise DataLossError(f"another rank could not {doing}")
 
     def _reduce(self, values: Tensor, operation: distributed.ReduceOp.RedOpType) -> Tensor:
         if self.size == 1:

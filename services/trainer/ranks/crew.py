@@ -35,6 +35,8 @@ class Kind(IntEnum):
     """Score the canary together."""
     GATHER_ADAPTERS = 7
     """Gather the adapters for rank 0."""
+    ADD_VALUES = 8
+    """Add the critic's values to the batch that follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Order:
     weight_version: int = 0
     """Version of the weights that a step starts from (TRAIN)."""
     payload: bytes = b""
-    """A serialized ``KVBatchMeta`` (TRAIN), or JSON (START)."""
+    """A serialized ``KVBatchMeta`` (TRAIN, ADD_VALUES), or JSON (START)."""
 
 
 class Crew:

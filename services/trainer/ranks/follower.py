@@ -12,6 +12,7 @@ from services.common.batch import KVBatchMeta
 from services.common.errors import FailedPreconditionError, ServiceError
 from services.common.weightsync.canary import Canary
 from services.common.weightsync.plan import TensorSpec
+from services.trainer.critic.values import Values
 from services.trainer.ranks.crew import Crew, Kind, Order
 from services.trainer.ranks.rank import Rank
 from services.trainer.weights import WeightExport
@@ -25,13 +26,22 @@ class Follower:
     Args:
         crew: Brings rank 0's orders.
         rank: This process's part.
-        weights: The policy's weights.
+        weights: The policy's weights; a critic's go nowhere.
+        values: Scores batches, of a critic.
     """
 
-    def __init__(self, crew: Crew, rank: Rank, weights: WeightExport) -> None:
+    def __init__(
+        self,
+        crew: Crew,
+        rank: Rank,
+        *,
+        weights: WeightExport | None = None,
+        values: Values | None = None,
+    ) -> None:
         self._crew = crew
         self._rank = rank
         self._weights = weights
+        self._values = values
         # Training changes the rows that a transfer copies; both run in threads.
         self._turn = threading.Lock()
 
@@ -51,12 +61,12 @@ class Follower:
 
     def weight_specs(self) -> list[TensorSpec]:
         """All tensors of the model, in sending order."""
-        return self._weights.weight_specs()
+        return self._exported().weight_specs()
 
     def weight_tensors(self, *, only_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
         """The rows of this rank; training waits until they are read."""
         with self._turn:
-            yield from self._weights.weight_rows()
+            yield from self._exported().weight_rows()
 
     def score_canary(self) -> Canary:
         """Only rank 0 is asked; this rank takes part when rank 0 orders it."""
@@ -69,13 +79,19 @@ class Follower:
                 self._rank.train(order.step, meta, weight_version=order.weight_version)
             elif order.kind in (Kind.GATHER, Kind.GATHER_ADAPTERS):
                 only_adapters = order.kind is Kind.GATHER_ADAPTERS
-                for _ in self._weights.weight_tensors(only_adapters=only_adapters):
+                for _ in self._exported().weight_tensors(only_adapters=only_adapters):
                     pass
             elif order.kind is Kind.SCORE:
-                self._weights.score_canary()
+                self._exported().score_canary()
+            elif order.kind is Kind.ADD_VALUES and self._values is not None:
+                self._values.add(KVBatchMeta.from_bytes(order.payload))
         except (ServiceError, ValueError) as error:
             # Rank 0 met the same and reports it; the next order may be a good one.
             logger.warning("order failed", extra={"order": order.kind.name, "error": str(error)})
+
+    def _exported(self) -> WeightExport:
+        assert self._weights is not None, "a critic is in no weight group"
+        return self._weights
 
 
 def _await_written(writing: Future[Path]) -> None:

@@ -16,6 +16,7 @@ from services.common.errors import FailedPreconditionError, UnavailableError
 from services.common.weightsync.canary import Canary
 from services.common.weightsync.plan import TensorSpec
 from services.trainer.checkpoint.checkpointer import Snapshot
+from services.trainer.critic.values import Values
 from services.trainer.phases import PhaseTimer
 from services.trainer.ranks.crew import Crew, Kind, Order
 from services.trainer.ranks.idle import IdleClock
@@ -38,13 +39,21 @@ class SavedCheckpoint:
 
 
 class Leader:
-    """Serves steps and weights; until :meth:`attach` it answers that it still loads."""
+    """Serves steps and weights; until :meth:`attach` it answers that it still loads.
 
-    def __init__(self) -> None:
+    Args:
+        may_miss_steps: Whether a step need not follow the newest one: a critic that was lost goes on without
+            those since its checkpoint.
+    """
+
+    def __init__(self, *, may_miss_steps: bool = False) -> None:
+        self._may_miss_steps = may_miss_steps
         self._rank: Rank | None = None
         self._weights: WeightExport | None = None
+        self._values: Values | None = None
         self._crew = Crew(1)
         self._newest: tuple[int, StepResult | None] = (0, None)
+        self._newest_version = 0
         self._begun: tuple[int, Future[StepResult]] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train")
         # Training changes the weights that a transfer copies; both run in threads.
@@ -53,19 +62,29 @@ class Leader:
         self._saving = asyncio.Lock()
         self._idle = IdleClock()
 
-    def attach(self, rank: Rank, weights: WeightExport, crew: Crew, *, step: int = 0) -> None:
+    def attach(
+        self,
+        rank: Rank,
+        crew: Crew,
+        *,
+        weights: WeightExport | None = None,
+        values: Values | None = None,
+        step: int = 0,
+    ) -> None:
         """Start to answer, with the other ranks following.
 
         Args:
             rank: This process's part.
-            weights: The policy's weights.
             crew: The other ranks.
+            weights: The policy's weights; a critic's go nowhere.
+            values: Scores batches, of a critic.
             step: Newest step that is trained already.
         """
         self._newest = (step, None)
         self._crew = crew
-        self._rank = rank
         self._weights = weights
+        self._values = values
+        self._rank = rank
 
     async def train_step(
         self, step: int, meta: KVBatchMeta, *, weight_version: int | None = None
@@ -95,11 +114,13 @@ class Leader:
         self, step: int, meta: KVBatchMeta, weight_version: int | None
     ) -> Future[StepResult]:
         newest, result = self._newest
-        if step == newest and result is not None:
+        # Steps that are trained again after the run went back have other versions.
+        is_repeated = weight_version is None or weight_version == self._newest_version
+        if step == newest and result is not None and is_repeated:
             answered: Future[StepResult] = Future()
             answered.set_result(result)
             return answered
-        if step != newest + 1:
+        if step != newest + 1 and not self._may_miss_steps:
             raise FailedPreconditionError(
                 f"step {step} does not follow the newest one, which is {newest}; train step "
                 f"{newest + 1} next",
@@ -110,14 +131,14 @@ class Leader:
         return self._thread.submit(copy_context().run, self._train, step, meta, weight_version)
 
     def _train(self, step: int, meta: KVBatchMeta, weight_version: int | None) -> StepResult:
-        rank, _ = self._attached()
+        rank = self._attached()
         with self._turn, self._crew.together():
             version = step - 1 if weight_version is None else weight_version
             idle = self._idle.step_begins()
             self._crew.tell(Order(Kind.TRAIN, step, version, meta.to_bytes()))
             result = rank.train(step, meta, weight_version=version)
             result.metrics.update({f"idle_seconds_{why}": spent for why, spent in idle.items()})
-            self._newest = (step, result)
+            self._newest, self._newest_version = (step, result), version
             self._idle.step_ended()
             return result
 
@@ -128,7 +149,7 @@ class Leader:
             FailedPreconditionError: If ``step`` is not the newest one.
             UnavailableError: If the model is not loaded yet, or a rank is gone.
         """
-        rank, _ = self._attached()
+        rank = self._attached()
         async with self._saving:
             timer = PhaseTimer()
             with timer("snapshot"):
@@ -145,7 +166,7 @@ class Leader:
         with self._turn, self._idle("checkpoint"), self._crew.together():
             # A step may have ended while this waited for its turn, so the check belongs here.
             newest, _ = self._newest
-            if step != newest:
+            if step != newest and not self._may_miss_steps:
                 raise FailedPreconditionError(
                     f"step {step} cannot be saved, because the newest one is {newest}; save that one",
                     step=step,
@@ -154,14 +175,25 @@ class Leader:
             self._crew.tell(Order(Kind.SAVE, step))
             return rank.snapshot(step)
 
+    async def add_values(self, meta: KVBatchMeta) -> None:
+        """Add the critic's values to samples that have none, with all ranks."""
+        await asyncio.to_thread(self._add_values, meta)
+
+    def _add_values(self, meta: KVBatchMeta) -> None:
+        self._attached()
+        assert self._values is not None, "only a critic is asked for values"
+        with self._turn, self._crew.together():
+            self._crew.tell(Order(Kind.ADD_VALUES, payload=meta.to_bytes()))
+            self._values.add(meta)
+
     def weight_specs(self) -> list[TensorSpec]:
         """What will be sent, in sending order."""
-        _, weights = self._attached()
+        weights = self._exported()
         return weights.weight_specs()
 
     def weight_tensors(self, *, only_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
         """The current weights, or this rank's rows of them; training waits until they are read."""
-        _, weights = self._attached()
+        weights = self._exported()
         with self._turn, self._idle("weight_sync"), self._crew.together():
             if weights.sends_rows:
                 yield from weights.weight_rows()
@@ -171,7 +203,7 @@ class Leader:
 
     def score_canary(self) -> Canary:
         """Score a short text under the current weights, with all ranks."""
-        _, weights = self._attached()
+        weights = self._exported()
         with self._turn, self._idle("weight_sync"), self._crew.together():
             self._crew.tell(Order(Kind.SCORE))
             return weights.score_canary()
@@ -181,10 +213,15 @@ class Leader:
         with self._turn:
             self._crew.tell(Order(Kind.STOP))
 
-    def _attached(self) -> tuple[Rank, WeightExport]:
-        if self._rank is None or self._weights is None:
+    def _attached(self) -> Rank:
+        if self._rank is None:
             raise UnavailableError("the trainer still loads its model; ask again when it is loaded")
-        return self._rank, self._weights
+        return self._rank
+
+    def _exported(self) -> WeightExport:
+        self._attached()
+        assert self._weights is not None, "a critic is in no weight group"
+        return self._weights
 
 
 def _saved(folder: Path, seconds: Mapping[str, float]) -> SavedCheckpoint:

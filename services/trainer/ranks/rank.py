@@ -3,11 +3,12 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
+from torch import nn
 
 from services.common.batch import KVBatchMeta
-from services.common.errors import DataLossError, ServiceError
 from services.common.jagged import Jagged
 from services.common.spec.run import RunSpec
 from services.trainer.batch.guard import NonFiniteGuard, nonfinite_inputs
@@ -22,12 +23,28 @@ from services.trainer.batch.samples import (
 from services.trainer.checkpoint.checkpointer import Checkpointer, Snapshot
 from services.trainer.phases import PhaseTimer
 from services.trainer.ranks.collectives import Ranks
-from services.trainer.step import StepResult, StepRunner
+from services.trainer.ranks.transfers import Fetch
+from services.trainer.step import StepResult
 
 logger = logging.getLogger(__name__)
 
-Fetch = Callable[[KVBatchMeta, Sequence[str]], dict[str, Jagged]]
-"""Fetches fields of samples; blocks until they are here."""
+
+class Runner(Protocol):
+    """Trains something: the policy, or the critic where it has processes of its own."""
+
+    def run(
+        self, weight_version: int, samples: Samples, cohort: Cohort, plan: StepPlan
+    ) -> StepResult:
+        """Train one batch."""
+
+    def parts(self) -> dict[str, tuple[nn.Module, torch.optim.AdamW]]:
+        """What is trained, with its optimizer, by the prefix of its names."""
+
+    def facts(self) -> dict[str, float]:
+        """Numbers that a checkpoint keeps besides the tensors."""
+
+    def restore(self, facts: Mapping[str, float]) -> None:
+        """Continue from the numbers of a checkpoint."""
 
 
 class Rank:
@@ -44,7 +61,7 @@ class Rank:
 
     def __init__(
         self,
-        runner: StepRunner,
+        runner: Runner,
         *,
         fetch: Fetch,
         spec: RunSpec,
@@ -129,10 +146,9 @@ class Rank:
         plan: StepPlan,
     ) -> Samples:
         """Fetch this rank's samples, and agree with the others that all have theirs."""
-        failure: ServiceError | ValueError | None = None
         samples = empty_samples(fields)
         is_outdated = False
-        try:
+        with self._ranks.agreed("fetch its share of the batch"):
             if plan.rows:
                 fetched = self._fetch(meta.select(plan.rows), fields)
                 is_outdated = _is_outdated(fetched, weight_version)
@@ -143,14 +159,6 @@ class Rank:
                     spec=self._spec.algorithm,
                     weight_version=weight_version,
                 )
-        except (ServiceError, ValueError) as error:
-            failure = error
-        # No rank may enter the step's collectives alone, so a failure anywhere ends it everywhere.
-        failures = self._ranks.sum(torch.tensor([int(failure is not None)]))
-        if failure is not None:
-            raise failure
-        if failures.item():
-            raise DataLossError("another rank could not fetch its share of the batch")
         return samples.without_tokens("proximal_logprobs") if self._any(is_outdated) else samples
 
     def _any_rank_has(self, names: tuple[str, ...]) -> bool:

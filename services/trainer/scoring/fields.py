@@ -35,10 +35,9 @@ async def add_logprobs(
         NotFoundError: If samples were released meanwhile.
         FailedPreconditionError: If the scorer has other weights.
     """
-    lacking = [index for index in range(meta.num_keys) if not _has(meta, index, field)]
-    if not lacking:
+    meta = lacking(meta, field)
+    if meta.num_keys == 0:
         return 0
-    meta = meta.select(lacking)
     tokens = await data.get(meta, ("prompt_ids", "response_ids"))
     logprobs = await asyncio.to_thread(
         scorer.score, tokens["prompt_ids"], tokens["response_ids"], version=version
@@ -54,7 +53,9 @@ async def add_logprobs(
     return meta.num_keys
 
 
-def _has(meta: KVBatchMeta, index: int, field: str) -> bool:
-    return any(
-        column.name == field and column.blob_indexes[index] != MISSING for column in meta.fields
+def lacking(meta: KVBatchMeta, field: str) -> KVBatchMeta:
+    """Those samples of a batch that do not have a field yet."""
+    present = [column.blob_indexes for column in meta.fields if column.name == field]
+    return meta.select(
+        [i for i in range(meta.num_keys) if all(blobs[i] == MISSING for blobs in present)]
     )

@@ -145,7 +145,16 @@ def test_the_spellings_of_dots_rl_are_accepted(spelling):
                 "gpus": 4,
             },
             {},
-            "runs inside the processes of train",
+            "has no critic",
+        ),
+        (
+            {
+                "task_groups": ["train", "critic", "generate"],
+                "ratios": [0.5, 0.25, 0.25],
+                "gpus": 4,
+            },
+            {"algorithm": {"advantage": "gae", "kl": {"coefficient": 0.1, "placement": "reward"}}},
+            "changes rewards inside the trainer",
         ),
         (
             {"task_groups": ["train", "generate"], "ratios": [0.5, 0.5], "gpus": 4},

@@ -14,7 +14,7 @@ from services.common.models.tokenizer import load_tokenizer
 from services.common.spec.run import RunSpec
 from services.trainer.batch.packing import pack
 from services.trainer.checkpoint.checkpointer import Checkpointer
-from services.trainer.model.critic import CriticRunner
+from services.trainer.critic.runner import CriticRunner
 from services.trainer.model.parallel import Topology
 from services.trainer.model.policy import Critic, Policy
 from services.trainer.ranks.collectives import Ranks

@@ -20,7 +20,8 @@ async def test_steps_are_trained_once_and_in_order() -> None:
     leader = Leader()
     with pytest.raises(UnavailableError, match="still loads"):
         await leader.train_step(1, queue.meta)
-    leader.attach(rank_of(spec, policy, queue), WeightExport(policy, dtype=torch.float32), Crew(1))
+    weights = WeightExport(policy, dtype=torch.float32)
+    leader.attach(rank_of(spec, policy, queue), Crew(1), weights=weights)
     with pytest.raises(FailedPreconditionError, match="train step 1 next"):
         await leader.train_step(2, queue.meta)
     first, repeated = await asyncio.gather(
@@ -47,8 +48,8 @@ async def test_only_the_newest_step_is_saved(tmp_path: Path) -> None:
     leader = Leader()
     leader.attach(
         rank_of(spec, policy, queue, root=tmp_path),
-        WeightExport(policy, dtype=torch.float32),
         Crew(1),
+        weights=WeightExport(policy, dtype=torch.float32),
     )
     await leader.train_step(1, queue.meta)
     saved = await leader.save(1)

@@ -19,14 +19,14 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class ScoreBatchRequest(_message.Message):
-    """Asks for logprobs."""
+    """Asks for logprobs or values."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     BATCH_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     weight_version: _builtins.int
-    """Numbers the weights; refused while the worker does not serve them."""
+    """Numbers the policy's weights; a worker of the role logp refuses while it does not serve them."""
     @_builtins.property
     def batch(self) -> _batch_pb2.KVBatchMeta:
         """Describes the samples."""
@@ -47,7 +47,7 @@ Global___ScoreBatchRequest: _TypeAlias = ScoreBatchRequest  # noqa: Y015
 
 @_typing.final
 class ScoreBatchResponse(_message.Message):
-    """Says that the samples have their logprobs."""
+    """Says that the samples have them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ScoringServiceStub:
-    """Scores stored samples under the newest weights. Served by workers of the role logp.
+    """Scores stored samples under the newest weights. Served by workers of the roles logp and critic.
     """
 
     def __init__(self, channel):
@@ -43,12 +43,12 @@ class ScoringServiceStub:
 
 
 class ScoringServiceServicer:
-    """Scores stored samples under the newest weights. Served by workers of the role logp.
+    """Scores stored samples under the newest weights. Served by workers of the roles logp and critic.
     """
 
     def ScoreBatch(self, request, context):
-        """Adds the logprobs of the responses under one version of the weights to the samples. Safe to
-        repeat: samples that have them are left alone.
+        """Adds the logprobs of the responses under one version of the weights to the samples, or the critic's
+        values. Safe to repeat: samples that have them are left alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -71,7 +71,7 @@ def add_ScoringServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ScoringService:
-    """Scores stored samples under the newest weights. Served by workers of the role logp.
+    """Scores stored samples under the newest weights. Served by workers of the roles logp and critic.
     """
 
     @staticmethod

@@ -27,29 +27,29 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ScoringServiceStub:
-    """Scores stored samples under the newest weights. Served by workers of the role logp."""
+    """Scores stored samples under the newest weights. Served by workers of the roles logp and critic."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ScoringServiceAsyncStub: ...
     ScoreBatch: _grpc.UnaryUnaryMultiCallable[_scoring_pb2.ScoreBatchRequest, _scoring_pb2.ScoreBatchResponse]
-    """Adds the logprobs of the responses under one version of the weights to the samples. Safe to
-    repeat: samples that have them are left alone.
+    """Adds the logprobs of the responses under one version of the weights to the samples, or the critic's
+    values. Safe to repeat: samples that have them are left alone.
     """
 
 @_typing.type_check_only
 class ScoringServiceAsyncStub(ScoringServiceStub):
-    """Scores stored samples under the newest weights. Served by workers of the role logp."""
+    """Scores stored samples under the newest weights. Served by workers of the roles logp and critic."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ScoreBatch: _aio.UnaryUnaryMultiCallable[_scoring_pb2.ScoreBatchRequest, _scoring_pb2.ScoreBatchResponse]  # type: ignore[assignment]
-    """Adds the logprobs of the responses under one version of the weights to the samples. Safe to
-    repeat: samples that have them are left alone.
+    """Adds the logprobs of the responses under one version of the weights to the samples, or the critic's
+    values. Safe to repeat: samples that have them are left alone.
     """
 
 class ScoringServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Scores stored samples under the newest weights. Served by workers of the role logp."""
+    """Scores stored samples under the newest weights. Served by workers of the roles logp and critic."""
 
     @_abc_1.abstractmethod
     def ScoreBatch(
@@ -57,8 +57,8 @@ class ScoringServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scoring_pb2.ScoreBatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scoring_pb2.ScoreBatchResponse, _abc.Awaitable[_scoring_pb2.ScoreBatchResponse]]:
-        """Adds the logprobs of the responses under one version of the weights to the samples. Safe to
-        repeat: samples that have them are left alone.
+        """Adds the logprobs of the responses under one version of the weights to the samples, or the critic's
+        values. Safe to repeat: samples that have them are left alone.
         """
 
 def add_ScoringServiceServicer_to_server(servicer: ScoringServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -32,6 +32,8 @@ class _WorkerRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerRole
     """Computes proximal logprobs."""
     WORKER_ROLE_REF_LOGP: _WorkerRole.ValueType  # 4
     """Computes reference logprobs."""
+    WORKER_ROLE_CRITIC: _WorkerRole.ValueType  # 5
+    """Trains the critic and computes its values."""
 
 class WorkerRole(_WorkerRole, metaclass=_WorkerRoleEnumTypeWrapper):
     """Says what a worker does for its run."""
@@ -46,6 +48,8 @@ WORKER_ROLE_LOGP: WorkerRole.ValueType  # 3
 """Computes proximal logprobs."""
 WORKER_ROLE_REF_LOGP: WorkerRole.ValueType  # 4
 """Computes reference logprobs."""
+WORKER_ROLE_CRITIC: WorkerRole.ValueType  # 5
+"""Trains the critic and computes its values."""
 Global___WorkerRole: _TypeAlias = WorkerRole  # noqa: Y015
 
 class _WorkerState:

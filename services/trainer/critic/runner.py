@@ -55,8 +55,8 @@ class CriticRunner:
         *,
         learning_rate: float,
         tally: Tally,
-    ) -> None:
-        """One optimizer update towards ``returns``; skipped if the gradient is not finite.
+    ) -> bool:
+        """One optimizer update towards ``returns``; skipped, and False, if the gradient is not finite.
 
         Args:
             samples: This rank's samples, with ``values`` and ``returns``.
@@ -97,13 +97,14 @@ class CriticRunner:
             )
             (share * self._ranks.size).backward()
         norm = optim.gradient_norm(self._parameters)
-        if bool(torch.isfinite(norm)):
+        if is_finite := bool(torch.isfinite(norm)):
             optim.set_learning_rate(self.optimizer, learning_rate)
             optim.scale_gradients(
                 self._parameters, norm, self._spec.trainer.optimizer.max_grad_norm
             )
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        return is_finite
 
     def _forward(self, samples: Samples) -> Tensor:
         values: Tensor = self.critic(pack(samples.prompts, samples.responses, device=self._device))

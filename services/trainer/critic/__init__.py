@@ -1,0 +1,1 @@
+"""The role critic: values and the critic's training in processes of their own."""

@@ -1,0 +1,83 @@
+"""A training step of the critic where it has processes of its own: the same batch as the policy's."""
+
+import time
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from services.common.spec.run import RunSpec
+from services.trainer.algorithm.credit import assign_credit
+from services.trainer.batch.plan import StepPlan
+from services.trainer.batch.samples import Cohort, Samples
+from services.trainer.critic.runner import CriticRunner
+from services.trainer.model import optim
+from services.trainer.ranks.collectives import Ranks, Tally
+from services.trainer.step import StepResult
+
+
+class CriticStepRunner:
+    """Trains the critic on one batch after another, towards the returns that the policy is trained with.
+
+    Args:
+        critic: Wrapped for its parallelism.
+        spec: The run.
+        ranks: The critic's data-parallel ranks.
+    """
+
+    def __init__(self, critic: CriticRunner, *, spec: RunSpec, ranks: Ranks) -> None:
+        self.critic = critic
+        self._spec = spec
+        self._ranks = ranks
+        self.num_updates = 0
+
+    def run(
+        self, weight_version: int, samples: Samples, cohort: Cohort, plan: StepPlan
+    ) -> StepResult:
+        """Train one batch.
+
+        Args:
+            weight_version: Number of the policy's weights that the step starts from.
+            samples: This rank's samples, with the ``values`` that the critic gave them before.
+            cohort: The whole batch.
+            plan: What this rank does.
+        """
+        begin, tally = time.perf_counter(), Tally()
+        credit = assign_credit(
+            samples,
+            cohort,
+            self._spec.algorithm,
+            self._ranks,
+            max_response_tokens=self._spec.rollout.max_response_tokens,
+            kl_coefficient=0.0,
+        )
+        assert credit.returns is not None, "only GAE has a critic"
+        samples = samples.with_tokens(returns=credit.returns)
+        applied = [self._update(samples, work, tally) for work in plan.updates]
+        metrics = tally.reduce(self._ranks)
+        metrics["seconds_critic"] = time.perf_counter() - begin
+        metrics["nonfinite_critic"] = float(applied.count(False))
+        return StepResult(metrics=metrics, skipped=not any(applied))
+
+    def parts(self) -> dict[str, tuple[nn.Module, torch.optim.AdamW]]:
+        """What is trained, with its optimizer, by the prefix of its names."""
+        return {"critic.": (self.critic.critic, self.critic.optimizer)}
+
+    def facts(self) -> dict[str, float]:
+        """Numbers that a checkpoint keeps besides the tensors."""
+        return {"num_updates": self.num_updates}
+
+    def restore(self, facts: Mapping[str, float]) -> None:
+        """Continue from the numbers of a checkpoint."""
+        self.num_updates = int(facts["num_updates"])
+
+    def _update(self, samples: Samples, work: tuple[tuple[int, ...], ...], tally: Tally) -> bool:
+        spec = self._spec.trainer
+        rate = optim.learning_rate(
+            spec.optimizer,
+            update=self.num_updates + 1,
+            num_updates=spec.steps * spec.updates_per_step,
+        )
+        is_applied = self.critic.update(samples, work, learning_rate=rate, tally=tally)
+        self.num_updates += is_applied
+        return is_applied

@@ -1,0 +1,86 @@
+"""A worker of the role critic: load, register, give values and train until the controller orders the end."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import grpc
+
+from services.common.batch import KVBatchMeta
+from services.common.errors import InvalidArgumentError
+from services.common.grpc_server import serve
+from services.common.lifetime import announce
+from services.controller.client import WorkerSession
+from services.trainer import metrics
+from services.trainer.ending import until_stopped
+from services.trainer.ranks.build import build_critic
+from services.trainer.ranks.crew import Crew
+from services.trainer.ranks.leader import Leader
+from services.trainer.ranks.start import load
+from services.trainer.scoring.fields import lacking
+from services.trainer.server import TrainerServicer
+from services.trainer.settings import TrainerSettings
+from services.trainer.step import StepResult
+from slipstream.trainer.v1 import scoring_pb2 as pb
+from slipstream.trainer.v1 import scoring_pb2_grpc, trainer_pb2_grpc
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ValuesServicer(scoring_pb2_grpc.ScoringServiceServicer):
+    """Adds values to batches.
+
+    Args:
+        leader: Of the critic's ranks.
+    """
+
+    def __init__(self, leader: Leader) -> None:
+        self._leader = leader
+
+    async def ScoreBatch(  # noqa: N802
+        self, request: pb.ScoreBatchRequest, context: _Context
+    ) -> pb.ScoreBatchResponse:
+        """Add values to those samples that have none."""
+        try:
+            meta = KVBatchMeta.from_proto(request.batch)
+        except ValueError as error:
+            raise InvalidArgumentError(f"the batch to score: {error}") from error
+        start = time.perf_counter()
+        meta = lacking(meta, "values")
+        if meta.num_keys > 0:
+            await self._leader.add_values(meta)
+        return pb.ScoreBatchResponse(duration_s=time.perf_counter() - start)
+
+
+async def serve_critic(settings: TrainerSettings) -> None:
+    """Serve one run as rank 0 of its critic."""
+    leader, crew = Leader(may_miss_steps=True), Crew(settings.world_size)
+
+    async with AsyncExitStack() as stack:
+
+        def register(server: grpc.aio.Server) -> None:
+            on_step = _reporter(settings.run_id, lambda step: session.report(weight_version=step))
+            trainer_pb2_grpc.add_TrainerServiceServicer_to_server(
+                TrainerServicer(leader, settings.run_id, on_step), server
+            )
+            scoring_pb2_grpc.add_ScoringServiceServicer_to_server(ValuesServicer(leader), server)
+
+        port = await stack.enter_async_context(serve(settings.bind, register))
+        session = await stack.enter_async_context(WorkerSession(settings, role="critic", port=port))
+        built = await load(stack, session, crew, settings, build_critic)
+        leader.attach(built.rank, crew, values=built.values, step=built.step)
+        announce(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
+        session.report(state="ready", activity="", weight_version=built.step)
+        stack.push_async_callback(asyncio.to_thread, leader.stop)
+        await until_stopped(session)
+
+
+def _reporter(run_id: str, report: Callable[[int], None]) -> Callable[[int, StepResult], None]:
+    def on_step(step: int, result: StepResult) -> None:
+        spent = result.metrics.get("seconds_critic", 0.0)
+        metrics.STEP_SECONDS.labels(run_id, "critic").observe(spent)
+        report(step)
+
+    return on_step

@@ -1,0 +1,72 @@
+"""How all ranks of a worker come up: rank 0 hears of the run and tells the others."""
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from typing import Protocol, TypeVar
+
+from services.common.spec.loader import canonical_json
+from services.common.spec.run import RunSpec
+from services.controller.client import WorkerSession
+from services.trainer.model.warm_start import Progress
+from services.trainer.ranks.crew import Crew, Kind, Order
+from services.trainer.ranks.transfers import Transfers
+from services.trainer.settings import TrainerSettings
+from services.transferqueue.dataclient import DataClient
+
+_PROGRESS_EVERY = 20
+_Built_co = TypeVar("_Built_co", covariant=True)
+
+
+class Build(Protocol[_Built_co]):
+    """Loads what a rank trains. Blocks."""
+
+    def __call__(
+        self,
+        spec: RunSpec,
+        settings: TrainerSettings,
+        *,
+        transfers: Transfers,
+        progress: Progress,
+    ) -> _Built_co:
+        """All ranks call it."""
+
+
+async def load(
+    stack: AsyncExitStack,
+    session: WorkerSession,
+    crew: Crew,
+    settings: TrainerSettings,
+    build: Build[_Built_co],
+) -> _Built_co:
+    """Bring all ranks up, as rank 0.
+
+    Args:
+        stack: Closes the connection to the transferqueue.
+        session: Knows the run.
+        crew: The other ranks, who wait to hear of it.
+        settings: Of this process.
+        build: Loads this rank's part.
+    """
+    loop = asyncio.get_running_loop()
+
+    def progress(step: int, steps: int) -> None:
+        if step % _PROGRESS_EVERY == 0:
+            activity = f"warm start: step {step} of {steps}"
+            loop.call_soon_threadsafe(lambda: session.report(activity=activity))
+
+    session.report(state="loading", activity="loading the model")
+    data = await stack.enter_async_context(DataClient.connect(session.transferqueue_address))
+    start = {
+        "spec": canonical_json(session.spec),
+        "transferqueue_address": session.transferqueue_address,
+    }
+    await asyncio.to_thread(crew.tell, Order(Kind.START, payload=json.dumps(start).encode()))
+    return await asyncio.to_thread(
+        lambda: build(
+            session.spec,
+            settings,
+            transfers=Transfers(data, loop),
+            progress=progress,
+        )
+    )
