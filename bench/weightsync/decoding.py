@@ -2,6 +2,8 @@
 
 import threading
 import time
+from itertools import pairwise
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -31,12 +33,22 @@ class Decoding:
         self._stop.set()
         self._thread.join()
 
-    def step_ms(self, begin: float, end: float) -> float:
-        """Mean duration of the steps between two moments, in milliseconds."""
-        ends = [moment for moment in self.ends if begin <= moment <= end]
-        if len(ends) < 2:
-            return float("nan")
-        return (ends[-1] - ends[0]) / (len(ends) - 1) * 1000
+    def step_ms(self, begin: float, end: float) -> tuple[float, float]:
+        """Mean and longest duration of the steps that ran between two moments, in milliseconds.
+
+        Steps that only began or only ended between them count whole: a step that was held up for the whole
+        time must not go unseen. To be asked when a step has ended after ``end``.
+        """
+        durations = [
+            stop - start for start, stop in pairwise(self.ends) if stop >= begin and start <= end
+        ]
+        return 1000 * fmean(durations), 1000 * max(durations)
+
+    def wait_step(self) -> None:
+        """Wait until a step has ended that began after now."""
+        target = len(self.ends) + 2
+        while len(self.ends) < target:
+            time.sleep(0.001)
 
     def _run(self) -> None:
         device = self._matrices[0].device

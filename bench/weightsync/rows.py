@@ -199,24 +199,28 @@ class _Bench:
             for offset in range(5):
                 await self._sync(member, trainer, rollout, plan_hash, version + offset)
             return
-        alone, beside, transfers = [], [], []
+        alone, beside, longest, transfers = [], [], [], []
         with Decoding(list(rollout.live.values())) as decoding:
             for offset in range(5):
                 self._barrier()
                 quiet = time.perf_counter()
                 await member.prepare(1, version + offset, plan_hash)
                 await asyncio.sleep(0.1)
-                alone.append(decoding.step_ms(quiet, time.perf_counter()))
+                alone.append(decoding.step_ms(quiet, time.perf_counter() - 0.02)[0])
                 self._barrier()
                 begin = time.perf_counter()
                 report = await member.transfer(_order(version + offset))
                 end = time.perf_counter()
-                beside.append(decoding.step_ms(begin, end))
+                decoding.wait_step()
+                mean, worst = decoding.step_ms(begin, end)
+                beside.append(mean)
+                longest.append(worst)
                 transfers.append((end - begin) * 1000)
                 self._digests(version + offset, report.digests)
         self._rows["decoding"] = {
             "alone_ms": statistics.median(alone),
             "beside_ms": statistics.median(beside),
+            "longest_ms": statistics.median(longest),
             "transfer_ms": statistics.median(transfers),
         }
 

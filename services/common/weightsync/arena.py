@@ -1,7 +1,8 @@
 """The flat buffers that a version travels in, their tensor views, and their checksums."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,20 +39,21 @@ class WeightArena:
             for number in held
         }
 
-    def pieces(self, source: int) -> Iterator[tuple[str, int, Tensor]]:
+    def pieces(self, source: int) -> Sequence[tuple[str, int, Tensor]]:
         """Shards of a source: ``(name, first row, view of the rows)``."""
-        layout = self.plan.sources[source]
-        for shard, offset in zip(layout.shards, layout.offsets, strict=True):
-            spec = self.plan.tensors[shard.tensor]
-            num_rows = shard.stop - shard.start
-            view = self.buffers[source][offset : offset + num_rows * spec.row_bytes]
-            shape = (num_rows, *spec.shape[1:]) if spec.shape else ()
-            yield spec.name, shard.start, view.view(getattr(torch, spec.dtype)).view(shape)
+        return self._pieces[source]
 
     def bucket(self, source: int, index: int) -> Tensor:
         """Bytes of one bucket, as a view."""
         bucket = self.plan.sources[source].buckets[index]
         return self.buffers[source][bucket.start : bucket.stop]
+
+    def put_together(self) -> Mapping[str, Tensor]:
+        """All tensors by name; those of several sources are copied to where they are whole."""
+        whole, parts, places = self._whole
+        if parts:
+            torch._foreach_copy_(places, parts)
+        return whole
 
     def no_checksums(self) -> dict[int, Tensor]:
         """Room for the checksums of all buckets, by source: ``[num_buckets, 2]`` int64."""
@@ -69,13 +71,47 @@ class WeightArena:
             write_checksum(self.bucket(source, index), sums[index], alone=True)
         return sums
 
+    @cached_property
+    def _pieces(self) -> Mapping[int, Sequence[tuple[str, int, Tensor]]]:
+        return {source: tuple(self._views(source)) for source in self.buffers}
+
+    def _views(self, source: int) -> Iterator[tuple[str, int, Tensor]]:
+        layout = self.plan.sources[source]
+        for shard, offset in zip(layout.shards, layout.offsets, strict=True):
+            spec = self.plan.tensors[shard.tensor]
+            num_rows = shard.stop - shard.start
+            view = self.buffers[source][offset : offset + num_rows * spec.row_bytes]
+            shape = (num_rows, *spec.shape[1:]) if spec.shape else ()
+            yield spec.name, shard.start, view.view(getattr(torch, spec.dtype)).view(shape)
+
+    @cached_property
+    def _whole(self) -> tuple[Mapping[str, Tensor], list[Tensor], list[Tensor]]:
+        """Tensors by name, the parts that must be copied, and where to."""
+        found: dict[str, list[tuple[int, Tensor]]] = {}
+        for source in self.buffers:
+            for name, start, view in self.pieces(source):
+                found.setdefault(name, []).append((start, view))
+        whole = {
+            name: parts[0][1]
+            if len(parts) == 1
+            else parts[0][1].new_empty((sum(len(part) for _, part in parts), *parts[0][1].shape[1:]))
+            for name, parts in found.items()
+        }
+        divided = [
+            (part, whole[name][start : start + len(part)])
+            for name, parts in found.items()
+            if len(parts) > 1
+            for start, part in parts
+        ]
+        return whole, [part for part, _ in divided], [place for _, place in divided]
+
 
 def whole_tensors(arena: WeightArena) -> Mapping[str, Tensor]:
     """All tensors by name, adapters merged into their weights.
 
     Views where one source holds a tensor whole, else put together.
     """
-    tensors = _put_together(arena)
+    tensors = arena.put_together()
     merged = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
     for name in tensors.keys() - merged.keys():
         owner, part, _ = name.partition(LORA_UP)
@@ -84,21 +120,6 @@ def whole_tensors(arena: WeightArena) -> Mapping[str, Tensor]:
             change = up.float() @ down.float()
             merged[f"{owner}.weight"] = (weight.float() + change).to(weight.dtype)
     return merged
-
-
-def _put_together(arena: WeightArena) -> Mapping[str, Tensor]:
-    if len(arena.buffers) == 1:
-        return {name: view for name, _, view in arena.pieces(0)}
-    parts: dict[str, list[tuple[int, Tensor]]] = {}
-    for source in arena.buffers:
-        for name, start, view in arena.pieces(source):
-            parts.setdefault(name, []).append((start, view))
-    return {
-        name: torch.cat([view for _, view in sorted(found, key=lambda part: part[0])])
-        if len(found) > 1
-        else found[0][1]
-        for name, found in parts.items()
-    }
 
 
 def source_digest(plan_hash: str, version: int, source: int, checksums: Tensor) -> str:

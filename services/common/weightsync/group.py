@@ -117,9 +117,13 @@ class WeightGroup:
         device: Where its tensors lie.
     """
 
-    def __init__(self, channels: dict[int, Channel], device: torch.device) -> None:
+    def __init__(
+        self, channels: dict[int, Channel], device: torch.device, store: RendezvousStore
+    ) -> None:
         self.channels = channels
         self.device = device
+        # NCCL's monitor asks it as long as the group lives, through a pointer that does not keep it.
+        self._store = store
 
     def bound(self, plan: WeightPlan) -> None:
         """Give each collective of the coming transfer a deadline; on a GPU, aborting ends them."""
@@ -182,7 +186,7 @@ def form_group(
         )
         for source in sources
     }
-    group = WeightGroup(channels, device)
+    group = WeightGroup(channels, device, store)
     # The first collective connects the members, so that a broken path fails here and not in a transfer.
     probe = torch.zeros(1, device=device)
     for channel in channels.values():

@@ -123,6 +123,8 @@ def receive_version(
             one.check(index)
     for one in arriving:
         one.finish()
+    # Waiting in a copy to the host would keep other threads from starting work on the GPU.
+    group.settle()
     return Transferred(
         digests=tuple(one.verified() for one in arriving),
         num_bytes=sum(one.num_bytes for one in arriving),
@@ -178,7 +180,6 @@ class _Arriving:
 
     def verified(self) -> str:
         """Compare; returns the digest of what is held now."""
-        # One copy to the host; it waits for all that was started on a GPU.
         sums = torch.cat(
             (self._computed.flatten(), self._stated.flatten(), self._header.view(torch.int64))
         )

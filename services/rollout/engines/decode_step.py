@@ -49,7 +49,7 @@ class DecodeStep:
 
     @torch.inference_mode()
     def run(self, inputs: StepInputs, truncation: Truncation | None) -> tuple[Tensor, Tensor]:
-        """Store keys and values, and draw.
+        """Store keys and values, and draw; on a GPU, returns when both are done.
 
         Args:
             inputs: Of all rows.
@@ -64,14 +64,16 @@ class DecodeStep:
         size, span = rounded_up(num_rows), max(rounded_up(span), _LEAST_SPAN)
         self._cache.reserve(size, span)
         padded = _pad(inputs, size)
-        if truncation is not None:
-            truncation = truncation.padded(size)
+        graph = self._graph(size, span) if truncation is None else None
+        if graph is not None:
+            tokens, logprobs = graph.replay(padded)
         else:
-            graph = self._graph(size, span)
-            if graph is not None:
-                tokens, logprobs = graph.replay(padded)
-                return tokens[:num_rows], logprobs[:num_rows]
-        tokens, logprobs = self._compute(self._move(padded), span, truncation)
+            if truncation is not None:
+                truncation = truncation.padded(size)
+            tokens, logprobs = self._compute(self._move(padded), span, truncation)
+        # Whoever waits in a copy to the host keeps other threads from starting work on the GPU.
+        if tokens.is_cuda:
+            torch.cuda.current_stream(self._device).synchronize()
         return tokens[:num_rows], logprobs[:num_rows]
 
     def _compute(

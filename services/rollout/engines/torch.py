@@ -244,8 +244,10 @@ class TorchEngine:
 
     @torch.no_grad()
     def _copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, parameter in self._model.named_parameters():
-            parameter.copy_(tensors[name])
+        parameters = dict(self._model.named_parameters())
+        torch._foreach_copy_(
+            list(parameters.values()), [tensors[name] for name in parameters]
+        )
         if self._recompute_kv:
             self._batch.recompute()
         if self._model.device.type == "cuda":

@@ -1,10 +1,13 @@
 """``shadow``: received into a second copy while generation goes on, adopted by one copy between two steps."""
 
+import asyncio
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from services.common.weightsync.arena import WeightArena, whole_tensors
-from services.common.weightsync.endpoints import WeightSink, WeightSource
+from services.common.weightsync.endpoints import WeightSink, WeightSource, on_device
 from services.common.weightsync.group import WeightGroup
 from services.common.weightsync.modes.base import pack_weights
 from services.common.weightsync.plan import WeightPlan
@@ -54,6 +57,7 @@ class ShadowReceiver:
         self._sink = sink
         self._shadow = WeightArena(plan, device)
         self._sums = self._shadow.no_checksums()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     async def prepare(self) -> None:
         """The shadow is always ready."""
@@ -74,7 +78,7 @@ class ShadowReceiver:
 
     async def adopt(self, version: int) -> float:
         """Copy the shadow into the live weights."""
-        return await self._sink.adopt_weights(version, whole_tensors(self._shadow))
+        return await self._sink.adopt_weights(version, await asyncio.to_thread(self._tensors))
 
     async def give_up(self) -> None:
         """Collectives over Gloo that were given up may still write, so they keep the old shadow."""
@@ -82,6 +86,14 @@ class ShadowReceiver:
         if self._shadow.device.type == "cpu":
             self._shadow = WeightArena(self.plan, self._shadow.device)
             self._sums = self._shadow.no_checksums()
+
+    def _tensors(self) -> Mapping[str, Tensor]:
+        """The shadow's tensors, put together beside decoding."""
+        with on_device(self._shadow.device), torch.cuda.stream(self._stream):
+            tensors = whole_tensors(self._shadow)
+            if self._stream is not None:
+                self._stream.synchronize()
+        return tensors
 
     def _receive(
         self, group: WeightGroup, shadow: WeightArena, order: TransferOrder
