@@ -239,3 +239,11 @@ def keep_logs(cluster: Cluster, folder: Path) -> None:
         except RuntimeError as error:  # it may have no container yet, or be gone by now
             text = str(error)
         (folder / f"{pod.metadata.name}.log").write_text(text, encoding="utf-8")
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.5)

@@ -3,11 +3,13 @@
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.node import Cluster
+from tests.cluster.release import eventually
 from tests.cluster.tools import require
 from tests.unit.deploy.chart import ROOT
 
@@ -49,6 +51,7 @@ def test_a_new_user_installs_and_trains_by_the_readme(machine: Cluster, tmp_path
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "every service answers" in done.stdout
     assert "SUCCEEDED" in done.stdout
-    pods = machine.core.list_namespaced_pod(_NAMESPACE, label_selector="slipstream.dev/run")
-    assert pods.items == []
+    list_pods = partial(machine.core.list_namespaced_pod, _NAMESPACE)
+    # They have ended with the run; the node takes a while to clear them away.
+    eventually(lambda: not list_pods(label_selector="slipstream.dev/run").items, timeout_s=60)
     machine.command(helm, "uninstall", "slipstream", "-n", _NAMESPACE, "--wait")

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from kubernetes.client import AutoscalingV1Api, CustomObjectsApi
@@ -15,7 +15,7 @@ from services.controller.launch.scale import GROUP, PLURAL, VERSION
 from tests.cluster.network import NODE_IP
 from tests.cluster.node import Cluster
 from tests.cluster.prometheus import Prometheus, empty_panels, plot, prometheus
-from tests.cluster.release import NAMESPACE, Installed, install, keep_logs
+from tests.cluster.release import NAMESPACE, Installed, eventually, install, keep_logs
 from tests.unit.controller.databases import postgres_cluster
 from tests.unit.deploy.chart import ROOT
 
@@ -300,11 +300,3 @@ def assert_ledger_closes(run: dict[str, dict[str, dict[str, int]]]) -> None:
     prompts = run["summary"]["prompts"]
     ended = ("consumed", "dropped", "quarantined", "outstanding")
     assert prompts["issued"] == sum(prompts[state] for state in ended)
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
