@@ -11,11 +11,11 @@ model in the folder. The arguments suit builds whose only kernels are FlashAtten
 
     python -m bench.rollout.real_engine vllm --size 1.5b --steps 300 --folder F \
         --arguments '{"enforce_eager": true, "gpu_memory_utilization": 0.4}' \
-        --out bench/results/rollout-vllm-gpu.json
+        --out bench/results/rollout-vllm-h200.json
     python -m bench.rollout.real_engine sglang --size 1.5b --folder F \
         --arguments '{"attention_backend": "triton", "disable_cuda_graph": true,
             "mem_fraction_static": 0.4}' \
-        --out bench/results/rollout-sglang-gpu.json
+        --out bench/results/rollout-sglang-h200.json
     python -m bench.rollout.real_size --size 0.5b --out bench/results/rollout-torch-gpu-0.5b.json
 
 Bars: ``adapter_share`` >= 0.95; ``loaded`` equals ``fingerprints``, as ``itself`` does; ``distance_mean`` <=
@@ -31,6 +31,7 @@ import asyncio
 import json
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,11 +160,15 @@ async def updates(engine: PartedEngine, weights: dict[str, Tensor]) -> dict[str,
 
 
 async def fingerprint(engine: PartedEngine) -> dict[str, Any]:
-    """What an engine says about fixed texts, alone and in a batch of fixed shape."""
+    """What an engine says about fixed texts, one after the other.
+
+    Nobody else asks for these texts, backwards: a prefix that the cache holds already was computed in another
+    batch, whose roundings are others.
+    """
     texts = [request.context_ids for request in requests("f", 8, 1, NUM_SYMBOLS)]
     scores = [await engine.score(text) for text in texts]
     greedy = [
-        await engine.generate(request)
+        await engine.generate(replace(request, context_ids=request.context_ids[::-1]))
         for request in requests("g", 8, 24, NUM_SYMBOLS, temperature=0.0)
     ]
     return {"scores": scores, "greedy": [(r.token_ids, r.logprobs) for r in greedy]}

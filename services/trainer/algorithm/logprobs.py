@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-_CHUNK_BYTES = 2 << 30
+_CHUNK_BYTES = 24 * (1 << 30) // 10
 """Most logits at once."""
 _TILE = 128
 """Rows that a matrix kernel works on at a time: chunks are multiples of it."""
