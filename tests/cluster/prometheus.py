@@ -116,7 +116,7 @@ def plot(server: Prometheus, dashboard: Dashboard, path: Path, *, seconds: float
                 )
                 at, values = zip(*series["values"], strict=True)
                 axes.plot([instant - begin for instant in at], values, label=label)
-        axes.legend(fontsize=6)
+        axes.legend(fontsize=6, ncols=1 + len(axes.lines) // 12)
     for axes in plots[len(dashboard.panels) :]:
         axes.set_axis_off()
     figure.savefig(path, dpi=70)
@@ -124,4 +124,4 @@ def plot(server: Prometheus, dashboard: Dashboard, path: Path, *, seconds: float
 
 def _short(labels: dict[str, str], name: str) -> str:
     """A label without the long part of ids."""
-    return re.sub(r"run[-_][0-9a-f]{24}", "", labels.get(name, ""))
+    return re.sub(r"run[-_][0-9a-f]{24}|/slipstream\.[\w.]+/", "", labels.get(name, ""))
