@@ -36,9 +36,7 @@ class Installed:
             "deploy/demo-slipstream-controller",
             "-m", "services.controller.tokens", "create", "member", "--project", project,
         )  # fmt: skip
-        headers = {"Authorization": f"Bearer {made.strip()}"}
-        api = httpx.Client(base_url=self.api.base_url, headers=headers, timeout=30, trust_env=False)
-        return replace(self, api=api)
+        return replace(self, api=open_api(str(self.api.base_url), made.strip()))
 
     def execute(self, pod: str, *arguments: str) -> str:
         """Run Python in a pod and return its output."""
@@ -175,16 +173,24 @@ def install(cluster: Cluster) -> Installed:
     service = cluster.core.read_namespaced_service("demo-slipstream-controller", NAMESPACE)
     secret = cluster.core.read_namespaced_secret("demo-slipstream-admin-token", NAMESPACE)
     token = base64.b64decode(secret.data["token"]).decode()
-    api = httpx.Client(
-        headers={"Authorization": f"Bearer {token}"},
-        base_url=f"http://{service.spec.cluster_ip}:8080",
-        timeout=30,
-        trust_env=False,
-        transport=httpx.HTTPTransport(retries=8),  # the controller may be on its way
-    )
+    api = open_api(f"http://{service.spec.cluster_ip}:8080", token)
     release = Installed(cluster, api, install_s)
     release.ready()  # kube-proxy learns of the pod a moment after Helm
     return release
+
+
+def open_api(url: str, token: str) -> httpx.Client:
+    """A client of the API; each call has a connection of its own, as a kept one may be closed by then."""
+    return httpx.Client(
+        headers={"Authorization": f"Bearer {token}"},
+        base_url=url,
+        timeout=30,
+        trust_env=False,
+        transport=httpx.HTTPTransport(
+            retries=8,  # the controller may be on its way
+            limits=httpx.Limits(max_keepalive_connections=0),
+        ),
+    )
 
 
 def make_volume(cluster: Cluster, name: str) -> None:
