@@ -71,10 +71,9 @@ class DataClient:
             use_shared_memory: Whether to use the memory of shards on this host; False measures the
                 network path.
         """
-        pool = BufferPool(_KEEP_BYTES)
-        links = Links(pool, use_shared_memory=use_shared_memory)
+        links = Links(use_shared_memory=use_shared_memory)
         async with TransferQueueClient.connect(address) as metadata, links.opened(metadata):
-            yield cls(links, pool, put_timeout_s)
+            yield cls(links, BufferPool(_KEEP_BYTES), put_timeout_s)
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -188,10 +187,12 @@ class DataClient:
         try:
             timeout_s = self._put_timeout_s + TIMEOUT_S
             asking = link.connection.ask(reserve, timeout_s=timeout_s)
-            answer, description = await meanwhile(asking, meta.to_bytes)
+            answer, (description, write) = await meanwhile(
+                asking, lambda: (meta.to_bytes(), link.transport.prepare(columns))
+            )
             grant = _expect(codec.Granted, answer)
             link.connection.tell(codec.Describe(put_id, description))
-            checksums = await link.transport.write(grant, columns)
+            checksums = await write(grant)
             commit = codec.Commit(put_id, tuple(checksums))
             answer = await link.connection.ask(commit, timeout_s=_COMMIT_TIMEOUT_S)
         except BaseException:

@@ -23,7 +23,6 @@ from services.transferqueue.dataclient import DataClient
 from services.transferqueue.facts import AcquireRequest, Shard
 from services.transferqueue.settings import TransferQueueSettings
 from services.transferqueue.shards import shards as shards_module
-from services.transferqueue.tensors.buffers import BufferPool
 from services.transferqueue.transport import codec
 from services.transferqueue.transport.connection import ShardConnection
 from services.transferqueue.transport.links import Links
@@ -286,6 +285,6 @@ async def test_values_of_a_field_go_some_time_after_they_are_acknowledged(tmp_pa
 
 
 async def test_links_know_no_shard_before_they_are_opened() -> None:
-    links = Links(BufferPool(0), use_shared_memory=False)
+    links = Links(use_shared_memory=False)
     with pytest.raises(UnavailableError, match="shard-0"):
         await links.to("shard-0")

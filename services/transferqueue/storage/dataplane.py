@@ -195,7 +195,10 @@ class DataPlane:
             logger.exception("data request failed", extra={"op": op})
             answer = _failed(InternalError(f"{op}: {type(error).__name__}: {error}"))
         is_pinned = isinstance(answer, codec.Data) and answer.pin_id > 0
-        reply([codec.encode(answer, request_id), *payload], copy=not is_pinned)
+        for frame in payload[:-1]:
+            early = codec.encode(codec.Data(0, False, 0), request_id)
+            reply([early, frame], copy=not is_pinned)
+        reply([codec.encode(answer, request_id), *payload[-1:]], copy=not is_pinned)
         code = answer.reason if isinstance(answer, codec.Failed) else "OK"
         metrics.OPS.labels(op, code).inc()
         metrics.OP_DURATION.labels(op).observe(time.monotonic() - started)
@@ -237,7 +240,8 @@ class DataPlane:
         # Small ranges are copied into the answer, so nothing of them has to stay.
         pin_id = self._pin(ranges) if size >= _PACK_BELOW_BYTES else 0
         payload += _frames(await self._storage.views(ranges))
-        return codec.Data(codec.checksum_of(payload) if message.with_checksum else 0, pin_id)
+        checksum = codec.checksum_of(payload) if message.with_checksum else 0
+        return codec.Data(pin_id, True, checksum)
 
     def _pin(self, ranges: Sequence[tuple[int, int, int]]) -> int:
         pin_id = self._storage.pin(ranges)

@@ -26,7 +26,7 @@ class BufferPool:
     def __init__(self, keep_bytes: int) -> None:
         self._keep_bytes = keep_bytes
         self._idle: list[mmap.mmap] = []
-        # ZeroMQ lets go of frames in a thread of its own, the garbage collector in any.
+        # The garbage collector gives memory back in any thread.
         self._lock = threading.RLock()
 
     def take(self, size_bytes: int) -> Tensor:

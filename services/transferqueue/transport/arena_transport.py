@@ -16,7 +16,7 @@ from services.transferqueue.tensors.readplan import Extent, check_whole
 from services.transferqueue.transport import codec
 from services.transferqueue.transport.checksums import combine
 from services.transferqueue.transport.connection import ShardConnection
-from services.transferqueue.transport.socket_transport import TIMEOUT_S, Transport
+from services.transferqueue.transport.socket_transport import TIMEOUT_S, Transport, Writing
 
 _SMALL_BYTES = 64 << 10
 _ALONE_BYTES = 2 << 20
@@ -41,22 +41,28 @@ class ArenaTransport:
         self._fallback = fallback
         self._arena = torch.frombuffer(arena, dtype=torch.uint8)
 
-    async def write(self, grant: codec.Granted, columns: Sequence[PackedColumn]) -> list[int]:
-        """Fill granted blobs; returns the checksum of each."""
-        deadline = time.monotonic() + codec.GRANT_S / 2
-
-        def fill(placed: tuple[int, Part]) -> int:
-            position, part = placed
-            _check_time(deadline)
-            return codec.checksum(part.lay_into(self._arena[position : position + part.size]))
-
-        placed = [
-            [(position + part.begin, part) for part in column.parts()]
-            for position, column in zip(grant.positions, columns, strict=True)
-        ]
+    def prepare(self, columns: Sequence[PackedColumn]) -> Writing:
+        """Cut the columns into parts."""
+        parts_of_columns = [column.parts() for column in columns]
         size = sum(column.size_bytes for column in columns)
-        digests = iter(await _for_all(fill, [part for parts in placed for part in parts], size))
-        return [combine(tuple(islice(digests, len(parts)))) for parts in placed]
+
+        async def write(grant: codec.Granted) -> list[int]:
+            deadline = time.monotonic() + codec.GRANT_S / 2
+
+            def fill(placed: tuple[int, Part]) -> int:
+                position, part = placed
+                _check_time(deadline)
+                return codec.checksum(part.lay_into(self._arena[position : position + part.size]))
+
+            placed = [
+                (position + part.begin, part)
+                for position, parts in zip(grant.positions, parts_of_columns, strict=True)
+                for part in parts
+            ]
+            digests = iter(await _for_all(fill, placed, size))
+            return [combine(tuple(islice(digests, len(parts)))) for parts in parts_of_columns]
+
+        return write
 
     async def read(self, extents: Sequence[Extent], target: Tensor) -> None:
         """Fetch bytes of blobs into ``target``, a uint8 tensor."""

@@ -9,7 +9,7 @@ msgpack array ``[op, request_id, *fields]``. Nothing else is ever decoded, and n
     Commit   -> Committed     the blobs are whole; the samples become visible
     Abort    -> Committed     gives reserved room back
     Store    -> Stored        a small put in one message: room, one payload frame, commit
-    Read     -> Data, Located bytes of blobs as payload frames, or where they lie in the arena
+    Read     -> Data..., Located  bytes of blobs, one payload frame each, or where they lie in the arena
     Unpin    -> nothing       the reader has copied what Located told it
 """
 
@@ -20,14 +20,14 @@ from typing import Final, get_args
 import msgpack
 import xxhash
 
-VERSION: Final = 3
+VERSION: Final = 4
 FRAME_BYTES: Final = 1 << 20
 """Size of a part of a blob, which is what one frame holds; only the last part of a blob is smaller. More
 frames cost calls, larger ones fresh pages."""
 MAX_HEADER_BYTES: Final = 16 << 20
 """The description of 100,000 samples takes about 10 MiB."""
 MAX_READ_BYTES: Final = 8 << 20
-"""Most payload of one Data message."""
+"""Most bytes of one Read."""
 STORE_BYTES: Final = 256 << 10
 """Largest put that goes in one message."""
 MAX_BLOBS: Final = 256
@@ -156,14 +156,16 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Answers Read: the ranges one after the other in the payload frames.
+    """Answers Read, once for each payload frame: the ranges, one after the other.
 
-    The checksum is 0 if none was asked for. The frames are sent from where the blobs lie, which stay
-    until Unpin; without a pin there is nothing to let go.
+    The frames are sent from where the blobs lie, which stay until Unpin; without a pin there is nothing to
+    let go.
     """
 
-    checksum: int
     pin_id: int
+    is_last: bool
+    checksum: int
+    """Of all the frames, with the last one; 0 if none was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +309,6 @@ _FIELDS: Final = {
     Committed: (("revision", _is_count),),
     Stored: (("blob_ids", _is_counts), ("revision", _is_count)),
     Located: (("pin_id", _is_count), ("positions", _is_counts)),
-    Data: (("checksum", _is_hash), ("pin_id", _is_count)),
+    Data: (("pin_id", _is_count), ("is_last", _is_flag), ("checksum", _is_hash)),
     Failed: (("reason", _is_text), ("message", _is_text), ("details", _is_texts)),
 }  # fmt: skip

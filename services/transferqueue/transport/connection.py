@@ -2,7 +2,8 @@
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
@@ -17,19 +18,26 @@ from services.common.errors import (
 from services.transferqueue.facts import Shard
 from services.transferqueue.transport import codec
 from services.transferqueue.transport.local_channel import LocalChannel
-from services.transferqueue.transport.sockets import MessageSocket, set_limits
+from services.transferqueue.transport.sockets import Frame, MessageSocket, set_limits
 
-Answer = tuple[codec.Response, list[memoryview]]
+Payload = list[memoryview]
+Answer = tuple[codec.Response, Payload]
 
 
 class Channel(Protocol):
     """Carries messages to a shard and back."""
 
-    def send(self, frames: Sequence[bytes | memoryview], *, copy: bool = True) -> None:
+    def send(self, frames: Sequence[Frame]) -> None:
         """Queue a message."""
 
     def close(self) -> None:
         """Disconnect."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    answer: asyncio.Future[Answer]
+    take: Callable[[Payload], None] | None
 
 
 class ShardConnection:
@@ -43,7 +51,7 @@ class ShardConnection:
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
-        self._pending: dict[int, asyncio.Future[Answer]] = {}
+        self._pending: dict[int, _Request] = {}
         self._request_ids = count(1)
         self.is_open = True
         """Whether requests can be sent."""
@@ -94,30 +102,35 @@ class ShardConnection:
 
     def _fail(self) -> None:
         self.is_open = False
-        for waiter in self._pending.values():
-            if not waiter.done():
-                waiter.set_exception(self._gone())
+        for request in self._pending.values():
+            if not request.answer.done():
+                request.answer.set_exception(self._gone())
 
-    def tell(self, message: codec.Request, payload: Sequence[bytes | memoryview] = ()) -> None:
+    def tell(self, message: codec.Request, payload: Sequence[Frame] = ()) -> None:
         """Send a message whose answer nobody waits for, if it has one.
-
-        The payload must not change until a later request is answered.
 
         Raises:
             UnavailableError: If the shard is gone.
         """
         if not self.is_open:
             raise self._gone()
-        self._channel.send([codec.encode(message, 0), *payload], copy=not payload)
+        self._channel.send([codec.encode(message, 0), *payload])
 
     async def ask(
         self,
         message: codec.Request,
-        payload: Sequence[bytes | memoryview] = (),
+        payload: Sequence[Frame] = (),
         *,
         timeout_s: float,
+        take: Callable[[Payload], None] | None = None,
     ) -> Answer:
         """Send a request and wait for its answer.
+
+        Args:
+            message: The request.
+            payload: Its payload.
+            timeout_s: Longest wait for the answer.
+            take: Gets the payloads of the parts that come before the last one, as they come.
 
         Raises:
             ServiceError: What the shard reports.
@@ -128,7 +141,7 @@ class ShardConnection:
             raise self._gone()
         request_id = next(self._request_ids)
         waiter: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._pending[request_id] = waiter
+        self._pending[request_id] = _Request(waiter, take)
         try:
             self._channel.send([codec.encode(message, request_id), *payload])
             async with asyncio.timeout(timeout_s):
@@ -164,11 +177,13 @@ class ShardConnection:
 
     def _on_message(self, frames: list[memoryview]) -> None:
         message, request_id = codec.decode(frames[0])
-        waiter = self._pending.get(request_id)
-        if waiter is not None and not waiter.done() and isinstance(message, codec.Response):
-            waiter.set_result((message, frames[1:]))
-        else:
+        request = self._pending.get(request_id)
+        if request is None or request.answer.done() or not isinstance(message, codec.Response):
             self.let_go(message)
+        elif isinstance(message, codec.Data) and not message.is_last and request.take:
+            request.take(frames[1:])
+        else:
+            request.answer.set_result((message, frames[1:]))
 
     def let_go(self, message: codec.Message) -> None:
         """End the hold that came with an answer, if there is one."""

@@ -13,7 +13,6 @@ from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.concurrency import unwrapped
 from services.transferqueue.facts import Shard
 from services.transferqueue.storage.arena_socket import open_arena
-from services.transferqueue.tensors.buffers import BufferPool
 from services.transferqueue.transport.allocator import keep_freed_memory
 from services.transferqueue.transport.arena_transport import ArenaTransport
 from services.transferqueue.transport.connection import ShardConnection
@@ -38,12 +37,10 @@ class Links:
     """Ways to all shards; see ``opened``.
 
     Args:
-        pool: Memory for packing.
         use_shared_memory: Whether to use the memory of shards on this host.
     """
 
-    def __init__(self, pool: BufferPool, *, use_shared_memory: bool) -> None:
-        self._pool = pool
+    def __init__(self, *, use_shared_memory: bool) -> None:
         self._use_shared_memory = use_shared_memory
         self._key_pair = zmq.curve_keypair()
         self._links: dict[str, Link] = {}
@@ -146,7 +143,7 @@ class Links:
             return None
         memory, peer = opened
         connection = await ShardConnection.over_unix_socket(shard, peer)
-        sockets = SocketTransport(connection, self._pool)
+        sockets = SocketTransport(connection)
         return Link(connection, ArenaTransport(connection, memory, sockets))
 
     async def _open_network(self, shard: Shard) -> Link:
@@ -157,7 +154,7 @@ class Links:
 
             return Link(connection, await asyncio.to_thread(open_transport, shard))
         keep_freed_memory()
-        return Link(connection, SocketTransport(connection, self._pool))
+        return Link(connection, SocketTransport(connection))
 
 
 async def _listens(endpoint: str) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from services.transferqueue.transport.codec import MAX_HEADER_BYTES, MAX_READ_BYTES
+from services.transferqueue.transport.sockets import Frame
 
 _PREFIX = struct.Struct("<Iq")
 _NO_PAYLOAD = -1
@@ -47,7 +48,7 @@ class LocalChannel(asyncio.Protocol):
         while not self._is_refused and (frames := self._next()):
             self._on_message(frames)
 
-    def send(self, frames: Sequence[bytes | memoryview], *, copy: bool = True) -> None:
+    def send(self, frames: Sequence[Frame], *, copy: bool = True) -> None:
         """Send a message: the header, then its payload in any number of pieces.
 
         Args:
@@ -56,7 +57,8 @@ class LocalChannel(asyncio.Protocol):
         """
         header, *payload = frames
         size = sum(map(len, payload)) if payload else _NO_PAYLOAD
-        self._transport.write(b"".join((_PREFIX.pack(len(header), size), *frames)))
+        prefix = _PREFIX.pack(len(header), size)
+        self._transport.write(b"".join((prefix, *frames)))  # type: ignore[arg-type]  # all are buffers
         if self._transport.get_write_buffer_size() > _MAX_QUEUED_BYTES:
             self._transport.abort()
 

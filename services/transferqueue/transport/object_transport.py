@@ -14,6 +14,7 @@ from services.transferqueue.tensors.packing import PackedColumn
 from services.transferqueue.tensors.readplan import Extent
 from services.transferqueue.transport import codec
 from services.transferqueue.transport.checksums import combine, parts_of
+from services.transferqueue.transport.socket_transport import Writing
 
 
 class ObjectTransport:
@@ -34,8 +35,8 @@ class ObjectTransport:
         """Leave the store."""
         self._store.close()
 
-    async def write(self, grant: codec.Granted, columns: Sequence[PackedColumn]) -> list[int]:
-        """Fill granted blobs; returns the checksum of each."""
+    def prepare(self, columns: Sequence[PackedColumn]) -> Writing:
+        """The columns are packed where the store takes them from."""
 
         def fill(views: Sequence[memoryview]) -> list[int]:
             return [
@@ -43,9 +44,12 @@ class ObjectTransport:
                 for view, column in zip(views, columns, strict=True)
             ]
 
-        key, _ = object_place(self._instance_id, grant.blob_ids[0])
-        sizes = [column.size_bytes for column in columns]
-        return await asyncio.to_thread(self._store.write, key, sizes, fill)
+        async def write(grant: codec.Granted) -> list[int]:
+            key, _ = object_place(self._instance_id, grant.blob_ids[0])
+            sizes = [column.size_bytes for column in columns]
+            return await asyncio.to_thread(self._store.write, key, sizes, fill)
+
+        return write
 
     async def read(self, extents: Sequence[Extent], target: Tensor) -> None:
         """Fetch bytes of blobs into ``target``, a uint8 tensor."""

@@ -1,25 +1,30 @@
 """How the bytes of puts and gets move: the interface, and its form over the data socket."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from itertools import chain
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any, Protocol
 
+import torch
+import zmq
 from torch import Tensor
 
-from services.common.errors import DataLossError
 from services.transferqueue.concurrency import run_all
-from services.transferqueue.tensors.buffers import BufferPool
 from services.transferqueue.tensors.packing import PackedColumn, Part
 from services.transferqueue.tensors.readplan import Extent, check_whole
 from services.transferqueue.transport import codec
+from services.transferqueue.transport.arrival import Arrival
 from services.transferqueue.transport.checksums import combine
 from services.transferqueue.transport.connection import ShardConnection
 
 TIMEOUT_S = 60.0
 """Deadline of one request that does not wait for room."""
-_READ_BYTES = 4 << 20
-_READS_UNDER_WAY = 4
+_READS_UNDER_WAY = 2
+_AHEAD_PARTS = 3
+"""Parts that are packed in the time that a shard takes to find room."""
+
+Writing = Callable[[codec.Granted], Coroutine[Any, Any, list[int]]]
+"""Fills granted blobs; returns the checksum of each."""
 
 
 class Transport(Protocol):
@@ -28,8 +33,8 @@ class Transport(Protocol):
     takes_small_puts: bool
     """Whether a small put may go to the shard in one message."""
 
-    async def write(self, grant: codec.Granted, columns: Sequence[PackedColumn]) -> list[int]:
-        """Fill granted blobs; returns the checksum of each.
+    def prepare(self, columns: Sequence[PackedColumn]) -> Writing:
+        """Do what needs no room yet; what is returned fills the blobs once they are granted.
 
         The tensors must not change before the put is committed.
         """
@@ -50,21 +55,28 @@ class SocketTransport:
 
     Args:
         connection: The shard.
-        pool: Memory in which small samples are packed.
     """
 
     takes_small_puts = True
 
-    def __init__(self, connection: ShardConnection, pool: BufferPool) -> None:
+    def __init__(self, connection: ShardConnection) -> None:
         self._connection = connection
-        self._pool = pool
+        self._scratch = torch.empty(codec.FRAME_BYTES, dtype=torch.uint8)
 
-    async def write(self, grant: codec.Granted, columns: Sequence[PackedColumn]) -> list[int]:
-        """Fill granted blobs; returns the checksum of each."""
-        return [
-            combine([self._send(blob_id, part) for part in column.parts()])
-            for blob_id, column in zip(grant.blob_ids, columns, strict=True)
-        ]
+    def prepare(self, columns: Sequence[PackedColumn]) -> Writing:
+        """Pack the first parts."""
+        parts = [(n, part) for n, column in enumerate(columns) for part in column.parts()]
+        frames = ((n, part.begin, *self._frame(part)) for n, part in parts)
+        ready = list(islice(frames, _AHEAD_PARTS))
+
+        async def write(grant: codec.Granted) -> list[int]:
+            digests: list[list[int]] = [[] for _ in columns]
+            for number, begin, frame, digest in chain(ready, frames):
+                self._connection.tell(codec.Write(grant.blob_ids[number], begin), [frame])
+                digests[number].append(digest)
+            return [combine(of_blob) for of_blob in digests]
+
+        return write
 
     async def read(self, extents: Sequence[Extent], target: Tensor) -> None:
         """Fetch bytes of blobs into ``target``, a uint8 tensor."""
@@ -74,13 +86,15 @@ class SocketTransport:
 
         async def fetch(batch: Sequence[Extent]) -> list[int]:
             numbers = tuple([n for e in batch for n in (e.blob.blob_id, e.offset, e.size)])
+            request = codec.Read(numbers, in_arena=False, with_checksum=with_checksum)
+            arrival = Arrival(batch, view, with_checksum=with_checksum)
             async with window:
-                request = codec.Read(numbers, in_arena=False, with_checksum=with_checksum)
-                answer, buffers = await self._connection.ask(request, timeout_s=TIMEOUT_S)
+                answer, last = await self._connection.ask(
+                    request, timeout_s=TIMEOUT_S, take=arrival.take
+                )
                 self._connection.let_go(answer)
-                _check(batch, answer, buffers, with_checksum=with_checksum)
-                _scatter(batch, buffers, view)
-                return [codec.checksum(view[e.position : e.position + e.size]) for e in batch]
+                arrival.take(last)
+            return arrival.digests(answer)
 
         digests = await run_all([fetch(batch) for batch in _batches(extents)])
         check_whole(extents, list(chain.from_iterable(digests)))
@@ -88,13 +102,14 @@ class SocketTransport:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _send(self, blob_id: int, part: Part) -> int:
-        """Send a part; returns its checksum, computed while the part is on its way."""
-        frame = part.in_place()
-        if frame is None:
-            frame = part.lay_into(self._pool.take(part.size))
-        self._connection.tell(codec.Write(blob_id, part.begin), [frame])
-        return codec.checksum(frame)
+    def _frame(self, part: Part) -> tuple[zmq.Frame, int]:
+        """The frame of a part, and its checksum."""
+        in_place = part.in_place()
+        if in_place is not None:
+            return zmq.Frame(in_place, copy=False), codec.checksum(in_place)
+        # ZeroMQ sends its own memory at once, but tells about that of others in a thread of its own.
+        packed = part.lay_into(self._scratch[: part.size])
+        return zmq.Frame(packed, copy=True), codec.checksum(packed)
 
 
 def _batches(extents: Sequence[Extent]) -> Iterator[list[Extent]]:
@@ -102,42 +117,10 @@ def _batches(extents: Sequence[Extent]) -> Iterator[list[Extent]]:
     batch: list[Extent] = []
     size = 0
     for part in chain.from_iterable(extent.parts() for extent in extents):
-        if size + part.size > _READ_BYTES or len(batch) == codec.MAX_RANGES:
+        if size + part.size > codec.MAX_READ_BYTES or len(batch) == codec.MAX_RANGES:
             yield batch
             batch, size = [], 0
         batch.append(part)
         size += part.size
     if batch:
         yield batch
-
-
-def _check(
-    batch: Sequence[Extent],
-    answer: codec.Response,
-    buffers: Sequence[memoryview],
-    *,
-    with_checksum: bool,
-) -> None:
-    expected = sum(extent.size for extent in batch)
-    is_right = isinstance(answer, codec.Data) and sum(map(len, buffers)) == expected
-    if is_right and with_checksum and isinstance(answer, codec.Data):
-        is_right = codec.checksum_of(buffers) == answer.checksum
-    if not is_right:
-        raise DataLossError(
-            f"a read of {expected} bytes from {batch[0].blob.shard_id} arrived damaged; read again",
-            shard_id=batch[0].blob.shard_id,
-        )
-
-
-def _scatter(batch: Sequence[Extent], buffers: Sequence[memoryview], view: memoryview) -> None:
-    number, used = 0, 0
-    for extent in batch:
-        done = 0
-        while done < extent.size:
-            step = min(extent.size - done, len(buffers[number]) - used)
-            begin = extent.position + done
-            view[begin : begin + step] = buffers[number][used : used + step]
-            done += step
-            used += step
-            if used == len(buffers[number]):
-                number, used = number + 1, 0

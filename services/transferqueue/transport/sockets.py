@@ -12,6 +12,9 @@ _SEND_BUFFER_BYTES = 128 << 10
 _BURST = 32
 """Messages that are handled before other work of the loop gets its turn."""
 
+Frame = bytes | memoryview | zmq.Frame
+"""What messages are sent of."""
+
 
 class MessageSocket:
     """Sends and receives multipart messages.
@@ -31,11 +34,11 @@ class MessageSocket:
         self._loop.add_reader(self._fd, self._receive)
         self._loop.call_soon(self._receive)
 
-    def send(self, frames: Sequence[bytes | memoryview], *, copy: bool = True) -> None:
+    def send(self, frames: Sequence[Frame], *, copy: bool = True) -> None:
         """Queue a message.
 
         Args:
-            frames: Its frames.
+            frames: Its frames; those of ZeroMQ are never copied.
             copy: Whether the frames may change after this call. Without a copy they must stay as
                 they are until the peer has answered.
 

@@ -29,7 +29,7 @@ MESSAGES = st.one_of(
     st.builds(codec.Committed, COUNTS),
     st.builds(codec.Stored, IDS, COUNTS),
     st.builds(codec.Located, COUNTS, IDS),
-    st.builds(codec.Data, st.integers(0, (1 << 64) - 1), COUNTS),
+    st.builds(codec.Data, COUNTS, st.booleans(), st.integers(0, (1 << 64) - 1)),
     st.builds(codec.Failed, TEXT, TEXT, st.lists(st.tuples(TEXT, TEXT), max_size=2).map(
         lambda pairs: tuple(text for pair in pairs for text in pair)
     )),
@@ -101,5 +101,5 @@ def test_another_protocol_version_is_refused() -> None:
 def test_bytes_of_a_header_do_not_change_between_releases() -> None:
     header = codec.encode(codec.Reserve("put_1", "run_1/train", (64, 8), 0.5), 7)
     assert header.hex() == (
-        "03960107a5" + b"put_1".hex() + "ab" + b"run_1/train".hex() + "924008cb3fe0000000000000"
+        "04960107a5" + b"put_1".hex() + "ab" + b"run_1/train".hex() + "924008cb3fe0000000000000"
     )
