@@ -17,6 +17,13 @@ from services.controller.store.tables import CHECKPOINTS, EVENTS, IDEMPOTENCY_KE
 IS_UNFINISHED = RUNS.c.state.not_in([state.value for state in TERMINAL])
 """Condition on runs that have not ended."""
 _KEY_LIFE_S = 24 * 3600.0
+# Used many times a second, so they are put together once.
+_RUN = sa.select(RUNS).where(RUNS.c.run_id == sa.bindparam("run"))
+_RUN_TO_CHANGE = _RUN.with_for_update()
+_CHANGE_RUN = RUNS.update().where(RUNS.c.run_id == sa.bindparam("run"))
+_NEWEST_SEQ = sa.select(sa.func.coalesce(sa.func.max(EVENTS.c.seq), 0)).where(
+    EVENTS.c.run_id == sa.bindparam("run")
+)
 
 
 class IdempotencyKeyReusedError(AlreadyExistsError):
@@ -54,8 +61,7 @@ def get_run(connection: sa.Connection, run_id: str, *, lock: bool = False) -> Ru
     Raises:
         NotFoundError: If there is none of that id.
     """
-    query = sa.select(RUNS).where(RUNS.c.run_id == run_id)
-    row = connection.execute(query.with_for_update() if lock else query).first()
+    row = connection.execute(_RUN_TO_CHANGE if lock else _RUN, {"run": run_id}).first()
     if row is None:
         raise NotFoundError(
             f"run {run_id!r} does not exist; list the runs there are", run_id=run_id
@@ -98,11 +104,8 @@ def insert_run(connection: sa.Connection, new: NewRun) -> Note:
 
 def update_run(connection: sa.Connection, run: Run, **values: Any) -> None:
     """Change a run's columns and its revision."""
-    connection.execute(
-        RUNS.update()
-        .where(RUNS.c.run_id == run.run_id)
-        .values(update_time=time.time(), revision=run.revision + 1, **values)
-    )
+    changed = {"update_time": time.time(), "revision": run.revision + 1, **values}
+    connection.execute(_CHANGE_RUN, {"run": run.run_id, **changed})
 
 
 def tell(connection: sa.Connection, run: Run, note: Note, **values: Any) -> Event:
@@ -134,9 +137,7 @@ def queue_deadline(spec_json: str) -> float | None:
 
 def append_event(connection: sa.Connection, run_id: str, note: Note) -> Event:
     """Store an event under the run's next number."""
-    newest = connection.execute(
-        sa.select(sa.func.coalesce(sa.func.max(EVENTS.c.seq), 0)).where(EVENTS.c.run_id == run_id)
-    ).scalar_one()
+    newest = connection.execute(_NEWEST_SEQ, {"run": run_id}).scalar_one()
     event = Event(
         run_id=run_id,
         seq=newest + 1,
