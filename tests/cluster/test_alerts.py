@@ -266,7 +266,7 @@ def send_garbage(port: int) -> None:
 def ask_for_damaged_events(provoked: Provoked, run_id: str) -> None:
     """Damage what the controller has stored of a run, and ask for it until the alert fires."""
     with sqlite3.connect(provoked.folder / "slipstream.db") as database:
-        database.execute("update events set data_json = '3' where run_id = ?", (run_id,))
+        database.execute("update events set data_json = '{' where run_id = ?", (run_id,))
 
     def is_seen() -> bool:
         answer = httpx.get(f"{provoked.url}/v1/runs/{run_id}/events", trust_env=False)

@@ -258,6 +258,9 @@ def test_what_is_not_there_shows_on_the_run(
     run_id = installed.submit()
     eventually(lambda: bool(installed.events(run_id, "WorkerPending")), timeout_s=90)
     assert says in installed.events(run_id, "WorkerPending")[0]["message"]
+    placed = {item["type"]: item for item in installed.run(run_id)["conditions"]}["Placed"]
+    assert placed["status"] == "False"
+    assert says in placed["message"]
     installed.api.post(f"/v1/runs/{run_id}/cancel").raise_for_status()
     installed.upgrade(f"{value}={right}")
 

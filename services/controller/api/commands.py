@@ -1,6 +1,5 @@
 """REST routes that create and change runs."""
 
-import json
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
@@ -10,6 +9,7 @@ from fastapi import Depends, FastAPI, Header, Path, Query, Request, Response
 from services.common.errors import FailedPreconditionError, InvalidArgumentError
 from services.common.spec.loader import canonical_json, parse_spec, spec_digest
 from services.common.spec.run import RunSpec
+from services.controller.api.errors import BodyError
 from services.controller.api.models import (
     LabelPair,
     Priority,
@@ -202,14 +202,12 @@ async def _json(request: Request) -> Any:
     """The body of a request.
 
     Raises:
-        json.JSONDecodeError: If it is not JSON, or nothing that can be read.
+        BodyError: If it is not JSON, or nothing that can be read.
     """
     try:
         return await request.json()
-    except json.JSONDecodeError:
-        raise
     except (ValueError, RecursionError) as error:
-        raise json.JSONDecodeError(str(error), "", 0) from error
+        raise BodyError(str(error)) from error
 
 
 def revision_of(if_match: str) -> int:

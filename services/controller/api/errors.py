@@ -1,6 +1,5 @@
 """Errors of the REST API as RFC 9457 problems with a stable ``code``."""
 
-import json
 import re
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -36,6 +35,10 @@ _STATUS_OF_REASON = {
     "PRECONDITION_REQUIRED": HTTPStatus.PRECONDITION_REQUIRED,
     "CURSOR_EXPIRED": HTTPStatus.GONE,
 }
+
+
+class BodyError(ValueError):
+    """The body of a request is not JSON. What else is not JSON is a fault of ours."""
 
 
 class FieldProblem(BaseModel):
@@ -132,8 +135,8 @@ def _add_request_handlers(app: FastAPI) -> None:
             code, detail = "too_large", f"a body may have {MAX_BODY_BYTES} bytes"
         return problem(request, status, code, detail, headers=headers)
 
-    @app.exception_handler(json.JSONDecodeError)
-    async def json_error(request: Request, error: json.JSONDecodeError) -> JSONResponse:
+    @app.exception_handler(BodyError)
+    async def body_error(request: Request, error: BodyError) -> JSONResponse:
         return problem(
             request, HTTPStatus.BAD_REQUEST, "invalid_json", f"the body is not JSON: {error}"
         )
