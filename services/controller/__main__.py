@@ -169,7 +169,7 @@ def main() -> None:
     # Little of what a run makes is a cycle, and modules stay: looking through all of it, as the default does
     # every few seconds, holds everybody up for a fifth of a second.
     gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
+    gc.set_threshold(10_000, 50, 100)
     try:
         settings.check_exposure()
         with acting_as(settings.identity()), settings.tracing("controller"):
