@@ -143,10 +143,8 @@ def _guard_unary(behavior: Any, method: str, check: _Check) -> Any:
                 response = await behavior(request, context)
                 grpc_metrics.sent(method, response)
                 return response
-            except ServiceError as error:
-                await _abort(context, error)
             except Exception as error:  # noqa: BLE001  the edge: an unforeseen fault must reach the caller
-                await _abort(context, _unforeseen(error, method))
+                await _refuse(context, method, error)
 
     return guarded
 
@@ -158,24 +156,25 @@ def _guard_stream(behavior: Any, method: str, check: _Check) -> Any:
             async for response in behavior(request, context):
                 grpc_metrics.sent(method, response)
                 yield response
-        except ServiceError as error:
-            await _abort(context, error)
         except Exception as error:  # noqa: BLE001  the edge: an unforeseen fault must reach the caller
-            await _abort(context, _unforeseen(error, method))
+            await _refuse(context, method, error)
 
     return guarded
 
 
-def _unforeseen(error: Exception, method: str) -> InternalError:
+async def _refuse(context: _Context, method: str, error: Exception) -> None:
+    """End a call with the status of what was raised; a fault that nobody foresaw is logged."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    logger.error("request failed", exc_info=error, extra={"method": method})
-    return InternalError(
-        f"{method} failed with {type(error).__name__}: {error}; this is a fault in the service, see its log",
-        method=method,
-    )
-
-
-async def _abort(context: _Context, error: ServiceError) -> None:
+    trace = tracing.parse(_header(context, "traceparent")) or tracing.fresh()
+    if not isinstance(error, ServiceError):
+        with tracing.within(trace):
+            logger.error("request failed", exc_info=error, extra={"method": method})
+        error = InternalError(
+            f"{method} failed with {type(error).__name__}: {error}; this is a fault in the service, see its "
+            "log",
+            method=method,
+        )
+    error.metadata.setdefault("trace_id", trace.trace_id)
     status = to_status(error)
     await context.abort(status.code, status.details, status.trailing_metadata)

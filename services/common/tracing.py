@@ -132,6 +132,11 @@ def of_sync(run_id: str, version: int) -> Trace:
     return Trace(*_ids(f"{run_id}/sync/{version}"), is_collecting())
 
 
+def fresh() -> Trace:
+    """A place that nobody collects, to find log lines by."""
+    return Trace(secrets.token_hex(16), secrets.token_hex(8), is_collected=False)
+
+
 def parse(traceparent: str) -> Trace | None:
     """Read a header of W3C Trace Context; None if it is none."""
     parts = traceparent.split("-")
@@ -178,7 +183,7 @@ def span(
         with within(parent):
             yield opened
         return
-    own = parent if is_first else Trace(parent.trace_id, secrets.token_hex(8), is_collected=True)
+    own, parent_id = _place(parent, is_first=is_first)
     begin_ns, error = time.time_ns(), ""
     try:
         with within(own):
@@ -191,7 +196,7 @@ def span(
             Span(
                 name=name,
                 trace=own,
-                parent_id="" if is_first else parent.span_id,
+                parent_id=parent_id,
                 begin_ns=begin_ns,
                 end_ns=time.time_ns(),
                 attributes=opened.attributes,
@@ -215,12 +220,12 @@ def record(
     for trace in traces:
         if not trace.is_collected:
             continue
-        own = trace if is_first else Trace(trace.trace_id, secrets.token_hex(8), is_collected=True)
+        own, parent_id = _place(trace, is_first=is_first)
         _take(
             Span(
                 name=name,
                 trace=own,
-                parent_id="" if is_first else trace.span_id,
+                parent_id=parent_id,
                 begin_ns=begin_ns,
                 end_ns=end_ns,
                 attributes=attributes,
@@ -235,6 +240,13 @@ def of_groups(run_id: str, group_ids: Iterable[str]) -> list[Trace]:
         return []
     traces = [of_group(run_id, group_id) for group_id in dict.fromkeys(group_ids)]
     return [trace for trace in traces if trace.is_collected]
+
+
+def _place(parent: Trace, *, is_first: bool) -> tuple[Trace, str]:
+    """Where a new span is, and the id of the span that it is a part of."""
+    if is_first:
+        return parent, ""
+    return Trace(parent.trace_id, secrets.token_hex(8), is_collected=True), parent.span_id
 
 
 def _take(span_: Span) -> None:

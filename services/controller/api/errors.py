@@ -1,5 +1,6 @@
 """Errors of the REST API as RFC 9457 problems with a stable ``code``."""
 
+import logging
 import re
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -12,8 +13,11 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.common import tracing
 from services.common.errors import ResourceExhaustedError, ServiceError
 from services.common.spec.loader import SpecError
+
+logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 1 << 20
 PROBLEM_TYPE = "application/problem+json"
@@ -60,6 +64,8 @@ class Problem(BaseModel):
     code: str
     """Stable; for programs."""
     errors: list[FieldProblem] = []
+    trace_id: str
+    """Trace that the request came with, or one of its own; in the controller's log lines."""
     retry_after_seconds: float | None = None
 
 
@@ -85,13 +91,20 @@ def _add_domain_handlers(app: FastAPI) -> None:
         if status is HTTPStatus.UNAUTHORIZED:
             headers["WWW-Authenticate"] = "Bearer"
         return problem(
-            request, status, error.reason.lower(), detail, headers=headers, retry_after_s=retry
+            request,
+            status,
+            error.reason.lower(),
+            detail,
+            headers=headers,
+            retry_after_s=retry,
+            fault=error if is_ours else None,
         )
 
     @app.exception_handler(Exception)
     async def fault(request: Request, error: Exception) -> JSONResponse:
         status = HTTPStatus.INTERNAL_SERVER_ERROR
-        return problem(request, status, "internal", "a fault of the controller; see its log")
+        detail = "a fault of the controller; see its log"
+        return problem(request, status, "internal", detail, fault=error)
 
     @app.exception_handler(SpecError)
     async def spec_error(request: Request, error: SpecError) -> JSONResponse:
@@ -176,8 +189,13 @@ def problem(
     headers: Mapping[str, str] | None = None,
     errors: list[FieldProblem] | None = None,
     retry_after_s: float | None = None,
+    fault: Exception | None = None,
 ) -> JSONResponse:
-    """The answer that tells of a problem."""
+    """The answer that tells of a problem; a fault of ours is logged."""
+    trace = tracing.parse(request.headers.get("traceparent", "")) or tracing.fresh()
+    if fault is not None:
+        with tracing.within(trace):
+            logger.error("request failed", exc_info=fault, extra={"path": request.url.path})
     body = Problem(
         type=f"/problems/{code}",
         title=status.phrase,
@@ -186,6 +204,7 @@ def problem(
         instance=request.url.path,
         code=code,
         errors=errors or [],
+        trace_id=trace.trace_id,
         retry_after_seconds=retry_after_s,
     )
     return JSONResponse(

@@ -62,6 +62,7 @@ async def test_an_error_arrives_as_the_class_that_was_raised(cls):
     assert type(error) is cls
     assert str(error) == "expected a, got b"
     assert error.metadata["key"] == "value"
+    assert len(error.metadata["trace_id"]) == 32
 
 
 async def test_an_unforeseen_fault_becomes_internal_and_names_itself():

@@ -149,6 +149,9 @@ async def test_problems_have_codes(api):
     assert broken.headers["Content-Type"] == "application/problem+json"
     unknown = await api.post("/v1/runs", json={**SPEC, "colour": "red"})
     assert (unknown.status_code, unknown.json()["code"]) == (422, "invalid_spec")
+    traced = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-00"}
+    assert (await api.get("/v1/runs/run_1", headers=traced)).json()["trace_id"] == "a" * 32
+    assert len(unknown.json()["trace_id"]) == 32
     wrong = await api.put("/v1/runs")
     assert (wrong.status_code, wrong.headers["Allow"]) == (405, "GET, POST")
 
