@@ -166,10 +166,10 @@ def main() -> None:
         _cli_parse_args=True, _cli_kebab_case=True, _cli_implicit_flags=True
     )
     configure(level=settings.log_level, log_format=settings.log_format, service="controller")
-    # Little of what a run makes is a cycle, and modules stay: looking through all of it, as the default does
-    # every few seconds, holds everybody up for a fifth of a second.
+    # Modules stay, and little of what a run makes is a cycle: by default everything would be looked through
+    # every few seconds, which holds everybody up for a fifth of a second.
     gc.freeze()
-    gc.set_threshold(10_000, 50, 100)
+    gc.set_threshold(10_000, 10, 30)
     try:
         settings.check_exposure()
         with acting_as(settings.identity()), settings.tracing("controller"):
