@@ -1,0 +1,66 @@
+"""Says what projects may use: ``python -m services.controller.projects``, where the database is."""
+
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import sqlalchemy as sa
+import typer
+
+from services.controller.quotas import Limits
+from services.controller.settings import ControllerSettings
+from services.controller.store.database import Database
+from services.controller.store.tables import QUOTAS
+
+app = typer.Typer(help="Limits of projects.", no_args_is_help=True, add_completion=False)
+Project = Annotated[str, typer.Argument(help="Name of the project.")]
+
+_NAMES = tuple(Limits.__dataclass_fields__)
+
+
+@app.command(name="set")
+def set_(
+    project: Project,
+    max_active_runs: Annotated[int, typer.Option(min=0, help="Runs that may train at once.")],
+    max_queued_runs: Annotated[int, typer.Option(min=0, help="Runs that may wait.")],
+    max_gpus: Annotated[
+        int, typer.Option(min=0, help="GPUs of the runs that train; 0 for no bound.")
+    ] = 0,
+    max_transferqueue_bytes: Annotated[
+        int, typer.Option(min=0, help="Bytes that their samples may take; 0 for no bound.")
+    ] = 0,
+) -> None:
+    """Set the limits of a project; they hold from the next run that is submitted or would start."""
+    limits = Limits(
+        max_active_runs=max_active_runs,
+        max_queued_runs=max_queued_runs,
+        max_gpus=max_gpus,
+        max_transferqueue_bytes=max_transferqueue_bytes,
+    )
+    with _database().write() as connection:
+        connection.execute(QUOTAS.delete().where(QUOTAS.c.project == project))
+        connection.execute(QUOTAS.insert().values(project=project, **asdict(limits)))
+
+
+@app.command(name="list")
+def list_() -> None:
+    """List the projects that have limits of their own."""
+    with _database().read() as connection:
+        for row in connection.execute(sa.select(QUOTAS).order_by(QUOTAS.c.project)):
+            limits = "\t".join(f"{name} {getattr(row, name)}" for name in _NAMES)
+            sys.stdout.write(f"{row.project}\t{limits}\n")
+
+
+@app.command()
+def reset(project: Project) -> None:
+    """Give a project the limits that the controller's settings give to all."""
+    with _database().write() as connection:
+        connection.execute(QUOTAS.delete().where(QUOTAS.c.project == project))
+
+
+def _database() -> Database:
+    return Database(ControllerSettings().database)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,37 @@
+"""The command that says what projects may use."""
+
+import pytest
+from typer.testing import CliRunner
+
+from services.controller.projects import app
+from services.controller.quotas import Limits, quota_of
+from services.controller.store.database import Database
+
+DEFAULTS = Limits(max_active_runs=16, max_queued_runs=1000)
+
+
+@pytest.fixture
+def projects(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_CONTROLLER_STATE_DIRECTORY", str(tmp_path))
+    monkeypatch.setenv("SLIPSTREAM_CONTROLLER_TRANSFERQUEUE_ADDRESS", "127.0.0.1:9")
+    return lambda *arguments: CliRunner().invoke(app, arguments)
+
+
+def limits_of(tmp_path, project):
+    database = Database(f"sqlite:///{tmp_path / 'slipstream.db'}")
+    try:
+        return quota_of(database, project, DEFAULTS).limits
+    finally:
+        database.close()
+
+
+def test_a_projects_limits_are_set_listed_and_reset(projects, tmp_path):
+    wanted = ("--max-active-runs", "2", "--max-queued-runs", "9", "--max-gpus", "64")
+    assert projects("set", "blue", *wanted).exit_code == 0
+    assert limits_of(tmp_path, "blue") == Limits(max_active_runs=2, max_queued_runs=9, max_gpus=64)
+    assert limits_of(tmp_path, "red") == DEFAULTS
+    listed = projects("list").output
+    assert listed.startswith("blue\tmax_active_runs 2\t")
+    assert "max_gpus 64" in listed
+    projects("reset", "blue")
+    assert limits_of(tmp_path, "blue") == DEFAULTS
