@@ -49,9 +49,9 @@ class CheckpointArchive:
             NotFoundError: If there is none of that id.
             NoCheckpointError: If it is not whole, or there is none.
         """
-        found = await self._database.run(self._store.list_checkpoints, run_id)
+        found = await self._database.query(self._store.list_checkpoints, run_id)
         if checkpoint_id:
-            found = [await self._database.run(self._store.get, run_id, checkpoint_id)]
+            found = [await self._database.query(self._store.get, run_id, checkpoint_id)]
         ready = [checkpoint for checkpoint in found if checkpoint.state == "READY"]
         if not ready:
             which = (
@@ -79,7 +79,7 @@ class CheckpointArchive:
 
     async def files_of(self, run_id: str) -> list[Checkpoint]:
         """All checkpoints of a run, to remove their files once the run is forgotten."""
-        return await self._database.run(self._store.list_checkpoints, run_id)
+        return await self._database.query(self._store.list_checkpoints, run_id)
 
     async def remove(self, checkpoints: Iterable[Checkpoint]) -> None:
         """Delete files."""

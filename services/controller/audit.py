@@ -24,11 +24,11 @@ class RunAudit:
 
     async def checkpoints(self, run_id: str) -> list[Checkpoint]:
         """Checkpoints of a run, newest first."""
-        return await self._database.run(self._checkpoints.list_checkpoints, run_id)
+        return await self._database.query(self._checkpoints.list_checkpoints, run_id)
 
     async def checkpoint(self, run_id: str, checkpoint_id: str) -> Checkpoint:
         """One checkpoint."""
-        return await self._database.run(self._checkpoints.get, run_id, checkpoint_id)
+        return await self._database.query(self._checkpoints.get, run_id, checkpoint_id)
 
     async def metrics(
         self, run_id: str, name: str, from_step: int, max_points: int
@@ -50,7 +50,7 @@ class RunAudit:
                 if name in ("", key)
             ]
 
-        return await self._database.run(read)
+        return await self._database.query(read)
 
     async def samples(self, run_id: str, after_step: int, steps: int) -> list[SampleView]:
         """Groups of some steps, and all that are in flight or were given up."""
@@ -99,4 +99,4 @@ class RunAudit:
                 ),
             ]
 
-        return await self._database.run(read)
+        return await self._database.query(read)

@@ -152,17 +152,19 @@ class RunManager:
 
     async def get(self, run_id: str) -> Run:
         """One run."""
-        return await self._database.run(self._store.get, run_id)
+        return await self._database.query(self._store.get, run_id)
 
     async def list_runs(
         self, *, limit: int, after: str | None = None, only: RunFilter | None = None
     ) -> list[Run]:
         """Runs, newest first unless the filter says otherwise."""
-        return await self._database.run(self._store.list_runs, limit=limit, after=after, only=only)
+        return await self._database.query(
+            self._store.list_runs, limit=limit, after=after, only=only
+        )
 
     async def quota(self, project: str) -> Quota:
         """Limits and use of a project."""
-        return await self._database.run(quotas.quota_of, self._database, project, self._defaults)
+        return await self._database.query(quotas.quota_of, self._database, project, self._defaults)
 
     async def patch(self, run_id: str, patch: RunPatch, *, revision: int, actor: str = "") -> Run:
         """Change what may change in a run that exists.

@@ -75,7 +75,7 @@ class EventFeed:
         Raises:
             CursorExpiredError: If some of them are not kept any more.
         """
-        return await self._database.run(
+        return await self._database.query(
             self._store.events, run_id, after_seq=after_seq, limit=limit, type_=type_
         )
 
@@ -85,7 +85,7 @@ class EventFeed:
         Raises:
             CursorExpiredError: If they are not.
         """
-        await self._database.run(self._store.events_since, project, moment, limit=1)
+        await self._database.query(self._store.events_since, project, moment, limit=1)
 
     async def watch(self, run_id: str, after_seq: int) -> AsyncIterator[Sequence[Event]]:
         """Events of a run as they come; ends behind the one that ends the run.
@@ -97,7 +97,7 @@ class EventFeed:
             ResourceExhaustedError: If the reader is too slow.
         """
         with _subscribe(self._by_run, run_id) as subscription:
-            is_ended = (await self._database.run(self._store.get, run_id)).is_terminal
+            is_ended = (await self._database.query(self._store.get, run_id)).is_terminal
             while page := await self.page(run_id, after_seq=after_seq):
                 yield page
                 after_seq = page[-1].seq
@@ -125,7 +125,7 @@ class EventFeed:
         seen: dict[str, int] = {}
         with _subscribe(self._by_project, project) as subscription:
             while after is not None:
-                page = await self._database.run(self._store.events_since, project, after)
+                page = await self._database.query(self._store.events_since, project, after)
                 yield page
                 seen |= {event.run_id: event.seq for event in page}
                 after = page[-1].time if page else None

@@ -57,6 +57,7 @@ class Database:
         self._engine = _make_engine(url)
         self._turn = threading.Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="database")
+        self._readers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="database-reader")
         self.is_sqlite = self._engine.dialect.name == "sqlite"
         self.epoch: int | None = None
         """Leadership epoch that every write must still find; None before this controller leads."""
@@ -65,6 +66,7 @@ class Database:
 
     def close(self) -> None:
         """Finish what was begun and close all connections."""
+        self._readers.shutdown()
         self._thread.shutdown()
         self._engine.dispose()
 
@@ -75,6 +77,13 @@ class Database:
         """
         future = self._thread.submit(work, *args, **kwargs)
         return await asyncio.shield(asyncio.wrap_future(future))
+
+    async def query(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Run ``work``, which only reads, beside what is written; it sees what was committed before.
+
+        A write waits until it is on the disk, which nobody who only looks has to wait for.
+        """
+        return await asyncio.wrap_future(self._readers.submit(work, *args, **kwargs))
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:

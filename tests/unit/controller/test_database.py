@@ -1,5 +1,8 @@
 """Schema, migrations and leadership on both databases."""
 
+import asyncio
+import threading
+
 import pytest
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
@@ -43,3 +46,23 @@ async def test_a_holder_takes_its_own_lease_back_at_once(database, database_url)
     restarted = Database(database_url)
     assert await Leadership(restarted, holder="pod-0", ttl_s=3600).acquire() == 2
     restarted.close()
+
+
+async def test_who_only_looks_does_not_wait_for_a_write(database):
+    begun, is_seen = threading.Event(), threading.Event()
+
+    def write() -> bool:
+        with database.write():
+            begun.set()
+            return is_seen.wait(30)
+
+    def look() -> None:
+        assert begun.wait(30)
+        with database.read() as connection:
+            connection.execute(sa.text("SELECT * FROM runs")).all()
+
+    async with asyncio.TaskGroup() as tasks:
+        writing = tasks.create_task(database.run(write))
+        await database.query(look)
+        is_seen.set()
+    assert writing.result()
