@@ -82,9 +82,11 @@ def _add_run_events(
         after_seq: Annotated[int, Query(ge=0, le=MAX_SEQ)] = 0,
         last_event_id: Annotated[str, Header()] = "",
     ) -> int:
+        # An answer that has begun cannot say 410.
         is_number = last_event_id.isdecimal() and len(last_event_id) < 16
         start = int(last_event_id) if is_number else after_seq
-        await manager.feed.page(run_id, after_seq=start, limit=1)
+        if start:
+            await manager.feed.page(run_id, after_seq=start, limit=1)
         return start
 
     @app.get(
