@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.node import Cluster
-from tests.cluster.release import eventually
+from tests.cluster.release import CLEARING_S, eventually
 from tests.cluster.tools import require
 from tests.unit.deploy.chart import ROOT
 
@@ -52,6 +52,6 @@ def test_a_new_user_installs_and_trains_by_the_readme(machine: Cluster, tmp_path
     assert "every service answers" in done.stdout
     assert "SUCCEEDED" in done.stdout
     list_pods = partial(machine.core.list_namespaced_pod, _NAMESPACE)
-    # They have ended with the run; the node takes a while to clear them away.
-    eventually(lambda: not list_pods(label_selector="slipstream.dev/run").items, timeout_s=60)
+    pods = partial(list_pods, label_selector="slipstream.dev/run")
+    eventually(lambda: not pods().items, timeout_s=CLEARING_S)
     machine.command(helm, "uninstall", "slipstream", "-n", _NAMESPACE, "--wait")

@@ -15,7 +15,14 @@ from services.controller.launch.scale import GROUP, PLURAL, VERSION
 from tests.cluster.network import NODE_IP
 from tests.cluster.node import Cluster
 from tests.cluster.prometheus import Prometheus, empty_panels, plot, prometheus
-from tests.cluster.release import NAMESPACE, Installed, eventually, install, keep_logs
+from tests.cluster.release import (
+    CLEARING_S,
+    NAMESPACE,
+    Installed,
+    eventually,
+    install,
+    keep_logs,
+)
 from tests.unit.controller.databases import postgres_cluster
 from tests.unit.deploy.chart import ROOT
 
@@ -69,7 +76,7 @@ def test_sort4_trains_to_the_end_while_prometheus_scrapes_every_pod(
     run = installed.wait(run_id, lambda run: run["state"] == "SUCCEEDED", timeout_s=600)
     assert_ledger_closes(run)
     assert run["step"] == 50
-    eventually(lambda: not installed.pods(run_id), timeout_s=60)
+    eventually(lambda: not installed.pods(run_id), timeout_s=CLEARING_S)
     # What pods wrote is there when they are gone.
     logs = installed.api.get(f"/v1/runs/{run_id}/logs").raise_for_status().text.splitlines()
     components = {json.loads(line)["component"] for line in logs}
@@ -144,7 +151,7 @@ def test_rollouts_are_scaled_by_hand_and_by_an_autoscaler_while_a_run_goes_on(
     installed.wait(run_id, lambda run: run["step"] > before, timeout_s=100)
     autoscalers.delete_namespaced_horizontal_pod_autoscaler(name, NAMESPACE)
     installed.api.post(f"/v1/runs/{run_id}/cancel").raise_for_status()
-    eventually(lambda: not installed.pods(run_id), timeout_s=60)
+    eventually(lambda: not installed.pods(run_id), timeout_s=CLEARING_S)
     assert_ledger_closes(installed.run(run_id))
     scales = CustomObjectsApi(installed.cluster.core.api_client)
     listing = (GROUP, VERSION, NAMESPACE, PLURAL)
