@@ -98,10 +98,13 @@ class EventFeed:
         """
         with _subscribe(self._by_run, run_id) as subscription:
             is_ended = (await self._database.query(self._store.get, run_id)).is_terminal
-            while page := await self.page(run_id, after_seq=after_seq):
+            is_behind = True
+            while is_behind:
+                page = await self.page(run_id, after_seq=after_seq)
                 yield page
-                after_seq = page[-1].seq
+                after_seq = page[-1].seq if page else after_seq
                 is_ended = is_ended or any(map(_ends_run, page))
+                is_behind = len(page) == _PAGE
             while not is_ended:
                 events = [event for event in await subscription.next() if event.seq > after_seq]
                 yield events
