@@ -52,7 +52,10 @@ async def measure_api(here: Stage, *, is_smoke: bool) -> dict[str, Any]:
             await stack.enter_async_context(_Stream(crowd, runs[number % 3]))
             for number in range(num_streams)
         ]
-        await asyncio.sleep(3.0)
+        begin = time.perf_counter()
+        while not all(stream.num_events for stream in streams):
+            await asyncio.sleep(0.05)
+        found |= {"streams_caught_up_s": time.perf_counter() - begin}
         before = [stream.num_events for stream in streams]
         found |= await crowd.ask(here, seconds, pause_s=_PAUSE_S)
         events = [s.num_events - then for s, then in zip(streams, before, strict=True)]
