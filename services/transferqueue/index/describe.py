@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from services.common.columns import MISSING, BlobRef, FieldColumn, TagValues
-from services.transferqueue.index.parts import Part, Row, Schema, Values
+from services.transferqueue.index.parts import Part, Row, Values
+from services.transferqueue.index.schema import Schema
 
 
 class MetaBuilder:
@@ -25,18 +26,30 @@ class MetaBuilder:
                 (name, (values, places))
                 for name, values in zip(part.tags, part.tag_values, strict=True)
             )
-            columns = zip(part.fields, part.blobs(), part.lengths, part.offsets, strict=True)
-            for name, blob, lengths, offsets in columns:
-                column = self._column(name)
-                column[0].extend([lengths[place] for place in places])
-                blob_number = self.blob_numbers.setdefault(blob, len(self.blob_numbers))
-                column[1].extend([blob_number] * len(places))
-                column[2].extend([offsets[place] for place in places])
+            puts = list(map(part.puts.__getitem__, places))
+            for field_number, name in enumerate(part.fields):
+                self._add_field(part, field_number, name, places, puts)
         for name, (values, tag_places) in tags.items():
             self._tags[name] += [values[place] for place in tag_places]
         self._num_rows += len(rows)
         for lists in self._columns.values():
             _pad(lists, self._num_rows)
+
+    def _add_field(
+        self, part: Part, number: int, name: str, places: Sequence[int], puts: Sequence[int]
+    ) -> None:
+        blobs = {put: self._number(part.blob(put, number)) for put in dict.fromkeys(puts)}
+        if all(blob == MISSING for blob in blobs.values()):
+            return
+        column = self._column(name)
+        column[0].extend(map(part.lengths[number].__getitem__, places))
+        column[1].extend(map(blobs.__getitem__, puts))
+        column[2].extend(map(part.offsets[number].__getitem__, places))
+
+    def _number(self, blob: BlobRef | None) -> int:
+        if blob is None:
+            return MISSING
+        return self.blob_numbers.setdefault(blob, len(self.blob_numbers))
 
     def _column(self, name: str) -> tuple[list[int], list[int], list[int]]:
         lists = self._columns.setdefault(name, ([], [], []))

@@ -131,10 +131,10 @@ class Leasing:
         if lease is None:
             raise lease_not_found(lease_id)
         done = [row for row in lease if all(row in c.acked for c in consumers)]
-        for part in partition.settle(done):
+        for part, put in partition.settle(done):
             for field, ttl_s in partition.field_ttls_s.items():
                 loop = asyncio.get_running_loop()
-                loop.call_later(ttl_s, self._expire_field, partition, part, field)
+                loop.call_later(ttl_s, self._expire_field, partition, part, put, field)
 
     def nack(self, partition_id: str, lease_id: str) -> None:
         """Hand a lease's samples out again.
@@ -147,8 +147,8 @@ class Leasing:
             raise lease_not_found(lease_id)
         self._waiters.wake(partition_id)
 
-    def _expire_field(self, partition: Partition, part: Part, field: str) -> None:
-        blob = partition.drop_field(part, field)
+    def _expire_field(self, partition: Partition, part: Part, put: int, field: str) -> None:
+        blob = partition.drop_field(part, put, field)
         if blob is not None:
             self._discard(partition, [blob])
 

@@ -2,14 +2,16 @@
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from operator import attrgetter
 
 from services.common.batch import KVBatchMeta
 from services.common.columns import BlobRef
 from services.common.errors import NotFoundError
 from services.transferqueue.index.describe import MetaBuilder
-from services.transferqueue.index.parts import Extension, Part, Row, Schema, first_place
+from services.transferqueue.index.parts import Extension, Layout, Part, Row, first_place, layout_of
+from services.transferqueue.index.schema import Schema
 
 _MIN_LOG_ENTRIES = 1024
 
@@ -40,6 +42,7 @@ class Partition:
         self.rows: dict[str, Row] = {}
         self.num_complete = 0
         self._schema = Schema()
+        self._open: dict[Layout, tuple[Part]] = {}
         self._log_rows: list[Row] = []
         self._log_revisions = array("q")
 
@@ -56,20 +59,21 @@ class Partition:
         found = list(map(self.rows.get, meta.keys))
         known = [(row, place) for place, row in enumerate(found) if row is not None]
         self._schema.check(meta, [row for row, _ in known])
-        part = Part.of(meta)
         self._schema.learn(meta)
         self.stored_bytes += sum(blob.size_bytes for blob in meta.blobs)
-        alone = (part,)
-        places = map(first_place, range(meta.num_keys))
+        alone = self._open_part(layout_of(meta))
+        num_settled = sum([row.is_settled for row, _ in known])
+        first = alone[0].append(meta, num_unsettled=meta.num_keys - num_settled)
+        places = map(first_place, range(first, first + meta.num_keys))
         new = [
             Row(key, alone, place)
             for key, row, place in zip(meta.keys, found, places, strict=True)
             if row is None
         ]
         self.rows.update(zip([row.key for row in new], new, strict=True))
-        part.num_unsettled = len(new) + sum([not row.is_settled for row, _ in known])
-        extensions = [Extension(new, frozenset(), frozenset(part.fields))] if new else []
-        extensions += _extend(known, part)
+        fields = frozenset(meta.field_names)
+        extensions = [Extension(new, frozenset(), fields)] if new else []
+        extensions += _extend([(row, first + place) for row, place in known], alone[0])
         for extension in extensions:
             if self.required_fields <= extension.after:
                 self._log(extension.rows)
@@ -93,48 +97,34 @@ class Partition:
             )
         return [self.rows[key] for key in keys]
 
-    def remove(self, rows: Iterable[Row]) -> list[BlobRef]:
+    def remove(self, rows: Sequence[Row]) -> list[BlobRef]:
         """Delete rows.
 
         Returns:
             The blobs that no row needs any more.
         """
-        unused: list[BlobRef] = []
         for row in rows:
             del self.rows[row.key]
             self.num_complete -= row.revision > 0
             row.revision = Row.DELETED
-            for part in row.parts:
-                part.num_rows -= 1
-                part.num_unsettled -= not row.is_settled
-                if part.num_rows == 0:
-                    unused += part.blobs()
+        _settle([row for row in rows if not row.is_settled])
+        unused = [blob for part, places in _by_part(rows) for blob in part.remove(places)]
         self.stored_bytes -= sum(blob.size_bytes for blob in unused)
         return unused
 
-    def settle(self, rows: Iterable[Row]) -> list[Part]:
+    def settle(self, rows: Iterable[Row]) -> list[tuple[Part, int]]:
         """Count rows as acknowledged by all consumers.
 
         Returns:
-            The parts of which no row is unsettled any more.
+            The puts of which no row is unsettled any more: their part and number.
         """
-        settled: list[Part] = []
-        for row in rows:
-            if row.is_settled:
-                continue
-            row.is_settled = True
-            for part in row.parts:
-                part.num_unsettled -= 1
-                if part.num_unsettled == 0:
-                    settled.append(part)
-        return settled
+        return _settle([row for row in rows if not row.is_settled])
 
-    def drop_field(self, part: Part, name: str) -> BlobRef | None:
+    def drop_field(self, part: Part, put: int, name: str) -> BlobRef | None:
         """Forget a field's values of one put; returns their blob if it is still in use."""
-        if part.num_rows == 0 or name not in part.fields:
-            return None
-        blob = part.drop(name)
-        self.stored_bytes -= blob.size_bytes
+        blob = part.drop(put, name)
+        if blob is not None:
+            self.stored_bytes -= blob.size_bytes
         return blob
 
     def rows_on(self, shard_id: str) -> list[Row]:
@@ -167,7 +157,7 @@ class Partition:
     ) -> KVBatchMeta:
         """The ``KVBatchMeta`` of rows."""
         builder = MetaBuilder(self._schema)
-        for parts, run in groupby(rows, key=lambda row: row.parts):
+        for parts, run in groupby(rows, key=attrgetter("parts")):
             builder.add_run(parts, list(run))
         return KVBatchMeta(
             partition_id=self.partition_id,
@@ -181,10 +171,19 @@ class Partition:
 
     def describe_puts(self) -> tuple[KVBatchMeta, ...]:
         """All samples; in each meta, all keys came with the same puts."""
-        by_parts: dict[tuple[Part, ...], list[Row]] = {}
+        by_puts: dict[tuple[tuple[Part, int], ...], list[Row]] = {}
         for row in self.rows.values():
-            by_parts.setdefault(row.parts, []).append(row)
-        return tuple(self.describe(rows) for rows in by_parts.values())
+            found = zip(row.parts, row.places, strict=True)
+            puts = tuple([(part, part.puts[place]) for part, place in found])
+            by_puts.setdefault(puts, []).append(row)
+        return tuple(self.describe(rows) for rows in by_puts.values())
+
+    def _open_part(self, layout: Layout) -> tuple[Part]:
+        """The part that takes the next put; rows that lie in it alone share the tuple."""
+        found = self._open.get(layout)
+        if found is None or found[0].is_full:
+            found = self._open[layout] = (Part(layout),)
+        return found
 
     def _log(self, rows: Sequence[Row]) -> None:
         self.num_complete += sum([row.revision == 0 for row in rows])
@@ -220,17 +219,35 @@ def find(partitions: Mapping[str, Partition], partition_id: str) -> Partition:
     return partition
 
 
+def _by_part(rows: Sequence[Row]) -> Iterator[tuple[Part, list[int]]]:
+    """Places of rows in their parts, for as many rows at once as have the same parts."""
+    for parts, run in groupby(rows, key=attrgetter("parts")):
+        places = [row.places for row in run]
+        for number, part in enumerate(parts):
+            yield part, [of_row[number] for of_row in places]
+
+
+def _settle(rows: Sequence[Row]) -> list[tuple[Part, int]]:
+    for row in rows:
+        row.is_settled = True
+    return [(part, put) for part, places in _by_part(rows) for put in part.settle(places)]
+
+
 def _extend(known: Sequence[tuple[Row, int]], part: Part) -> list[Extension]:
-    # Rows share the tuple of their parts, and those of one put mostly had the same ones before.
-    by_parts: dict[tuple[Part, ...], list[Row]] = {}
+    # Rows share the tuple of their parts, and so have the same fields, unless some put lost one of them.
+    alike: dict[tuple[tuple[Part, ...], frozenset[str] | None], list[tuple[Row, int]]] = {}
     for row, place in known:
-        by_parts.setdefault(row.parts, []).append(row)
-        row.places = (*row.places, place)
+        is_uneven = any(one.has_dropped for one in row.parts)
+        alike.setdefault((row.parts, row.field_names() if is_uneven else None), []).append(
+            (row, place)
+        )
     extensions = []
-    for parts, rows in by_parts.items():
-        before = rows[0].field_names()
-        extensions.append(Extension(rows, before, before | set(part.fields)))
+    for (parts, _), found in alike.items():
+        before = found[0][0].field_names()
         extended = (*parts, part)
-        for row in rows:
+        for row, place in found:
             row.parts = extended
+            row.places = (*row.places, place)
+        rows = [row for row, _ in found]
+        extensions.append(Extension(rows, before, before | set(part.fields)))
     return extensions

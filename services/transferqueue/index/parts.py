@@ -1,131 +1,184 @@
-"""What puts bring to a partition, and the rules that they keep."""
+"""What puts brought: columns over the samples, and the blobs that hold their values."""
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
-from operator import add
-from sys import intern
-from typing import ClassVar, TypeVar, cast
+from typing import ClassVar, TypeAlias, cast
 
 from services.common.batch import KVBatchMeta
-from services.common.columns import BlobRef, FieldColumn, TagValues
-from services.common.errors import AlreadyExistsError, InvalidArgumentError
-from services.transferqueue.transport.codec import ITEM_BYTES
+from services.common.columns import BlobRef, TagValues
 
-Kind = tuple[str, int, tuple[int, ...]]
-"""Type of a field: dtype, row rank, tail shape."""
-Ints = Sequence[int]
-Values = Ints | Sequence[float] | Sequence[str]
-_SHORT_COLUMN = 32
-T = TypeVar("T")
+Layout = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+"""Fields, the shards of their blobs, tags."""
+Values: TypeAlias = "array[int] | array[float] | list[str]"
+_FULL_ROWS = 256
+_DROPPED = -1
 
 
-@dataclass(slots=True, eq=False)
 class Part:
-    """What one put brought for its keys. Its blobs go when the last of these rows goes.
+    """What some puts brought, with one entry per row in each column.
 
-    Each sample may have one of its own, so names and short columns that puts have in common exist once.
+    Puts that bring the same fields and tags share a part until it is full: an object for each would take
+    more memory than what it says. The blobs of a put go when the last of its rows goes.
+
+    Args:
+        layout: What all its puts bring.
     """
 
-    fields: tuple[str, ...]
-    lengths: tuple[Ints, ...]
-    """Lengths of the rows, by field."""
-    offsets: tuple[Ints, ...]
-    """Offsets of the rows, by field; all values of a field lie in one blob."""
-    shard_ids: tuple[str, ...]
-    """Where the blobs are, by field."""
-    blob_numbers: "array[int]"
-    """Id, size and checksum of each field's blob."""
-    tags: tuple[str, ...]
-    tag_values: tuple[Values, ...]
-    num_rows: int
-    """Rows that exist."""
-    num_unsettled: int = 0
-    """Rows that exist and were not acknowledged by all consumers."""
+    __slots__ = (
+        "_blob_ids", "_checksums", "_num_rows", "_num_unsettled", "_sizes", "fields", "has_dropped",
+        "lengths", "offsets", "puts", "shard_ids", "tag_values", "tags",
+    )  # fmt: skip
 
-    @classmethod
-    def of(cls, meta: KVBatchMeta) -> "Part":
-        """What a put brings whose fields lie in one blob each."""
-        # Many columns of a put are equal, such as the lengths of all that is counted in tokens.
-        kept: dict[tuple[str, TagValues], Values] = {}
+    def __init__(self, layout: Layout) -> None:
+        self.fields, self.shard_ids, self.tags = layout
+        self.lengths = [array("b") for _ in self.fields]
+        """Lengths of the rows, by field."""
+        self.offsets = [array("b") for _ in self.fields]
+        """Offsets of the rows, by field; all values that a put brings for a field lie in one blob."""
+        self.tag_values: list[Values] = []
+        self.puts = array("h")
+        """Number of the put that brought each row."""
+        self._blob_ids = array("Q")
+        self._sizes = array("i")
+        self._checksums = array("Q")
+        self._num_rows = array("i")
+        self._num_unsettled = array("i")
+        self.has_dropped = False
+        """Whether some put lost a field."""
 
-        def keep(values: TagValues) -> Values:
-            kind = type(values[0]).__name__
-            found = kept.get((kind, values))
-            if found is None:
-                is_short = len(values) <= _SHORT_COLUMN
-                found = _shared(kind, values) if is_short else _compact(values)
-                kept[kind, values] = found
-            return found
+    @property
+    def is_full(self) -> bool:
+        """Whether no further put belongs here."""
+        return len(self.puts) >= _FULL_ROWS
 
-        blobs = [meta.blobs[column.blob_indexes[0]] for column in meta.fields]
-        numbers = [n for blob in blobs for n in (blob.blob_id, blob.size_bytes, blob.checksum)]
-        return cls(
-            fields=_once(meta.field_names),
-            lengths=tuple([cast("Ints", keep(column.lengths)) for column in meta.fields]),
-            offsets=tuple([cast("Ints", keep(column.offsets)) for column in meta.fields]),
-            shard_ids=_once(tuple([blob.shard_id for blob in blobs])),
-            blob_numbers=array("Q", numbers),
-            tags=_once(tuple(meta.tags)),
-            tag_values=tuple(map(keep, meta.tags.values())),
-            num_rows=meta.num_keys,
+    def append(self, meta: KVBatchMeta, *, num_unsettled: int) -> int:
+        """Add a put of this layout, of which so many rows were not acknowledged by all consumers.
+
+        Returns:
+            The place of its first row.
+        """
+        first, put = len(self.puts), len(self._num_rows)
+        for number, column in enumerate(meta.fields):
+            self.lengths[number] = _grown(self.lengths[number], column.lengths)
+            self.offsets[number] = _grown(self.offsets[number], column.offsets)
+            blob = meta.blobs[column.blob_indexes[0]]
+            self._blob_ids.append(blob.blob_id)
+            self._sizes = _grown(self._sizes, (blob.size_bytes,))
+            self._checksums.append(blob.checksum)
+        columns = self.tag_values or [_column_of(values) for values in meta.tags.values()]
+        self.tag_values = [
+            _with(column, values)
+            for column, values in zip(columns, meta.tags.values(), strict=True)
+        ]
+        self.puts.extend(array("h", (put,)) * meta.num_keys)
+        self._num_rows.append(meta.num_keys)
+        self._num_unsettled.append(num_unsettled)
+        return first
+
+    def fields_at(self, place: int) -> Sequence[str]:
+        """Fields that a row has here."""
+        if not self.has_dropped:
+            return self.fields
+        blobs = self._blobs(self.puts[place])
+        return [name for name, blob in zip(self.fields, blobs, strict=True) if blob]
+
+    def blob(self, put: int, number: int) -> BlobRef | None:
+        """Blob of a put's field, by the number of the field; None if it was dropped."""
+        at = put * len(self.fields) + number
+        if self._sizes[at] == _DROPPED:
+            return None
+        return BlobRef(
+            shard_id=self.shard_ids[number],
+            blob_id=self._blob_ids[at],
+            size_bytes=self._sizes[at],
+            checksum=self._checksums[at],
         )
 
-    def blobs(self) -> list[BlobRef]:
-        """Blobs of the fields."""
-        return [
-            BlobRef(shard_id=shard_id, blob_id=blob_id, size_bytes=size, checksum=checksum)
-            for shard_id, blob_id, size, checksum in zip(
-                self.shard_ids,
-                self.blob_numbers[::3],
-                self.blob_numbers[1::3],
-                self.blob_numbers[2::3],
-                strict=True,
-            )
-        ]
-
-    def tag(self, name: str) -> Values | None:
-        """Values of a tag, if the put brought it."""
+    def tag(self, name: str) -> "Values | None":
+        """Values of a tag, if the puts brought it."""
         return self.tag_values[self.tags.index(name)] if name in self.tags else None
 
-    def drop(self, name: str) -> BlobRef:
-        """Forget a field; returns its blob."""
+    def remove(self, places: Iterable[int]) -> list[BlobRef]:
+        """Forget rows; returns the blobs that no row needs any more."""
+        unused: list[BlobRef] = []
+        for put, count in self._count(places):
+            self._num_rows[put] -= count
+            if self._num_rows[put] == 0:
+                unused += [blob for blob in self._blobs(put) if blob]
+        return unused
+
+    def settle(self, places: Iterable[int]) -> list[int]:
+        """Count rows as acknowledged by all; returns the puts of which these were the last ones."""
+        settled = []
+        for put, count in self._count(places):
+            self._num_unsettled[put] -= count
+            if self._num_unsettled[put] == 0:
+                settled.append(put)
+        return settled
+
+    def _count(self, places: Iterable[int]) -> Iterable[tuple[int, int]]:
+        """How many of some rows each put brought."""
+        return Counter(map(self.puts.__getitem__, places)).items()
+
+    def drop(self, put: int, name: str) -> BlobRef | None:
+        """Forget a put's field; returns its blob if there is still a row that has it."""
+        if self._num_rows[put] == 0 or name not in self.fields:
+            return None
         number = self.fields.index(name)
-        blob = self.blobs()[number]
-        self.fields = _without(self.fields, number)
-        self.lengths = _without(self.lengths, number)
-        self.offsets = _without(self.offsets, number)
-        self.shard_ids = _without(self.shard_ids, number)
-        del self.blob_numbers[3 * number : 3 * number + 3]
+        blob = self.blob(put, number)
+        self._sizes[put * len(self.fields) + number] = _DROPPED
+        self.has_dropped = True
+        for place, of_place in enumerate(self.puts):
+            if of_place == put:
+                self.lengths[number][place] = self.offsets[number][place] = 0
         return blob
 
+    def _blobs(self, put: int) -> list[BlobRef | None]:
+        return [self.blob(put, number) for number in range(len(self.fields))]
 
-def _without(values: tuple[T, ...], number: int) -> tuple[T, ...]:
-    return values[:number] + values[number + 1 :]
+
+def layout_of(meta: KVBatchMeta) -> Layout:
+    """What a put brings."""
+    blobs = [meta.blobs[column.blob_indexes[0]] for column in meta.fields]
+    return meta.field_names, tuple([blob.shard_id for blob in blobs]), tuple(meta.tags)
+
+
+def _column_of(values: TagValues) -> Values:
+    if isinstance(values[0], str):
+        return []
+    return array("d") if isinstance(values[0], float) else array("b")
+
+
+def _with(column: Values, values: TagValues) -> Values:
+    """A column with further values; the schema sees to it that all have one type."""
+    if isinstance(column, list):
+        column += map(_once, cast("Sequence[str]", values))
+    elif column.typecode == "d":
+        cast("array[float]", column).extend(cast("Sequence[float]", values))
+    else:
+        return _grown(cast("array[int]", column), cast("Sequence[int]", values))
+    return column
+
+
+def _grown(column: "array[int]", values: Sequence[int]) -> "array[int]":
+    """A column with further values, as wide as they need."""
+    size = len(column)
+    while True:
+        try:
+            column.extend(values)
+        except OverflowError:
+            column = array("bhiq"["bhiq".index(column.typecode) + 1], column[:size])
+        else:
+            return column
 
 
 @lru_cache(maxsize=256)
-def _once(names: tuple[str, ...]) -> tuple[str, ...]:
-    return names
-
-
-@lru_cache(maxsize=1024)
-def _shared(kind: str, values: TagValues) -> Values:
-    """A short column; ``kind`` keeps equal numbers of different types apart."""
-    return _compact(values)
-
-
-def _compact(values: TagValues) -> Values:
-    if isinstance(values[0], str):
-        return tuple(map(intern, cast("Sequence[str]", values)))
-    if isinstance(values[0], float):
-        return array("d", values)
-    try:
-        return array("i", cast("Sequence[int]", values))
-    except OverflowError:
-        return array("q", cast("Sequence[int]", values))
+def _once(text: str) -> str:
+    """The same object for equal texts, as many tags have one of a few, and those of a group are equal."""
+    return text
 
 
 @lru_cache(maxsize=4096)
@@ -135,7 +188,7 @@ def first_place(place: int) -> tuple[int, ...]:
 
 
 class Row:
-    """One sample: the puts that describe it, and its place in each."""
+    """One sample: the parts that describe it, and its place in each."""
 
     __slots__ = ("is_settled", "key", "parts", "places", "revision")
 
@@ -152,7 +205,8 @@ class Row:
 
     def field_names(self) -> frozenset[str]:
         """Fields that are there."""
-        return frozenset(name for part in self.parts for name in part.fields)
+        found = zip(self.parts, self.places, strict=True)
+        return frozenset(name for part, place in found for name in part.fields_at(place))
 
     def tag(self, name: str) -> int | float | str | None:
         """Value of a tag; the newest put that brought it counts."""
@@ -169,96 +223,3 @@ class Extension:
     rows: list[Row]
     before: frozenset[str]
     after: frozenset[str]
-
-
-@dataclass(slots=True)
-class Schema:
-    """Types that the first puts of a partition set and later ones keep."""
-
-    kinds: dict[str, Kind] = field(default_factory=dict)
-    tag_types: dict[str, type] = field(default_factory=dict)
-
-    def check(self, meta: KVBatchMeta, known: Sequence[Row]) -> None:
-        """Check a put before anything of it is stored; ``known`` are its rows that exist.
-
-        Raises:
-            AlreadyExistsError: If a key has one of the fields.
-            InvalidArgumentError: If the put breaks a rule.
-        """
-        if not meta.keys or len(set(meta.keys)) != len(meta.keys):
-            raise InvalidArgumentError("a put needs at least one key, and each key once")
-        for column in meta.fields:
-            self._check_column(column, meta.blobs)
-        names = set(meta.field_names)
-        if len(names) != len(meta.fields) or len(meta.blobs) != len(meta.fields):
-            raise InvalidArgumentError("a put needs each field once, and one blob for each")
-        for row in known:
-            again = names & row.field_names()
-            if again:
-                raise AlreadyExistsError(
-                    f"{row.key} has {', '.join(sorted(again))}; stored values never change, so "
-                    "release the key before it is put again",
-                    key=row.key,
-                    fields=",".join(sorted(again)),
-                )
-        self._check_tags(meta, has_new_keys=len(known) < len(meta.keys))
-
-    def learn(self, meta: KVBatchMeta) -> None:
-        """Take over the types of a checked put."""
-        for column in meta.fields:
-            self.kinds[column.name] = _kind(column)
-        for name, values in meta.tags.items():
-            self.tag_types.setdefault(name, type(values[0]))
-
-    def _check_column(self, column: FieldColumn, blobs: Sequence[BlobRef]) -> None:
-        kind = _kind(column)
-        expected = self.kinds.get(column.name, kind)
-        if kind != expected:
-            raise InvalidArgumentError(
-                f"field {column.name!r} is {_text(kind)}, but this partition holds it as "
-                f"{_text(expected)}; convert it before the put",
-                field=column.name,
-            )
-        if column.dtype not in ITEM_BYTES:
-            raise InvalidArgumentError(
-                f"field {column.name!r} has dtype {column.dtype!r}; known are "
-                f"{', '.join(ITEM_BYTES)}",
-                field=column.name,
-            )
-        blob_index = column.blob_indexes[0]
-        if blob_index < 0 or column.blob_indexes.count(blob_index) < len(column.blob_indexes):
-            raise InvalidArgumentError(f"field {column.name!r} must lie in one blob")
-        size = blobs[blob_index].size_bytes
-        row_bytes = ITEM_BYTES[column.dtype] * prod(column.tail_shape)
-        end = max(map(add, column.offsets, [row_bytes * length for length in column.lengths]))
-        if end > size:
-            raise InvalidArgumentError(
-                f"field {column.name!r} ends at byte {end} of a blob of {size}",
-                field=column.name,
-            )
-
-    def _check_tags(self, meta: KVBatchMeta, *, has_new_keys: bool) -> None:
-        unknown = set(meta.tags) - set(self.tag_types) if self.tag_types else set()
-        absent = set(self.tag_types) - set(meta.tags) if has_new_keys else set()
-        if unknown or absent:
-            raise InvalidArgumentError(
-                f"the samples of a partition have the same tags, {sorted(self.tag_types)}; "
-                f"this put has {sorted(meta.tags)}"
-            )
-        for name, values in meta.tags.items():
-            known = self.tag_types.get(name, type(values[0]))
-            if known is not type(values[0]):
-                raise InvalidArgumentError(
-                    f"tag {name!r} is {type(values[0]).__name__} here and {known.__name__} in "
-                    "earlier puts",
-                    tag=name,
-                )
-
-
-def _kind(column: FieldColumn) -> Kind:
-    return column.dtype, column.row_rank, column.tail_shape
-
-
-def _text(kind: Kind) -> str:
-    dtype, row_rank, tail_shape = kind
-    return f"{dtype} of rank {row_rank} with tail shape {list(tail_shape)}"

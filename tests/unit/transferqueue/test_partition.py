@@ -185,24 +185,56 @@ def whole_sample_meta(number: int, num_members: int) -> KVBatchMeta:
     )
 
 
-@pytest.mark.parametrize(("num_members", "limit"), [(8, 700), (1, 1500)])
+@pytest.mark.parametrize(("num_members", "limit"), [(8, 450), (1, 500)])
 def test_a_sample_with_all_its_fields_and_tags_takes_little_memory(
     num_members: int, limit: int
 ) -> None:
     target = partition()
-    for number in range(400):
+    for number in range(400 // num_members):
         # Other samples fill what all puts share.
         target.add(whole_sample_meta(1 << 20 | number, num_members))
     tracemalloc.start()
     try:
-        for number in range(400):
+        for number in range(1000 // num_members):
             meta = whole_sample_meta(number, num_members)
             target.add(KVBatchMeta.from_bytes(meta.to_bytes()))
         del meta
         used, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert used / (400 * num_members) < limit
+    assert used / 1000 < limit
+
+
+def test_puts_that_share_columns_lose_their_blobs_and_fields_apart() -> None:
+    target = partition()
+    for number, key in enumerate("abc"):
+        target.add(meta_of(key, blob_id=number))
+    a, b, c = target.get(["a", "b", "c"])
+    assert a.parts == b.parts == c.parts
+    assert [blob.blob_id for blob in target.remove([b])] == [1]
+    ((part, put),) = target.settle([c])
+    dropped = target.drop_field(part, put, "tokens")
+    assert dropped is not None
+    assert dropped.blob_id == 2
+    assert target.drop_field(part, put, "tokens") is None
+    assert (a.field_names(), c.field_names()) == ({"tokens"}, set())
+    column = target.describe([c, a]).column("tokens")
+    assert (column.blob_indexes, column.lengths) == ((MISSING, 0), (0, 2))
+    assert [meta.field_names for meta in target.describe_puts()] == [("tokens",), ()]
+    before = {
+        tuple(row.key for row in extension.rows): extension.before
+        for extension in target.add(meta_of("a", "c", field="extra", blob_id=3))
+    }
+    assert before == {("a",): {"tokens"}, ("c",): set()}
+    assert target.stored_bytes == 8 + 16
+
+
+def test_columns_grow_as_wide_as_their_values() -> None:
+    target = partition()
+    values = [1, -128, 127, 128, -(1 << 15) - 1, 1 << 31, -(1 << 63), (1 << 63) - 1]
+    for number, value in enumerate(values):
+        target.add(meta_of(str(number), blob_id=number, version=[value]))
+    assert list(target.describe(list(target.rows.values())).tag("version")) == values
 
 
 def test_equal_tags_of_different_types_stay_apart() -> None:
