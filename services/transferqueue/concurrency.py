@@ -70,6 +70,8 @@ def _map(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
     try:
         work()
     finally:
+        # A helper that did not begin, as others have the processors, is not waited for.
+        helping = [helper for helper in helping if not helper.cancel()]
         wait(helping)
     for helper in helping:
         helper.result()
