@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from services.common.models import presets
@@ -86,6 +87,22 @@ def load_model(
         "trust_remote_code": model.trust_remote_code,
     }
     return _from_pretrained(model, arguments, dtype, device, attention)
+
+
+def find_folder(model: ModelSpec) -> Path:
+    """The folder of a model's files; those of a Hugging Face id are fetched unless they are there.
+
+    Raises:
+        ValueError: If ``model.path`` names none.
+    """
+    if Path(model.path).is_dir():
+        return Path(model.path)
+    patterns = ["*.json", "*.safetensors"]
+    try:
+        found = snapshot_download(model.path, revision=model.revision, allow_patterns=patterns)
+    except (OSError, ValueError) as error:
+        raise ValueError(_problem(model, error)) from error
+    return Path(found)
 
 
 def load_folder(

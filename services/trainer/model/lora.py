@@ -96,6 +96,11 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, layer) for name, layer in model.named_modules() if hasattr(layer, "lora_A"))
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is part of an adapter."""
+    return _ADAPTER in name
+
+
 def plain_name(name: str) -> str:
     """The name of a parameter in a model without adapters."""
     return name.replace(_BASE, ".")

@@ -1,7 +1,7 @@
 """The policy: a causal language model that scores packed responses."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from services.trainer.algorithm.logprobs import token_logprobs
 from services.trainer.batch.packing import PackedTokens
 from services.trainer.model.attention import PACKED
 
+_Module = TypeVar("_Module", bound=nn.Module)
 SUPPORTED = ("llama", "qwen2", "qwen3")
 """Architectures whose packed forward pass is tested against their own."""
 
@@ -106,7 +107,7 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def freeze(module: nn.Module) -> nn.Module:
+def freeze(module: _Module) -> _Module:
     """Make a module a constant, for example the reference policy."""
     return module.requires_grad_(False).eval()
 

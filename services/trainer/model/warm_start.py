@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from services.common.callables import load_callable, source_digest
 from services.common.jagged import Jagged
-from services.common.models.loading import load_config, load_folder, load_model
+from services.common.models.loading import find_folder, load_config, load_folder, load_model
 from services.common.models.tokenizer import Tokenizer
 from services.common.spec.model import ModelSpec, WarmStartSpec
 from services.trainer.batch.packing import pack
@@ -62,6 +62,26 @@ def load_base_model(
     """
     if model.warm_start is None:
         return load_model(model, tokenizer, dtype=torch.float32, device=device, seed=seed)
+    folder = base_folder(model, tokenizer, seed=seed, device=device, cache=cache, progress=progress)
+    assert folder is not None
+    return load_folder(folder, dtype=torch.float32, device=device)
+
+
+def base_folder(
+    model: ModelSpec,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    device: torch.device,
+    cache: Path,
+    progress: Progress,
+) -> Path | None:
+    """The folder of the model that training starts from; None for a preset's random weights.
+
+    Arguments and errors are those of :func:`load_base_model`.
+    """
+    if model.warm_start is None:
+        return None if model.is_tiny else find_folder(model)
     folder = cache / _digest(model, tokenizer, seed)
     with _alone(folder):
         if not folder.is_dir():
@@ -70,7 +90,7 @@ def load_base_model(
             train(made, tokenizer, model.warm_start, seed=seed, progress=progress)
             made.set_attn_implementation(attention)
             _keep(made, tokenizer, folder)
-    return load_folder(folder, dtype=torch.float32, device=device)
+    return folder
 
 
 def train(

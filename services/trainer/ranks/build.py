@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from transformers import PreTrainedModel
 
-from services.common.models.tokenizer import Tokenizer, load_tokenizer
+from services.common.models.loading import build_model, load_config
+from services.common.models.tokenizer import load_tokenizer
 from services.common.spec.run import RunSpec
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.checkpoint.manifest import STEP_PREFIX
@@ -17,13 +19,15 @@ from services.trainer.critic.values import Values
 from services.trainer.model.lora import add_adapters
 from services.trainer.model.parallel import Topology, build_topology, distribute
 from services.trainer.model.policy import Critic, Policy, freeze
-from services.trainer.model.warm_start import Progress, load_base_model
+from services.trainer.model.sharded import fill
+from services.trainer.model.warm_start import Progress, base_folder, load_base_model
 from services.trainer.ranks.rank import Rank, Runner
 from services.trainer.ranks.transfers import Fetch, Transfers
 from services.trainer.settings import TrainerSettings
 from services.trainer.step import StepRunner
 from services.trainer.weights import WeightExport
 
+_Module = TypeVar("_Module", Policy, Critic)
 _CRITIC = "critic"
 """Folder of the critic's checkpoints among those of the run."""
 
@@ -61,7 +65,6 @@ def build_rank(
         ValueError: If the model does not load or cannot be trained.
         NotFoundError: If training is to resume and there is no whole checkpoint.
     """
-    tokenizer = load_tokenizer(spec.model)
     topology = build_topology(
         spec.trainer,
         device=device_of(settings),
@@ -69,23 +72,17 @@ def build_rank(
         world_size=settings.world_size,
     )
 
-    def load() -> Policy:
-        return _load_policy(spec, settings, topology, tokenizer, progress)
+    loader = Loader(spec, settings, topology, progress)
 
-    policy = load()
-    if spec.trainer.lora is not None:
-        add_adapters(policy.model, spec.trainer.lora)
+    policy = load_policy(loader, spec)
     cost = sequence_cost(policy)
-    distribute(policy, spec.trainer, topology)
     reference = None
     if spec.needs_reference and not spec.topology.own_gpus("ref_logp"):
-        reference = load()
-        freeze(reference)
-        distribute(reference, spec.trainer, topology)
+        temperature = spec.rollout.sampling.temperature
+        reference = loader.load(lambda model: freeze(Policy(model, temperature=temperature)))
     critic = None
     if spec.algorithm.advantage == "gae" and not spec.topology.own_gpus("critic"):
-        module = Critic(load().model)
-        distribute(module, spec.trainer, topology)
+        module = loader.load(Critic)
         critic = CriticRunner(module, spec=spec, ranks=topology.data, device=topology.device)
     runner = StepRunner(
         policy,
@@ -126,10 +123,8 @@ def build_critic(
         rank=settings.rank,
         world_size=settings.world_size,
     )
-    policy = _load_policy(spec, settings, topology, load_tokenizer(spec.model), progress)
-    cost = sequence_cost(policy)
-    module = Critic(policy.model)
-    distribute(module, spec.trainer, topology)
+    module = Loader(spec, settings, topology, progress).load(Critic)
+    cost = sequence_cost(module)
     critic = CriticRunner(module, spec=spec, ranks=topology.data, device=topology.device)
     runner = CriticStepRunner(critic, spec=spec, ranks=topology.data)
     root = checkpoint_root(spec, settings) / _CRITIC
@@ -179,22 +174,65 @@ def checkpoint_root(spec: RunSpec, settings: TrainerSettings) -> Path:
     return Path(directory) if directory else settings.state_directory / "checkpoints"
 
 
-def _load_policy(
-    spec: RunSpec,
-    settings: TrainerSettings,
-    topology: Topology,
-    tokenizer: Tokenizer,
-    progress: Progress,
-) -> Policy:
-    model = load_base_model(
-        spec.model,
-        tokenizer,
-        seed=spec.seed,
-        device=torch.device("cpu") if topology.mesh is not None else topology.device,
-        cache=settings.model_cache.expanduser(),
-        progress=progress,
-    )
-    return Policy(model, temperature=spec.rollout.sampling.temperature)
+def load_policy(loader: "Loader", spec: RunSpec) -> Policy:
+    """The policy that is trained, with its adapters."""
+
+    def make(model: PreTrainedModel) -> Policy:
+        policy = Policy(model, temperature=spec.rollout.sampling.temperature)
+        if spec.trainer.lora is not None:
+            add_adapters(model, spec.trainer.lora)
+        return policy
+
+    return loader.load(make)
+
+
+class Loader:
+    """Loads what the processes of a worker share.
+
+    Args:
+        spec: The run.
+        settings: Of this process.
+        topology: The processes.
+        progress: Hears of a warm start.
+    """
+
+    def __init__(
+        self, spec: RunSpec, settings: TrainerSettings, topology: Topology, progress: Progress
+    ) -> None:
+        self._spec = spec
+        self._topology = topology
+        self._tokenizer = load_tokenizer(spec.model)
+        self._source: dict[str, Any] = {
+            "seed": spec.seed,
+            "device": torch.device("cpu") if topology.mesh is not None else topology.device,
+            "cache": settings.model_cache.expanduser(),
+            "progress": progress,
+        }
+
+    def load(self, make: Callable[[PreTrainedModel], _Module]) -> _Module:
+        """A policy or critic on the base model, spread over the processes.
+
+        Args:
+            make: Puts it on a model, whose weights may come later.
+
+        Raises:
+            ValueError: If the model does not load or cannot be spread.
+        """
+        model, trainer = self._spec.model, self._spec.trainer
+        folder = None
+        if self._topology.mesh is not None:
+            folder = base_folder(model, self._tokenizer, **self._source)
+        if folder is None:
+            module = make(load_base_model(model, self._tokenizer, **self._source))
+            distribute(module, trainer, self._topology)
+            return module
+        # No rank ever holds the whole model.
+        config = load_config(model, self._tokenizer)
+        module = make(build_model(config, dtype=torch.float32, device="meta"))
+        distribute(module, trainer, self._topology)
+        device = torch.device("cpu") if trainer.cpu_offload else self._topology.device
+        fill(module, folder, device=device)
+        return module
 
 
 def device_of(settings: TrainerSettings) -> torch.device:
@@ -204,7 +242,7 @@ def device_of(settings: TrainerSettings) -> torch.device:
     return torch.device("cuda", settings.local_rank)
 
 
-def sequence_cost(policy: Policy) -> Callable[[int], float]:
+def sequence_cost(policy: Policy | Critic) -> Callable[[int], float]:
     """Relative cost of a sequence by its length: linear layers, and attention with its square.
 
     Per token a forward pass takes about ``2 P`` operations in the ``P`` weights of the layers, and

@@ -1,0 +1,94 @@
+"""Ranks load their own rows of a model, and no rank holds all of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed, multiprocessing
+from transformers import AutoConfig
+
+from services.common.models.loading import build_model, load_folder
+from services.common.models.presets import preset_config
+from services.common.spec.run import RunSpec
+from services.trainer.model.parallel import build_topology
+from services.trainer.model.policy import Critic, Policy
+from services.trainer.ranks.build import Loader, load_policy
+from services.trainer.settings import TrainerSettings
+from services.trainer.weights import WeightExport
+from tests.unit.trainer.batches import CPU, spec_of
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def _peak_mib() -> int:
+    """Largest resident memory of this process so far."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) // 1024
+
+
+def _load(rank: int, folder: str, spec_json: str) -> None:
+    spec, root = RunSpec.model_validate_json(spec_json), Path(folder)
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{root}/store", rank=rank, world_size=spec.trainer.world_size
+    )
+    topology = build_topology(
+        spec.trainer, device=CPU, rank=rank, world_size=spec.trainer.world_size
+    )
+    settings = TrainerSettings(
+        run_id="run", worker_id="trainer-0", controller_address="127.0.0.1:1", model_cache=root
+    )
+    loader = Loader(spec, settings, topology, lambda step, steps: None)
+    before = _peak_mib()
+    policy = load_policy(loader, spec)
+    risen = _peak_mib() - before
+    weights = dict(WeightExport(policy, dtype=torch.float32).weight_tensors())
+    critic = loader.load(Critic)
+    assert not critic.head.weight.full_tensor().any()
+    if rank == 0:
+        torch.save({"weights": weights, "risen": risen}, root / "loaded.pt")
+    distributed.destroy_process_group()
+
+
+def _loaded(folder: Path, spec: RunSpec) -> tuple[dict[str, torch.Tensor], int]:
+    arguments = (str(folder), spec.model_dump_json())
+    multiprocessing.start_processes(_load, args=arguments, nprocs=spec.trainer.world_size)  # type: ignore[no-untyped-call]
+    found = torch.load(folder / "loaded.pt", weights_only=True)
+    return found["weights"], found["risen"]
+
+
+def _saved_model(folder: Path, preset: str, **shape: int) -> float:
+    """A model with random weights in half precision; returns its size in single precision in MiB."""
+    values = preset_config(preset, vocab_size=20, eos_id=1, pad_id=0) | shape
+    made = build_model(AutoConfig.for_model(**values), dtype=torch.bfloat16, device=CPU, seed=3)
+    made.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in made.parameters()) * 4 / 2**20
+
+
+def _assert_whole(weights: dict[str, torch.Tensor], folder: Path) -> None:
+    policy = Policy(load_folder(folder, dtype=torch.float32, device=CPU), temperature=1.0)
+    expected = dict(WeightExport(policy, dtype=torch.float32).weight_tensors())
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(weights[name], value), name
+
+
+def test_the_rows_of_all_ranks_are_the_model_and_adapters_begin_as_nothing(tmp_path: Path) -> None:
+    _saved_model(tmp_path / "model", "tiny:qwen2-0.4m")
+    trainer = {"world_size": 2, "lora": {"rank": 2}}
+    weights, _ = _loaded(
+        tmp_path, spec_of(model={"path": str(tmp_path / "model")}, trainer=trainer)
+    )
+    _assert_whole(weights, tmp_path / "model")
+
+
+def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
+    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
+    size_mib = _saved_model(tmp_path / "model", "tiny:qwen3-0.4m", **shape)
+    trainer = {"world_size": 4, "tensor_parallel": 2}
+    weights, risen_mib = _loaded(
+        tmp_path, spec_of(model={"path": str(tmp_path / "model")}, trainer=trainer)
+    )
+    _assert_whole(weights, tmp_path / "model")
+    assert risen_mib < 0.8 * size_mib, f"{risen_mib} MiB for a model of {size_mib:.0f} MiB"
