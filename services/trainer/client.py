@@ -30,7 +30,13 @@ class TrainerClient:
         self._stub = trainer_pb2_grpc.TrainerServiceStub(channel)
 
     async def train_step(
-        self, step: int, batch: KVBatchMeta, *, weight_version: int, timeout_s: float
+        self,
+        step: int,
+        batch: KVBatchMeta,
+        *,
+        weight_version: int,
+        timeout_s: float,
+        waits: Mapping[str, float] | None = None,
     ) -> TrainedStep:
         """Train one batch. Safe to repeat for the newest step.
 
@@ -39,6 +45,7 @@ class TrainerClient:
             batch: Whole groups, oldest first.
             weight_version: Number of the weights that the step starts from.
             timeout_s: Deadline.
+            waits: Seconds since the last step, by what was waited for.
 
         Raises:
             InvalidArgumentError: If the batch lacks what the algorithm needs.
@@ -47,7 +54,9 @@ class TrainerClient:
         """
         response = await call(
             self._stub.TrainStep,
-            pb.TrainStepRequest(step=step, batch=batch.to_proto(), weight_version=weight_version),
+            pb.TrainStepRequest(
+                step=step, batch=batch.to_proto(), weight_version=weight_version, waits=waits
+            ),
             timeout_s=timeout_s,
             idempotent=True,
         )

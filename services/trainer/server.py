@@ -49,17 +49,20 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                 f"step {request.step} has an empty batch; send at least one group",
                 step=request.step,
             )
-        result = await self._train(request.step, meta, request.weight_version)
+        result = await self._train(request, meta)
         self._on_step(request.step, result)
         return pb.TrainStepResponse(
             step=request.step, metrics=result.metrics, skipped=result.skipped
         )
 
-    async def _train(self, step: int, meta: KVBatchMeta, weight_version: int) -> StepResult:
+    async def _train(self, request: pb.TrainStepRequest, meta: KVBatchMeta) -> StepResult:
+        step, weight_version = request.step, request.weight_version
         groups = tracing.of_groups(self._run_id, (key.rpartition(".")[0] for key in meta.keys))
         begin_ns = time.time_ns()
         with tracing.span("train.step", links=groups[: tracing.MAX_LINKS], step=step) as span:
-            result = await self._leader.train_step(step, meta, weight_version=weight_version)
+            result = await self._leader.train_step(
+                step, meta, weight_version=weight_version, waits=dict(request.waits)
+            )
             span.attributes |= {
                 name: value for name, value in result.metrics.items() if name.startswith("seconds_")
             }

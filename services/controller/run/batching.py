@@ -9,6 +9,7 @@ from services.controller.run.generation import Generation
 from services.controller.run.groups import RUNNING, Group, GroupState
 from services.controller.run.ledger import Ledger
 from services.controller.run.replay import choose_batch
+from services.controller.run.waits import Waits
 
 
 async def take_batch(
@@ -18,6 +19,7 @@ async def take_batch(
     *,
     weight_version: int,
     clock: Clock,
+    waits: Waits,
     unless: asyncio.Event,
 ) -> list[Group] | None:
     """Wait for the groups of the next batch; they are TRAINING when this returns.
@@ -28,6 +30,7 @@ async def take_batch(
         algorithm: Bound and policy for stale groups.
         weight_version: Version of the weights that the batch will be trained from.
         clock: For the longest wait.
+        waits: Hears what was waited for.
         unless: Ends the wait.
 
     Returns:
@@ -38,7 +41,14 @@ async def take_batch(
     async with asyncio.TaskGroup() as tasks:
         ending = tasks.create_task(unless.wait())
         taking = tasks.create_task(
-            _take_batch(generation, ledger, algorithm, weight_version=weight_version, clock=clock)
+            _take_batch(
+                generation,
+                ledger,
+                algorithm,
+                weight_version=weight_version,
+                clock=clock,
+                waits=waits,
+            )
         )
         await asyncio.wait((ending, taking), return_when=asyncio.FIRST_COMPLETED)
         ending.cancel()
@@ -53,13 +63,15 @@ async def _take_batch(
     *,
     weight_version: int,
     clock: Clock,
+    waits: Waits,
 ) -> list[Group]:
     deadline = clock.monotonic() + algorithm.stale_wait_timeout_s
     while True:
         # Groups in flight make up at least one batch, so nothing is missed by looking at whole batches only.
-        await generation.until(
-            lambda: ledger.count(GroupState.READY) >= generation.gate.groups_per_step
-        )
+        with waits("no_data"):
+            await generation.until(
+                lambda: ledger.count(GroupState.READY) >= generation.gate.groups_per_step
+            )
         may_wait = algorithm.on_stale == "wait" and clock.monotonic() < deadline
         choice = choose_batch(
             ledger.in_state(GroupState.READY),
@@ -77,7 +89,8 @@ async def _take_batch(
         elif choice.stale:
             await generation.drop({"stale": choice.stale})
         elif choice.awaited:
-            await _until_finished(choice.awaited, generation, deadline - clock.monotonic())
+            with waits("barrier"):
+                await _until_finished(choice.awaited, generation, deadline - clock.monotonic())
 
 
 async def _until_finished(

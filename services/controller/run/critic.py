@@ -1,7 +1,7 @@
 """The critic of one run where it has processes of its own: values before a step, training beside it.
 
-A critic that is lost goes on from its newest checkpoint, without the steps since then: values are a baseline, and
-an older one does not make advantages wrong, only noisier. So the policy need not go back for it.
+A critic that is lost goes on from its newest checkpoint, without the steps since then: values are a baseline,
+and an older one does not make advantages wrong, only noisier. So the policy need not go back for it.
 """
 
 from collections.abc import Mapping, Sequence

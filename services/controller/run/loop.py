@@ -29,6 +29,7 @@ from services.controller.run.recovery import Restored, restore
 from services.controller.run.scores import Evaluation
 from services.controller.run.steps import Steps
 from services.controller.run.validation import BegunEvaluation
+from services.controller.run.waits import Waits
 from services.controller.store.records import Note
 from services.transferqueue.client import TransferQueueClient
 
@@ -64,7 +65,8 @@ class RunLoop:
         self._checkpoints = Checkpoints(
             run_id, keep=spec.trainer.checkpoint.keep, journal=journal, queue=queue
         )
-        self._steps = Steps(run_id, spec, journal)
+        self._waits = Waits()
+        self._steps = Steps(run_id, spec, journal, self._waits)
         self._state: Restored | None = None
         self._pausing, self._is_save_wanted = asyncio.Event(), False
         self._saves_at_pause, self._doing = True, ""
@@ -212,14 +214,14 @@ class RunLoop:
                 self._spec.algorithm,
                 weight_version=step - 1 + state.version_offset,
                 clock=self._clock,
+                waits=self._waits,
                 unless=self._pausing,
             )
             if batch is None:
                 return
-            wait_s = time.perf_counter() - begin
             self._doing = "TRAINING"
             await self._steps.begin(state, step, batch)
-            await self._steps.train(state, step, batch, begin=begin, wait_s=wait_s)
+            await self._steps.train(state, step, batch, begin=begin)
             self.step = step
             if self._is_published(step):
                 await self._publish(state, step)
@@ -236,13 +238,14 @@ class RunLoop:
         if self.step > 0:
             self._doing = "CHECKPOINTING"
             version = self.step + state.version_offset
-            await self._checkpoints.save(
-                state.parts.trainer,
-                state.parts.critic,
-                state.ledger,
-                step=self.step,
-                version=version,
-            )
+            with self._waits("checkpoint"):
+                await self._checkpoints.save(
+                    state.parts.trainer,
+                    state.parts.critic,
+                    state.ledger,
+                    step=self.step,
+                    version=version,
+                )
 
     def _is_published(self, step: int) -> bool:
         """Whether the weights of a step are published."""
@@ -251,7 +254,8 @@ class RunLoop:
     async def _publish(self, state: Restored, step: int) -> None:
         """Bring the weights of a step into service, then open the gate and evaluate if it is time."""
         self._doing = "SYNCING_WEIGHTS"
-        report = await state.parts.weights.publish(version := step + state.version_offset)
+        with self._waits("weight_sync"):
+            report = await state.parts.weights.publish(version := step + state.version_offset)
         if report.lost:
             raise UnavailableError(f"{', '.join(report.lost)} did not take part in weight sync")
         for worker in state.parts.serving:

@@ -13,6 +13,7 @@ from services.controller.run.groups import Group, GroupState
 from services.controller.run.journal import Journal
 from services.controller.run.progress import StepMeter
 from services.controller.run.recovery import Restored
+from services.controller.run.waits import Waits
 from services.controller.store.records import Note
 from services.trainer.client import TrainedStep
 
@@ -24,12 +25,14 @@ class Steps:
         run_id: The run.
         spec: Its specification.
         journal: Its record.
+        waits: What was waited for since the last step.
     """
 
-    def __init__(self, run_id: str, spec: RunSpec, journal: Journal) -> None:
+    def __init__(self, run_id: str, spec: RunSpec, journal: Journal, waits: Waits) -> None:
         self._run_id = run_id
         self._spec = spec
         self._journal = journal
+        self._waits = waits
         self._meter = StepMeter()
 
     async def begin(self, state: Restored, step: int, batch: Sequence[Group]) -> None:
@@ -39,31 +42,34 @@ class Steps:
         tracing.record("group.acquire", self._traces(batch), begin_ns=begin_ns, step=step)
 
     async def train(
-        self, state: Restored, step: int, batch: Sequence[Group], *, begin: float, wait_s: float
+        self, state: Restored, step: int, batch: Sequence[Group], *, begin: float
     ) -> None:
         """Have the trainer train a step, commit it, and delete its samples."""
         with tracing.span(
             "step", tracing.of_step(self._run_id, step), is_first=True, run=self._run_id, step=step
         ):
-            await self._train(state, step, batch, begin=begin, wait_s=wait_s)
+            await self._train(state, step, batch, begin=begin)
 
     async def _train(
-        self, state: Restored, step: int, batch: Sequence[Group], *, begin: float, wait_s: float
+        self, state: Restored, step: int, batch: Sequence[Group], *, begin: float
     ) -> None:
         # A trainer that has trained the step repeats its answer, even if the samples are gone since.
         stored = [group for group in batch if group in state.generation.stored]
         version, timeout_s = step - 1 + state.version_offset, self._spec.limits.step_timeout_s
         samples = state.generation.stored.meta(stored)
         if state.parts.trained != step:
-            samples = await state.parts.scoring.add_proximal(
-                samples, weight_version=version, timeout_s=timeout_s
-            )
+            with self._waits("old_logprob"):
+                samples = await state.parts.scoring.add_proximal(
+                    samples, weight_version=version, timeout_s=timeout_s
+                )
         critic = state.parts.critic
-        samples = await critic.add_values(samples, weight_version=version, timeout_s=timeout_s)
+        with self._waits("values"):
+            samples = await critic.add_values(samples, weight_version=version, timeout_s=timeout_s)
+        wait_s, waits = self._waits.for_data(), self._waits.take()
         async with asyncio.TaskGroup() as tasks:
             training = tasks.create_task(
                 state.parts.trainer.train_step(
-                    step, samples, weight_version=version, timeout_s=timeout_s
+                    step, samples, weight_version=version, waits=waits, timeout_s=timeout_s
                 )
             )
             learning = tasks.create_task(
@@ -83,7 +89,7 @@ class Steps:
         batch = state.ledger.in_state(GroupState.TRAINING)
         lost = [group for group in batch if group not in state.generation.stored]
         if state.parts.trained == step or not lost:
-            await self.train(state, step, batch, begin=time.perf_counter(), wait_s=0.0)
+            await self.train(state, step, batch, begin=time.perf_counter())
             return True
         state.ledger.put_back(batch)
         for group in lost:

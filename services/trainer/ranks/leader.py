@@ -87,7 +87,12 @@ class Leader:
         self._rank = rank
 
     async def train_step(
-        self, step: int, meta: KVBatchMeta, *, weight_version: int | None = None
+        self,
+        step: int,
+        meta: KVBatchMeta,
+        *,
+        weight_version: int | None = None,
+        waits: Mapping[str, float] | None = None,
     ) -> StepResult:
         """Train a step, or repeat the answer of the newest one.
 
@@ -100,7 +105,7 @@ class Leader:
         """
         async with self._steps:
             if self._begun is None or self._begun[0] != step or self._begun[1].done():
-                self._begun = (step, self._begin(step, meta, weight_version))
+                self._begun = (step, self._begin(step, meta, weight_version, waits or {}))
             return await asyncio.shield(asyncio.wrap_future(self._begun[1]))
 
     async def newest_step(self) -> int:
@@ -111,7 +116,11 @@ class Leader:
         return self._newest[0]
 
     def _begin(
-        self, step: int, meta: KVBatchMeta, weight_version: int | None
+        self,
+        step: int,
+        meta: KVBatchMeta,
+        weight_version: int | None,
+        waits: Mapping[str, float],
     ) -> Future[StepResult]:
         newest, result = self._newest
         # Steps that are trained again after the run went back have other versions.
@@ -128,13 +137,21 @@ class Leader:
                 newest=newest,
             )
         # With its context: log lines of the thread name the step's trace.
-        return self._thread.submit(copy_context().run, self._train, step, meta, weight_version)
+        return self._thread.submit(
+            copy_context().run, self._train, step, meta, weight_version, waits
+        )
 
-    def _train(self, step: int, meta: KVBatchMeta, weight_version: int | None) -> StepResult:
+    def _train(
+        self,
+        step: int,
+        meta: KVBatchMeta,
+        weight_version: int | None,
+        waits: Mapping[str, float],
+    ) -> StepResult:
         rank = self._attached()
         with self._turn, self._crew.together():
             version = step - 1 if weight_version is None else weight_version
-            idle = self._idle.step_begins()
+            idle = self._idle.step_begins(waits)
             self._crew.tell(Order(Kind.TRAIN, step, version, meta.to_bytes()))
             result = rank.train(step, meta, weight_version=version)
             result.metrics.update({f"idle_seconds_{why}": spent for why, spent in idle.items()})
@@ -163,7 +180,7 @@ class Leader:
             return rank.checkpointer.write(snapshot)
 
     def _snapshot(self, rank: Rank, step: int) -> Snapshot:
-        with self._turn, self._idle("checkpoint"), self._crew.together():
+        with self._turn, self._crew.together():
             # A step may have ended while this waited for its turn, so the check belongs here.
             newest, _ = self._newest
             if step != newest and not self._may_miss_steps:
@@ -194,7 +211,7 @@ class Leader:
     def weight_tensors(self, *, only_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
         """The current weights, or this rank's rows of them; training waits until they are read."""
         weights = self._exported()
-        with self._turn, self._idle("weight_sync"), self._crew.together():
+        with self._turn, self._crew.together():
             if weights.sends_rows:
                 yield from weights.weight_rows()
             else:
@@ -204,7 +221,7 @@ class Leader:
     def score_canary(self) -> Canary:
         """Score a short text under the current weights, with all ranks."""
         weights = self._exported()
-        with self._turn, self._idle("weight_sync"), self._crew.together():
+        with self._turn, self._crew.together():
             self._crew.tell(Order(Kind.SCORE))
             return weights.score_canary()
 

@@ -15,22 +15,15 @@ def now(monkeypatch):
 
 
 def test_the_first_step_waited_for_nothing(now):
-    assert IdleClock().step_begins() == {}
+    assert IdleClock().step_begins({"no_data": 3.0}) == {}
 
 
-def test_what_is_not_explained_was_spent_without_data(now):
+def test_what_the_run_did_not_wait_for_went_into_its_control(now):
     clock = IdleClock()
     clock.step_ended()
-    now[0] = 1.0
-    with clock("weight_sync"):
-        now[0] = 2.0
-    now[0] = 4.0
-    with clock("weight_sync"):
-        now[0] = 5.0
-    with clock("checkpoint"):
-        now[0] = 5.5
     now[0] = 7.0
-    assert clock.step_begins() == {"weight_sync": 4.0, "checkpoint": 0.5, "no_data": 2.5}
+    waits = {"weight_sync": 4.0, "checkpoint": 0.5}
+    assert clock.step_begins(waits) == {**waits, "control": 2.5}
     clock.step_ended()
     now[0] = 8.0
-    assert clock.step_begins() == {"no_data": 1.0}
+    assert clock.step_begins({"no_data": 1.5}) == {"no_data": 1.5, "control": 0.0}

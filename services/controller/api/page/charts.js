@@ -14,6 +14,11 @@ const CHARTS = [
     ["total", "sync_ms"], ["prepare", "prepare_ms"], ["transfer", "transfer_ms"], ["adopt", "adopt_ms"],
   ]],
   ["Time of a step", "steps", "s", [["total", "seconds"], ["trainer waits", "trainer_wait_s"]]],
+  ["The trainer waits", "steps", "s", [
+    ["for data", "idle_seconds_no_data"], ["for stale groups", "idle_seconds_barrier"],
+    ["weight sync", "idle_seconds_weight_sync"], ["checkpoint", "idle_seconds_checkpoint"],
+    ["control", "idle_seconds_control"],
+  ]],
   ["Groups", "steps", "", [["finished, waiting", "ready_groups"], ["running", "running_groups"]]],
   ["Generated tokens", "steps", "per s", [["tokens", "generated_tokens_per_s"]]],
   ["Response length", "steps", "tokens", [["mean", "response_length_mean"]]],
