@@ -312,5 +312,11 @@ def _explain(response: httpx.Response) -> str:
     except ValueError:
         return f"the controller answered {response.status_code}: {response.text[:200]}"
     lines = [str(problem.get("detail", response.status_code))]
-    lines += [str(error["message"]) for error in problem.get("errors", ())]
+    lines += [_pointed(error["pointer"], error["message"]) for error in problem.get("errors", ())]
     return "\n".join(lines)
+
+
+def _pointed(pointer: str, message: str) -> str:
+    """What is wrong, with the name of where it is if the message does not begin with it."""
+    name = pointer.strip("/").replace("/", ".")
+    return message if not name or message.startswith(name) else f"{name}: {message}"

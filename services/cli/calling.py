@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -18,7 +19,8 @@ from services.common.spec.loader import SpecError
 
 _T = TypeVar("_T")
 
-console = Console()
+# What is piped is read by programs too: lines are not broken for a screen that is not there.
+console = Console(width=None if sys.stdout.isatty() else 1000)
 errors = Console(stderr=True)
 
 RunId = Annotated[str, typer.Argument(help="Id of a run, such as run_0198....")]

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from services.cli import preflight
 from services.cli.api import Api
 from services.cli.calling import (
     DEFAULT_STATE,
@@ -114,6 +113,9 @@ def _labels(pairs: list[str]) -> dict[str, str]:
 
 
 def _load(path: Path, overrides: list[str] | None) -> RunSpec:
+    # It loads torch, which takes seconds that commands without a specification do not need.
+    from services.cli import preflight
+
     try:
         spec = load_spec(path, overrides or ())
         preflight.check(spec)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Protocol
 
-from services.common.errors import UnavailableError
+from services.common.errors import FailedPreconditionError, UnavailableError
 from services.common.spec.loader import parse_spec
 from services.controller.client import GroupFailure
 from services.controller.launch.launcher import WorkerExit
@@ -101,6 +101,22 @@ class Drivers:
                 f"run {run.run_id} is {run.state}; this needs a RUNNING one", run_id=run.run_id
             )
         return driver
+
+    async def evaluate(self, run: Run) -> None:
+        """Evaluate the weights that a run serves.
+
+        Raises:
+            InvalidTransitionError: If it does not train now.
+            FailedPreconditionError: If it has no prompts to evaluate them with.
+        """
+        driver = self.running(run)
+        if parse_spec(run.spec_json).data.heldout is None:
+            raise FailedPreconditionError(
+                f"run {run.run_id} has no held-out prompts to evaluate its weights with; fork it with "
+                "data.heldout",
+                run_id=run.run_id,
+            )
+        await driver.evaluate_now()
 
     def activities(self, run_id: str) -> list[str]:
         """What a run is doing now."""

@@ -62,7 +62,7 @@ def _add_life(
     ) -> RunView:
         """Evaluate the weights that are served now; event ``Validated`` tells of it."""
         run = await access.run(who, run_id, "operator")
-        await manager.drivers.running(run).evaluate_now()
+        await manager.drivers.evaluate(run)
         return access.view(run, response)
 
 

@@ -161,7 +161,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):  # methods are named by the 
     async def EvaluateRun(self, request: pb.EvaluateRunRequest, context: _Context) -> pb.Run:  # noqa: N802
         """Evaluate the weights that are served now."""
         run = await self._run(request, context, "operator")
-        await self._manager.drivers.running(run).evaluate_now()
+        await self._manager.drivers.evaluate(run)
         return self._message(run)
 
     async def ForkRun(self, request: pb.ForkRunRequest, context: _Context) -> pb.Run:  # noqa: N802

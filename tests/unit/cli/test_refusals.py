@@ -1,0 +1,30 @@
+"""What the command line says of a request that was refused."""
+
+import httpx
+import pytest
+
+from services.cli.api import Api, ApiError
+from services.common.http_server import serve_http
+
+
+@pytest.mark.parametrize(
+    ("pointer", "message", "said"),
+    [
+        ("/query/label/0", "String should match", "query.label.0: String should match"),
+        ("/trainer/steps", "trainer.steps: too few", "trainer.steps: too few"),
+        ("", "the whole is wrong", "the whole is wrong"),
+    ],
+)
+async def test_a_refusal_names_what_is_wrong(pointer, message, said):
+    problem = {"detail": "no", "errors": [{"pointer": pointer, "message": message}]}
+
+    async def refuse(scope, receive, send):
+        answer = httpx.Response(422, json=problem)
+        headers = [(b"content-type", b"application/problem+json")]
+        await send({"type": "http.response.start", "status": 422, "headers": headers})
+        await send({"type": "http.response.body", "body": answer.content})
+
+    async with serve_http("127.0.0.1:0", refuse) as port, Api(f"http://127.0.0.1:{port}") as api:
+        with pytest.raises(ApiError) as refused:
+            await api.version()
+    assert str(refused.value) == f"no\n{said}"
