@@ -23,7 +23,15 @@ _T = TypeVar("_T")
 console = Console(width=None if sys.stdout.isatty() else 1000)
 errors = Console(stderr=True)
 
-RunId = Annotated[str, typer.Argument(help="Id of a run, such as run_0198....")]
+
+def _given(run_id: str) -> str:
+    """In ``slipstream watch "$(slipstream submit FILE)"`` nothing is left of a run that was refused."""
+    if not run_id:
+        raise typer.BadParameter("is empty: was the run submitted?")
+    return run_id
+
+
+RunId = Annotated[str, typer.Argument(help="Id of a run, such as run_0198....", callback=_given)]
 StateDirectory = Annotated[Path, typer.Option(help="Folder of runs, logs and the database.")]
 Url = Annotated[str | None, typer.Option(help="REST address of the controller.")]
 

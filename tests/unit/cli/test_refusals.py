@@ -2,8 +2,10 @@
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from services.cli.api import Api, ApiError
+from services.cli.main import app
 from services.common.http_server import serve_http
 
 
@@ -28,3 +30,9 @@ async def test_a_refusal_names_what_is_wrong(pointer, message, said):
         with pytest.raises(ApiError) as refused:
             await api.version()
     assert str(refused.value) == f"no\n{said}"
+
+
+def test_a_run_that_was_not_submitted_is_not_watched():
+    done = CliRunner().invoke(app, ["watch", ""])
+    assert done.exit_code == 2
+    assert "was the run submitted?" in done.output
