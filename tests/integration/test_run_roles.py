@@ -13,15 +13,14 @@ CRITIC = ("algorithm.advantage=gae", "algorithm.max_staleness=0", "trainer.updat
 MINI_BATCHES = ("trainer.updates_per_step=2", "algorithm.max_staleness=0")
 
 
-def topology(*groups: str) -> tuple[str, ...]:
-    """Settings that give each group one process, and two rollouts."""
-    tasks = ", ".join([*groups, "generate"])
-    shares = [1.0 / (len(groups) + 2)] * len(groups)
-    ratios = ", ".join(map(str, [*shares, 1.0 - sum(shares)]))
+def topology(group: str, processes: int = 1) -> tuple[str, ...]:
+    """Settings that give a task processes of its own, beside one trainer and two rollouts."""
+    total = processes + 3
+    ratios = ", ".join(str(count / total) for count in (1, processes, 2))
     return (
-        f"topology.task_groups=[{tasks}]",
+        f"topology.task_groups=[train, {group}, generate]",
         f"topology.ratios=[{ratios}]",
-        f"topology.gpus={len(groups) + 2}",
+        f"topology.gpus={total}",
     )
 
 
@@ -41,16 +40,16 @@ def trained(done) -> list[list[float]]:
 @ROLES
 def test_a_role_of_its_own_changes_no_number(plumbing, tmp_path, group, settings):
     alone = trained(train(plumbing, tmp_path / "alone", *settings, "trainer.steps=4"))
-    apart = train(
-        plumbing, tmp_path / "apart", *settings, *topology("train", group), "trainer.steps=4"
-    )
+    # Only a critic is sharded; of the others each process is a worker.
+    own = topology(group, processes=2 if group == "critic" else 1)
+    apart = train(plumbing, tmp_path / "apart", *settings, *own, "trainer.steps=4")
     assert trained(apart) == [pytest.approx(step, abs=1e-5, rel=1e-4) for step in alone]
     assert (apart.folder / "logs" / f"{group.replace('_', '-')}-0.log").exists()
 
 
 @ROLES
 def test_a_killed_role_loses_nothing(plumbing, tmp_path, group, settings):
-    overrides = (*settings, *topology("train", group), "trainer.steps=10", "name=killed")
+    overrides = (*settings, *topology(group), "trainer.steps=10", "name=killed")
     arguments = [part for setting in overrides for part in ("--set", setting)]
     with started(
         "run", plumbing, "--json", "--state-directory", tmp_path, *arguments, until=r"step +3/"

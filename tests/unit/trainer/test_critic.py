@@ -1,0 +1,111 @@
+"""The critic in processes of its own learns what it learns inside the trainer."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common.errors import FailedPreconditionError
+from services.common.jagged import Jagged
+from services.trainer.checkpoint.checkpointer import Checkpointer
+from services.trainer.critic.runner import CriticRunner
+from services.trainer.critic.step import CriticStepRunner
+from services.trainer.critic.values import Values
+from services.trainer.model.parallel import Topology
+from services.trainer.model.policy import Critic
+from services.trainer.ranks.collectives import Ranks
+from services.trainer.ranks.crew import Crew
+from services.trainer.ranks.leader import Leader
+from services.trainer.ranks.rank import Rank
+from tests.unit.trainer.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
+
+GAE = {"advantage": "gae", "gae_lambda": 0.9}
+
+
+class Apart:
+    """A critic beside a queue in memory, whose samples it adds values to."""
+
+    def __init__(self, queue: Queue, root: Path) -> None:
+        spec = spec_of(algorithm=GAE, trainer={"updates_per_step": 2})
+        self.queue = queue
+        self.critic = CriticRunner(
+            Critic(policy_of(spec).model), spec=spec, ranks=Ranks(), device=CPU
+        )
+        runner = CriticStepRunner(self.critic, spec=spec, ranks=Ranks())
+        topology = Topology(device=CPU, data=Ranks())
+        self.rank = Rank(
+            runner,
+            fetch=lambda meta, fields: self.queue.fetch(meta, fields),
+            spec=spec,
+            ranks=Ranks(),
+            cost=float,
+            checkpointer=Checkpointer(runner.parts(), root=root, keep=2, topology=topology),
+        )
+        self.values = Values(
+            self.critic,
+            fetch=queue.fetch,
+            add=self._add,
+            ranks=Ranks(),
+            cost=float,
+            max_tokens=50,
+        )
+
+    def _add(self, meta: object, fields: dict[str, list[torch.Tensor]]) -> None:
+        self.queue = self.queue.replaced(values=Jagged.from_list(fields["values"]))
+
+    def train(self, step: int) -> dict[str, float]:
+        """Values first, then the step, as in a run."""
+        self.values.add(self.queue.meta)
+        return self.rank.train(step, self.queue.meta).metrics
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in self.critic.critic.parameters()])
+
+
+@pytest.fixture
+def queue() -> Queue:
+    return random_queue(policy_of(spec_of()))
+
+
+def test_a_critic_apart_learns_what_one_inside_the_trainer_does(
+    queue: Queue, tmp_path: Path
+) -> None:
+    spec = spec_of(algorithm=GAE, trainer={"updates_per_step": 2})
+    inside = rank_of(spec, policy_of(spec), queue)
+    apart = Apart(queue, tmp_path)
+    for step in (1, 2, 3):
+        expected = inside.train(step, queue.meta).metrics["value_loss"]
+        assert apart.train(step)["value_loss"] == pytest.approx(expected, rel=1e-5)
+    critic = inside.runner.parts()["critic."][0]
+    weights = torch.cat([parameter.detach().flatten() for parameter in critic.parameters()])
+    torch.testing.assert_close(apart.weights(), weights)
+
+
+def test_a_critic_goes_on_from_its_checkpoint_as_if_nothing_happened(
+    queue: Queue, tmp_path: Path
+) -> None:
+    unbroken = Apart(queue, tmp_path)
+    unbroken.train(1)
+    unbroken.rank.checkpointer.write(unbroken.rank.snapshot(1))
+    unbroken.train(2)
+    resumed = Apart(queue, tmp_path)
+    assert resumed.rank.restore() == 1
+    resumed.train(2)
+    torch.testing.assert_close(resumed.weights(), unbroken.weights())
+
+
+async def test_a_critic_that_missed_steps_trains_the_next_one_and_each_once(
+    queue: Queue, tmp_path: Path
+) -> None:
+    apart = Apart(queue, tmp_path)
+    apart.values.add(queue.meta)
+    leader = Leader(may_miss_steps=True)
+    leader.attach(apart.rank, Crew(1), values=apart.values, step=2)
+    first = await leader.train_step(7, apart.queue.meta, weight_version=6)
+    assert await leader.train_step(7, apart.queue.meta, weight_version=6) is first
+    # The run went back and trains the step again, from weights of another number.
+    assert await leader.train_step(7, apart.queue.meta, weight_version=9) is not first
+    strict = Leader()
+    strict.attach(apart.rank, Crew(1))
+    with pytest.raises(FailedPreconditionError, match="train step 1 next"):
+        await strict.train_step(7, apart.queue.meta, weight_version=6)
