@@ -157,7 +157,7 @@ def _with(column: Values, values: TagValues) -> Values:
     if isinstance(column, list):
         column += map(_once, cast("Sequence[str]", values))
     elif column.typecode == "d":
-        cast("array[float]", column).extend(cast("Sequence[float]", values))
+        cast("array[float]", column).extend(array("d", cast("Sequence[float]", values)))
     else:
         return _grown(cast("array[int]", column), cast("Sequence[int]", values))
     return column
@@ -165,12 +165,11 @@ def _with(column: Values, values: TagValues) -> Values:
 
 def _grown(column: "array[int]", values: Sequence[int]) -> "array[int]":
     """A column with further values, as wide as they need."""
-    size = len(column)
     while True:
         try:
-            column.extend(values)
+            column.extend(array(column.typecode, values))
         except OverflowError:
-            column = array("bhiq"["bhiq".index(column.typecode) + 1], column[:size])
+            column = array("bhiq"["bhiq".index(column.typecode) + 1], column)
         else:
             return column
 
