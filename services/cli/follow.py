@@ -14,6 +14,7 @@ from services.cli.report import summary_lines, write_report
 from services.cli.steps import StepLog
 
 _POLL_S = 1.0
+_TOLD = ("StateChanged", "Waiting", "WorkerPending", "WorkerLost", "GroupFailed")
 
 
 async def follow(
@@ -51,7 +52,7 @@ def _show(kind: str, event: Mapping[str, Any], log: StepLog, display: Display) -
         display.step(record, log.heldout)
     if kind == "Validated":
         display.note(f"held-out: {event['message']} ({event['data']['reason']})")
-    elif kind in ("StateChanged", "GroupFailed"):
+    elif kind in _TOLD:
         display.note(event["message"])
 
 

@@ -154,9 +154,10 @@ def workers(run_id: RunId, url: Url = None) -> None:
 def _conditions(run: RunView) -> Table:
     table = Table("\ncondition", "\nis", "\nfor", "\nwhy", box=None, pad_edge=False)
     for condition in run.conditions:
-        why = escape(f"{condition.reason}: {condition.message}".removesuffix(": "))
+        reason, message = condition.reason, condition.message
+        why = message if message.startswith(reason) else f"{reason}: {message}".removesuffix(": ")
         since = _age(condition.last_transition_time)
-        table.add_row(condition.type, condition.status.lower(), since, why)
+        table.add_row(condition.type, condition.status.lower(), since, escape(why))
     return table
 
 

@@ -178,6 +178,9 @@ async def test_page_shows_a_run_live_and_asks_nobody_else(chromium: str) -> None
             await expect(reward.locator(".legend")).to_contain_text("mean 0.5")
             await expect(page.locator("#verdict")).to_contain_text("Rollouts are the bottleneck")
             await expect(page.locator("#workers")).to_contain_text("rollout-0")
+            await expect(page.locator("#conditions")).to_contain_text(
+                "Unschedulable: 0/3 nodes have a GPU"
+            )
             await expect(page.locator("#events")).to_contain_text("<b>rollout-1</b> ended")
             await expect(page.locator("#logs")).to_have_text("trainer-0  step 10 <i>done</i>")
 

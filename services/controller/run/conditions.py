@@ -137,7 +137,7 @@ def _moved(
     if state is RunState.QUEUED:
         yield _Change("Admitted", "False", "Queued", "the run waits for its turn")
     elif state is RunState.STARTING:
-        yield _Change("Admitted", "True", reason, message)
+        yield _Change("Admitted", "True", reason, "the run has its place")
         yield _Change("Placed", "Unknown", "Starting", "the workers are started")
         yield _Change("Progressing", "False", "Starting", message)
     elif state is RunState.RUNNING:

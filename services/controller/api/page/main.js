@@ -150,8 +150,13 @@ function showRun(run) {
   $("verdict").textContent = verdict(shown.steps.slice(-10));
   showRows("conditions", run.conditions.map((condition) => [
     condition.type, condition.status.toLowerCase(), new Date(condition.last_transition_time).toLocaleString(),
-    [condition.reason, condition.message].filter(Boolean).join(": "),
+    why(condition),
   ]));
+}
+
+/** Why a condition is as it is; some messages begin with the reason. */
+function why({ reason, message }) {
+  return message.startsWith(reason) ? message : [reason, message].filter(Boolean).join(": ");
 }
 
 /** How far the run is, what it does, and how long the rest takes at the pace of the newest steps. */

@@ -1,0 +1,105 @@
+"""Two controllers on one PostgreSQL: the leader is killed in the middle of a run, and the other goes on."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from services.cli.api import Api
+from services.common.spec.loader import load_spec
+from tests.helpers.cli import environment
+from tests.helpers.ports import free_port
+from tests.unit.controller.databases import postgres_cluster
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
+
+
+@contextmanager
+def service(module: str, log: Path, **settings: object) -> Iterator[subprocess.Popen[bytes]]:
+    """A service that is ended with the block."""
+    prefix = f"SLIPSTREAM_{module.rpartition('.')[2].upper()}_"
+    own = {f"{prefix}{name.upper()}": str(value) for name, value in settings.items()}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            env={**environment(), **own},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
+
+
+def announced(path: Path, process: subprocess.Popen[bytes]) -> dict[str, str]:
+    """What a service says of itself once it serves."""
+    while not path.exists():
+        assert process.poll() is None, path
+        time.sleep(0.05)
+    return json.loads(path.read_text())
+
+
+async def test_another_controller_goes_on_where_the_leader_was_killed(plumbing, tmp_path):
+    with ExitStack() as stack:
+        url = stack.enter_context(postgres_cluster())
+        if url is None:
+            pytest.skip("PostgreSQL is not installed")
+        ready = tmp_path / "queue.ready"
+        module, log = "services.transferqueue", tmp_path / "queue.log"
+        queue = stack.enter_context(service(module, log, ready_file=ready))
+        shared = {
+            "transferqueue_address": announced(ready, queue)["address"],
+            "state_directory": tmp_path / "state",
+            "insecure_dev": "true",
+            "leave_runs": "true",
+            "database_url": url,
+            "lease_ttl_s": 3,
+            # Both stand behind one address, as behind a Service of Kubernetes.
+            "bind": f"127.0.0.1:{free_port()}",
+            "rest_bind": f"127.0.0.1:{free_port()}",
+        }
+        controllers = {}
+        for name in ("one", "two"):
+            log, ready = tmp_path / f"{name}.log", tmp_path / f"{name}.ready"
+            controllers[name] = stack.enter_context(
+                service("services.controller", log, holder=name, ready_file=ready, **shared)
+            )
+            if name == "one":
+                announced(ready, controllers[name])
+        async with Api(f"http://{shared['rest_bind']}", patience_s=60) as api:
+            spec = load_spec(plumbing, ["trainer.steps=60"]).model_dump(mode="json")
+            run_id = (await api.submit(spec)).id
+            async for kind, event in api.watch(run_id):
+                if kind == "StepCommitted" and event["data"]["step"] == 5:
+                    assert not (tmp_path / "two.ready").exists()
+                    controllers["one"].kill()
+            run, events = await api.get(run_id), await api.events(run_id)
+        assert (run.state, run.step) == ("SUCCEEDED", 60), run.message
+        assert [event.seq for event in events] == list(range(1, len(events) + 1))
+        assert not {event.type for event in events} & {"WorkerLost", "Rewound"}
+        _assert_closed(url)
+
+
+def _assert_closed(url: str) -> None:
+    """Every group was trained once, and the second controller led."""
+    engine = sa.create_engine(url)
+    with engine.connect() as connection:
+        steps = connection.scalars(sa.text("SELECT groups_json FROM steps WHERE is_committed"))
+        trained = [group[0] for text in steps for group in json.loads(text)]
+        assert sorted(trained) == list(range(240))
+        for query, expected in (
+            ("SELECT count(*) FROM prompts", 0),
+            ("SELECT count(*) FROM dead_letters", 0),
+            ("SELECT num_issued FROM ledgers", 240),
+            ("SELECT holder FROM leases", "two"),
+        ):
+            assert connection.scalar(sa.text(query)) == expected, query
+    engine.dispose()
