@@ -94,7 +94,9 @@ class WeightArena:
         whole = {
             name: parts[0][1]
             if len(parts) == 1
-            else parts[0][1].new_empty((sum(len(part) for _, part in parts), *parts[0][1].shape[1:]))
+            else parts[0][1].new_empty(
+                (sum(len(part) for _, part in parts), *parts[0][1].shape[1:])
+            )
             for name, parts in found.items()
         }
         divided = [

@@ -245,9 +245,7 @@ class TorchEngine:
     @torch.no_grad()
     def _copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
         parameters = dict(self._model.named_parameters())
-        torch._foreach_copy_(
-            list(parameters.values()), [tensors[name] for name in parameters]
-        )
+        torch._foreach_copy_(list(parameters.values()), [tensors[name] for name in parameters])
         if self._recompute_kv:
             self._batch.recompute()
         if self._model.device.type == "cuda":
