@@ -208,7 +208,7 @@ def main() -> None:
             "service": through_service,
             "index": asyncio.run(metadata.index_figures(num_keys)),
             "index_at_10x": asyncio.run(metadata.index_figures(10 * num_keys)),
-            "bytes_per_key": asyncio.run(metadata.bytes_per_key(num_keys)),
+            "bytes_per_key": asyncio.run(metadata.bytes_per_key(num_keys // 10)),
         },
         "decoder": fuzz(10_000 if options.smoke else 1_000_000),
         "rounds": rounds,

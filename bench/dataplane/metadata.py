@@ -87,19 +87,24 @@ async def _next(watch: AsyncIterator[KVBatchMeta]) -> KVBatchMeta:
     return await anext(watch)
 
 
-async def _filled(num_keys: int) -> Index:
+async def _filled(num_keys: int, put_keys: int = _PUT_KEYS) -> Index:
     index = Index(lambda blobs: None, SystemClock())
     index.create_partition(_PARTITION, required_fields=["ids", "logprobs"], quota_bytes=0)
-    for first in range(0, num_keys, _PUT_KEYS):
-        await index.commit(put_meta(first, _PUT_KEYS), put_id=str(first))
+    for first in range(0, num_keys, put_keys):
+        await index.commit(put_meta(first, put_keys), put_id=str(first))
     return index
 
 
-async def bytes_per_key(num_keys: int) -> float:
-    """Memory of the index for each sample."""
+async def bytes_per_key(num_keys: int) -> dict[str, float]:
+    """Memory of the index for each sample, by the number of samples of a put."""
+    sizes = (_PUT_KEYS, 8, 1)
+    return {str(put_keys): await _bytes_per_key(num_keys, put_keys) for put_keys in sizes}
+
+
+async def _bytes_per_key(num_keys: int, put_keys: int) -> float:
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
-    index = await _filled(num_keys)
+    index = await _filled(num_keys, put_keys)
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert index.stats()[0].num_keys == num_keys
