@@ -180,6 +180,7 @@ async def _serve_until_stopped(
         done, rest = await asyncio.wait((ordered, signalled), return_when=asyncio.FIRST_COMPLETED)
         for task in rest:
             task.cancel()
+    sampler.refuse()
     if ordered not in done:
         session.report(state="draining", activity="ending")
         if session.spec.rollout.partial_rollout:

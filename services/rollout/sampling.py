@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from services.common import tracing
+from services.common.errors import UnavailableError
 from services.common.fields import run_of
 from services.common.spec.rollout import RolloutSpec
 from services.rollout import metrics
@@ -105,6 +106,7 @@ class GroupSampler:
         # Validation brings groups of one or two samples; more than twice the places only wait.
         self.admission = Admission(2 * spec.max_running_samples)
         self._tasks = asyncio.TaskGroup()
+        self._is_ending = False
         self._running: dict[str, asyncio.Task[None]] = {}
         self._groups: dict[str, RunningGroup] = {}
         self._attempts: dict[str, int] = {}
@@ -135,7 +137,13 @@ class GroupSampler:
         return self._prompts.num_rows(split)
 
     def start(self, assignments: Iterable[GroupAssignment]) -> None:
-        """Start groups; an attempt that was started before is left as it is."""
+        """Start groups; an attempt that was started before is left as it is.
+
+        Raises:
+            UnavailableError: If this replica is ending.
+        """
+        if self._is_ending:
+            raise UnavailableError("this replica is ending, so no group can start here")
         new = [a for a in assignments if self._attempts.get(a.group_id, 0) < a.attempt]
         loading = self._load_progress(new)
         for assignment in new:
@@ -148,6 +156,10 @@ class GroupSampler:
             self._running[group_id] = self._tasks.create_task(
                 self._run_group(group, loading), name=group_id
             )
+
+    def refuse(self) -> None:
+        """Start no more groups."""
+        self._is_ending = True
 
     def cancel(self, group_ids: Iterable[str]) -> None:
         """End groups without results; unknown ones are ignored."""

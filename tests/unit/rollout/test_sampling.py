@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from services.common.errors import UnavailableError
 from services.common.models.tokenizer import Tokenizer, load_tokenizer
 from services.common.spec.data import DataSpec
 from services.common.spec.model import ModelSpec
@@ -230,6 +231,13 @@ async def test_an_attempt_starts_once_and_a_newer_one_replaces_it() -> None:
         await outcome.wait_for(1)
         sampler.start([assignment("a")])
         assert sampler.num_groups == 0
+
+
+async def test_a_replica_that_ends_says_so_to_who_brings_groups() -> None:
+    async with sampling(ScoreBy(lambda _: 0.0)) as (sampler, *_):
+        sampler.refuse()
+        with pytest.raises(UnavailableError, match="is ending"):
+            sampler.start([assignment("g1")])
 
 
 async def test_cancelled_groups_leave_nothing_behind() -> None:
