@@ -1,10 +1,9 @@
 """Where weights come from and where they go: the two ends of a transfer inside a member's process."""
 
 import asyncio
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
@@ -15,8 +14,6 @@ from services.common.weightsync.canary import Canary
 from services.common.weightsync.plan import TensorSpec
 
 T = TypeVar("T")
-
-_QUICK_TURN_S = 0.0002
 
 
 class WeightSource(Protocol):
@@ -69,21 +66,6 @@ def on_device(device: torch.device) -> AbstractContextManager[None]:
         return nullcontext()
     context: AbstractContextManager[None] = torch.cuda.device(device)
     return context
-
-
-@contextmanager
-def quick_turns() -> Iterator[None]:
-    """Have Python's threads take turns often.
-
-    Beside a thread that is busy with Python, as decoding is, each of a transfer's calls would otherwise wait
-    5 ms for its turn.
-    """
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(min(usual, _QUICK_TURN_S))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(usual)
 
 
 class OwnThread:

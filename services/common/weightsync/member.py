@@ -21,12 +21,7 @@ from services.common.errors import (
 )
 from services.common.weightsync import metrics
 from services.common.weightsync.canary import Canary, difference
-from services.common.weightsync.endpoints import (
-    WeightSink,
-    WeightSource,
-    on_device,
-    quick_turns,
-)
+from services.common.weightsync.endpoints import WeightSink, WeightSource, on_device
 from services.common.weightsync.epochs import Epochs
 from services.common.weightsync.group import KeyValueStore, WeightGroup
 from services.common.weightsync.modes.base import Receiver, Sender
@@ -212,9 +207,8 @@ class WeightMember:
         start = time.perf_counter()
         async with self._adopting:
             try:
-                with quick_turns():
-                    async with asyncio.timeout(order.timeout_s):
-                        done = await self._epochs.thread.run(lambda: self._exchange(group, order))
+                async with asyncio.timeout(order.timeout_s):
+                    done = await self._epochs.thread.run(lambda: self._exchange(group, order))
             except BaseException as error:
                 await self._leave()
                 raise explained(error, order) from error
