@@ -214,7 +214,9 @@ async def test_a_connection_that_breaks_is_opened_again(
 async def test_a_shard_whose_unix_socket_was_removed_is_reached_over_the_network(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = TransferQueueSettings(capacity_bytes=1 << 22, arena_folder=tmp_path)
+    folder = tmp_path / "longer than the address of a unix socket".ljust(120, "x")
+    folder.mkdir()
+    settings = TransferQueueSettings(capacity_bytes=1 << 22, arena_folder=folder)
     async with (
         transferqueue(settings) as address,
         TransferQueueClient.connect(address) as metadata,
@@ -222,7 +224,7 @@ async def test_a_shard_whose_unix_socket_was_removed_is_reached_over_the_network
     ):
         await metadata.create_partition(TRAIN, required_fields=["tokens"])
         meta = await put(data, "a")
-        remove_sockets(tmp_path)
+        remove_sockets(folder)
         link = await data._links.to("shard-0")
         link.connection.close()
         fetched = await data.get(meta, ["tokens"])

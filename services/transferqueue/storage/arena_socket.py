@@ -33,7 +33,8 @@ def serve_arena(
     listener.setblocking(False)
     old_mask = os.umask(0o177)
     try:
-        listener.bind(str(path))
+        with _short(path) as short:
+            listener.bind(short)
     finally:
         os.umask(old_mask)
     listener.listen()
@@ -72,7 +73,8 @@ def open_arena(path: str, *, instance_id: str) -> tuple[mmap.mmap, socket.socket
     fds: list[int] = []
     try:
         peer.settimeout(_TIMEOUT_S)
-        peer.connect(path)
+        with _short(Path(path)) as short:
+            peer.connect(short)
         name, fds, _, _ = socket.recv_fds(peer, _MAX_NAME_BYTES, 1)
         if name.decode(errors="replace") == instance_id and len(fds) == 1:
             memory = mmap.mmap(fds[0], 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
@@ -86,3 +88,13 @@ def open_arena(path: str, *, instance_id: str) -> tuple[mmap.mmap, socket.socket
             os.close(fd)
     peer.close()
     return None
+
+
+@contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """Another path of a socket: its own may be longer than the 107 bytes that an address holds."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
