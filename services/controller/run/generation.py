@@ -134,6 +134,27 @@ class Generation:
         async for groups in self.stored.arrived():
             await self._take_in(groups)
 
+    async def replace_lost(self) -> None:
+        """Begin groups again that lost samples with a shard of the transferqueue, for ever.
+
+        What is being trained is not touched: the trainer has its samples, or says that they are gone.
+        """
+        async for group_ids in self.stored.lost():
+            found = await self.stored.find()
+            whole = {name for name, samples in found.items() if self.stored.is_whole(samples)}
+            known = [self._ledger.get(group_id) for group_id in sorted(group_ids - whole)]
+            groups = [group for group in known if group is not None]
+            running = [group for group in groups if group.state in RUNNING]
+            await self._replicas.cancel([group.group_id for group in running])
+            await self.stored.wipe(running)
+            for group in running:
+                # It may have failed meanwhile.
+                if group.state in RUNNING:
+                    self._handout.end(group)
+                    self._ledger.requeue(group)
+            await self.restart([group for group in groups if group.state is GroupState.READY])
+            await self._notify()
+
     async def until(self, condition: Callable[[], bool]) -> None:
         """Return once ``condition`` holds; it is tried whenever groups become ready or end."""
         async with self._finished:

@@ -150,6 +150,7 @@ class RunLoop:
             async with asyncio.TaskGroup() as tasks:
                 background = [
                     tasks.create_task(state.generation.collect()),
+                    tasks.create_task(state.generation.replace_lost()),
                     tasks.create_task(state.evaluator.collect()),
                     tasks.create_task(state.evaluator.run()),
                 ]

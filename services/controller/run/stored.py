@@ -126,6 +126,11 @@ class StoredGroups:
             if batch.num_keys:
                 yield list(_split(batch))
 
+    async def lost(self) -> AsyncIterator[set[str]]:
+        """Groups of which samples were lost with a shard, as it happens; earlier losses come first."""
+        async for loss in self._queue.watch_losses(self._partition):
+            yield {key.rpartition(".")[0] for key in loss.keys}
+
     def add(self, group: Group, samples: GroupSamples) -> GroupSamples | None:
         """Take in some samples of a group; returns all of them once it is whole."""
         earlier = self._begun.pop(group.group_id, None)

@@ -16,6 +16,7 @@ from services.controller.run.prompts import PromptOrder
 from services.controller.run.replicas import Replicas
 from services.controller.run.shares import split
 from services.controller.run.stored import GroupSamples, StoredGroups
+from services.transferqueue.facts import Loss
 
 SPEC = parse_spec(
     {
@@ -48,13 +49,18 @@ class Queue:
     """A transferqueue that notes what is deleted, and holds nothing."""
 
     def __init__(self):
-        self.released = []
+        self.released, self.losses = [], []
+        self.held = KVBatchMeta(partition_id="run_1/train", keys=())
 
     async def release(self, partition, keys):
         self.released += keys
 
     async def get_batch(self, partition):
-        return KVBatchMeta(partition_id=partition, keys=())
+        return self.held
+
+    async def watch_losses(self, partition):
+        for keys in self.losses:
+            yield Loss(keys=keys, shard_id="shard-1")
 
 
 class Rollouts(Replicas):
@@ -122,6 +128,7 @@ class Run:
         }
         keys = tuple(f"{name}.{member}" for member in members)
         batch = KVBatchMeta(partition_id="run_1/train", keys=keys, tags=tags)
+        self.queue.held = batch
         await self.generation._take_in([(name, GroupSamples(batch, range(len(members))))])
 
     async def fail(self, worker_id, reason, **progress):
@@ -231,3 +238,27 @@ def test_shares_are_equal_as_far_as_that_goes():
         "c": range(5, 7),
     }
     assert split([4, 9], ["a"]) == {"a": [4, 9]}
+
+
+@pytest.mark.parametrize("members", [(0, 1), (0, 1, 2, 3, 4)], ids=["running", "ready"])
+async def test_a_group_that_lost_samples_with_a_shard_begins_again(members):
+    run = Run()
+    await run.hand_out()
+    await run.bring(*members, attempt=1)
+    name = run.group.group_id
+    run.queue.losses = [(f"{name}.0", f"{name}.1")]
+    run.queue.held = KVBatchMeta(partition_id="run_1/train", keys=())
+    await run.generation.replace_lost()
+    assert (run.group.state, run.group.attempt) == (GroupState.PENDING, 2)
+    assert {f"{name}.{member}" for member in members} <= set(run.queue.released)
+    assert run.rollouts.cancelled == ([name] if len(members) < 5 else [])
+    assert await run.hand_out() == {"rollout-0": (0, 1), "rollout-1": (2, 3), "rollout-2": (4,)}
+
+
+async def test_a_group_that_is_whole_again_is_not_lost():
+    run = Run()
+    await run.hand_out()
+    await run.bring(0, 1, 2, 3, 4, attempt=1)
+    run.queue.losses = [(f"{run.group.group_id}.0",), ("g00000077.0",), ("v000001-000001.0",)]
+    await run.generation.replace_lost()
+    assert (run.group.state, run.group.attempt) == (GroupState.READY, 1)
