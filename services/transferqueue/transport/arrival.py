@@ -42,10 +42,12 @@ class Arrival:
         Raises:
             DataLossError: If the frames are not what was asked for and sent.
         """
-        is_whole = len(self._digests) == len(self._batch) and self._num_excess == 0
-        is_right = isinstance(answer, codec.Data) and is_whole
-        if is_right and self._hash is not None and isinstance(answer, codec.Data):
-            is_right = self._hash.intdigest() == answer.checksum
+        is_right = (
+            isinstance(answer, codec.Data)
+            and len(self._digests) == len(self._batch)
+            and self._num_excess == 0
+            and (self._hash is None or self._hash.intdigest() == answer.checksum)
+        )
         if not is_right:
             shard_id = self._batch[0].blob.shard_id
             raise DataLossError(
