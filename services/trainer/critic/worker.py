@@ -8,8 +8,6 @@ from typing import Any
 
 import grpc
 
-from services.common.batch import KVBatchMeta
-from services.common.errors import InvalidArgumentError
 from services.common.grpc_server import serve
 from services.common.lifetime import announce
 from services.controller.client import WorkerSession
@@ -20,6 +18,7 @@ from services.trainer.ranks.crew import Crew
 from services.trainer.ranks.leader import Leader
 from services.trainer.ranks.start import load
 from services.trainer.scoring.fields import lacking
+from services.trainer.scoring.server import batch_of
 from services.trainer.server import TrainerServicer
 from services.trainer.settings import TrainerSettings
 from services.trainer.step import StepResult
@@ -43,10 +42,7 @@ class ValuesServicer(scoring_pb2_grpc.ScoringServiceServicer):
         self, request: pb.ScoreBatchRequest, context: _Context
     ) -> pb.ScoreBatchResponse:
         """Add values to those samples that have none."""
-        try:
-            meta = KVBatchMeta.from_proto(request.batch)
-        except ValueError as error:
-            raise InvalidArgumentError(f"the batch to score: {error}") from error
+        meta = batch_of(request)
         start = time.perf_counter()
         meta = lacking(meta, "values")
         if meta.num_keys > 0:

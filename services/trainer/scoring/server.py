@@ -42,10 +42,7 @@ class ScoringServicer(scoring_pb2_grpc.ScoringServiceServicer):
     ) -> pb.ScoreBatchResponse:
         """Add proximal logprobs to samples."""
         scorer, data = self._attached()
-        try:
-            meta = KVBatchMeta.from_proto(request.batch)
-        except ValueError as error:
-            raise InvalidArgumentError(f"the batch to score: {error}") from error
+        meta = batch_of(request)
         start = time.perf_counter()
         await add_logprobs(
             meta, "proximal_logprobs", scorer=scorer, data=data, version=request.weight_version
@@ -87,3 +84,15 @@ class ScoringServicer(scoring_pb2_grpc.ScoringServiceServicer):
         if self._parts is None:
             raise UnavailableError("this worker still loads its model; ask again when it is loaded")
         return self._parts
+
+
+def batch_of(request: pb.ScoreBatchRequest) -> KVBatchMeta:
+    """The samples to score.
+
+    Raises:
+        InvalidArgumentError: If their description is damaged.
+    """
+    try:
+        return KVBatchMeta.from_proto(request.batch)
+    except ValueError as error:
+        raise InvalidArgumentError(f"the batch to score: {error}") from error
