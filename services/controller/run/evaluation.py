@@ -70,7 +70,7 @@ class Evaluator:
             spec.validation.temperature,
         ) * spec.validation.samples_per_prompt
         self._machine = ValidationMachine(num_rows * len(self._temperatures), enabled=num_rows > 0)
-        self._num_reported = 0
+        self._num_begun, self._num_reported = 0, 0
         self._changed = asyncio.Condition()
         self._asked: set[str] = set()
         self._samples: dict[str, KVBatchMeta] = {}
@@ -208,7 +208,8 @@ class Evaluator:
             return
         lent: Sequence[str] = ()
         try:
-            if self._version != begun.version:
+            # A version may be served before this is told of it: its publication held the pin.
+            if max(self._version, self._weights.version) != begun.version:
                 self._machine.missed()
                 yield ()
                 return
@@ -229,9 +230,11 @@ class Evaluator:
                 pin.release()
 
     def _groups(self, version: int) -> list[GroupAssignment]:
+        # Rollouts take a group that they had before for a repetition, so each evaluation has its own.
+        self._num_begun += 1
         return [
             GroupAssignment(
-                group_id=f"{GROUP_PREFIX}{version:06d}-{row:06d}",
+                group_id=f"{GROUP_PREFIX}{version:06d}-{self._num_begun}-{row:06d}",
                 attempt=self._attempt,
                 split="heldout",
                 row=row,

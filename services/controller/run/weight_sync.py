@@ -81,6 +81,8 @@ class WeightSession:
         self._backend = ""
         self._timeout_s = _LEAST_TIMEOUT_S
         self._canary: tuple[int, Canary] | None = None
+        self.version = -1
+        """Newest version that was published; -1 before the first of the session."""
         # Held while a version is being replaced, and by an evaluation while it needs its version.
         self.pin = asyncio.Lock()
 
@@ -151,6 +153,7 @@ class WeightSession:
                     self._go_on_without(gone, error, tries)
                 else:
                     metrics.observe_sync(self._run_id, report)
+                    self.version = version
                     return report
 
     async def _publish(self, version: int, lost: tuple[str, ...]) -> SyncReport:

@@ -69,6 +69,7 @@ class Weights:
 
     def __init__(self):
         self.pin = asyncio.Lock()
+        self.version = -1
         self.lent = set()
 
     def lend(self, names):
@@ -193,6 +194,36 @@ async def test_a_version_that_is_replaced_before_it_can_be_pinned_is_reported_as
         stage.end()
 
 
+async def test_a_version_is_missed_too_when_its_successor_is_served_but_not_told_of_yet():
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks)
+        async with stage.weights.pin:
+            await stage.evaluator.published(4, step=4)
+            stage.weights.version = 5
+        await stage.evaluator.idle()
+        assert stage.results == [(4, "missed", 0)]
+        stage.end()
+
+
+async def test_a_version_that_is_evaluated_again_is_answered_again():
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks)
+        await stage.evaluator.published(4, step=4)
+        asked = []
+        for _ in range(2):
+            await stage.rollouts.has_started.wait()
+            stage.rollouts.has_started.clear()
+            asked += [
+                group.group_id for groups in stage.rollouts.started.values() for group in groups
+            ]
+            stage.answer()
+            await stage.evaluator.idle()
+            await stage.evaluator.trigger()
+        assert len(set(asked)) == len(asked) == 2 * ROWS
+        assert stage.results == [(4, "ok", 6)] * 2
+        stage.end()
+
+
 async def test_what_an_earlier_loop_began_is_begun_again_if_it_is_still_served():
     for served, results in ((4, [(4, "ok", 6)]), (5, [(4, "missed", 0)])):
         async with asyncio.TaskGroup() as tasks:
@@ -224,7 +255,7 @@ async def test_an_evaluation_that_takes_too_long_is_reported_and_gives_everythin
 async def test_samples_that_come_too_late_are_deleted_and_never_counted():
     async with asyncio.TaskGroup() as tasks:
         stage = Stage(tasks)
-        late = samples_of("v000002-000000")
+        late = samples_of("v000002-1-000000")
         stage.queue.batches.put_nowait(late)
         await stage.evaluator.published(4, step=4)
         await stage.rollouts.has_started.wait()
@@ -240,9 +271,9 @@ async def test_a_sample_without_a_reward_is_no_wrong_answer():
         stage = Stage(tasks)
         await stage.evaluator.published(4, step=4)
         await stage.rollouts.has_started.wait()
-        stage.answer(finish_reason="failed", but=("v000004-000001",))
+        stage.answer(finish_reason="failed", but=("v000004-1-000001",))
         failure = GroupFailure(
-            group_id="v000004-000001", attempt=1, reason="timeout", message="", retryable=True
+            group_id="v000004-1-000001", attempt=1, reason="timeout", message="", retryable=True
         )
         await stage.evaluator.fail([failure])
         await stage.evaluator.idle()
