@@ -12,6 +12,7 @@ from services.common.clock import SystemClock
 from services.common.credentials import acting_as
 from services.common.grpc_client import open_channel
 from services.common.grpc_server import serve
+from services.common.ids import new_id
 from services.common.lifetime import announce, until_told_to_stop
 from services.common.logging import configure
 from services.common.metrics import serve_metrics
@@ -45,7 +46,11 @@ async def transferqueue(settings: TransferQueueSettings) -> AsyncIterator[str]:
     index = Index(lambda blobs: shards.free(blobs), SystemClock())
     shards = Shards(index)
     snapshots = Snapshots(settings.snapshot_folder, index, shards)
-    async with storage_shard(settings, index, shards) as (shard, storage, puts):
+    async with storage_shard(settings, index, shards, instance_id=new_id("shard")) as (
+        shard,
+        storage,
+        puts,
+    ):
         shards.add_local(
             shard,
             capacity_bytes=storage.capacity_bytes,
@@ -70,9 +75,14 @@ async def transferqueue(settings: TransferQueueSettings) -> AsyncIterator[str]:
 @asynccontextmanager
 async def _shard_of(settings: TransferQueueSettings) -> AsyncIterator[None]:
     async with open_channel(settings.index_address, "transferqueue") as channel:
-        index = RemoteIndex(ShardRegistryClient(channel), settings.shard_id)
+        instance_id = new_id("shard")
+        index = RemoteIndex(ShardRegistryClient(channel, settings.shard_id, instance_id))
         async with (
-            storage_shard(settings, index, index) as (shard, storage, puts),
+            storage_shard(settings, index, index, instance_id=instance_id) as (
+                shard,
+                storage,
+                puts,
+            ),
             index.joined(shard, storage, puts.free),
         ):
             _tell_ready(settings, settings.index_address, shard)

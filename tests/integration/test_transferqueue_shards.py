@@ -10,6 +10,7 @@ import torch
 import zmq
 
 from services.common.batch import KVBatchMeta
+from services.common.columns import BlobRef
 from services.common.errors import (
     AlreadyExistsError,
     DataLossError,
@@ -17,12 +18,15 @@ from services.common.errors import (
     NotFoundError,
     UnavailableError,
 )
+from services.common.grpc_client import open_channel
 from services.transferqueue.__main__ import transferqueue
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
 from services.transferqueue.facts import AcquireRequest, Shard
 from services.transferqueue.settings import TransferQueueSettings
 from services.transferqueue.shards import shards as shards_module
+from services.transferqueue.shards.registry_client import ShardRegistryClient
+from services.transferqueue.tensors.packing import pack
 from services.transferqueue.transport import codec
 from services.transferqueue.transport.connection import ShardConnection
 from services.transferqueue.transport.links import Links
@@ -288,3 +292,31 @@ async def test_links_know_no_shard_before_they_are_opened() -> None:
     links = Links(use_shared_memory=False)
     with pytest.raises(UnavailableError, match="shard-0"):
         await links.to("shard-0")
+
+
+async def test_the_index_takes_nothing_from_a_shard_that_it_gave_up(tmp_path: Path) -> None:
+    async with (
+        service(settings(tmp_path)) as (address, metadata, _),
+        open_channel(address, "transferqueue") as channel,
+    ):
+        old, new = (ShardRegistryClient(channel, "shard-1", life) for life in ("old", "new"))
+        for life, client in (("old", old), ("new", new)):
+            shard = Shard(shard_id="shard-1", endpoint="tcp://127.0.0.1:1", instance_id=life)
+            await client.register(shard, capacity_bytes=MIB)
+        meta = KVBatchMeta(
+            partition_id=TRAIN,
+            keys=("g0.0",),
+            fields=(pack("tokens", tokens(0)).to_field(0),),
+            blobs=(BlobRef(shard_id="shard-1", blob_id=1, size_bytes=32, checksum=0),),
+        )
+        for request in (
+            old.reserve(TRAIN, 32, wait_s=0.0),
+            old.commit(meta, put_id="put-1"),
+            old.cancel(TRAIN, 32),
+        ):
+            with pytest.raises(NotFoundError, match="shard-1 was given up"):
+                await request
+        assert (await metadata.get_batch(TRAIN)).num_keys == 0
+        await new.reserve(TRAIN, 32, wait_s=0.0)
+        await new.commit(meta, put_id="put-1")
+        assert (await metadata.get_batch(TRAIN)).keys == ("g0.0",)

@@ -20,16 +20,14 @@ class RemoteIndex:
 
     Args:
         client: Calls the index.
-        shard_id: Name of this shard.
     """
 
-    def __init__(self, client: ShardRegistryClient, shard_id: str) -> None:
+    def __init__(self, client: ShardRegistryClient) -> None:
         self._client = client
-        self._shard_id = shard_id
 
     async def reserve(self, partition_id: str, size_bytes: int, *, wait_s: float) -> None:
         """Charge the run's quota."""
-        await self._client.reserve(self._shard_id, partition_id, size_bytes, wait_s=wait_s)
+        await self._client.reserve(partition_id, size_bytes, wait_s=wait_s)
 
     def cancel(self, partition_id: str, size_bytes: int) -> None:
         """Take the charge back soon."""
@@ -37,7 +35,7 @@ class RemoteIndex:
 
     async def commit(self, meta: KVBatchMeta, *, put_id: str) -> int:
         """Make a put visible."""
-        return await self._client.commit(self._shard_id, meta, put_id=put_id)
+        return await self._client.commit(meta, put_id=put_id)
 
     async def admitted_as(self, public_key: str) -> str | None:
         """Run of a client that may use the data socket; None if it may not."""
@@ -61,24 +59,22 @@ class RemoteIndex:
         await self._client.register(shard, capacity_bytes=storage.capacity_bytes)
         with unwrapped():
             async with asyncio.TaskGroup() as self._tasks:
-                beating = self._tasks.create_task(self._beat(shard, storage, free))
+                beating = self._tasks.create_task(self._beat(storage, free))
                 yield
                 beating.cancel()
 
-    async def _beat(
-        self, shard: Shard, storage: BlobStore, free: Callable[[Sequence[int]], None]
-    ) -> None:
+    async def _beat(self, storage: BlobStore, free: Callable[[Sequence[int]], None]) -> None:
         num_deleted = 0
         while True:
             blob_ids = await self._client.heartbeat(
-                shard, stored_bytes=storage.used_bytes, num_deleted=num_deleted
+                stored_bytes=storage.used_bytes, num_deleted=num_deleted
             )
             free(blob_ids)
             num_deleted += len(blob_ids)
 
     async def _cancel(self, partition_id: str, size_bytes: int) -> None:
         try:
-            await self._client.cancel(self._shard_id, partition_id, size_bytes)
+            await self._client.cancel(partition_id, size_bytes)
         except ServiceError as error:
             # The index counts the charge off when it gives this shard up.
             logger.warning("charge not taken back", extra={"error": str(error)})

@@ -16,9 +16,12 @@ class ShardRegistryClient:
 
     Args:
         channel: Channel to the index.
+        shard_id: Name of the shard.
+        instance_id: This life of its process: the index takes nothing from one that it gave up.
     """
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, shard_id: str, instance_id: str) -> None:
+        self._life = {"shard_id": shard_id, "instance_id": instance_id}
         self._stub = pb_grpc.ShardRegistryServiceStub(channel)
 
     async def register(self, shard: Shard, *, capacity_bytes: int) -> None:
@@ -28,44 +31,37 @@ class ShardRegistryClient:
         )
         await call(self._stub.RegisterShard, request, timeout_s=_TIMEOUT_S, idempotent=True)
 
-    async def heartbeat(
-        self, shard: Shard, *, stored_bytes: int, num_deleted: int
-    ) -> tuple[int, ...]:
+    async def heartbeat(self, *, stored_bytes: int, num_deleted: int) -> tuple[int, ...]:
         """Keep the shard alive; returns the blobs to delete after the first ``num_deleted``.
 
         Raises:
             NotFoundError: If the shard was given up.
         """
         request = pb.HeartbeatShardRequest(
-            shard_id=shard.shard_id,
-            instance_id=shard.instance_id,
-            stored_bytes=stored_bytes,
-            deleted_count=num_deleted,
+            **self._life, stored_bytes=stored_bytes, deleted_count=num_deleted
         )
         response = await call(
             self._stub.HeartbeatShard, request, timeout_s=_TIMEOUT_S, idempotent=True
         )
         return tuple(response.blob_ids)
 
-    async def reserve(
-        self, shard_id: str, partition_id: str, size_bytes: int, *, wait_s: float
-    ) -> None:
+    async def reserve(self, partition_id: str, size_bytes: int, *, wait_s: float) -> None:
         """Charge the quota of a run, waiting for room."""
         request = pb.ReserveBytesRequest(
-            shard_id=shard_id, partition_id=partition_id, size_bytes=size_bytes, wait_s=wait_s
+            **self._life, partition_id=partition_id, size_bytes=size_bytes, wait_s=wait_s
         )
         await call(self._stub.ReserveBytes, request, timeout_s=wait_s + _TIMEOUT_S)
 
-    async def cancel(self, shard_id: str, partition_id: str, size_bytes: int) -> None:
+    async def cancel(self, partition_id: str, size_bytes: int) -> None:
         """Take a charge back."""
         request = pb.CancelBytesRequest(
-            shard_id=shard_id, partition_id=partition_id, size_bytes=size_bytes
+            **self._life, partition_id=partition_id, size_bytes=size_bytes
         )
         await call(self._stub.CancelBytes, request, timeout_s=_TIMEOUT_S)
 
-    async def commit(self, shard_id: str, meta: KVBatchMeta, *, put_id: str) -> int:
+    async def commit(self, meta: KVBatchMeta, *, put_id: str) -> int:
         """Make a put visible; returns the partition's revision."""
-        request = pb.CommitPutRequest(put_id=put_id, shard_id=shard_id, batch=meta.to_proto())
+        request = pb.CommitPutRequest(**self._life, put_id=put_id, batch=meta.to_proto())
         response = await call(self._stub.CommitPut, request, timeout_s=_TIMEOUT_S, idempotent=True)
         return response.revision
 

@@ -5,6 +5,7 @@ from typing import Any
 import grpc
 
 from services.common.batch import KVBatchMeta
+from services.common.errors import NotFoundError
 from services.transferqueue.index.index import Index
 from services.transferqueue.shards.registry_client import shard_from_proto
 from services.transferqueue.shards.shards import Shards
@@ -52,14 +53,18 @@ class ShardRegistryServicer(pb_grpc.ShardRegistryServiceServicer):
         """Charge a quota."""
         size = request.size_bytes
         await self._index.reserve(request.partition_id, size, wait_s=request.wait_s)
-        self._shards.charge(request.shard_id, request.partition_id, size)
+        try:
+            self._charge(request, request.partition_id, size)
+        except NotFoundError:
+            self._index.cancel(request.partition_id, size)
+            raise
         return pb.ReserveBytesResponse()
 
     async def CancelBytes(  # noqa: N802
         self, request: pb.CancelBytesRequest, context: Context
     ) -> pb.CancelBytesResponse:
         """Take a charge back."""
-        self._shards.charge(request.shard_id, request.partition_id, -request.size_bytes)
+        self._charge(request, request.partition_id, -request.size_bytes)
         self._index.cancel(request.partition_id, request.size_bytes)
         return pb.CancelBytesResponse()
 
@@ -68,9 +73,11 @@ class ShardRegistryServicer(pb_grpc.ShardRegistryServiceServicer):
     ) -> pb.CommitPutResponse:
         """Make a put visible."""
         meta = KVBatchMeta.from_proto(request.batch)
+        # Bytes of a shard that was given up would never be reported lost.
+        self._shards.demand_alive(request.shard_id, request.instance_id)
         revision = await self._index.commit(meta, put_id=request.put_id)
         size = sum(blob.size_bytes for blob in meta.blobs)
-        self._shards.charge(request.shard_id, meta.partition_id, -size)
+        self._charge(request, meta.partition_id, -size)
         return pb.CommitPutResponse(revision=revision)
 
     async def CheckClient(  # noqa: N802
@@ -79,3 +86,13 @@ class ShardRegistryServicer(pb_grpc.ShardRegistryServiceServicer):
         """Tell whether a client is admitted."""
         run_id = await self._shards.admitted_as(request.public_key)
         return pb.CheckClientResponse(admitted=run_id is not None, run_id=run_id or "")
+
+    def _charge(
+        self,
+        request: pb.ReserveBytesRequest | pb.CancelBytesRequest | pb.CommitPutRequest,
+        partition_id: str,
+        size_bytes: int,
+    ) -> None:
+        self._shards.charge(
+            request.shard_id, partition_id, size_bytes, instance_id=request.instance_id
+        )

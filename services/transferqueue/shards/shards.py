@@ -95,20 +95,25 @@ class Shards:
         Raises:
             NotFoundError: If the shard was given up.
         """
-        member = self._alive(shard_id, instance_id)
+        member = self.demand_alive(shard_id, instance_id)
         self._rewind(member)
         member.reported_bytes = stored_bytes
         del member.doomed[: num_deleted - member.num_deleted]
         member.num_deleted = num_deleted
         if not member.doomed:
             await self._waiters.wait(shard_id, timeout_s=HEARTBEAT_S)
-            self._alive(shard_id, instance_id)
+            self.demand_alive(shard_id, instance_id)
         return tuple(member.doomed)
 
-    def charge(self, shard_id: str, partition_id: str, size_bytes: int) -> None:
-        """Remember bytes that a shard has reserved, or with a negative size used or given back."""
-        if shard_id in self._members:
-            self._members[shard_id].charges[partition_id] += size_bytes
+    def charge(
+        self, shard_id: str, partition_id: str, size_bytes: int, *, instance_id: str
+    ) -> None:
+        """Remember bytes that a shard has reserved, or with a negative size used or given back.
+
+        Raises:
+            NotFoundError: If the shard was given up: its charges are taken back already.
+        """
+        self.demand_alive(shard_id, instance_id).charges[partition_id] += size_bytes
 
     def drain(self, shard_id: str) -> None:
         """Let a shard take no new samples.
@@ -192,7 +197,12 @@ class Shards:
             raise NotFoundError(f"there is no shard {shard_id!r}", shard_id=shard_id)
         return self._members[shard_id]
 
-    def _alive(self, shard_id: str, instance_id: str) -> _Member:
+    def demand_alive(self, shard_id: str, instance_id: str) -> _Member:
+        """The shard, if this life of its process takes part.
+
+        Raises:
+            NotFoundError: If it was given up.
+        """
         member = self._members.get(shard_id)
         if member is None or member.shard.instance_id != instance_id:
             raise NotFoundError(

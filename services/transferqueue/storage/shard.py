@@ -7,7 +7,6 @@ from dataclasses import replace
 import zmq
 
 from services.common.clock import SystemClock
-from services.common.ids import new_id
 from services.transferqueue.facts import ObjectStoreAddress, Shard
 from services.transferqueue.settings import TransferQueueSettings
 from services.transferqueue.storage.arena import Arena
@@ -18,7 +17,7 @@ from services.transferqueue.storage.puts import Metadata, Puts
 
 @asynccontextmanager
 async def storage_shard(
-    settings: TransferQueueSettings, index: Metadata, clients: Admission
+    settings: TransferQueueSettings, index: Metadata, clients: Admission, *, instance_id: str
 ) -> AsyncIterator[tuple[Shard, BlobStore, Puts]]:
     """Serve the bytes of one shard until the block ends.
 
@@ -26,6 +25,7 @@ async def storage_shard(
         settings: Where and how much.
         index: Makes puts visible.
         clients: Says who may connect.
+        instance_id: Names this life of the process.
 
     Yields:
         How to reach the shard, its blobs, and the way of puts.
@@ -35,7 +35,7 @@ async def storage_shard(
         shard_id=settings.shard_id,
         endpoint="",
         public_key=public_key.decode(),
-        instance_id=new_id("shard"),
+        instance_id=instance_id,
     )
     arena = None
     async with AsyncExitStack() as stack:

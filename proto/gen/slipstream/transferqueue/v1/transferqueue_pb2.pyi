@@ -1019,6 +1019,7 @@ class ReserveBytesRequest(_message.Message):
     PARTITION_ID_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.str
     """Names the shard."""
     partition_id: _builtins.str
@@ -1027,6 +1028,8 @@ class ReserveBytesRequest(_message.Message):
     """Gives the bytes."""
     wait_s: _builtins.float
     """Gives the longest wait in seconds."""
+    instance_id: _builtins.str
+    """Names this life of the shard's process."""
     def __init__(
         self,
         *,
@@ -1034,10 +1037,11 @@ class ReserveBytesRequest(_message.Message):
         partition_id: _builtins.str = ...,
         size_bytes: _builtins.int = ...,
         wait_s: _builtins.float = ...,
+        instance_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["partition_id", b"partition_id", "shard_id", b"shard_id", "size_bytes", b"size_bytes", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "partition_id", b"partition_id", "shard_id", b"shard_id", "size_bytes", b"size_bytes", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1069,22 +1073,26 @@ class CancelBytesRequest(_message.Message):
     SHARD_ID_FIELD_NUMBER: _builtins.int
     PARTITION_ID_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.str
     """Names the shard."""
     partition_id: _builtins.str
     """Names the partition."""
     size_bytes: _builtins.int
     """Gives the bytes."""
+    instance_id: _builtins.str
+    """Names this life of the shard's process."""
     def __init__(
         self,
         *,
         shard_id: _builtins.str = ...,
         partition_id: _builtins.str = ...,
         size_bytes: _builtins.int = ...,
+        instance_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["partition_id", b"partition_id", "shard_id", b"shard_id", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "partition_id", b"partition_id", "shard_id", b"shard_id", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1116,10 +1124,13 @@ class CommitPutRequest(_message.Message):
     PUT_ID_FIELD_NUMBER: _builtins.int
     SHARD_ID_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
     put_id: _builtins.str
     """Names the put."""
     shard_id: _builtins.str
     """Names the shard."""
+    instance_id: _builtins.str
+    """Names this life of the shard's process."""
     @_builtins.property
     def batch(self) -> _batch_pb2.KVBatchMeta:
         """Describes the samples."""
@@ -1130,10 +1141,11 @@ class CommitPutRequest(_message.Message):
         put_id: _builtins.str = ...,
         shard_id: _builtins.str = ...,
         batch: _batch_pb2.KVBatchMeta | None = ...,
+        instance_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "put_id", b"put_id", "shard_id", b"shard_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "instance_id", b"instance_id", "put_id", b"put_id", "shard_id", b"shard_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
