@@ -16,7 +16,6 @@ from services.common.errors import (
     DataLossError,
     DeadlineExceededError,
     NotFoundError,
-    UnavailableError,
 )
 from services.common.grpc_client import open_channel
 from services.transferqueue.__main__ import transferqueue
@@ -120,7 +119,7 @@ async def test_a_dead_shard_is_noticed_and_its_unacknowledged_keys_are_reported(
         assert set(loss.keys) == lost
         assert loss.shard_id == "shard-1"
         await until_shards(data, 1)
-        with pytest.raises(UnavailableError, match="shard-1"):
+        with pytest.raises(NotFoundError, match="shard-1"):
             await data.get(meta, ["tokens"])
         rest = await metadata.get_batch(TRAIN)
         assert set(rest.keys) == set(keys) - lost
@@ -290,7 +289,7 @@ async def test_values_of_a_field_go_some_time_after_they_are_acknowledged(tmp_pa
 
 async def test_links_know_no_shard_before_they_are_opened() -> None:
     links = Links(use_shared_memory=False)
-    with pytest.raises(UnavailableError, match="shard-0"):
+    with pytest.raises(NotFoundError, match="shard-0"):
         await links.to("shard-0")
 
 

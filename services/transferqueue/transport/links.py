@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from services.common.errors import UnavailableError
+from services.common.errors import NotFoundError, UnavailableError
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.concurrency import unwrapped
 from services.transferqueue.facts import Shard
@@ -56,13 +56,16 @@ class Links:
         """The way to a shard, opened again if it broke.
 
         Raises:
-            UnavailableError: If the shard is not alive.
+            NotFoundError: If the shard is gone, with all it held: nobody gains by asking again.
+            UnavailableError: If it does not answer, but may be alive.
         """
         link = self._links.get(shard_id)
         if link is not None and not link.connection.is_open:
             link = await self._reopen(shard_id)
+            if link is None and shard_id in self._links:
+                raise UnavailableError(f"shard {shard_id} does not answer", shard_id=shard_id)
         if link is None:
-            raise UnavailableError(
+            raise NotFoundError(
                 f"shard {shard_id} is gone; what it held is lost and must be made again",
                 shard_id=shard_id,
             )
