@@ -44,6 +44,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 _TIMEOUT_S = 30.0
 # The server sends a keep-alive comment every 15 s.
 _STREAM_TIMEOUT = httpx.Timeout(_TIMEOUT_S, read=60.0)
+_EVENTS_A_PAGE = 1000
 _RECONNECT_S = 60.0
 _RECONNECT_EVERY_S = 0.5
 
@@ -191,9 +192,15 @@ class Api:
 
     async def events(self, run_id: str, *, after_seq: int = 0, type_: str = "") -> list[EventView]:
         """Events of a run, in order."""
-        params = {"after_seq": after_seq, "type": type_}
         path = f"/v1/runs/{run_id}/events"
-        return (await self._model(EventPage, "GET", path, params=params)).items
+        events: list[EventView] = []
+        while True:
+            params = {"after_seq": after_seq, "type": type_, "limit": _EVENTS_A_PAGE}
+            page = (await self._model(EventPage, "GET", path, params=params)).items
+            events += page
+            if len(page) < _EVENTS_A_PAGE:
+                return events
+            after_seq = page[-1].seq
 
     async def metrics(
         self, run_id: str, *, name: str = "", from_step: int = 0, max_points: int = 2000

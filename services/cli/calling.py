@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -19,6 +20,8 @@ from services.common.spec.loader import SpecError
 
 _T = TypeVar("_T")
 
+_RUN_ID = re.compile("run_[0-9a-f]{32}")
+
 # What is piped is read by programs too: lines are not broken for a screen that is not there.
 console = Console(width=None if sys.stdout.isatty() else 1000)
 errors = Console(stderr=True)
@@ -28,6 +31,10 @@ def _given(run_id: str) -> str:
     """In ``slipstream watch "$(slipstream submit FILE)"`` nothing is left of a run that was refused."""
     if not run_id:
         raise typer.BadParameter("is empty: was the run submitted?")
+    if not _RUN_ID.fullmatch(run_id):
+        raise typer.BadParameter(
+            f"{run_id!r} is no id of a run; 'slipstream list' shows those there are"
+        )
     return run_id
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from services.controller.launch.process import last_lines
+from services.controller.launch.log_files import last_lines
 
 _START_TIMEOUT_S = 60.0
 _STOP_GRACE_S = 6.0

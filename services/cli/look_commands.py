@@ -1,4 +1,4 @@
-"""Commands that only look: runs, events, logs, numbers, checkpoints, workers."""
+"""Commands that only look at runs: their state, events, logs, numbers, samples, checkpoints, workers."""
 
 import sys
 from datetime import UTC, datetime
@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from services.cli.api import Api
-from services.cli.calling import RunId, Url, call_api, console
+from services.cli.calling import RunId, Url, call_api, console, errors
 from services.controller.api.models import EventView, RunView
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")]
@@ -18,17 +18,22 @@ Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the ru
 def add_look_commands(app: typer.Typer) -> None:
     """Add the commands."""
     app.command(name="list")(list_)
-    for command in (get, events, logs, metrics, checkpoints, workers):
+    for command in (get, events, logs, metrics, samples, checkpoints, workers):
         app.command()(command)
 
 
 def list_(
     state: Annotated[str, typer.Option(help="Only runs in this state.")] = "",
     label: Annotated[str, typer.Option(help="Only runs with this label, such as team=blue.")] = "",
+    limit: Annotated[int, typer.Option(help="Most runs that are shown.", min=1, max=500)] = 50,
     url: Url = None,
 ) -> None:
     """List runs, newest first."""
-    page = call_api(url, lambda api: api.list_runs(state=state.upper(), label=label))
+    if label and "=" not in label:
+        raise typer.BadParameter(f"--label {label}: expected KEY=VALUE, such as team=blue")
+    page = call_api(
+        url, lambda api: api.list_runs(state=state.upper(), label=label, page_size=limit)
+    )
     table = Table("id", "name", "state", "step", "held-out", "age", box=None, pad_edge=False)
     table.columns[0].no_wrap = True
     for run in page.items:
@@ -36,6 +41,8 @@ def list_(
             run.id, run.name, run.state, _steps(run), _heldout(run), _age(run.create_time)
         )
     console.print(table if page.items else "no runs", highlight=False)
+    if page.next_page_token:
+        _hint(f"there are older ones; --limit shows more than {limit}")
 
 
 def get(
@@ -95,18 +102,21 @@ def events(
 def logs(
     run_id: RunId,
     component: Annotated[str, typer.Argument(help="One worker, such as rollout-0.")] = "",
-    tail: Annotated[int, typer.Option(help="Last lines of each worker.", min=0, max=10_000)] = 100,
+    tail: Annotated[int, typer.Option(help="Last lines of each worker.", min=1, max=10_000)] = 100,
     follow: Follow = False,
     url: Url = None,
 ) -> None:
     """Show what the workers of a run wrote."""
 
     async def work(api: Api) -> None:
-        async for line in api.logs(
-            run_id, component=component, tail_lines=max(tail, 1), follow=follow
-        ):
+        is_empty = True
+        lines = api.logs(run_id, component=component, tail_lines=tail, follow=follow)
+        async for line in lines:
+            is_empty = False
             prefix = "" if component else f"{line.component:<12} "
             console.print(f"{prefix}{line.line}", soft_wrap=True, highlight=False, markup=False)
+        if is_empty:
+            _hint(f"there are no lines of {component or 'any worker'}")
 
     call_api(url, work)
 
@@ -120,11 +130,35 @@ def metrics(
 ) -> None:
     """Show a number of each step, or which numbers there are."""
     points = call_api(url, lambda api: api.metrics(run_id, name=name))
+    if not points:
+        _hint(
+            f"there is no number {name!r}; leave it out to see their names"
+            if name
+            else "no step is done"
+        )
     if not name:
         console.print("\n".join(sorted({point.name for point in points})), highlight=False)
         return
     for point in points:
         console.print(f"{point.step:>8}  {point.value:.6g}", highlight=False)
+
+
+def samples(
+    run_id: RunId,
+    after_step: Annotated[int, typer.Option(help="Step behind which they begin.", min=0)] = 0,
+    steps: Annotated[int, typer.Option(help="Steps that are shown.", min=1, max=100)] = 10,
+    url: Url = None,
+) -> None:
+    """List the groups that steps trained, then those in flight and those that were given up."""
+    columns = ("group", "row", "attempt", "state", "step", "staleness", "why")
+    table = Table(*columns, box=None, pad_edge=False)
+    for item in call_api(url, lambda api: api.samples(run_id, after_step=after_step, steps=steps)):
+        step, staleness = (
+            "-" if number is None else str(number) for number in (item.step, item.staleness)
+        )
+        row, attempt = str(item.row), str(item.attempt)
+        table.add_row(item.group_id, row, attempt, item.state, step, staleness, item.reason)
+    console.print(table, highlight=False)
 
 
 def checkpoints(run_id: RunId, url: Url = None) -> None:
@@ -139,7 +173,7 @@ def checkpoints(run_id: RunId, url: Url = None) -> None:
             _age(item.create_time),
             item.path or item.message,
         )
-    console.print(table, highlight=False)
+    console.print(table if table.row_count else "no checkpoints", highlight=False)
 
 
 def workers(run_id: RunId, url: Url = None) -> None:
@@ -148,7 +182,12 @@ def workers(run_id: RunId, url: Url = None) -> None:
     for worker in call_api(url, lambda api: api.topology(run_id)):
         version = str(worker.weight_version) if worker.weight_version >= 0 else "-"
         table.add_row(worker.worker_id, worker.state, version, worker.activity)
-    console.print(table, highlight=False)
+    console.print(table if table.row_count else "no workers", highlight=False)
+
+
+def _hint(text: str) -> None:
+    """Say something that is not what was asked for, where no program reads it."""
+    errors.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _conditions(run: RunView) -> Table:

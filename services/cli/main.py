@@ -22,6 +22,7 @@ from services.cli.calling import (
 from services.cli.follow import follow
 from services.cli.local import LocalServices, local_services
 from services.cli.look_commands import add_look_commands
+from services.cli.project_commands import add_project_commands
 from services.cli.run_commands import add_run_commands
 from services.cli.unfinished import submit_or_go_on
 from services.common.spec.loader import SpecError, load_spec
@@ -94,7 +95,7 @@ def submit(
     url: Url = None,
 ) -> None:
     """Submit a run and print its id."""
-    loaded, labels = _load(spec, overrides), _labels(label or [])
+    labels, loaded = _labels(label or []), _load(spec, overrides)
     created = call_api(
         url,
         lambda api: api.submit(loaded.model_dump(mode="json"), priority=priority, labels=labels),
@@ -104,6 +105,7 @@ def submit(
 
 add_run_commands(app)
 add_look_commands(app)
+add_project_commands(app)
 
 
 def _labels(pairs: list[str]) -> dict[str, str]:
@@ -113,11 +115,11 @@ def _labels(pairs: list[str]) -> dict[str, str]:
 
 
 def _load(path: Path, overrides: list[str] | None) -> RunSpec:
-    # It loads torch, which takes seconds that commands without a specification do not need.
-    from services.cli import preflight
-
     try:
         spec = load_spec(path, overrides or ())
+        # It loads torch, which takes seconds that a mistyped key does not need.
+        from services.cli import preflight
+
         preflight.check(spec)
     except SpecError as error:
         for problem in error.problems:

@@ -1,16 +1,11 @@
 """What is left of a run: summary.json, metrics.jsonl and curves.png."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-from matplotlib.figure import Figure
-
 from services.cli.steps import StepLog
-
-mpl.use("Agg")
 
 
 def write_report(
@@ -20,7 +15,10 @@ def write_report(
     folder.mkdir(parents=True, exist_ok=True)
     log.write(folder / "metrics.jsonl")
     if log.records:
-        _draw_curves(folder / "curves.png", run, log)
+        # It loads matplotlib, which takes time that commands without a run to draw do not need.
+        from services.cli import curves
+
+        curves.draw(folder / "curves.png", run, log)
     summary = {
         "run_id": run["id"],
         "name": run["name"],
@@ -58,48 +56,6 @@ def summary_lines(run: Mapping[str, Any], folder: Path, *, wall_seconds: float) 
         f"  files       {folder}/summary.json, metrics.jsonl, curves.png",
     ]
     return lines
-
-
-def _draw_curves(path: Path, run: Mapping[str, Any], log: StepLog) -> None:
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    (reward, accuracy), (staleness, sync) = figure.subplots(2, 2)
-    steps = [record["step"] for record in log.records]
-    versions = [score["version"] for score in log.heldout]
-
-    _line(reward, steps, [record.get("reward_mean") for record in log.records], "reward")
-    _decorate(reward, "Training reward", "mean reward of the batch")
-
-    for kind in ("greedy", "sampled"):
-        _line(accuracy, versions, [score[kind] for score in log.heldout], kind, marker="o")
-    _decorate(accuracy, "Held-out accuracy", "mean reward")
-
-    for kind in ("mean", "max"):
-        _line(staleness, steps, [record.get(f"staleness_{kind}") for record in log.records], kind)
-    bound = run["summary"]["staleness"]["bound"]
-    staleness.axhline(bound, linestyle="--", color="grey", label=f"bound {bound}")
-    _decorate(staleness, "Staleness of trained samples", "weight versions")
-
-    _line(sync, steps, [record.get("sync_ms") for record in log.records], "total")
-    _decorate(sync, "Weight sync", "milliseconds")
-
-    figure.suptitle(f"{run['name']}  ({run['id']})")
-    figure.savefig(path, dpi=110)
-
-
-def _line(
-    axes: Any, x: Sequence[float], y: Sequence[float | None], label: str, *, marker: str = ""
-) -> None:
-    known = [(step, value) for step, value in zip(x, y, strict=True) if value is not None]
-    axes.plot(*zip(*known, strict=True) if known else ((), ()), label=label, marker=marker)
-
-
-def _decorate(axes: Any, title: str, unit: str) -> None:
-    axes.set_title(title)
-    axes.set_xlabel("step")
-    axes.set_ylabel(unit)
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend()
 
 
 def _number(value: float | None, digits: int = 3) -> str:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 import yaml
+from pydantic import ValidationError
 
 from services.cli.api import Api
 from services.cli.calling import (
@@ -37,7 +38,10 @@ def watch(run_id: RunId, url: Url = None, state_directory: StateDirectory = DEFA
 def cancel(
     run_id: RunId,
     grace_seconds: Annotated[
-        float, typer.Option(help="Time for the run to finish its step; 0 ends it at once.")
+        float,
+        typer.Option(
+            help="Time for the run to finish its step; 0 ends it at once.", min=0, max=86_400
+        ),
     ] = 0.0,
     save_checkpoint: Annotated[
         bool, typer.Option(help="Save a checkpoint behind that step.")
@@ -96,9 +100,12 @@ def fork(
     url: Url = None,
 ) -> None:
     """Start a new run that goes on from a checkpoint, and print its id."""
-    request = ForkRequest(
-        checkpoint_id=checkpoint_id, name=name, overrides=_nested(overrides or [])
-    )
+    changes = _nested(overrides or [])
+    try:
+        request = ForkRequest(checkpoint_id=checkpoint_id, name=name, overrides=changes)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise typer.BadParameter(f"{wrong['loc'][0]}: {wrong['msg']}") from error
     created = call_api(url, lambda api: api.fork(run_id, request))
     typer.echo(created.id)
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from services.controller.api.models import LogLine
-from services.controller.launch.process import last_lines
+from services.controller.launch.log_files import last_lines
 
 # A file tells nobody that it grew.
 _LOOK_EVERY_S = 0.5

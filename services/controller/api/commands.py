@@ -20,7 +20,8 @@ from services.controller.api.models import (
     ValidatedView,
 )
 from services.controller.api.page_tokens import PageTokens
-from services.controller.api.principals import Principal, Role
+from services.controller.api.principals import Principal
+from services.controller.api.roles import Role
 from services.controller.api.views import view_run
 from services.controller.run.run_state import RunState
 from services.controller.runs import RunManager

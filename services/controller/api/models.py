@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, WithJsonSchema
 
-from services.controller.api.principals import Role
+from services.controller.api.roles import Role
 from services.controller.run.conditions import ConditionStatus, ConditionType
 from services.controller.run.run_state import Desired
 

@@ -11,7 +11,8 @@ from services.common.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from services.controller.api.principals import Principal, Role, bearer_token
+from services.controller.api.principals import Principal, bearer_token
+from services.controller.api.roles import Role
 
 # Signatures by a key pair only: with a shared secret, whoever checks a token could also make it.
 _ALGORITHMS = ("RS256", "PS256", "ES256", "EdDSA")

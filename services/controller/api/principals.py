@@ -5,20 +5,18 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import sqlalchemy as sa
 
 from services.common.access import AUTH_FAILURES
 from services.common.errors import NotFoundError, PermissionDeniedError, UnauthenticatedError
 from services.common.spec.run import RunSpec
+from services.controller.api.roles import Role, covers
 from services.controller.store.database import Database
 from services.controller.store.records import Run
 from services.controller.store.tables import API_TOKENS
 
-Role = Literal["viewer", "operator", "admin"]
-
-_RANK: dict[Role, int] = {"viewer": 0, "operator": 1, "admin": 2}
 _PREFIX = "slp_"
 DEFAULT_PROJECT = "default"
 
@@ -37,7 +35,7 @@ class Principal:
         Raises:
             PermissionDeniedError: If it does not.
         """
-        if _RANK[self.role] < _RANK[role]:
+        if not covers(self.role, role):
             raise PermissionDeniedError(
                 f"this needs the role {role}, and {self.name} has {self.role}; ask an admin of "
                 f"project {self.project}"

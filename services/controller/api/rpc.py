@@ -19,7 +19,8 @@ from services.controller.api.models import (
     SubmitOptions,
 )
 from services.controller.api.page_tokens import PageTokens
-from services.controller.api.principals import DEVELOPER, Authenticator, Principal, Role
+from services.controller.api.principals import DEVELOPER, Authenticator, Principal
+from services.controller.api.roles import Role
 from services.controller.api.rpc_messages import (
     checkpoint_message,
     event_message,

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import sys
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from services.controller.launch.launcher import (
     program_of,
     worker_names,
 )
+from services.controller.launch.log_files import last_lines
 from services.controller.launch.worker_process import (
     ChildProcess,
     ProcessGroup,
@@ -35,13 +35,12 @@ from services.controller.launch.worker_process import (
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.5
-_LAST_LINES = 15
 
 
 class ProcessLauncher:
     """Starts each worker as ``python -m services.<program>`` in a session of its own.
 
-    A trainer of several ranks is one such process for each; they meet on loopback, as under ``torchrun``.
+    A worker of several ranks is one such process for each; they meet on loopback, as under ``torchrun``.
     Each has GPUs of its own while the host has them.
     Workers that an earlier controller process started are found by what it wrote down, and kept.
 
@@ -194,11 +193,3 @@ def _places(ranks: int) -> list[dict[str, str]]:
         port = listener.getsockname()[1]
     meeting = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [{**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-
-
-def last_lines(log: Path, count: int = _LAST_LINES) -> str:
-    """The end of a log file."""
-    if not log.exists():
-        return ""
-    with log.open(encoding="utf-8", errors="replace") as lines:
-        return "".join(deque(lines, maxlen=count)).rstrip()

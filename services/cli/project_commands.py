@@ -1,0 +1,33 @@
+"""Commands that look at the project and at the controller."""
+
+import typer
+from rich.table import Table
+
+from services.cli.calling import Url, call_api, console
+
+_QUOTAS = (
+    ("active runs", "active_runs", "max_active_runs"),
+    ("queued runs", "queued_runs", "max_queued_runs"),
+    ("GPUs", "gpus", "max_gpus"),
+    ("transferqueue bytes", "transferqueue_bytes", "max_transferqueue_bytes"),
+)
+
+
+def add_project_commands(app: typer.Typer) -> None:
+    """Add the commands."""
+    for command in (quota, version):
+        app.command()(command)
+
+
+def quota(url: Url = None) -> None:
+    """Show what the project uses, and what it may use."""
+    found = call_api(url, lambda api: api.quota())
+    table = Table(f"project {found.project}", "uses", "of", box=None, pad_edge=False)
+    for name, used, limit in _QUOTAS:
+        table.add_row(name, f"{getattr(found, used):,}", f"{getattr(found, limit):,}")
+    console.print(table, highlight=False)
+
+
+def version(url: Url = None) -> None:
+    """Show the release of the controller."""
+    console.print(call_api(url, lambda api: api.version()), highlight=False)
