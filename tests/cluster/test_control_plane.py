@@ -2,12 +2,14 @@
 
 import asyncio
 import base64
+import copy
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kubernetes.client import ApiClient, AppsV1Api, Configuration, CoreV1Api, NodeV1Api
@@ -161,12 +163,34 @@ class Events:
         self.pending: asyncio.Queue[tuple[str, str, str]] = asyncio.Queue()
 
 
+class QueueingApi(PodApi):
+    """Does to new pods what Kueue's webhook does, on an API server that is older than scheduling gates."""
+
+    admin: CoreV1Api
+
+    async def create(self, pod: Mapping[str, Any]) -> dict[str, Any]:
+        gated = copy.deepcopy(dict(pod))
+        gated["metadata"]["finalizers"] = ["kueue.x-k8s.io/managed"]
+        gated["spec"]["schedulerName"] = "none"
+        created = await super().create(gated)
+        condition = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}
+        created["status"]["conditions"] = [condition]
+        patch = {"status": {"conditions": [condition]}}
+        self.admin.patch_namespaced_pod_status(created["metadata"]["name"], NAMESPACE, patch)
+        return created
+
+
 async def open_launcher(
-    stack: AsyncExitStack, cluster: Cluster, folder: Path, *, pending_timeout_s: float = 60.0
+    stack: AsyncExitStack,
+    cluster: Cluster,
+    folder: Path,
+    *,
+    pending_timeout_s: float = 60.0,
+    make_api: type[PodApi] = PodApi,
 ) -> tuple[KubernetesLauncher, Events]:
-    core, events = controller_account(cluster), Events()
+    core, events, QueueingApi.admin = controller_account(cluster), Events(), cluster.core
     launcher = KubernetesLauncher(
-        PodApi(core, NAMESPACE),
+        make_api(core, NAMESPACE),
         write_templates(cluster, folder),
         owner=await deployment_reference(core, NAMESPACE, DEPLOYMENT),
         controller_address="controller:50051",
@@ -246,11 +270,53 @@ async def test_a_run_that_cannot_fit_says_so_and_is_given_up(
         await launcher.stop("run_a3")
 
 
+async def test_a_run_waits_for_its_queue_and_leaves_it(
+    cluster: Cluster, release: None, nodes: list[str], tmp_path: Path
+) -> None:
+    install(cluster, "--set", "workers.kueue.queueName=gpus")
+    async with AsyncExitStack() as stack:
+        launcher, events = await open_launcher(
+            stack, cluster, tmp_path, pending_timeout_s=2, make_api=QueueingApi
+        )
+        cancelled = asyncio.ensure_future(launcher.start("run_a4", make_spec(replicas=1)))
+        await until(lambda: len(run_pods(cluster, "run_a4")) == 2)
+        cancelled.cancel()
+        await launcher.stop("run_a4")
+        assert run_pods(cluster, "run_a4") == {}
+
+        starting = asyncio.ensure_future(launcher.start("run_a5", make_spec(replicas=1)))
+        await until(lambda: len(run_pods(cluster, "run_a5")) == 2)
+        await asyncio.sleep(3)
+        assert set(run_pods(cluster, "run_a5").values()) == {("Pending", None)}
+        assert not starting.done()
+        assert events.exits.empty(), "a queue may take longer than a start"
+        told = {events.pending.get_nowait() for _ in range(events.pending.qsize())}
+        why = "pod run-a5-rollout-0: waits until the queue gpus admits the run"
+        assert ("run_a5", "SchedulingGated", why) in told
+
+        def admit(pod: str) -> None:
+            binding = {"metadata": {"name": pod}, "target": {"kind": "Node", "name": nodes[0]}}
+            cluster.core.create_namespaced_binding(NAMESPACE, binding, _preload_content=False)
+
+        for pod in run_pods(cluster, "run_a5"):
+            admit(pod)
+        await starting
+        await launcher.end("run_a5", "rollout-0")
+        assert set(run_pods(cluster, "run_a5")) == {"run-a5-trainer-0"}
+        starting = asyncio.ensure_future(launcher.start("run_a5", make_spec(replicas=1)))
+        await until(lambda: len(run_pods(cluster, "run_a5")) == 2)
+        admit("run-a5-rollout-0")
+        await starting
+        await launcher.stop("run_a5")
+        assert run_pods(cluster, "run_a5") == {}
+    install(cluster)
+
+
 async def test_worker_pods_go_with_the_release(
     cluster: Cluster, release: None, nodes: list[str], tmp_path: Path
 ) -> None:
     async with AsyncExitStack() as stack:
         launcher, _ = await open_launcher(stack, cluster, tmp_path)
-        await launcher.start("run_a4", make_spec(replicas=1))
+        await launcher.start("run_a6", make_spec(replicas=1))
         AppsV1Api(cluster.core.api_client).delete_namespaced_deployment(DEPLOYMENT, NAMESPACE)
-        await until(lambda: run_pods(cluster, "run_a4") == {}, timeout_s=60)
+        await until(lambda: run_pods(cluster, "run_a6") == {}, timeout_s=60)

@@ -1,6 +1,7 @@
 """Runs workers as pods, through the Kubernetes API.
 
 start   builds pods from the chart's templates   -> API server
+        waits until their queue, if any, admits them
 watch   sees them pend, run, end and vanish      -> conditions and exits of the run
 stop    deletes them and waits until they are gone
 """
@@ -15,7 +16,7 @@ from typing import Any
 from services.common.credentials import current_identity
 from services.common.errors import FailedPreconditionError, ServiceError
 from services.common.spec.run import RunSpec
-from services.controller.launch import pod_state
+from services.controller.launch import kueue, pod_state
 from services.controller.launch.follow import Seen
 from services.controller.launch.launcher import ExitHandler, WorkerExit
 from services.controller.launch.pod_api import PodApi
@@ -48,6 +49,8 @@ class _Pod:
     """Pods that a queue admits together with it; 0 without a queue."""
     grace_s: float
     """Longest time that it takes to end when asked to."""
+    is_gated: bool = False
+    """Whether a queue holds it back, for as long as that takes."""
     uid: str = ""
     """This one of all pods of its name; empty until it is seen."""
     reported: set[str] = field(default_factory=set)
@@ -108,6 +111,8 @@ class KubernetesLauncher:
     async def start(self, run_id: str, spec: RunSpec) -> None:
         """Create the pods of a run that are not there; an earlier controller may have made some.
 
+        Returns when the queue, if the pods are in one, has admitted them, or one of them is lost.
+
         Raises:
             FailedPreconditionError: If Kubernetes refuses one, with its explanation.
         """
@@ -124,10 +129,10 @@ class KubernetesLauncher:
             controller_address=self._controller_address,
             owner=self._owner,
         )
-        group_sizes = {pod.group_size for pod in known.values()}
-        if group_sizes and pod_state.group_size(bodies[0]) > max(group_sizes):
+        admitted = max((pod.group_size for pod in known.values()), default=0)
+        if admitted and kueue.group_size(bodies[0]) > admitted:
             raise FailedPreconditionError(
-                f"the queue has admitted the run's {max(group_sizes)} pods as one, which cannot get more; "
+                f"the queue has admitted the run's {admitted} pods as one, which cannot get more; "
                 "install without workers.kueue.queueName to add rollouts while a run goes on"
             )
         if not known:  # with pods there is a secret, which one that starts may be looking for
@@ -141,10 +146,16 @@ class KubernetesLauncher:
                     "workers.topology=separate to change their number while a run goes on"
                 )
             if name not in known:
-                await self._api.create(body)
-                known[name] = self._admit(run_id, body)
+                if admitted:
+                    kueue.rejoin(body, admitted)
+                self._take(run_id, await self._api.create(body))
         if self._scales is not None:
             await self._scales.show(run_id, spec.rollout.replicas)
+        names = {body["metadata"]["name"] for body in bodies}
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: names - known.keys() or not any(pod.is_gated for pod in known.values())
+            )
 
     async def end(self, run_id: str, worker_id: str) -> None:
         """Remove a worker's pod at once; returns when it is gone."""
@@ -201,21 +212,20 @@ class KubernetesLauncher:
         for body in await self._api.list(f"{RUN_LABEL}={run_id}"):
             name = body["metadata"]["name"]
             if name not in known:
-                known[name] = self._admit(run_id, body)
+                self._take(run_id, body)
             known[name].is_ending |= "deletionTimestamp" in body["metadata"]
             known[name].is_over |= pod_state.is_over(body)
         return known
 
-    def _admit(self, run_id: str, body: Mapping[str, Any]) -> _Pod:
-        """Keep a pod, and give it up should it not run in time."""
+    def _take(self, run_id: str, body: Mapping[str, Any]) -> None:
+        """Keep a pod."""
         name = body["metadata"]["name"]
-        loop = asyncio.get_running_loop()
-        return _Pod(
+        self._runs[run_id][name] = _Pod(
             workers=pod_state.workers(body),
-            group_size=pod_state.group_size(body),
+            group_size=kueue.group_size(body),
             grace_s=body["spec"]["terminationGracePeriodSeconds"] + _STOP_MARGIN_S,
-            timer=loop.call_later(self._pending_timeout_s, self._give_up, run_id, name),
         )
+        self._note_start(run_id, name, body)
 
     async def _take_in(self, seen: Seen) -> None:
         run_id = self._run_of(seen)
@@ -248,14 +258,18 @@ class KubernetesLauncher:
         if not any(owner["uid"] == self._owner["uid"] for owner in owners):
             return
         try:
-            await self._api.delete(seen.name)
+            await self._api.delete(seen.name, is_queued=kueue.group_size(seen.body) > 0)
         except ServiceError as error:  # it is seen again with the next list
             logger.warning("ended pod stays", extra={"pod": seen.name, "error": str(error)})
 
     def _note_start(self, run_id: str, name: str, body: Mapping[str, Any]) -> None:
         pod = self._runs[run_id][name]
         pod.uid = body["metadata"]["uid"]
-        pod.is_running = pod_state.is_running(body)
+        pod.is_running, pod.is_gated = pod_state.is_running(body), pod_state.is_gated(body)
+        if pod.timer is None and not pod.is_gated:
+            # It is given up should it not run in time.
+            loop = asyncio.get_running_loop()
+            pod.timer = loop.call_later(self._pending_timeout_s, self._give_up, run_id, name)
         if pod.is_running:
             pod.obstacle = None
             pod.stop_timer()
@@ -316,7 +330,10 @@ class KubernetesLauncher:
         return name not in self._runs[run_id]
 
     async def _delete(self, run_id: str, name: str, *, grace_s: int | None = None) -> None:
-        if not await self._api.delete(name, grace_s=grace_s) and name in self._runs[run_id]:
+        pod = self._runs[run_id].get(name)
+        is_queued = pod is not None and pod.group_size > 0
+        is_there = await self._api.delete(name, grace_s=grace_s, is_queued=is_queued)
+        if not is_there and name in self._runs[run_id]:
             self._forget(run_id, name, code=-9, message="its pod was deleted")
 
     async def _until(self, condition: Callable[[], bool], timeout_s: float) -> None:

@@ -10,6 +10,7 @@ from kubernetes.client import ApiException, AppsV1Api, CoreV1Api, V1Pod, V1Secre
 from urllib3.exceptions import HTTPError
 
 from services.common.errors import FailedPreconditionError, NotFoundError, UnavailableError
+from services.controller.launch import kueue
 
 _TIMEOUT_S = 10
 
@@ -28,14 +29,16 @@ class PodApi:
         self._core = core
         self._namespace = namespace
 
-    async def create(self, pod: Mapping[str, Any]) -> None:
-        """Create a pod."""
-        await ask(
+    async def create(self, pod: Mapping[str, Any]) -> dict[str, Any]:
+        """Create a pod; returns it as Kubernetes and its webhooks made it."""
+        created = await ask(
             f"pod {pod['metadata']['name']}",
             self._core.create_namespaced_pod,
             self._namespace,
             cast("V1Pod", dict(pod)),
         )
+        body: dict[str, Any] = self._core.api_client.sanitize_for_serialization(created)
+        return body
 
     async def list(self, selector: str) -> list[dict[str, Any]]:
         """Pods with certain labels."""
@@ -50,8 +53,16 @@ class PodApi:
         ]
         return pods
 
-    async def delete(self, name: str, *, grace_s: int | None = None) -> bool:
-        """Delete a pod; returns whether it was there."""
+    async def delete(
+        self, name: str, *, grace_s: int | None = None, is_queued: bool = False
+    ) -> bool:
+        """Delete a pod; returns whether it was there.
+
+        Args:
+            name: The pod.
+            grace_s: Seconds that it has to end; its own when None.
+            is_queued: Whether a queue would keep it.
+        """
         try:
             await ask(
                 f"the end of pod {name}",
@@ -62,6 +73,15 @@ class PodApi:
             )
         except NotFoundError:
             return False
+        if is_queued:
+            with suppress(NotFoundError):
+                await ask(
+                    f"pod {name} to leave its queue",
+                    self._core.patch_namespaced_pod,
+                    name,
+                    self._namespace,
+                    kueue.LEAVE,
+                )
         return True
 
     async def put_secret(self, secret: Mapping[str, Any]) -> None:

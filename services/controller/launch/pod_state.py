@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from services.controller.launch.kueue import QUEUE_LABEL
+
 # The kubelet gives up at once on these; on the others it keeps trying.
 HOPELESS = frozenset({"InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError"})
 _BLOCKED = HOPELESS | {"ImagePullBackOff", "ErrImagePull", "CreateContainerError"}
@@ -13,7 +15,8 @@ _REPEATED = 3
 
 _SIGNAL = 128
 
-COUNT_ANNOTATION = "kueue.x-k8s.io/pod-group-total-count"
+# Kubernetes' reason for a pod that a queue, or whoever put a gate on it, holds back.
+_GATED = "SchedulingGated"
 
 Json = Mapping[str, Any]
 
@@ -44,9 +47,10 @@ def workers(pod: Json) -> list[str]:
     return [container["name"] for container in pod["spec"]["containers"]]
 
 
-def group_size(pod: Json) -> int:
-    """Pods that Kueue admits together with this one; 0 without a queue."""
-    return int(pod["metadata"].get("annotations", {}).get(COUNT_ANNOTATION, 0))
+def is_gated(pod: Json) -> bool:
+    """Whether the scheduler may not look at the pod yet."""
+    found = obstacle(pod)
+    return found is not None and found.reason == _GATED
 
 
 def is_running(pod: Json) -> bool:
@@ -67,10 +71,9 @@ def obstacle(pod: Json) -> Obstacle | None:
     status = pod["status"]
     for condition in status.get("conditions", []):
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            return Obstacle(
-                reason=condition.get("reason", "Unschedulable"),
-                message=condition.get("message", ""),
-            )
+            reason = condition.get("reason", "Unschedulable")
+            message = _wait_in_queue(pod) if reason == _GATED else ""
+            return Obstacle(reason=reason, message=message or condition.get("message", ""))
     for container in status.get("containerStatuses", []):
         waiting = container["state"].get("waiting", {})
         if waiting.get("reason") in _BLOCKED:
@@ -103,6 +106,11 @@ def ended(pod: Json) -> Iterator[Ended]:
         for worker_id in workers(pod):
             if worker_id not in told:
                 yield Ended(worker_id=worker_id, code=None, message=why)
+
+
+def _wait_in_queue(pod: Json) -> str:
+    queue = pod["metadata"]["labels"].get(QUEUE_LABEL)
+    return f"waits until the queue {queue} admits the run" if queue is not None else ""
 
 
 def _status(code: int) -> int:

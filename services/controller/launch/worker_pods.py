@@ -16,15 +16,13 @@ import yaml
 from services.common.errors import FailedPreconditionError
 from services.common.spec.run import RunSpec
 from services.controller.client import WorkerRole
+from services.controller.launch import kueue
 from services.controller.launch.launcher import num_gpus, num_ranks, program_of, worker_names
-from services.controller.launch.pod_state import COUNT_ANNOTATION
 
 RUN_LABEL = "slipstream.dev/run"
 WORKER_LABEL = "slipstream.dev/worker"
 
 _GPU_ANNOTATION = "slipstream.dev/gpu-resource"
-_QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-_GROUP_LABEL = "kueue.x-k8s.io/pod-group-name"
 _GRPC_PORT = 50051
 _METRICS_PORT = 9090
 _MEETING_PORT = 29500
@@ -140,7 +138,7 @@ def build_pods(
     if templates.topology == "bundled":
         pods = [_bundle(run_id, pods)]
     for pod in pods:
-        _join_group(pod, run_id, len(pods))
+        kueue.join(pod, group=run_id.replace("_", "-"), num_pods=len(pods))
     return pods
 
 
@@ -187,14 +185,6 @@ def _ask_for_gpus(pod: Pod, count: int) -> None:
         (container,) = pod["spec"]["containers"]
         for part in ("requests", "limits"):
             container["resources"].setdefault(part, {})[kind] = str(count)
-
-
-def _join_group(pod: Pod, run_id: str, num_pods: int) -> None:
-    """Let Kueue, if the chart names a queue, admit all pods of a run at once or none."""
-    metadata = pod["metadata"]
-    if _QUEUE_LABEL in metadata["labels"]:
-        metadata["labels"][_GROUP_LABEL] = run_id.replace("_", "-")
-        metadata["annotations"][COUNT_ANNOTATION] = str(num_pods)
 
 
 def _name_worker(container: Pod, place: _Place, run_id: str, controller_address: str) -> None:

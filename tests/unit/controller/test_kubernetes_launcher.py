@@ -35,6 +35,14 @@ SPREAD = {
     "trainer": {"steps": 1, "prompts_per_step": 1, "world_size": 2},
 }
 
+# What an API server says of a pod with a scheduling gate.
+GATED = {
+    "type": "PodScheduled",
+    "status": "False",
+    "reason": "SchedulingGated",
+    "message": "Scheduling is blocked due to non-empty scheduling gates",
+}
+
 
 @dataclass
 class FakeCluster:
@@ -44,6 +52,7 @@ class FakeCluster:
     pods: dict[str, dict[str, Any]] = field(default_factory=dict)
     refuses: str = ""
     ignores_deletion: bool = False
+    queue_is_full: bool = False
     deletions: list[tuple[str, int | None]] = field(default_factory=list)
     secrets: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -53,18 +62,24 @@ class FakeCluster:
     async def delete_secret(self, name: str) -> None:
         self.secrets.pop(name, None)
 
-    async def create(self, pod: Mapping[str, Any]) -> None:
+    async def create(self, pod: Mapping[str, Any]) -> dict[str, Any]:
         name = pod["metadata"]["name"]
         if self.refuses and name.endswith(self.refuses):
             raise FailedPreconditionError(f"Kubernetes refused pod {name}: exceeded quota")
         pod["metadata"]["uid"] = f"uid of {name}"
-        self.pods[name] = {**pod, "status": {"phase": "Pending"}}
+        status = {"conditions": [GATED]} if self.queue_is_full else {}
+        self.pods[name] = {**pod, "status": {"phase": "Pending", **status}}
+        return self.pods[name]
 
     async def list(self, selector: str) -> list[dict[str, Any]]:
         key, value = selector.split("=")
         return [pod for pod in self.pods.values() if pod["metadata"]["labels"].get(key) == value]
 
-    async def delete(self, name: str, *, grace_s: int | None = None) -> bool:
+    async def delete(
+        self, name: str, *, grace_s: int | None = None, is_queued: bool = False
+    ) -> bool:
+        labels = self.pods.get(name, {}).get("metadata", {}).get("labels", {})
+        assert is_queued == ("kueue.x-k8s.io/queue-name" in labels)
         self.deletions.append((name, grace_s))
         if name not in self.pods:
             return False
@@ -255,6 +270,45 @@ async def test_pods_that_a_queue_admitted_as_one_get_no_more(tmp_path: Path) -> 
         await launcher.start(RUN, SPEC)
         assert set(cluster.pods) == {TRAINER, ROLLOUT}, "a lost one is replaced"
         await launcher.stop(RUN)
+
+
+async def test_a_run_waits_for_its_queue_as_long_as_that_takes(tmp_path: Path) -> None:
+    cluster = FakeCluster(queue_is_full=True)
+    templates = write_templates(tmp_path, queue="gpus")
+    async with launching(cluster, templates, pending_timeout_s=0.01) as (launcher, heard):
+        starting = asyncio.ensure_future(launcher.start(RUN, SPEC))
+        while len(heard.pending) < 2:  # noqa: ASYNC110  templates are read in a thread
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)  # longer than what is admitted may take
+        assert not starting.done()
+        assert heard.exits == []
+        assert heard.pending[0] == (
+            RUN,
+            "SchedulingGated",
+            f"pod {TRAINER}: waits until the queue gpus admits the run",
+        )
+        for name in (TRAINER, ROLLOUT):
+            cluster.change(name, phase="Pending")
+        await starting
+        async with asyncio.timeout(30):
+            await heard.ended.wait()
+        assert "could not start" in heard.exits[0].last_lines, "what is admitted must start in time"
+        await launcher.stop(RUN)
+
+
+async def test_a_pod_that_is_deleted_in_the_queue_ends_the_wait(tmp_path: Path) -> None:
+    cluster = FakeCluster(queue_is_full=True)
+    templates = write_templates(tmp_path, queue="gpus")
+    async with launching(cluster, templates) as (launcher, heard):
+        starting = asyncio.ensure_future(launcher.start(RUN, SPEC))
+        while len(cluster.pods) < 2:  # noqa: ASYNC110  templates are read in a thread
+            await asyncio.sleep(0)
+        await cluster.delete(ROLLOUT, is_queued=True)
+        async with asyncio.timeout(30):
+            await starting
+        assert [exit_.worker_id for exit_ in heard.exits] == ["rollout-0"]
+        await launcher.stop(RUN)
+        assert cluster.pods == {}
 
 
 async def test_an_evicted_pod_says_so(tmp_path: Path) -> None:

@@ -104,6 +104,27 @@ def test_roles_of_their_own_get_pods_of_the_trainers_program(tmp_path: Path) -> 
     assert "--nproc-per-node=4" in pods[0]["spec"]["containers"][0]["command"]
 
 
+def test_a_sharded_reference_is_one_pod_with_all_its_ranks(tmp_path: Path) -> None:
+    pods = build(
+        tmp_path,
+        profiles=("multi-node",),
+        algorithm={"kl": {"coefficient": 0.1}},
+        rollout={"replicas": 2},
+        topology={
+            "task_groups": ["train", "ref_logp", "generate"],
+            "ratios": [0.25, 0.5, 0.25],
+            "gpus": 8,
+            "scoring_ranks": 4,
+        },
+    )
+    (pod,) = [pod for pod in pods if "ref-logp" in pod["metadata"]["name"]]
+    kubernetes_validate.validate(pod, "1.35", strict=True)
+    assert gpus(pod) == ["4"]
+    (container,) = pod["spec"]["containers"]
+    assert environment(container)["SLIPSTREAM_TRAINER_ROLE"] == "ref_logp"
+    assert container["command"][-3:] == ["--nproc-per-node=4", "-m", "services.trainer"]
+
+
 def test_workers_are_ready_once_they_say_so(tmp_path: Path) -> None:
     (pod,) = build(tmp_path, profiles=("one-gpu-node",))
     files = set()
@@ -116,11 +137,15 @@ def test_workers_are_ready_once_they_say_so(tmp_path: Path) -> None:
 
 def test_a_queue_admits_the_pods_of_a_run_together(tmp_path: Path) -> None:
     pods = build(tmp_path, "--set", "workers.kueue.queueName=gpus", profiles=("multi-node",))
+    roles = []
     for pod in pods:
         labels, annotations = pod["metadata"]["labels"], pod["metadata"]["annotations"]
         assert labels["kueue.x-k8s.io/queue-name"] == "gpus"
         assert labels["kueue.x-k8s.io/pod-group-name"] == "run-0198"
         assert annotations["kueue.x-k8s.io/pod-group-total-count"] == "3"
+        assert annotations["kueue.x-k8s.io/pod-group-serving"] == "true"
+        roles.append(annotations["kueue.x-k8s.io/role-hash"])
+    assert roles == ["trainer", "rollout", "rollout"]
     (plain, *_) = build(tmp_path, profiles=("multi-node",))
     assert not [label for label in plain["metadata"]["labels"] if "kueue" in label]
 

@@ -1,0 +1,50 @@
+"""Kueue admits all pods of a run at once or none: what its pods tell it, and how they leave it.
+
+Kueue's webhook gates each pod of a queue until its group is admitted, and keeps every pod of a group by a
+finalizer: a failed one until there is a replacement, which here has the same name and so could never come.
+It does not count a serving group as finished when pods end, so that a worker may be replaced at any time.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
+_GROUP_LABEL = "kueue.x-k8s.io/pod-group-name"
+_COUNT_ANNOTATION = "kueue.x-k8s.io/pod-group-total-count"
+_SERVING_ANNOTATION = "kueue.x-k8s.io/pod-group-serving"
+# Kueue takes pods of different ports for different roles, of which a group may have only a few.
+_ROLE_ANNOTATION = "kueue.x-k8s.io/role-hash"
+
+LEAVE: Final = {"metadata": {"$deleteFromPrimitiveList/finalizers": ["kueue.x-k8s.io/managed"]}}
+"""Strategic merge patch of a pod that Kueue shall not keep; no matter if it does not."""
+
+Json = Mapping[str, Any]
+
+
+def join(pod: dict[str, Any], *, group: str, num_pods: int) -> None:
+    """Make a pod one of a group, if the chart names a queue.
+
+    Args:
+        pod: The pod; its first container is named like the worker, such as ``ref-logp-1``.
+        group: Name of the group; Kueue's Workload gets it as well.
+        num_pods: Of the group.
+    """
+    metadata = pod["metadata"]
+    role, _, _ = pod["spec"]["containers"][0]["name"].rpartition("-")
+    if QUEUE_LABEL in metadata["labels"]:
+        metadata["labels"][_GROUP_LABEL] = group
+        metadata["annotations"] |= {
+            _COUNT_ANNOTATION: str(num_pods),
+            _SERVING_ANNOTATION: "true",
+            _ROLE_ANNOTATION: role,
+        }
+
+
+def rejoin(pod: dict[str, Any], num_pods: int) -> None:
+    """Make a pod one of a group that was admitted with another number of pods, as all must name the same."""
+    pod["metadata"]["annotations"][_COUNT_ANNOTATION] = str(num_pods)
+
+
+def group_size(pod: Json) -> int:
+    """Pods that are admitted together with this one; 0 without a queue."""
+    return int(pod["metadata"].get("annotations", {}).get(_COUNT_ANNOTATION, 0))
