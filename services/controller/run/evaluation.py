@@ -147,6 +147,13 @@ class Evaluator:
                 await self._queue.release(self._partition, late)
             await self._notify()
 
+    async def leave_out_lost(self) -> None:
+        """Leave held-out groups out of the scores that a shard took with it before they were seen, for ever."""
+        async for loss in self._queue.watch_losses(self._partition):
+            unseen = (key for key in loss.keys if key not in self._samples)
+            self._failed |= self._asked & {_group_of(key) for key in unseen}
+            await self._notify()
+
     async def fail(self, failures: Sequence[GroupFailure]) -> None:
         """Take in held-out groups that brought no samples: they are left out of the scores."""
         self._failed.update(f.group_id for f in failures if f.group_id in self._asked)
@@ -260,7 +267,8 @@ class Evaluator:
         expected = len(groups) * len(self._temperatures)
 
         def num_done() -> int:
-            return len(self._samples) + len(self._failed) * len(self._temperatures)
+            whole = sum(_group_of(key) not in self._failed for key in self._samples)
+            return whole + len(self._failed) * len(self._temperatures)
 
         try:
             async with asyncio.timeout(self._spec.validation.timeout_s), self._changed:
@@ -274,6 +282,10 @@ class Evaluator:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+
+def _group_of(key: str) -> str:
+    return key.rpartition(".")[0]
 
 
 def _has_reward(meta: KVBatchMeta) -> bool:

@@ -152,6 +152,7 @@ class RunLoop:
                     tasks.create_task(state.generation.collect()),
                     tasks.create_task(state.generation.replace_lost()),
                     tasks.create_task(state.evaluator.collect()),
+                    tasks.create_task(state.evaluator.leave_out_lost()),
                     tasks.create_task(state.evaluator.run()),
                 ]
                 await self._catch_up(state)

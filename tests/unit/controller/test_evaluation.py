@@ -11,6 +11,7 @@ from services.controller.client import GroupFailure
 from services.controller.run.evaluation import Evaluator
 from services.controller.run.scores import Evaluation
 from services.controller.run.validation import BegunEvaluation
+from services.transferqueue.facts import Loss
 from tests.unit.controller.rest import SPEC
 
 ROWS = 3
@@ -20,12 +21,16 @@ class Queue:
     """A transferqueue that hands on what a test puts into it."""
 
     def __init__(self):
-        self.batches = asyncio.Queue()
+        self.batches, self.losses = asyncio.Queue(), asyncio.Queue()
         self.released = []
 
     async def watch(self, partition, revision):
         while True:
             yield await self.batches.get()
+
+    async def watch_losses(self, partition):
+        while True:
+            yield await self.losses.get()
 
     async def get_batch(self, partition):
         return KVBatchMeta(partition_id=partition, keys=())
@@ -105,6 +110,7 @@ class Stage:
         self.tasks = [
             tasks.create_task(self.evaluator.run()),
             tasks.create_task(self.evaluator.collect()),
+            tasks.create_task(self.evaluator.leave_out_lost()),
         ]
 
     @property
@@ -278,6 +284,21 @@ async def test_a_sample_without_a_reward_is_no_wrong_answer():
         await stage.evaluator.fail([failure])
         await stage.evaluator.idle()
         assert stage.results == [(4, "ok", 0)]
+        stage.end()
+
+
+async def test_what_a_shard_took_with_it_is_not_waited_for():
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks)
+        await stage.evaluator.published(4, step=4)
+        await stage.rollouts.has_started.wait()
+        lost = samples_of("v000004-1-000001")
+        stage.queue.batches.put_nowait(lost.select(lost.keys[:1]))
+        await asyncio.sleep(0)
+        stage.queue.losses.put_nowait(Loss(keys=lost.keys, shard_id="shard-1"))
+        stage.answer(but=("v000004-1-000001",))
+        await stage.evaluator.idle()
+        assert stage.results == [(4, "ok", 5)]
         stage.end()
 
 
