@@ -148,7 +148,7 @@ class Evaluator:
             await self._notify()
 
     async def leave_out_lost(self) -> None:
-        """Leave held-out groups out of the scores that a shard took with it before they were seen, for ever."""
+        """Leave groups out of the scores that were lost with a shard before they were seen, for ever."""
         async for loss in self._queue.watch_losses(self._partition):
             unseen = (key for key in loss.keys if key not in self._samples)
             self._failed |= self._asked & {_group_of(key) for key in unseen}
