@@ -48,6 +48,8 @@ class LocalServices:
     max_restarts: int
     url: str = ""
     """REST address of the controller."""
+    grpc_address: str = ""
+    """``host:port`` of the controller's gRPC server."""
     services: list[_Service] = field(default_factory=list)
 
     async def keep(self) -> None:
@@ -131,7 +133,7 @@ async def local_services(
             # Whoever is started again must be found where it was.
             services.services[0].settings["BIND"] = queue["address"]
             services.services[1].settings["BIND"] = controller["grpc"]
-            services.url = controller["rest"]
+            services.url, services.grpc_address = controller["rest"], controller["grpc"]
             services.services[1].settings["REST_BIND"] = services.url.removeprefix("http://")
             yield services
         finally:

@@ -158,8 +158,10 @@ async def _up(state_directory: Path, port: int) -> None:
         up_file = state_directory / UP_FILE
         up_file.write_text(json.dumps({"url": services.url}) + "\n", encoding="utf-8")
         console.print(
-            f"controller at {services.url}, API documentation at {services.url}/docs; Ctrl-C ends it",
+            f"controller at {services.url}, API documentation at {services.url}/docs, gRPC at "
+            f"{services.grpc_address}; Ctrl-C ends it",
             highlight=False,
+            soft_wrap=True,
         )
         try:
             await services.keep()

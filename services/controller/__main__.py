@@ -6,6 +6,7 @@ import logging
 from contextlib import AsyncExitStack
 from typing import Any
 
+from grpc_reflection.v1alpha import reflection
 from prometheus_client import REGISTRY
 
 from services.common.clock import SystemClock
@@ -104,6 +105,8 @@ async def run_controller(settings: ControllerSettings) -> None:
             membership_pb2_grpc.add_RendezvousServiceServicer_to_server(
                 RendezvousServicer(rendezvous), server
             )
+            if settings.grpc_reflection or settings.insecure_dev:
+                reflection.enable_server_reflection((_RUN_SERVICE, reflection.SERVICE_NAME), server)
 
         port = await stack.enter_async_context(
             serve(settings.bind, register, open_service=_RUN_SERVICE)

@@ -62,6 +62,9 @@ class ControllerSettings(KeySettings):
     """Folders, as workers see them, that a specification may name files in; none allows all."""
     insecure_dev: bool = False
     """Whether the API asks nobody who they are; refused elsewhere than on loopback."""
+    grpc_reflection: bool = False
+    """Whether clients such as grpcurl may ask the gRPC server what its run API offers; on with
+    ``insecure_dev``."""
     admin_token_file: Path | None = None
     """File with an API token of an admin of the project ``default``; with it, the API asks for tokens."""
 
