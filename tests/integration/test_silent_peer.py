@@ -1,0 +1,49 @@
+"""A peer that vanishes without a word, as a pod does whose node is gone, is noticed on streams too."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from multiprocessing.connection import Connection
+
+import pytest
+
+from services.common.errors import UnavailableError
+from services.transferqueue.__main__ import transferqueue
+from services.transferqueue.client import TransferQueueClient
+from services.transferqueue.settings import TransferQueueSettings
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
+
+# Longer than it takes until gRPC, by its defaults, pings less often.
+_SILENCE_S = 45
+
+
+async def _serve(addresses: Connection) -> None:
+    async with transferqueue(TransferQueueSettings(capacity_bytes=1 << 20)) as address:
+        addresses.send(address)
+        await asyncio.Event().wait()
+
+
+def _run(addresses: Connection) -> None:
+    asyncio.run(_serve(addresses))
+
+
+async def test_a_watched_index_that_falls_silent_is_noticed_within_a_minute() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_run, args=(theirs,), daemon=True)
+    process.start()
+    try:
+        address = await asyncio.to_thread(ours.recv)
+        async with TransferQueueClient.connect(address) as index:
+            await index.create_partition("run_1/train", required_fields=[])
+            watching = asyncio.create_task(anext(index.watch("run_1/train")))
+            await asyncio.wait([watching], timeout=_SILENCE_S)
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGSTOP)
+            with pytest.raises(UnavailableError):
+                async with asyncio.timeout(40):
+                    await watching
+    finally:
+        process.kill()
+        process.join()
