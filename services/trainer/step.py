@@ -23,10 +23,11 @@ from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.report import derive, describe_batch
 from services.trainer.batch.samples import Cohort, Samples, idle_samples
+from services.trainer.batch.scores import score_tokens
 from services.trainer.critic.runner import CriticRunner
 from services.trainer.model import optim
 from services.trainer.model.flops import peak_flops, training_flops
-from services.trainer.model.parallel import begin_micro_batch, free_gathered
+from services.trainer.model.parallel import begin_micro_batch
 from services.trainer.model.policy import Policy, trainable
 from services.trainer.phases import PhaseTimer
 from services.trainer.ranks.collectives import Ranks, Tally
@@ -171,17 +172,11 @@ class StepRunner:
                 samples = samples.with_tokens(values=self.critic.values(samples, plan))
         return samples
 
-    @torch.no_grad()
     def _score(self, policy: Policy, samples: Samples, plan: StepPlan) -> Tensor:
         """``[R]`` logprobs on the CPU, without gradients."""
-        result = torch.zeros(len(samples.responses.values))
-        for micro in (micro for work in plan.updates for micro in work):
-            part = samples.select(micro) if micro else idle_samples()
-            logprobs, _ = policy(self._packed(part))
-            if micro:
-                result[samples.places(micro)] = logprobs.cpu()
-        free_gathered(policy)
-        return result
+        return score_tokens(
+            policy, lambda packed: policy(packed)[0], samples, plan, device=self._device
+        )
 
     def _with_advantages(self, samples: Samples, cohort: Cohort, tally: Tally) -> Samples:
         credit = assign_credit(

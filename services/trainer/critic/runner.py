@@ -10,8 +10,9 @@ from services.trainer.algorithm import loss
 from services.trainer.batch.packing import pack
 from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.samples import Samples, idle_samples
+from services.trainer.batch.scores import score_tokens
 from services.trainer.model import optim
-from services.trainer.model.parallel import begin_micro_batch, free_gathered
+from services.trainer.model.parallel import begin_micro_batch
 from services.trainer.model.policy import Critic, trainable
 from services.trainer.ranks.collectives import Ranks, Tally
 
@@ -36,17 +37,9 @@ class CriticRunner:
         self._parameters = trainable(critic)
         self.optimizer = optim.build_optimizer(self._parameters, spec.trainer.optimizer)
 
-    @torch.no_grad()
     def values(self, samples: Samples, plan: StepPlan) -> Tensor:
         """``[R]`` float32 values on the CPU, from the critic at the start of the step."""
-        result = torch.zeros(len(samples.responses.values))
-        for micro in (micro for work in plan.updates for micro in work):
-            part = samples.select(micro) if micro else idle_samples()
-            values = self._forward(part)
-            if micro:
-                result[samples.places(micro)] = values.cpu()
-        free_gathered(self.critic)
-        return result
+        return score_tokens(self.critic, self.critic, samples, plan, device=self._device)
 
     def update(
         self,
