@@ -33,6 +33,7 @@ from services.trainer.phases import PhaseTimer
 from services.trainer.ranks.collectives import Ranks, Tally
 
 _KL_STEP = 0.2
+_KL_LEAST = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,4 +304,5 @@ class StepRunner:
         if kl.target is None or not math.isfinite(metrics.get("kl_ref", math.nan)):
             return
         error = min(max(metrics["kl_ref"] / kl.target - 1.0, -_KL_STEP), _KL_STEP)
-        self.kl_coefficient *= 1.0 + error * num_samples / kl.horizon
+        # Over a horizon of few samples the formula would turn the sign, and reward leaving the reference.
+        self.kl_coefficient *= max(1.0 + error * num_samples / kl.horizon, _KL_LEAST)

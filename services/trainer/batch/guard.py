@@ -54,7 +54,9 @@ class NonFiniteGuard:
 def nonfinite_inputs(samples: Samples, cohort: Cohort) -> tuple[str, ...]:
     """Names of the inputs that are not finite where they count: ``rewards`` and columns."""
     member = cohort.is_member[samples.rows]
-    found = [] if bool(torch.isfinite(samples.rewards[member]).all()) else ["rewards"]
+    # A greedy response is no member, but the baseline of those that are.
+    rewarded = member | cohort.is_greedy[samples.rows]
+    found = [] if bool(torch.isfinite(samples.rewards[rewarded]).all()) else ["rewards"]
     # Those that do not train may count too, in the rewards by which others do.
     mask = samples.tokens["response_mask"] & samples.segments.spread(member)
     found += [

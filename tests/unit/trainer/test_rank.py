@@ -137,6 +137,16 @@ def test_a_skipped_step_leaves_the_adaptive_coefficient_a_number() -> None:
     assert rank.runner.kl_coefficient == 0.1
 
 
+def test_an_adaptive_coefficient_never_rewards_leaving_the_reference() -> None:
+    spec = spec_of(algorithm={"kl": {"coefficient": 0.1, "target": 1000.0, "horizon": 2}})
+    policy = policy_of(spec)
+    queue = random_queue(policy)
+    queue = queue.replaced(ref_logprobs=queue.fields["rollout_logprobs"])
+    rank = rank_of(spec, policy, queue)
+    rank.train(1, queue.meta)
+    assert rank.runner.kl_coefficient == 0.05
+
+
 def test_the_critic_learns_the_returns_of_a_repeated_batch() -> None:
     spec = spec_of(algorithm={"advantage": "gae"}, trainer={"optimizer": {"learning_rate": 1e-3}})
     policy = policy_of(spec, scale=1.0)
@@ -186,3 +196,7 @@ def test_remax_needs_a_greedy_response_in_each_group() -> None:
         rank_of(spec, policy, queue).train(1, queue.meta)
     queue.meta.tags["greedy"] = (1, 0, 0, 0) * 4  # type: ignore[index]
     assert rank_of(spec, policy, queue).train(1, queue.meta).metrics["grad_norm"] > 0
+    rewards = queue.fields["rewards"].values.clone()
+    rewards[0] = torch.nan
+    bad = queue.replaced(rewards=Jagged.from_dense(rewards))
+    assert rank_of(spec, policy, bad).train(1, bad.meta).skipped, "the baseline is no number"
