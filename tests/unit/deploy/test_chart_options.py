@@ -1,11 +1,14 @@
 """What the chart adds where it is asked to: spans, a route for gRPC, models in the cache."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.unit.deploy.chart import CHART, EVERYTHING, Manifest, one, pods, render
+import pytest
+
+from tests.unit.deploy.chart import CHART, EVERYTHING, Manifest, helm, one, pods, render
 
 
 def test_every_service_sends_its_spans_to_the_same_collector() -> None:
@@ -31,6 +34,36 @@ def test_a_registry_of_all_charts_wins() -> None:
     for pod in pods(render(*EVERYTHING, "--set", values)).values():
         for container in pod["spec"]["containers"]:
             assert container["image"].startswith("all.example.com/slipstream/")
+
+
+@pytest.mark.parametrize(
+    ("values", "url"),
+    [
+        ("nameOverride=", "http://127.0.0.1:8080"),
+        ("controller.restTls.existingSecret=api", "https://127.0.0.1:8080"),
+        ("ingress.enabled=true,ingress.host=a.example.com", "http://a.example.com"),
+        (
+            "httpRoute.enabled=true,httpRoute.hostnames={b.example.com},httpRoute.parentRefs[0].name=g",
+            "https://b.example.com",
+        ),
+    ],
+    ids=["forwarded", "https", "ingress", "gateway"],
+)
+def test_the_notes_say_where_the_api_is(values: str, url: str) -> None:
+    done = helm("install", "demo", str(CHART), "--dry-run=client", "--set", values)
+    assert done.returncode == 0, done.stderr
+    (said,) = re.findall(r"export SLIPSTREAM_URL=(\S+)", done.stdout)
+    assert said == url
+
+
+def test_pods_may_be_changed_only_where_a_queue_keeps_them() -> None:
+    def verbs(*arguments: str) -> list[str]:
+        role = one(render(*arguments), "Role", "demo-slipstream-controller")
+        (found,) = [rule["verbs"] for rule in role["rules"] if rule["resources"] == ["pods"]]
+        return found
+
+    assert "patch" not in verbs()
+    assert "patch" in verbs("--set", "workers.kueue.queueName=gpus")
 
 
 def test_models_are_fetched_into_the_cache_by_a_job_of_their_list() -> None:
