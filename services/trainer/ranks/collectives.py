@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, distributed
 
-from services.common.errors import DataLossError, ServiceError
+from services.common.errors import DataLossError, NotFoundError, ServiceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +37,22 @@ class Ranks:
             doing: What is done, for the message of those ranks that could.
 
         Raises:
-            DataLossError: If another rank could not. A failure of this one is raised as it is.
+            NotFoundError: If another rank could not, because its samples were released.
+            DataLossError: If another rank could not for another reason. A failure of this one is raised as
+                it is.
         """
         failure: ServiceError | ValueError | None = None
         try:
             yield
         except (ServiceError, ValueError) as error:
             failure = error
-        failures = self.sum(torch.tensor([int(failure is not None)]))
+        is_gone = isinstance(failure, NotFoundError)
+        failures, gone = self.sum(torch.tensor([int(failure is not None), int(is_gone)])).tolist()
         if failure is not None:
             raise failure
-        if failures.item():
-            raise DataLossError(f"another rank could not {doing}")
+        if failures:
+            kind = NotFoundError if failures == gone else DataLossError
+            raise kind(f"another rank could not {doing}")
 
     def _reduce(self, values: Tensor, operation: distributed.ReduceOp.RedOpType) -> Tensor:
         if self.size == 1:
