@@ -33,13 +33,14 @@ from services.trainer.ranks.build import build_critic, build_rank, device_of
 from services.trainer.ranks.crew import Crew
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
-from services.trainer.ranks.start import Build, load
+from services.trainer.ranks.start import Build, connect_data, load
 from services.trainer.ranks.transfers import Transfers
+from services.trainer.scoring.build import build_scorer
+from services.trainer.scoring.leader import follow
 from services.trainer.scoring.worker import serve_logp, serve_ref_logp
 from services.trainer.server import TrainerServicer
 from services.trainer.settings import TrainerSettings
 from services.trainer.step import StepResult
-from services.transferqueue.dataclient import DataClient
 from slipstream.trainer.v1 import trainer_pb2_grpc
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
 
@@ -90,11 +91,12 @@ async def run_follower(settings: TrainerSettings) -> None:
     loop = asyncio.get_running_loop()
     order = await asyncio.to_thread(crew.hear)
     start = json.loads(order.payload)
-    async with DataClient.connect(start["transferqueue_address"]) as data:
+    spec = parse_spec(start["spec"])
+    async with connect_data(start["transferqueue_address"], spec) as data:
 
         def build(build_part: Build[_T]) -> _T:
             return build_part(
-                parse_spec(start["spec"]),
+                spec,
                 settings,
                 transfers=Transfers(data, loop),
                 progress=lambda step, steps: None,
@@ -104,6 +106,10 @@ async def run_follower(settings: TrainerSettings) -> None:
             critic = await asyncio.to_thread(build, build_critic)
             follower = Follower(crew, critic.rank, values=critic.values)
             await asyncio.to_thread(follower.follow)
+            return
+        if settings.role in ("logp", "ref_logp"):
+            scoring = await asyncio.to_thread(build, build_scorer)
+            await asyncio.to_thread(follow, crew, scoring.scorer, scoring.fields)
             return
         built = await asyncio.to_thread(build, build_rank)
         follower = Follower(crew, built.rank, weights=built.weights)

@@ -14,19 +14,32 @@ MINI_BATCHES = ("trainer.updates_per_step=2", "algorithm.max_staleness=0")
 
 
 def topology(group: str, processes: int = 1) -> tuple[str, ...]:
-    """Settings that give a task processes of its own, beside one trainer and two rollouts."""
+    """Settings that give a task processes of its own, beside one trainer and two rollouts.
+
+    Several processes are one worker, which shards its model over them.
+    """
     total = processes + 3
     ratios = ", ".join(str(count / total) for count in (1, processes, 2))
     return (
         f"topology.task_groups=[train, {group}, generate]",
         f"topology.ratios=[{ratios}]",
         f"topology.gpus={total}",
+        *((f"topology.scoring_ranks={processes}",) if group != "critic" else ()),
     )
 
 
 NUMBERS = ("reward_mean", "loss", "grad_norm", "kl_ref", "value_loss")
+# Whole weights that arrive through host memory are sharded there.
+SHARDED = (*MINI_BATCHES, "weight_sync.mode=cpu_async")
 ROLES = pytest.mark.parametrize(
-    ("group", "settings"), [("ref_logp", KL), ("logp", MINI_BATCHES), ("critic", CRITIC)]
+    ("group", "processes", "settings"),
+    [
+        ("ref_logp", 1, KL),
+        ("ref_logp", 2, KL),
+        ("logp", 1, MINI_BATCHES),
+        ("logp", 2, SHARDED),
+        ("critic", 2, CRITIC),
+    ],
 )
 
 
@@ -38,29 +51,31 @@ def trained(done) -> list[list[float]]:
 
 
 @ROLES
-def test_a_role_of_its_own_changes_no_number(plumbing, tmp_path, group, settings):
+def test_a_role_of_its_own_changes_no_number(plumbing, tmp_path, group, processes, settings):
     alone = trained(train(plumbing, tmp_path / "alone", *settings, "trainer.steps=4"))
-    # Only a critic is sharded; of the others each process is a worker.
-    own = topology(group, processes=2 if group == "critic" else 1)
+    own = topology(group, processes)
     apart = train(plumbing, tmp_path / "apart", *settings, *own, "trainer.steps=4")
     assert trained(apart) == [pytest.approx(step, abs=1e-5, rel=1e-4) for step in alone]
     assert (apart.folder / "logs" / f"{group.replace('_', '-')}-0.log").exists()
 
 
 @ROLES
-def test_a_killed_role_loses_nothing(plumbing, tmp_path, group, settings):
-    overrides = (*settings, *topology(group), "trainer.steps=10", "name=killed")
+def test_a_killed_role_loses_nothing(plumbing, tmp_path, group, processes, settings):
+    overrides = (*settings, *topology(group, processes), "trainer.steps=10", "name=killed")
     arguments = [part for setting in overrides for part in ("--set", setting)]
     with started(
         "run", plumbing, "--json", "--state-directory", tmp_path, *arguments, until=r"step +3/"
     ) as (process, lines):
         children = descendants(process)
-        role = next(
-            child
-            for child in children.values()
-            if child.environ().get("SLIPSTREAM_TRAINER_ROLE") == group
+        *_, last_rank = sorted(
+            (
+                child
+                for child in children.values()
+                if child.environ().get("SLIPSTREAM_TRAINER_ROLE") == group
+            ),
+            key=lambda child: child.environ().get("RANK", ""),
         )
-        role.kill()
+        last_rank.kill()
         out, _ = process.communicate(timeout=240)
         assert process.returncode == 0, "".join(lines) + out
         assert_all_gone(children)

@@ -122,7 +122,7 @@ def _lose(rank: int, world_size: int, folder: str, spec_json: str) -> None:
         return
     leader = Leader()
     leader.attach(trained, Crew(world_size), weights=weights)
-    with pytest.raises(UnavailableError, match="a rank of the trainer is gone"):
+    with pytest.raises(UnavailableError, match="a rank is gone"):
         asyncio.run(leader.train_step(1, queue.meta))
 
 

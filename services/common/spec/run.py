@@ -182,7 +182,12 @@ def _engine_gpus(engine_arguments: Mapping[str, Any]) -> int:
 
 def _check_counts(spec: RunSpec) -> None:
     """Processes must be those that the task groups give."""
-    parallelism = {"train": spec.trainer.tensor_parallel, "generate": spec.engine_gpus}
+    scoring = [task for task in ("logp", "ref_logp") if spec.topology.own_gpus(task)]
+    parallelism = {
+        "train": spec.trainer.tensor_parallel,
+        "generate": spec.engine_gpus,
+        **dict.fromkeys(scoring, spec.topology.scoring_ranks),
+    }
     placed = spec.topology.place(parallelism)
     given = {
         "trainer.world_size": (spec.trainer.world_size, spec.topology.gpus_of("train")),
@@ -225,6 +230,8 @@ def _check_roles(spec: RunSpec) -> None:
             f"weight_sync.publish_every is {spec.weight_sync.publish_every}; set it to 1, or let logp share "
             "the group of train"
         )
+    if topology.scoring_ranks > 1 and topology.own_gpus("logp"):
+        _check_sharded_logp(spec)
     if topology.own_gpus("critic"):
         _check_critic(spec)
     group = next((group for group in topology.task_groups if "reward" in group), ())
@@ -232,6 +239,16 @@ def _check_roles(spec: RunSpec) -> None:
         raise ValueError(
             "topology.task_groups gives reward GPUs of its own, but it runs inside the processes of "
             "generate; put it into the group of generate, or leave it out"
+        )
+
+
+def _check_sharded_logp(spec: RunSpec) -> None:
+    """A sharded policy has no GPU that could take the weights whole."""
+    if spec.weight_sync.mode != "cpu_async":
+        raise ValueError(
+            f"topology.scoring_ranks is {spec.topology.scoring_ranks}, so logp is sharded and gets its "
+            f"weights through host memory, but weight_sync.mode is {spec.weight_sync.mode!r}; set it to "
+            "'cpu_async', or let logp share the group of train"
         )
 
 

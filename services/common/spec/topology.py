@@ -38,6 +38,10 @@ class TopologySpec(SpecPart):
     """GPUs of the run."""
     gpus_per_node: int = Field(8, ge=1)
     """GPUs of one node."""
+    scoring_ranks: int = Field(1, ge=1)
+    """Processes of one worker of ``logp`` or ``ref_logp``, over which its model is sharded: more than 1 for a
+    model that is too large for one GPU. The GPUs of their groups must be a multiple of it. A sharded ``logp``
+    needs ``weight_sync.mode`` ``cpu_async``: weights arrive whole in the memory of its first host."""
     granularity: Literal["gpu", "node"] = "gpu"
     """Whether single GPUs or whole nodes are split."""
 
@@ -82,6 +86,15 @@ class TopologySpec(SpecPart):
         if self.gpus == 0:
             raise ValueError("topology.task_groups needs topology.gpus: the number that is split")
         self.place()
+        return self
+
+    @model_validator(mode="after")
+    def _somebody_is_sharded(self) -> Self:
+        if self.scoring_ranks > 1 and not (self.own_gpus("logp") or self.own_gpus("ref_logp")):
+            raise ValueError(
+                f"topology.scoring_ranks is {self.scoring_ranks}, but neither logp nor ref_logp has GPUs of "
+                "its own; give one a group in topology.task_groups, or leave scoring_ranks out"
+            )
         return self
 
     def place(self, parallelism: Mapping[str, int] | None = None) -> Placement:

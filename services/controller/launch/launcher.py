@@ -41,8 +41,8 @@ def worker_names(spec: RunSpec) -> list[tuple[WorkerRole, str]]:
     counts: dict[WorkerRole, int] = {
         "trainer": 1,
         "rollout": spec.rollout.replicas,
-        "logp": spec.topology.own_gpus("logp"),
-        "ref_logp": spec.topology.own_gpus("ref_logp"),
+        "logp": spec.topology.own_gpus("logp") // spec.topology.scoring_ranks,
+        "ref_logp": spec.topology.own_gpus("ref_logp") // spec.topology.scoring_ranks,
         "critic": min(1, spec.topology.own_gpus("critic")),
     }
     return [
@@ -59,7 +59,13 @@ def program_of(role: WorkerRole) -> str:
 
 def num_ranks(role: WorkerRole, spec: RunSpec) -> int:
     """Processes of one worker of a role."""
-    ranks = {"trainer": spec.trainer.world_size, "critic": spec.topology.own_gpus("critic")}
+    scoring_ranks = spec.topology.scoring_ranks
+    ranks = {
+        "trainer": spec.trainer.world_size,
+        "critic": spec.topology.own_gpus("critic"),
+        "logp": scoring_ranks,
+        "ref_logp": scoring_ranks,
+    }
     return ranks.get(role, 1)
 
 

@@ -1,8 +1,8 @@
 """Pods of a run's workers, made from the templates that the Helm chart wrote.
 
-rollout, logp, ref_logp   a pod each
-trainer, critic           a pod with all ranks, or one for each node that they fill
-bundled                   the containers of all in one pod
+rollout                          a pod each
+trainer, critic, logp, ref_logp  a pod with all ranks of a worker, or one for each node that they fill
+bundled                          the containers of all in one pod
 """
 
 import copy
@@ -158,7 +158,8 @@ def _num_nodes(ranks: int, spec: RunSpec) -> int:
     if ranks > room and ranks % room:
         raise FailedPreconditionError(
             f"{ranks} ranks of one worker cannot be spread evenly over nodes of {room} GPUs; make "
-            "trainer.world_size, or the GPUs of critic, a multiple of topology.gpus_per_node"
+            "trainer.world_size, the GPUs of critic or topology.scoring_ranks a multiple of "
+            "topology.gpus_per_node"
         )
     return max(1, ranks // room)
 

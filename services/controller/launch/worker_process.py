@@ -1,6 +1,6 @@
 """Worker processes of this host: children, and those that an earlier controller process left running.
 
-A worker is one process, or several that live and die together: the ranks of a trainer.
+A worker is one process, or several that live and die together: its ranks.
 """
 
 import asyncio

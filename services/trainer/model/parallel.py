@@ -78,8 +78,8 @@ def build_topology(
     """
     if world_size != spec.world_size:
         raise ValueError(
-            f"trainer.world_size is {spec.world_size}, but {world_size} trainer processes were "
-            "started; start as many, for example with torchrun --nproc-per-node"
+            f"the run has {spec.world_size} processes for this worker, but {world_size} were started; start "
+            "as many, for example with torchrun --nproc-per-node"
         )
     if world_size == 1:
         if spec.dtype == "float32" and not spec.cpu_offload:
@@ -150,10 +150,12 @@ def begin_micro_batch(module: nn.Module, *, is_last: bool, spec: TrainerSpec, ra
 def free_gathered(module: nn.Module) -> None:
     """Drop gathered parameters after a forward pass without a backward pass.
 
-    FSDP keeps those of the root for a backward pass; kept over an update they would be stale.
+    FSDP keeps those of the root, and alone those of all layers, for a backward pass; kept over an update they
+    would be stale.
     """
-    if isinstance(module, FSDPModule):
-        module.reshard()
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 _TENSOR_PLAN: dict[str, Any] = {

@@ -28,12 +28,8 @@ def fill(module: nn.Module, folder: Path, *, device: torch.device) -> None:
     Raises:
         ValueError: If the folder does not hold the weights of the model.
     """
-    module.to_empty(device=device)
+    materialize(module, device=device)
     model: Any = module.get_submodule("model")
-    model.tie_weights()
-    decoder = model.get_decoder()
-    # Its frequencies are computed, not stored.
-    decoder.rotary_emb = type(decoder.rotary_emb)(config=model.config).to(device)
     stored, loaded = {}, set()
     for name, parameter in model.named_parameters():
         loaded.add(parameter)
@@ -49,6 +45,21 @@ def fill(module: nn.Module, folder: Path, *, device: torch.device) -> None:
         raise ValueError(
             f"model.path: {folder} does not hold the weights of its config.json: {error}"
         ) from error
+
+
+def materialize(module: nn.Module, *, device: torch.device) -> None:
+    """Give a distributed policy or critic memory for its weights, in place.
+
+    Args:
+        module: Holds a Hugging Face model as ``model``, on the meta device.
+        device: Where the shards live.
+    """
+    module.to_empty(device=device)
+    model: Any = module.get_submodule("model")
+    model.tie_weights()
+    decoder = model.get_decoder()
+    # Its frequencies are computed, not stored.
+    decoder.rotary_emb = type(decoder.rotary_emb)(config=model.config).to(device)
 
 
 def _begin_adapter(name: str, parameter: nn.Parameter) -> None:

@@ -15,14 +15,14 @@ from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.checkpoint.manifest import STEP_PREFIX
 from services.trainer.critic.runner import CriticRunner
 from services.trainer.critic.step import CriticStepRunner
-from services.trainer.critic.values import Values
 from services.trainer.model.lora import add_adapters
 from services.trainer.model.parallel import Topology, build_topology, distribute
 from services.trainer.model.policy import Critic, Policy, freeze
-from services.trainer.model.sharded import fill
+from services.trainer.model.sharded import fill, materialize
 from services.trainer.model.warm_start import Progress, base_folder, load_base_model
 from services.trainer.ranks.rank import Rank, Runner
 from services.trainer.ranks.transfers import Fetch, Transfers
+from services.trainer.scoring.fields import FieldScoring
 from services.trainer.settings import TrainerSettings
 from services.trainer.step import StepRunner
 from services.trainer.weights import WeightExport
@@ -47,7 +47,7 @@ class BuiltCritic:
     """A loaded rank of a critic."""
 
     rank: Rank
-    values: Values
+    values: FieldScoring
     step: int
     """As in :class:`Built`."""
 
@@ -129,8 +129,9 @@ def build_critic(
     runner = CriticStepRunner(critic, spec=spec, ranks=topology.data)
     root = checkpoint_root(spec, settings) / _CRITIC
     rank = _rank(runner, root, fetch=transfers.fetch, spec=spec, topology=topology, cost=cost)
-    values = Values(
-        critic,
+    values = FieldScoring(
+        "values",
+        critic.values,
         fetch=transfers.fetch,
         add=transfers.add,
         ranks=topology.data,
@@ -209,11 +210,14 @@ class Loader:
             "progress": progress,
         }
 
-    def load(self, make: Callable[[PreTrainedModel], _Module]) -> _Module:
+    def load(
+        self, make: Callable[[PreTrainedModel], _Module], *, dtype: torch.dtype = torch.float32
+    ) -> _Module:
         """A policy or critic on the base model, spread over the processes.
 
         Args:
             make: Puts it on a model, whose weights may come later.
+            dtype: Of the weights.
 
         Raises:
             ValueError: If the model does not load or cannot be spread.
@@ -224,14 +228,31 @@ class Loader:
             folder = base_folder(model, self._tokenizer, **self._source)
         if folder is None:
             module = make(load_base_model(model, self._tokenizer, **self._source))
+            # Parameters only: rotary frequencies stay in float32.
+            for parameter in module.parameters():
+                parameter.data = parameter.data.to(dtype)
             distribute(module, trainer, self._topology)
             return module
         # No rank ever holds the whole model.
-        config = load_config(model, self._tokenizer)
-        module = make(build_model(config, dtype=torch.float32, device="meta"))
-        distribute(module, trainer, self._topology)
+        module = self._on_meta(make, dtype)
         device = torch.device("cpu") if trainer.cpu_offload else self._topology.device
         fill(module, folder, device=device)
+        return module
+
+    def shape(self, make: Callable[[PreTrainedModel], _Module], *, dtype: torch.dtype) -> _Module:
+        """A policy without weights, spread over the processes. Arguments are those of :meth:`load`."""
+        device = self._topology.device
+        if self._topology.mesh is None:
+            config = load_config(self._spec.model, self._tokenizer)
+            return make(build_model(config, dtype=dtype, device=device))
+        module = self._on_meta(make, dtype)
+        materialize(module, device=device)
+        return module
+
+    def _on_meta(self, make: Callable[[PreTrainedModel], _Module], dtype: torch.dtype) -> _Module:
+        config = load_config(self._spec.model, self._tokenizer)
+        module = make(build_model(config, dtype=dtype, device="meta"))
+        distribute(module, self._spec.trainer, self._topology)
         return module
 
 

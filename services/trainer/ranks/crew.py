@@ -32,11 +32,13 @@ class Kind(IntEnum):
     STOP = 5
     """End."""
     SCORE = 6
-    """Score the canary together."""
+    """Score a text together: the canary, or the tokens that follow."""
     GATHER_ADAPTERS = 7
     """Gather the adapters for rank 0."""
-    ADD_VALUES = 8
-    """Add the critic's values to the batch that follows."""
+    ADD_FIELD = 8
+    """Add this worker's field to the batch that follows."""
+    ADOPT = 9
+    """Take the weights that rank 0 received."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +50,13 @@ class Order:
     step: int = 0
     """Step that it is about."""
     weight_version: int = 0
-    """Version of the weights that a step starts from (TRAIN)."""
+    """Version of the weights that a step starts from (TRAIN), or that score (ADD_FIELD)."""
     payload: bytes = b""
-    """A serialized ``KVBatchMeta`` (TRAIN, ADD_VALUES), or JSON (START)."""
+    """A serialized ``KVBatchMeta`` (TRAIN, ADD_FIELD), or JSON (START, SCORE)."""
 
 
 class Crew:
-    """All trainer processes of a run; one process has nobody to tell.
+    """All processes of a worker; one process has nobody to tell.
 
     Args:
         size: Processes.
@@ -85,7 +87,7 @@ class Crew:
             if self._size == 1 or not _is_broken_group(error):
                 raise
             raise UnavailableError(
-                f"a rank of the trainer is gone, and all of them start again: {error}"
+                f"a rank is gone, and all of them start again: {error}"
             ) from error
 
     def gather(self, text: str) -> list[str]:

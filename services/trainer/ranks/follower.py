@@ -12,9 +12,9 @@ from services.common.batch import KVBatchMeta
 from services.common.errors import FailedPreconditionError, ServiceError
 from services.common.weightsync.canary import Canary
 from services.common.weightsync.plan import TensorSpec
-from services.trainer.critic.values import Values
 from services.trainer.ranks.crew import Crew, Kind, Order
 from services.trainer.ranks.rank import Rank
+from services.trainer.scoring.fields import FieldScoring
 from services.trainer.weights import WeightExport
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Follower:
         rank: Rank,
         *,
         weights: WeightExport | None = None,
-        values: Values | None = None,
+        values: FieldScoring | None = None,
     ) -> None:
         self._crew = crew
         self._rank = rank
@@ -83,7 +83,7 @@ class Follower:
                     pass
             elif order.kind is Kind.SCORE:
                 self._exported().score_canary()
-            elif order.kind is Kind.ADD_VALUES and self._values is not None:
+            elif order.kind is Kind.ADD_FIELD and self._values is not None:
                 self._values.add(KVBatchMeta.from_bytes(order.payload))
         except (ServiceError, ValueError) as error:
             # Rank 0 met the same and reports it; the next order may be a good one.

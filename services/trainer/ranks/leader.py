@@ -16,11 +16,11 @@ from services.common.errors import FailedPreconditionError, UnavailableError
 from services.common.weightsync.canary import Canary
 from services.common.weightsync.plan import TensorSpec
 from services.trainer.checkpoint.checkpointer import Snapshot
-from services.trainer.critic.values import Values
 from services.trainer.phases import PhaseTimer
 from services.trainer.ranks.crew import Crew, Kind, Order
 from services.trainer.ranks.idle import IdleClock
 from services.trainer.ranks.rank import Rank
+from services.trainer.scoring.fields import FieldScoring
 from services.trainer.step import StepResult
 from services.trainer.weights import WeightExport
 
@@ -50,7 +50,7 @@ class Leader:
         self._may_miss_steps = may_miss_steps
         self._rank: Rank | None = None
         self._weights: WeightExport | None = None
-        self._values: Values | None = None
+        self._values: FieldScoring | None = None
         self._crew = Crew(1)
         self._newest: tuple[int, StepResult | None] = (0, None)
         self._newest_version = 0
@@ -68,7 +68,7 @@ class Leader:
         crew: Crew,
         *,
         weights: WeightExport | None = None,
-        values: Values | None = None,
+        values: FieldScoring | None = None,
         step: int = 0,
     ) -> None:
         """Start to answer, with the other ranks following.
@@ -200,7 +200,7 @@ class Leader:
         self._attached()
         assert self._values is not None, "only a critic is asked for values"
         with self._turn, self._crew.together():
-            self._crew.tell(Order(Kind.ADD_VALUES, payload=meta.to_bytes()))
+            self._crew.tell(Order(Kind.ADD_FIELD, payload=meta.to_bytes()))
             self._values.add(meta)
 
     def weight_specs(self) -> list[TensorSpec]:

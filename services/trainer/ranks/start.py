@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Protocol, TypeVar
 
 from services.common.spec.loader import canonical_json
@@ -19,7 +19,7 @@ _Built_co = TypeVar("_Built_co", covariant=True)
 
 
 class Build(Protocol[_Built_co]):
-    """Loads what a rank trains. Blocks."""
+    """Loads what a rank trains, or scores with. Blocks."""
 
     def __call__(
         self,
@@ -30,6 +30,11 @@ class Build(Protocol[_Built_co]):
         progress: Progress,
     ) -> _Built_co:
         """All ranks call it."""
+
+
+def connect_data(address: str, spec: RunSpec) -> AbstractAsyncContextManager[DataClient]:
+    """The connection of a rank to the transferqueue."""
+    return DataClient.connect(address, put_timeout_s=spec.transferqueue.put_timeout_s)
 
 
 async def load(
@@ -56,7 +61,9 @@ async def load(
             loop.call_soon_threadsafe(lambda: session.report(activity=activity))
 
     session.report(state="loading", activity="loading the model")
-    data = await stack.enter_async_context(DataClient.connect(session.transferqueue_address))
+    data = await stack.enter_async_context(
+        connect_data(session.transferqueue_address, session.spec)
+    )
     start = {
         "spec": canonical_json(session.spec),
         "transferqueue_address": session.transferqueue_address,

@@ -1,56 +1,98 @@
-"""Adds logprobs to stored samples: fetch, score, put."""
+"""Adds a field to stored samples, with all ranks of a worker: fetch, score, put."""
 
-import asyncio
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from services.common.batch import KVBatchMeta
 from services.common.columns import MISSING
-from services.common.errors import AlreadyExistsError
-from services.trainer.scoring.scorer import Scorer
-from services.transferqueue.dataclient import DataClient
+from services.common.jagged import Jagged
+from services.trainer.batch.plan import StepPlan, plan_step
+from services.trainer.batch.samples import Cohort, Samples
+from services.trainer.ranks.collectives import Ranks
+from services.trainer.ranks.transfers import Add, Fetch
+
+Score = Callable[[Samples, StepPlan], Tensor]
+"""``[R]`` float32 on the CPU: one number for each response token of a rank's samples."""
 
 VERSION_OF = {"proximal_logprobs": "proximal_version"}
 """Field that says which weights another field belongs to."""
 
+_INPUTS = ("prompt_ids", "response_ids")
 
-async def add_logprobs(
-    meta: KVBatchMeta,
-    field: str,
-    *,
-    scorer: Scorer,
-    data: DataClient,
-    version: int | None = None,
-) -> int:
-    """Score those samples that lack a field, and add it; returns how many there were.
+
+class FieldScoring:
+    """One rank's part in adding a field to a batch. Every rank must be asked the same.
 
     Args:
-        meta: The samples.
-        field: ``ref_logprobs`` or ``proximal_logprobs``.
-        scorer: Scores them.
-        data: The transferqueue.
-        version: Weights that are meant; None takes those that the scorer has.
-
-    Raises:
-        NotFoundError: If samples were released meanwhile.
-        FailedPreconditionError: If the scorer has other weights.
+        field: ``values``, ``ref_logprobs`` or ``proximal_logprobs``.
+        score: Computes it; every rank calls it, also one without samples.
+        fetch: Brings samples from the transferqueue.
+        add: Takes the field there.
+        ranks: The worker's data-parallel ranks.
+        cost: Cost of a sequence by its length, for balancing.
+        max_tokens: Packed tokens of one forward pass.
     """
-    meta = lacking(meta, field)
-    if meta.num_keys == 0:
-        return 0
-    tokens = await data.get(meta, ("prompt_ids", "response_ids"))
-    logprobs = await asyncio.to_thread(
-        scorer.score, tokens["prompt_ids"], tokens["response_ids"], version=version
-    )
-    fields = {field: logprobs}
-    if version is not None and field in VERSION_OF:
-        fields[VERSION_OF[field]] = [torch.tensor([version])] * len(logprobs)
-    try:
-        await data.add_fields(meta, fields)
-    except AlreadyExistsError:
-        # A lease that ran out went to another worker, which was faster.
-        return 0
-    return meta.num_keys
+
+    def __init__(
+        self,
+        field: str,
+        score: Score,
+        *,
+        fetch: Fetch,
+        add: Add,
+        ranks: Ranks,
+        cost: Callable[[int], float],
+        max_tokens: int,
+    ) -> None:
+        self.field = field
+        self._score = score
+        self._fetch = fetch
+        self._add = add
+        self._ranks = ranks
+        self._cost = cost
+        self._max_tokens = max_tokens
+
+    def add(self, meta: KVBatchMeta, *, version: int = 0) -> None:
+        """Add the field to samples that do not have it. Blocks; runs in a thread.
+
+        Args:
+            meta: The samples; at least one.
+            version: Number of the weights that score, for a field that keeps it.
+
+        Raises:
+            NotFoundError: If samples were released meanwhile.
+            DataLossError: If another rank could not fetch or store its share.
+        """
+        plan = plan_step(
+            Cohort.from_meta(meta),
+            num_updates=1,
+            rank=self._ranks.rank,
+            num_ranks=self._ranks.size,
+            max_tokens=self._max_tokens,
+            cost=self._cost,
+        )
+        share = meta.select(plan.rows)
+        empty = Jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+        inputs = dict.fromkeys(_INPUTS, empty)
+        with self._ranks.agreed("fetch its share of the batch"):
+            if plan.rows:
+                inputs = self._fetch(share, _INPUTS)
+        samples = Samples(
+            rows=torch.tensor(plan.rows, dtype=torch.int64),
+            prompts=inputs["prompt_ids"],
+            responses=inputs["response_ids"],
+            rewards=torch.zeros(len(plan.rows)),
+            tokens={},
+        )
+        scores = Jagged(self._score(samples, plan), samples.responses.lengths)
+        fields = {self.field: scores.unbind()}
+        if self.field in VERSION_OF:
+            fields[VERSION_OF[self.field]] = [torch.tensor([version])] * len(plan.rows)
+        with self._ranks.agreed(f"store its {self.field}"):
+            if plan.rows:
+                self._add(share, fields)
 
 
 def lacking(meta: KVBatchMeta, field: str) -> KVBatchMeta:

@@ -18,10 +18,8 @@ from services.common.errors import (
 from services.common.fields import partition_id
 from services.common.spec.run import RunSpec
 from services.trainer import metrics
-from services.trainer.scoring.fields import add_logprobs
-from services.trainer.scoring.scorer import Scorer
+from services.trainer.scoring.leader import ScoringLeader
 from services.transferqueue.client import TransferQueueClient
-from services.transferqueue.dataclient import DataClient
 from services.transferqueue.facts import AcquireRequest
 
 logger = logging.getLogger(__name__)
@@ -41,9 +39,8 @@ class ReferenceScoring:
     Args:
         spec: The run.
         run_id: Its name, and that of its samples' partition.
-        scorer: Holds the reference.
+        leader: Holds the reference, with all ranks.
         queue: Leases samples.
-        data: Moves them.
     """
 
     def __init__(
@@ -51,15 +48,13 @@ class ReferenceScoring:
         spec: RunSpec,
         run_id: str,
         *,
-        scorer: Scorer,
+        leader: ScoringLeader,
         queue: TransferQueueClient,
-        data: DataClient,
     ) -> None:
         self._spec = spec
         self._run_id = run_id
-        self._scorer = scorer
+        self._leader = leader
         self._queue = queue
-        self._data = data
 
     async def run(self) -> None:
         """Lease groups and score them, for ever."""
@@ -68,15 +63,16 @@ class ReferenceScoring:
                 leases = await self._lease()
                 await self._score(leases)
             except (UnavailableError, NotFoundError) as error:
-                logger.info("transferqueue not ready", extra={"reason": str(error)})
+                logger.info("nothing can be scored now", extra={"reason": str(error)})
                 await asyncio.sleep(_RETRY_S)
 
     async def _lease(self) -> list[KVBatchMeta]:
-        """One group, and what else is there already, up to the tokens of one forward pass."""
+        """One group, and what else is there already, up to the tokens of one forward pass of all ranks."""
+        most = self._spec.trainer.tokens_per_micro_batch * self._spec.topology.scoring_ranks
         waited_from = time.perf_counter()
         leases: list[KVBatchMeta] = []
         tokens, wait_s = 0, _WAIT_S
-        while tokens < self._spec.trainer.tokens_per_micro_batch:
+        while tokens < most:
             try:
                 meta, _ = await self._queue.acquire(self._request(wait_s))
             except DeadlineExceededError:
@@ -105,7 +101,7 @@ class ReferenceScoring:
         start = time.perf_counter()
         whole = KVBatchMeta.concat(leases)
         try:
-            await add_logprobs(whole, "ref_logprobs", scorer=self._scorer, data=self._data)
+            await asyncio.to_thread(self._leader.add, whole)
         except NotFoundError as error:
             # A group was given up meanwhile; the others are scored one by one.
             logger.info("samples are gone", extra={"reason": str(error)})

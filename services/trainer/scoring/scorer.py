@@ -1,118 +1,83 @@
-"""One model that scores responses, and whose weights may be replaced between two scores."""
+"""One rank's part of a policy that scores, and whose weights may be replaced between two scores."""
 
-import threading
-import time
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from services.common.errors import FailedPreconditionError
 from services.common.jagged import Jagged
-from services.trainer.batch.packing import micro_batches, pack
-from services.trainer.model.policy import Policy, freeze
+from services.trainer.batch.packing import pack
+from services.trainer.batch.plan import StepPlan
+from services.trainer.batch.samples import Samples
+from services.trainer.batch.scores import score_tokens
+from services.trainer.model.parallel import free_gathered
+from services.trainer.model.policy import Policy
 
 
 class Scorer:
-    """Scores responses without gradients. Its methods block and may be called from several threads.
+    """Scores without gradients. Every rank must be asked the same, one thing at a time.
 
     Args:
-        policy: Whose logprobs are wanted, on its device.
-        max_tokens: Packed tokens of one forward pass.
-        version: Number of its weights; -1 for weights that may not be used yet.
+        policy: Frozen, on its device, sharded or not.
+        device: Of the policy.
     """
 
-    def __init__(self, policy: Policy, *, max_tokens: int, version: int) -> None:
-        freeze(policy)
+    def __init__(self, policy: Policy, *, device: torch.device) -> None:
         self._policy = policy
-        self._max_tokens = max_tokens
-        self._turn = threading.Lock()
-        self._is_open = False
-        self.version = version
+        self._device = device
 
-    @property
-    def device(self) -> torch.device:
-        """Of the model."""
-        return self._policy.model.device
-
-    def score(
-        self, prompts: Jagged, responses: Jagged, *, version: int | None = None
-    ) -> list[Tensor]:
-        """Logprob of each response token, float32 on the CPU.
-
-        Args:
-            prompts: Token ids, at least one in each row.
-            responses: Token ids.
-            version: Weights that are meant; None takes those that are there.
-
-        Raises:
-            FailedPreconditionError: If other weights are in service.
-        """
-        totals = (prompts.lengths + responses.lengths).tolist()
-        result = torch.zeros(len(responses.values))
-        rows = Jagged(torch.arange(len(responses.values)), responses.lengths)
-        with self._turn, torch.no_grad():
-            if version is not None and version != self.version:
-                raise FailedPreconditionError(
-                    f"weights {version} are asked for, but this worker has {self.version}; publish "
-                    "them first",
-                    asked=version,
-                    served=self.version,
-                )
-            for micro in micro_batches(totals, self._max_tokens):
-                packed = pack(prompts.select(micro), responses.select(micro), device=self.device)
-                logprobs, _ = self._policy(packed)
-                result[rows.select(micro).values] = logprobs.cpu()
-        return Jagged(result, responses.lengths).unbind()
+    def logprobs(self, samples: Samples, plan: StepPlan) -> Tensor:
+        """``[R]`` float32 logprobs of this rank's response tokens, on the CPU."""
+        return score_tokens(
+            self._policy,
+            lambda packed: self._policy(packed)[0],
+            samples,
+            plan,
+            device=self._device,
+        )
 
     @torch.no_grad()
-    def adopt(self, version: int, tensors: Mapping[str, Tensor]) -> float:
-        """Replace the weights; returns the seconds in which nothing could be scored.
-
-        Raises:
-            ValueError: If they are not those of this model.
-        """
-        parameters = dict(self._policy.model.named_parameters())
-        if parameters.keys() != tensors.keys():
-            raise ValueError(
-                f"the weights lack {sorted(parameters.keys() - tensors.keys())[:3]} and have "
-                f"{sorted(tensors.keys() - parameters.keys())[:3]} that the model does not"
-            )
-        if not self._is_open:
-            self._turn.acquire()
-        try:
-            start = time.perf_counter()
-            for name, parameter in parameters.items():
-                parameter.copy_(tensors[name])
-            self.version = version
-            return time.perf_counter() - start
-        finally:
-            self._is_open = False
-            self._turn.release()
-
-    def open(self) -> dict[str, Tensor]:
-        """Score nothing, and give the live weights to be written in place, until they are adopted."""
-        self._turn.acquire()
-        self._is_open = True
-        return {name: value.detach() for name, value in self._policy.model.named_parameters()}
-
-    def close(self) -> None:
-        """Go on with the live weights: nothing was written."""
-        if self._is_open:
-            self._is_open = False
-            self._turn.release()
-
-    def refuse(self) -> None:
-        """The weights are wrong: score nothing until others are adopted."""
-        with self._turn:
-            self.version = -1
-
     def score_text(self, token_ids: Sequence[int]) -> list[float]:
         """Logprob of each token but the first, at temperature 1."""
         text = torch.tensor(token_ids, dtype=torch.int64)
         packed = pack(
-            Jagged.from_list([text[:1]]), Jagged.from_list([text[1:]]), device=self.device
+            Jagged.from_list([text[:1]]), Jagged.from_list([text[1:]]), device=self._device
         )
-        with self._turn, torch.no_grad():
-            logprobs, _ = self._policy(packed, temperature=1.0)
+        logprobs, _ = self._policy(packed, temperature=1.0)
+        free_gathered(self._policy)
         return [float(value) for value in logprobs]
+
+    def live(self) -> dict[str, Tensor]:
+        """The weights by name, to be written in place; this rank's rows of them if they are sharded."""
+        return {name: value.detach() for name, value in self._policy.model.named_parameters()}
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """See that weights are those of this model.
+
+        Raises:
+            ValueError: If they are not.
+        """
+        names = self.live().keys()
+        if names != tensors.keys():
+            raise ValueError(
+                f"the weights lack {sorted(names - tensors.keys())[:3]} and have "
+                f"{sorted(tensors.keys() - names)[:3]} that the model does not"
+            )
+
+    @torch.no_grad()
+    def adopt(self, tensors: Mapping[str, Tensor] | None) -> None:
+        """Replace the weights. Of sharded ones each rank gets its rows, one tensor after the other.
+
+        Args:
+            tensors: Whole, on rank 0, where they were checked; None on the others.
+        """
+        for name, live in self.live().items():
+            if isinstance(live, DTensor):
+                whole = torch.empty(live.shape, dtype=live.dtype, device=self._device)
+                if tensors is not None:
+                    whole.copy_(tensors[name])
+                live.copy_(distribute_tensor(whole, live.device_mesh, live.placements))
+            else:
+                assert tensors is not None, "weights that are not sharded have one rank"
+                live.copy_(tensors[name])

@@ -11,9 +11,7 @@ from torch import Tensor
 from services.common.batch import KVBatchMeta
 from services.common.errors import InvalidArgumentError, UnavailableError
 from services.trainer import metrics
-from services.trainer.scoring.fields import add_logprobs
-from services.trainer.scoring.scorer import Scorer
-from services.transferqueue.dataclient import DataClient
+from services.trainer.scoring.leader import ScoringLeader
 from slipstream.trainer.v1 import scoring_pb2 as pb
 from slipstream.trainer.v1 import scoring_pb2_grpc
 
@@ -31,59 +29,57 @@ class ScoringServicer(scoring_pb2_grpc.ScoringServiceServicer):
     def __init__(self, run_id: str, on_refused: Callable[[str], None]) -> None:
         self._run_id = run_id
         self._on_refused = on_refused
-        self._parts: tuple[Scorer, DataClient] | None = None
+        self._leader: ScoringLeader | None = None
 
-    def attach(self, scorer: Scorer, data: DataClient) -> None:
+    def attach(self, leader: ScoringLeader) -> None:
         """Begin to answer."""
-        self._parts = scorer, data
+        self._leader = leader
 
     async def ScoreBatch(  # noqa: N802
         self, request: pb.ScoreBatchRequest, context: _Context
     ) -> pb.ScoreBatchResponse:
         """Add proximal logprobs to samples."""
-        scorer, data = self._attached()
+        leader = self._attached()
         meta = batch_of(request)
         start = time.perf_counter()
-        await add_logprobs(
-            meta, "proximal_logprobs", scorer=scorer, data=data, version=request.weight_version
-        )
+        await asyncio.to_thread(leader.add, meta, version=request.weight_version)
         spent_s = time.perf_counter() - start
         metrics.STEP_SECONDS.labels(self._run_id, "old_logprob").observe(spent_s)
         return pb.ScoreBatchResponse(duration_s=spent_s)
 
     async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
         """Put a version into service; returns the seconds in which nothing was scored."""
-        scorer, _ = self._attached()
+        leader = self._attached()
         try:
-            return await asyncio.to_thread(scorer.adopt, version, tensors)
+            return await asyncio.to_thread(leader.adopt, version, tensors)
         except ValueError as error:
             raise InvalidArgumentError(str(error), version=version) from error
 
     async def score(self, token_ids: Sequence[int]) -> Sequence[float]:
         """Logprob of each token but the first under the live weights, at temperature 1."""
-        scorer, _ = self._attached()
-        return await asyncio.to_thread(scorer.score_text, token_ids)
+        leader = self._attached()
+        return await asyncio.to_thread(leader.score_text, token_ids)
 
     async def refuse_weights(self, reason: str) -> None:
         """The live weights are not the trainer's: score nothing until others are adopted."""
-        scorer, _ = self._attached()
-        await asyncio.to_thread(scorer.refuse)
+        leader = self._attached()
+        await asyncio.to_thread(leader.refuse)
         self._on_refused(reason)
 
     async def open_weights(self) -> Mapping[str, Tensor]:
         """Score nothing, and give the live weights to be written in place."""
-        scorer, _ = self._attached()
-        return await asyncio.to_thread(scorer.open)
+        leader = self._attached()
+        return await asyncio.to_thread(leader.open)
 
     async def close_weights(self) -> None:
         """Go on with the live weights: nothing was written."""
-        scorer, _ = self._attached()
-        scorer.close()
+        leader = self._attached()
+        leader.close()
 
-    def _attached(self) -> tuple[Scorer, DataClient]:
-        if self._parts is None:
+    def _attached(self) -> ScoringLeader:
+        if self._leader is None:
             raise UnavailableError("this worker still loads its model; ask again when it is loaded")
-        return self._parts
+        return self._leader
 
 
 def batch_of(request: pb.ScoreBatchRequest) -> KVBatchMeta:

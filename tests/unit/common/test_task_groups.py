@@ -161,6 +161,32 @@ def test_the_spellings_of_dots_rl_are_accepted(spelling):
             {"trainer": {"world_size": 1}},
             "trainer.world_size is 1, but topology gives 2",
         ),
+        (
+            {**TOPOLOGY, "gpus": 8, "scoring_ranks": 4},
+            {"algorithm": {"kl": {"coefficient": 0.1}}},
+            "NOT_DIVISIBLE_BY_PARALLELISM",
+        ),
+        (
+            {
+                "task_groups": ["train", "logp", "generate"],
+                "ratios": [0.25, 0.5, 0.25],
+                "gpus": 4,
+                "scoring_ranks": 2,
+            },
+            {"trainer": {"updates_per_step": 2}},
+            "set it to 'cpu_async'",
+        ),
+        (
+            {
+                "task_groups": [["train", "logp"], "generate"],
+                "ratios": [0.5, 0.5],
+                "gpus": 4,
+                "scoring_ranks": 2,
+            },
+            {},
+            "neither logp nor ref_logp has GPUs",
+        ),
+        ({"scoring_ranks": 2}, {}, "neither logp nor ref_logp has GPUs"),
         ({"task_groups": ["train", "rollot"], "ratios": [0.5, 0.5], "gpus": 4}, {}, "UNKNOWN_TASK"),
         ({"task_groups": ["train", "generate"], "ratios": [0.5, 0.5]}, {}, "topology.gpus"),
         ({"gpus": 4}, {}, "name the groups"),

@@ -10,13 +10,13 @@ from services.common.jagged import Jagged
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.critic.runner import CriticRunner
 from services.trainer.critic.step import CriticStepRunner
-from services.trainer.critic.values import Values
 from services.trainer.model.parallel import Topology
 from services.trainer.model.policy import Critic
 from services.trainer.ranks.collectives import Ranks
 from services.trainer.ranks.crew import Crew
 from services.trainer.ranks.leader import Leader
 from services.trainer.ranks.rank import Rank
+from services.trainer.scoring.fields import FieldScoring
 from tests.unit.trainer.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
 
 GAE = {"advantage": "gae", "gae_lambda": 0.9}
@@ -41,8 +41,9 @@ class Apart:
             cost=float,
             checkpointer=Checkpointer(runner.parts(), root=root, keep=2, topology=topology),
         )
-        self.values = Values(
-            self.critic,
+        self.values = FieldScoring(
+            "values",
+            self.critic.values,
             fetch=queue.fetch,
             add=self._add,
             ranks=Ranks(),

@@ -5,71 +5,98 @@ import torch
 
 from services.common.errors import FailedPreconditionError
 from services.common.jagged import Jagged
-from services.trainer.scoring.fields import add_logprobs
+from services.trainer.model.policy import freeze
+from services.trainer.ranks.collectives import Ranks
+from services.trainer.scoring.fields import FieldScoring
+from services.trainer.scoring.leader import ScoringLeader
 from services.trainer.scoring.scorer import Scorer
-from tests.unit.trainer.batches import policy_of, queue_of, random_queue, rank_of, spec_of
+from tests.unit.trainer.batches import CPU, policy_of, queue_of, random_queue, rank_of, spec_of
 
 
-class Data:
-    """Takes the transferqueue's place."""
+class Apart:
+    """A worker beside a queue in memory; keeps what it adds."""
 
-    def __init__(self, queue):
-        self.queue = queue
+    def __init__(self, policy, queue, *, field="proximal_logprobs", version, max_tokens=100):
+        scorer = Scorer(freeze(policy), device=CPU)
         self.added = {}
+        fields = FieldScoring(
+            field,
+            scorer.logprobs,
+            fetch=queue.fetch,
+            add=self._add,
+            ranks=Ranks(),
+            cost=float,
+            max_tokens=max_tokens,
+        )
+        self.leader = ScoringLeader(scorer, fields, version=version)
 
-    async def get(self, meta, fields):
-        return self.queue.fetch(meta, fields)
-
-    async def add_fields(self, meta, fields):
+    def _add(self, meta, fields):
         self.added = {
             name: dict(zip(meta.keys, rows, strict=True)) for name, rows in fields.items()
         }
 
+    def scores(self, queue, field="proximal_logprobs"):
+        return torch.cat([self.added[field][key] for key in queue.meta.keys])
+
 
 def test_scores_are_the_policys_whatever_the_micro_batches():
-    spec = spec_of()
-    policy = policy_of(spec)
+    policy = policy_of(spec_of())
     queue = random_queue(policy)
-    scorer = Scorer(policy, max_tokens=20, version=3)
-    rows = scorer.score(queue.fields["prompt_ids"], queue.fields["response_ids"], version=3)
+    apart = Apart(policy, queue, version=3, max_tokens=20)
+    assert apart.leader.add(queue.meta, version=3) == queue.meta.num_keys
     expected = queue.fields["rollout_logprobs"]
-    assert [len(row) for row in rows] == expected.lengths.tolist()
-    torch.testing.assert_close(torch.cat(rows), expected.values, atol=1e-5, rtol=0)
+    lengths = [len(apart.added["proximal_logprobs"][key]) for key in queue.meta.keys]
+    assert lengths == expected.lengths.tolist()
+    torch.testing.assert_close(apart.scores(queue), expected.values, atol=1e-5, rtol=0)
+    assert {int(row) for row in apart.added["proximal_version"].values()} == {3}
 
 
 def test_other_weights_than_those_in_service_are_refused():
     spec = spec_of()
     queue = random_queue(policy_of(spec, seed=1))
-    scorer = Scorer(policy_of(spec), max_tokens=100, version=-1)
-    prompts, responses = queue.fields["prompt_ids"], queue.fields["response_ids"]
+    apart = Apart(policy_of(spec), queue, version=-1)
     with pytest.raises(FailedPreconditionError, match="weights 4 are asked for"):
-        scorer.score(prompts, responses, version=4)
-    scorer.adopt(4, dict(policy_of(spec, seed=1).model.named_parameters()))
-    rows = scorer.score(prompts, responses, version=4)
+        apart.leader.add(queue.meta, version=4)
+    apart.leader.adopt(4, dict(policy_of(spec, seed=1).model.named_parameters()))
+    apart.leader.add(queue.meta, version=4)
     expected = queue.fields["rollout_logprobs"].values
-    torch.testing.assert_close(torch.cat(rows), expected, atol=1e-5, rtol=0)
-    scorer.refuse()
+    torch.testing.assert_close(apart.scores(queue), expected, atol=1e-5, rtol=0)
+    apart.leader.refuse()
     with pytest.raises(FailedPreconditionError):
-        scorer.score(prompts, responses, version=4)
+        apart.leader.add(queue.meta, version=4)
 
 
 def test_weights_of_another_model_are_refused():
     spec = spec_of()
-    scorer = Scorer(policy_of(spec), max_tokens=100, version=0)
+    apart = Apart(policy_of(spec), random_queue(policy_of(spec)), version=0)
     with pytest.raises(ValueError, match="the model does not"):
-        scorer.adopt(1, {"other": torch.zeros(1)})
+        apart.leader.adopt(1, {"other": torch.zeros(1)})
 
 
-async def test_samples_that_have_the_field_are_left_alone():
+def test_weights_that_are_written_in_place_go_on_when_they_are_adopted_or_given_up():
+    spec = spec_of()
+    apart = Apart(policy_of(spec), random_queue(policy_of(spec)), version=1)
+    before = apart.leader.score_text([1, 2, 3])
+    apart.leader.open()
+    apart.leader.close()
+    assert apart.leader.score_text([1, 2, 3]) == before
+    live = apart.leader.open()
+    for name, value in policy_of(spec, seed=1).model.named_parameters():
+        live[name].copy_(value.detach())
+    apart.leader.adopt(2, live)
+    assert apart.leader.version == 2
+    assert apart.leader.score_text([1, 2, 3]) != before
+    apart.leader.open()
+    apart.leader.stop()
+
+
+def test_samples_that_have_the_field_are_left_alone():
     policy = policy_of(spec_of())
     queue = random_queue(policy)
-    scorer = Scorer(policy, max_tokens=100, version=2)
-    data = Data(queue)
-    count = await add_logprobs(queue.meta, "proximal_logprobs", scorer=scorer, data=data, version=2)
-    assert count == queue.meta.num_keys == len(data.added["proximal_logprobs"])
-    assert {int(row) for row in data.added["proximal_version"].values()} == {2}
     scored = queue.replaced(ref_logprobs=queue.fields["rollout_logprobs"])
-    assert await add_logprobs(scored.meta, "ref_logprobs", scorer=scorer, data=data) == 0
+    apart = Apart(policy, scored, field="ref_logprobs", version=0)
+    assert apart.leader.add(scored.meta) == 0
+    assert apart.added == {}
 
 
 @pytest.mark.parametrize("version", [5, 4])

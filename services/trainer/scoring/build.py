@@ -1,0 +1,79 @@
+"""From a run's specification to a rank that scores."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from services.common.spec.run import RunSpec
+from services.trainer.model.parallel import Topology, build_topology
+from services.trainer.model.policy import Policy, freeze
+from services.trainer.model.warm_start import Progress
+from services.trainer.ranks.build import Loader, device_of, sequence_cost
+from services.trainer.ranks.collectives import Ranks
+from services.trainer.ranks.transfers import Transfers
+from services.trainer.scoring.fields import FieldScoring
+from services.trainer.scoring.scorer import Scorer
+from services.trainer.settings import TrainerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltScorer:
+    """A loaded rank."""
+
+    scorer: Scorer
+    fields: FieldScoring
+
+
+def build_scorer(
+    spec: RunSpec, settings: TrainerSettings, *, transfers: Transfers, progress: Progress
+) -> BuiltScorer:
+    """Load the policy of a worker of the role logp or ref_logp. Blocks; runs in a thread. All ranks call it.
+
+    The reference is the frozen base model, in the dtype that the trainer computes in. A policy of the role
+    logp has no weights: they come over the weight plane before it may score.
+
+    Raises:
+        ValueError: If the model does not load, or other processes were started than the run says.
+    """
+    spec = _scoring_spec(spec)
+    topology = _topology(spec, settings)
+    loader = Loader(spec, settings, topology, progress)
+
+    def make(model: PreTrainedModel) -> Policy:
+        return freeze(Policy(model, temperature=spec.rollout.sampling.temperature))
+
+    dtype = getattr(torch, spec.trainer.dtype)
+    is_reference = settings.role == "ref_logp"
+    policy = loader.load(make, dtype=dtype) if is_reference else loader.shape(make, dtype=dtype)
+    scorer = Scorer(policy, device=topology.device)
+    fields = FieldScoring(
+        "ref_logprobs" if is_reference else "proximal_logprobs",
+        scorer.logprobs,
+        fetch=transfers.fetch,
+        add=transfers.add,
+        ranks=topology.data,
+        cost=sequence_cost(policy),
+        max_tokens=spec.trainer.tokens_per_micro_batch,
+    )
+    return BuiltScorer(scorer, fields)
+
+
+def _scoring_spec(spec: RunSpec) -> RunSpec:
+    """The run with a trainer as large as this worker, and without what only training needs."""
+    changes = {
+        "world_size": spec.topology.scoring_ranks,
+        "tensor_parallel": 1,
+        "activation_checkpointing": False,
+        "cpu_offload": False,
+        "compile": False,
+    }
+    return spec.model_copy(update={"trainer": spec.trainer.model_copy(update=changes)})
+
+
+def _topology(spec: RunSpec, settings: TrainerSettings) -> Topology:
+    device, world_size = device_of(settings), settings.world_size
+    if world_size == spec.trainer.world_size == 1:
+        # Nothing is sharded, and the weights are in the right precision already.
+        return Topology(device=device, data=Ranks())
+    return build_topology(spec.trainer, device=device, rank=settings.rank, world_size=world_size)

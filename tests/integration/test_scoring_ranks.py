@@ -1,0 +1,165 @@
+"""A policy that scores is the same one sharded over two processes: its scores, its weights, its end."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, multiprocessing
+
+from services.common.errors import NotFoundError, UnavailableError
+from services.common.spec.run import RunSpec
+from services.trainer.ranks.crew import Crew
+from services.trainer.scoring.build import BuiltScorer, build_scorer
+from services.trainer.scoring.leader import ScoringLeader, follow
+from services.trainer.settings import TrainerSettings
+from tests.unit.trainer.batches import Queue, policy_of, random_queue, spec_of
+
+pytestmark = pytest.mark.timeout(300)
+
+Outcome = dict[str, Any]
+
+
+class Transfers:
+    """The transferqueue's place: a queue in memory, and a folder for what is added."""
+
+    def __init__(self, queue: Queue, folder: Path) -> None:
+        self._queue = queue
+        self._folder = folder
+
+    def fetch(self, meta: Any, fields: Any) -> Any:
+        if not set(meta.keys) <= set(self._queue.meta.keys):
+            raise NotFoundError("samples were released")
+        return self._queue.fetch(meta, fields)
+
+    def add(self, meta: Any, fields: Any) -> None:
+        for name, rows in fields.items():
+            for key, row in zip(meta.keys, rows, strict=True):
+                torch.save(row.clone(), self._folder / f"{name}-{key}.pt")
+
+
+def spec_with(ranks: int, dtype: str = "float32") -> RunSpec:
+    spec = spec_of(
+        algorithm={"kl": {"coefficient": 0.1}},
+        trainer={"updates_per_step": 2, "dtype": dtype, "tokens_per_micro_batch": 60},
+    )
+    document = spec.model_dump(mode="json", exclude_unset=True)
+    groups = ["train", ["logp", "ref_logp"], "generate"]
+    total = ranks + 2
+    document["topology"] = {
+        "task_groups": groups,
+        "ratios": [1 / total, ranks / total, 1 / total],
+        "gpus": total,
+        "scoring_ranks": ranks,
+    }
+    document["weight_sync"] = {"mode": "cpu_async"}
+    return RunSpec.model_validate(document)
+
+
+def queue_for(spec: RunSpec) -> Queue:
+    return random_queue(policy_of(spec, seed=1), num_groups=3)
+
+
+def built(
+    spec: RunSpec, folder: Path, *, role: str, rank: int = 0, world_size: int | None = None
+) -> BuiltScorer:
+    settings = TrainerSettings.model_validate(
+        {
+            "role": role,
+            "RANK": rank,
+            "WORLD_SIZE": world_size or spec.topology.scoring_ranks,
+            "controller_address": "none:1",
+            "run_id": "run",
+            "worker_id": "worker-0",
+            "device": "cpu",
+            "model_cache": folder / "models",
+        }
+    )
+    transfers: Any = Transfers(queue_for(spec), folder)
+    return build_scorer(spec, settings, transfers=transfers, progress=lambda step, steps: None)
+
+
+def work(leader: ScoringLeader, queue: Queue, spec: RunSpec, folder: Path, role: str) -> None:
+    """What the tests compare: scores of samples and of a text, under weights that arrived."""
+    if role == "logp":
+        weights = dict(policy_of(spec, seed=1).model.named_parameters())
+        leader.adopt(7, {name: value.detach() for name, value in weights.items()})
+    leader.add(queue.meta.select([0]))
+    leader.add(queue.meta)
+    torch.save(torch.tensor(leader.score_text([1, 2, 3, 4])), folder / "text.pt")
+
+
+def _rank(rank: int, ranks: int, folder: str, spec_json: str, role: str) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    spec = RunSpec.model_validate_json(spec_json)
+    scorer = built(spec, Path(folder), role=role, rank=rank)
+    if rank > 0:
+        follow(Crew(ranks), scorer.scorer, scorer.fields)
+    else:
+        leader = ScoringLeader(scorer.scorer, scorer.fields, crew=Crew(ranks), version=0)
+        work(leader, queue_for(spec), spec, Path(folder), role)
+        gone = random_queue(policy_of(spec), num_groups=5).meta.select(list(range(12, 20)))
+        with pytest.raises(NotFoundError):
+            leader.add(gone)
+        leader.add(queue_for(spec).meta.select([0]))
+        leader.stop()
+    distributed.destroy_process_group()
+
+
+def _lose(rank: int, ranks: int, folder: str, spec_json: str) -> None:
+    """Rank 1 is gone before the first batch."""
+    store = f"file://{folder}/store"
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    spec = RunSpec.model_validate_json(spec_json)
+    scorer = built(spec, Path(folder), role="ref_logp", rank=rank)
+    if rank == 0:
+        leader = ScoringLeader(scorer.scorer, scorer.fields, crew=Crew(ranks), version=0)
+        with pytest.raises(UnavailableError, match="a rank is gone"):
+            leader.add(queue_for(spec).meta)
+
+
+def scored(folder: Path) -> Outcome:
+    return {
+        file.stem: torch.load(file, weights_only=True) for file in sorted(folder.glob("*-*.pt"))
+    } | {"text": torch.load(folder / "text.pt", weights_only=True)}
+
+
+@pytest.mark.parametrize(
+    ("role", "dtype", "tolerance"),
+    [("ref_logp", "float32", 1e-5), ("logp", "float32", 1e-5), ("ref_logp", "bfloat16", 0.02)],
+)
+def test_two_processes_score_what_one_does(
+    tmp_path: Path, role: str, dtype: str, tolerance: float
+) -> None:
+    alone, apart = tmp_path / "1", tmp_path / "2"
+    alone.mkdir()
+    apart.mkdir()
+    spec = spec_with(1, dtype)
+    scorer = built(spec, alone, role=role)
+    leader = ScoringLeader(scorer.scorer, scorer.fields, version=0)
+    work(leader, queue_for(spec), spec, alone, role)
+    arguments = (2, str(apart), spec_with(2, dtype).model_dump_json(), role)
+    multiprocessing.start_processes(_rank, args=arguments, nprocs=2)  # type: ignore[no-untyped-call]
+    expected, found = scored(alone), scored(apart)
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=tolerance, rtol=0)
+    if role == "logp":
+        assert {int(v) for k, v in found.items() if k.startswith("proximal_version")} == {7}
+        rollout = queue_for(spec).fields["rollout_logprobs"].values
+        names = [f"proximal_logprobs-{key}" for key in queue_for(spec).meta.keys]
+        torch.testing.assert_close(
+            torch.cat([found[name] for name in names]), rollout, atol=1e-5, rtol=0
+        )
+
+
+def test_a_rank_that_is_gone_is_an_outage_and_not_a_fault(tmp_path: Path) -> None:
+    arguments = (2, str(tmp_path), spec_with(2).model_dump_json())
+    multiprocessing.start_processes(_lose, args=arguments, nprocs=2)  # type: ignore[no-untyped-call]
+
+
+def test_other_processes_than_the_run_says_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="2 processes for this worker, but 1 were started"):
+        built(spec_with(2), tmp_path, role="ref_logp", world_size=1)
