@@ -240,6 +240,8 @@ class KubernetesLauncher:
             for end in pod_state.ended(seen.body):
                 self._report(run_id, end.worker_id, end.code, end.message)
             pod.is_over |= pod_state.is_over(seen.body)
+            if pod.group_size and pod_state.is_deleted_unplaced(seen.body):
+                await self._clear(seen.name, seen.body)
         async with self._changed:
             self._changed.notify_all()
 
@@ -255,12 +257,15 @@ class KubernetesLauncher:
         if seen.body is None or not pod_state.is_over(seen.body):
             return
         owners = seen.body["metadata"].get("ownerReferences", [])
-        if not any(owner["uid"] == self._owner["uid"] for owner in owners):
-            return
+        if any(owner["uid"] == self._owner["uid"] for owner in owners):
+            await self._clear(seen.name, seen.body)
+
+    async def _clear(self, name: str, body: Mapping[str, Any]) -> None:
+        """Remove what is left of a pod."""
         try:
-            await self._api.delete(seen.name, is_queued=kueue.group_size(seen.body) > 0)
+            await self._api.delete(name, is_queued=kueue.group_size(body) > 0)
         except ServiceError as error:  # it is seen again with the next list
-            logger.warning("ended pod stays", extra={"pod": seen.name, "error": str(error)})
+            logger.warning("pod stays", extra={"pod": name, "error": str(error)})
 
     def _note_start(self, run_id: str, name: str, body: Mapping[str, Any]) -> None:
         pod = self._runs[run_id][name]

@@ -53,6 +53,11 @@ def is_gated(pod: Json) -> bool:
     return found is not None and found.reason == _GATED
 
 
+def is_deleted_unplaced(pod: Json) -> bool:
+    """Whether the pod was deleted before it had a node, whose kubelet would end it."""
+    return "deletionTimestamp" in pod["metadata"] and "nodeName" not in pod["spec"]
+
+
 def is_running(pod: Json) -> bool:
     """Whether all containers have started."""
     statuses = pod["status"].get("containerStatuses", [])

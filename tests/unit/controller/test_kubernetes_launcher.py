@@ -311,6 +311,24 @@ async def test_a_pod_that_is_deleted_in_the_queue_ends_the_wait(tmp_path: Path) 
         assert cluster.pods == {}
 
 
+async def test_a_pod_that_its_queue_takes_back_before_it_has_a_node_is_let_go(
+    tmp_path: Path,
+) -> None:
+    cluster = FakeCluster()
+    async with launching(cluster, write_templates(tmp_path, queue="gpus")) as (launcher, heard):
+        await launcher.start(RUN, SPEC)
+        metadata = {
+            **cluster.pods[ROLLOUT]["metadata"],
+            "deletionTimestamp": "2026-01-01T00:00:00Z",
+        }
+        cluster.pods[ROLLOUT] |= {"metadata": metadata}
+        cluster.change(ROLLOUT, phase="Pending")
+        await cluster.settle()
+        assert set(cluster.pods) == {TRAINER}
+        assert [exit_.worker_id for exit_ in heard.exits] == ["rollout-0"]
+        await launcher.stop(RUN)
+
+
 async def test_an_evicted_pod_says_so(tmp_path: Path) -> None:
     cluster = FakeCluster()
     async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
