@@ -70,7 +70,7 @@ _GAUGES = {
         ("rollout_logprob_abs_diff_max", "logprob_abs_diff", "Largest rollout-to-trainer gap."),
     )
 }  # fmt: skip
-_NONFINITE = ("reward", "logprob", "loss", "grad")
+_NONFINITE = ("reward", "logprob", "loss", "grad", "critic")
 _KL_PAIRS = {"kl_rollout": "policy_rollout", "kl_ref": "policy_ref"}
 
 

@@ -10,7 +10,7 @@ Every rank runs the same sequence of collectives, whatever its share of the batc
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,7 @@ class _Update:
     grad_norm: float
     learning_rate: float
     applied: bool
+    critic_applied: bool = True
 
 
 class StepRunner:
@@ -219,7 +220,8 @@ class StepRunner:
         if self.critic is not None and update.applied:
             with timer("critic"):
                 rate = update.learning_rate
-                self.critic.update(samples, work, learning_rate=rate, tally=tally)
+                applied = self.critic.update(samples, work, learning_rate=rate, tally=tally)
+            update = replace(update, critic_applied=applied)
         return update
 
     def _accumulate(
@@ -295,6 +297,7 @@ class StepRunner:
         metrics["nonfinite_updates"] = float(sum(not update.applied for update in updates))
         metrics["nonfinite_loss"] = float(sum(not math.isfinite(u.loss) for u in updates))
         metrics["nonfinite_grad"] = metrics["nonfinite_updates"] - metrics["nonfinite_loss"]
+        metrics["nonfinite_critic"] = float(sum(not update.critic_applied for update in updates))
         return metrics
 
     def _adapt_kl(self, metrics: Mapping[str, float], num_samples: int) -> None:

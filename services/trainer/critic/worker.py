@@ -77,6 +77,8 @@ def _reporter(run_id: str, report: Callable[[int], None]) -> Callable[[int, Step
     def on_step(step: int, result: StepResult) -> None:
         spent = result.metrics.get("seconds_critic", 0.0)
         metrics.STEP_SECONDS.labels(run_id, "critic").observe(spent)
+        nonfinite = result.metrics.get("nonfinite_critic", 0.0)
+        metrics.NONFINITE.labels(run_id, "critic").inc(nonfinite)
         report(step)
 
     return on_step

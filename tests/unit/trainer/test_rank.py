@@ -156,6 +156,20 @@ def test_the_critic_learns_the_returns_of_a_repeated_batch() -> None:
     assert errors[-1] < 0.5 * errors[0]
 
 
+def test_a_critic_whose_gradient_is_no_number_is_counted_and_left_as_it_is() -> None:
+    spec = spec_of(algorithm={"advantage": "gae"})
+    policy = policy_of(spec)
+    queue = random_queue(policy)
+    rank = rank_of(spec, policy, queue)
+    critic, _ = rank.runner.parts()["critic."]
+    with torch.no_grad():
+        critic.get_submodule("head").weight.fill_(1e30)
+    before = [parameter.clone() for parameter in critic.parameters()]
+    metrics = rank.train(1, queue.meta).metrics
+    assert (metrics["nonfinite_critic"], metrics["nonfinite_updates"]) == (1, 0)
+    assert all(map(torch.equal, before, critic.parameters()))
+
+
 ALGORITHMS = [
     {"advantage": "dr_grpo", "aggregation": "seq-mean-token-sum-norm"},
     {"advantage": "rloo", "aggregation": "token-sum"},
