@@ -31,16 +31,8 @@ def topology(group: str, processes: int = 1) -> tuple[str, ...]:
 NUMBERS = ("reward_mean", "loss", "grad_norm", "kl_ref", "value_loss")
 # Whole weights that arrive through host memory are sharded there.
 SHARDED = (*MINI_BATCHES, "weight_sync.mode=cpu_async")
-ROLES = pytest.mark.parametrize(
-    ("group", "processes", "settings"),
-    [
-        ("ref_logp", 1, KL),
-        ("ref_logp", 2, KL),
-        ("logp", 1, MINI_BATCHES),
-        ("logp", 2, SHARDED),
-        ("critic", 2, CRITIC),
-    ],
-)
+SHARDED_ROLES = [("ref_logp", 2, KL), ("logp", 2, SHARDED), ("critic", 2, CRITIC)]
+SINGLE_ROLES = [("ref_logp", 1, KL), ("logp", 1, MINI_BATCHES)]
 
 
 def trained(done) -> list[list[float]]:
@@ -50,7 +42,7 @@ def trained(done) -> list[list[float]]:
     return [[step.get(name, 0.0) for name in NUMBERS] for step in steps]
 
 
-@ROLES
+@pytest.mark.parametrize(("group", "processes", "settings"), SHARDED_ROLES + SINGLE_ROLES)
 def test_a_role_of_its_own_changes_no_number(plumbing, tmp_path, group, processes, settings):
     alone = trained(train(plumbing, tmp_path / "alone", *settings, "trainer.steps=4"))
     own = topology(group, processes)
@@ -59,23 +51,21 @@ def test_a_role_of_its_own_changes_no_number(plumbing, tmp_path, group, processe
     assert (apart.folder / "logs" / f"{group.replace('_', '-')}-0.log").exists()
 
 
-@ROLES
-def test_a_killed_role_loses_nothing(plumbing, tmp_path, group, processes, settings):
+@pytest.mark.parametrize(("group", "processes", "settings"), SHARDED_ROLES)
+def test_a_killed_process_of_a_role_loses_nothing(plumbing, tmp_path, group, processes, settings):
     overrides = (*settings, *topology(group, processes), "trainer.steps=10", "name=killed")
     arguments = [part for setting in overrides for part in ("--set", setting)]
     with started(
         "run", plumbing, "--json", "--state-directory", tmp_path, *arguments, until=r"step +3/"
     ) as (process, lines):
         children = descendants(process)
-        *_, last_rank = sorted(
-            (
-                child
-                for child in children.values()
-                if child.environ().get("SLIPSTREAM_TRAINER_ROLE") == group
-            ),
-            key=lambda child: child.environ().get("RANK", ""),
-        )
-        last_rank.kill()
+        ranks = {
+            child.environ()["RANK"]: child
+            for child in children.values()
+            if child.environ().get("SLIPSTREAM_TRAINER_ROLE") == group
+        }
+        assert sorted(ranks) == ["0", "1"]
+        ranks["1"].kill()
         out, _ = process.communicate(timeout=240)
         assert process.returncode == 0, "".join(lines) + out
         assert_all_gone(children)
