@@ -7,8 +7,8 @@ On a CPU, in the environment of ``make test-vllm`` or ``make test-sglang``, with
     python -m bench.rollout.real_engine vllm --folder F --out bench/results/rollout-vllm-cpu.json
 
 On one GPU, in bf16, where the engines' CUDA builds are installed, in a row; the second one finds the trained
-model in the folder. The settings suit builds whose only kernels are FlashAttention and Triton. The first one takes
-about five minutes, two of them to train::
+model in the folder. The settings suit builds whose only kernels are FlashAttention and Triton. The first
+one takes about five minutes, two of them to train::
 
     export VLLM_USE_FLASHINFER_SAMPLER=0  # it comes from another package
     python -m bench.rollout.real_engine vllm --size 1.5b --steps 300 --folder F \
