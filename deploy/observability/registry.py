@@ -47,10 +47,11 @@ def registered() -> list[MetricDoc]:
 
 
 def _collectors(values: Iterable[object]) -> Iterator[MetricWrapperBase]:
-    """Metrics among a module's variables, also those kept in dictionaries."""
+    """Metrics among a module's variables, also those kept in dictionaries; not their single series."""
     for value in values:
         if isinstance(value, MetricWrapperBase):
-            yield value
+            if not value._labelvalues:  # noqa: SLF001  no public way to tell
+                yield value
         elif isinstance(value, dict):
             yield from _collectors(value.values())
 
