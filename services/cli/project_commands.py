@@ -10,6 +10,8 @@ _QUOTAS = (
     ("queued runs", "queued_runs", "max_queued_runs"),
     ("GPUs", "gpus", "max_gpus"),
     ("transferqueue bytes", "transferqueue_bytes", "max_transferqueue_bytes"),
+    ("checkpoint bytes", "checkpoint_bytes", "max_checkpoint_bytes"),
+    ("event streams", "event_streams", "max_event_streams"),
 )
 
 
@@ -24,10 +26,15 @@ def quota(url: Url = None) -> None:
     found = call_api(url, lambda api: api.quota())
     table = Table(f"project {found.project}", "uses", "of", box=None, pad_edge=False)
     for name, used, limit in _QUOTAS:
-        table.add_row(name, f"{getattr(found, used):,}", f"{getattr(found, limit):,}")
+        table.add_row(name, f"{getattr(found, used):,}", _bound(getattr(found, limit)))
+    table.add_row("requests a second", "", _bound(found.max_requests_per_second))
     console.print(table, highlight=False)
 
 
 def version(url: Url = None) -> None:
     """Show the release of the controller."""
     console.print(call_api(url, lambda api: api.version()), highlight=False)
+
+
+def _bound(limit: int) -> str:
+    return f"{limit:,}" if limit else "no bound"

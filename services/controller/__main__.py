@@ -27,13 +27,13 @@ from services.controller.api.principals import (
     Authenticators,
     TokenStore,
 )
+from services.controller.api.request_limits import RequestLimits
 from services.controller.api.rpc import RunServicer
 from services.controller.api.run_page import with_run_page
 from services.controller.audit import RunAudit
 from services.controller.launch.choice import open_launcher
 from services.controller.logs import RunLogs
 from services.controller.membership import Membership
-from services.controller.quotas import Limits
 from services.controller.rendezvous import RendezvousStore
 from services.controller.rendezvous_server import RendezvousServicer
 from services.controller.run.driver import Services
@@ -84,20 +84,16 @@ async def run_controller(settings: ControllerSettings) -> None:
             membership=membership,
             queue=queue,
             tasks=tasks,
-            defaults=Limits(
-                max_active_runs=settings.max_active_runs,
-                max_queued_runs=settings.max_queued_runs,
-                max_gpus=settings.max_gpus,
-                max_transferqueue_bytes=settings.max_transferqueue_bytes,
-            ),
+            defaults=settings.limits(),
             allowed_roots=settings.allowed_roots,
         )
         logs = RunLogs(settings.state_directory, manager.is_ended)
+        limits = RequestLimits(manager.limits)
         await manager.recover()
 
         def register(server: Any) -> None:
             run_pb2_grpc.add_RunServiceServicer_to_server(
-                RunServicer(manager, audit, logs, users), server
+                RunServicer(manager, audit, logs, users, limits), server
             )
             membership_pb2_grpc.add_MembershipServiceServicer_to_server(
                 MembershipServicer(manager, membership, settings, clock), server
@@ -126,7 +122,7 @@ async def run_controller(settings: ControllerSettings) -> None:
         rest_port = await stack.enter_async_context(
             serve_http(
                 settings.rest_bind,
-                Measured(with_run_page(build_app(manager, audit, logs, users))),
+                Measured(with_run_page(build_app(manager, audit, logs, users, limits))),
                 certificate=settings.rest_tls_certificate,
                 key=settings.rest_tls_key,
             )

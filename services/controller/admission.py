@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import sqlalchemy as sa
 
-from services.controller.quotas import Lack, Limits, needs_of, read_quota
+from services.controller.quotas import Lack, Limits, read_quota
 from services.controller.run.run_state import RunEvent, RunState
 from services.controller.store.records import Event, Note, Run
 from services.controller.store.rows import get_run, tell
@@ -79,7 +79,7 @@ class _Queue:
             return _BEHIND
         run = get_run(self._connection, run_id, lock=True)
         quota = read_quota(self._connection, project, self._defaults)
-        if (lack := quota.lacks(needs_of(run.spec_json))) is not None:
+        if (lack := quota.lacks(run.needs)) is not None:
             return lack
         run, event = self._store.move(self._connection, run_id, RunEvent.ADMIT, reason="Admitted")
         self.done.started.append(run)

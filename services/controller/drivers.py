@@ -110,7 +110,7 @@ class Drivers:
             FailedPreconditionError: If it has no prompts to evaluate them with.
         """
         driver = self.running(run)
-        if parse_spec(run.spec_json).data.heldout is None:
+        if driver.spec.data.heldout is None:
             raise FailedPreconditionError(
                 f"run {run.run_id} has no held-out prompts to evaluate its weights with; fork it with "
                 "data.heldout",

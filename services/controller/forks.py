@@ -10,6 +10,7 @@ from services.common.spec.loader import canonical_json, parse_spec, spec_digest
 from services.common.spec.run import RunSpec
 from services.controller.api.models import ForkRequest
 from services.controller.patches import merged
+from services.controller.quotas import needs_of
 from services.controller.run.checkpoints import Checkpoint
 from services.controller.store import ledger_copies
 from services.controller.store.records import NewRun, Run
@@ -31,6 +32,7 @@ def fork_of(
         name=spec.name,
         spec_json=canonical_json(spec),
         spec_digest=spec_digest(spec),
+        needs=needs_of(spec),
         project=parent.project,
         priority=parent.priority,
         labels=parent.labels,

@@ -54,6 +54,13 @@ HTTP_SECONDS = Histogram(
     buckets=RPC,
 )
 
+API_REFUSALS = Counter(
+    "slipstream_api_refusals_total", "Requests over a quota of the API, by reason.", ["reason"]
+)
+EVENT_STREAMS = Gauge("slipstream_event_streams", "Open streams of events and logs.")
+for _reason in ("rate_limited", "too_many_streams"):
+    API_REFUSALS.labels(_reason)
+
 
 def observe_step(
     run: str, step: int, trained: Mapping[str, float], prompts: Mapping[str, int]

@@ -29,6 +29,16 @@ def set_(
     max_transferqueue_bytes: Annotated[
         int, typer.Option(min=0, help="Bytes that their samples may take; 0 for no bound.")
     ] = 0,
+    max_checkpoint_bytes: Annotated[
+        int,
+        typer.Option(min=0, help="Bytes of checkpoints above which no run starts; 0 for no bound."),
+    ] = 0,
+    max_requests_per_second: Annotated[
+        int, typer.Option(min=0, help="Requests to each controller; 0 for no bound.")
+    ] = 0,
+    max_event_streams: Annotated[
+        int, typer.Option(min=0, help="Streams that are open at each controller; 0 for no bound.")
+    ] = 0,
 ) -> None:
     """Set the limits of a project; they hold from the next run that is submitted or would start."""
     limits = Limits(
@@ -36,6 +46,9 @@ def set_(
         max_queued_runs=max_queued_runs,
         max_gpus=max_gpus,
         max_transferqueue_bytes=max_transferqueue_bytes,
+        max_checkpoint_bytes=max_checkpoint_bytes,
+        max_requests_per_second=max_requests_per_second,
+        max_event_streams=max_event_streams,
     )
     with _database().write() as connection:
         connection.execute(QUOTAS.delete().where(QUOTAS.c.project == project))

@@ -1,18 +1,16 @@
 """What a project may use, and what its runs use."""
 
-import json
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, fields, replace
 
 import sqlalchemy as sa
 
 from services.common.errors import FailedPreconditionError, ResourceExhaustedError
-from services.common.spec.loader import parse_spec
+from services.common.spec.run import RunSpec
 from services.controller.launch.launcher import num_gpus, worker_names
 from services.controller.run.run_state import RunState
 from services.controller.store.database import Database
-from services.controller.store.records import Run
-from services.controller.store.tables import QUOTAS, RUNS
+from services.controller.store.records import Needs, Run
+from services.controller.store.tables import CHECKPOINTS, QUOTAS, RUNS
 
 _ACTIVE = tuple(
     state.value
@@ -48,14 +46,12 @@ class Limits:
     """GPUs of its active runs, 0 for no bound; a worker on a host without GPUs counts as if it had them."""
     max_transferqueue_bytes: int = 0
     """Sum of ``transferqueue.quota_bytes`` of its active runs, 0 for no bound."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
-    """What a run takes while it is active."""
-
-    gpus: int
-    transferqueue_bytes: int
+    max_checkpoint_bytes: int = 0
+    """Size of the checkpoints of its runs above which none starts, 0 for no bound."""
+    max_requests_per_second: int = 0
+    """Requests to the API, 0 for no bound."""
+    max_event_streams: int = 0
+    """Streams of events and logs that are open at once, 0 for no bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +73,7 @@ class Quota:
     queued_runs: int
     gpus: int
     transferqueue_bytes: int
+    checkpoint_bytes: int
 
     def lacks(self, needs: Needs) -> Lack | None:
         """What a further run would have to wait for; None if there is room for it."""
@@ -103,13 +100,17 @@ class Quota:
                     f"the run needs {needed} {what}, but project {self.project!r} uses {used} of the "
                     f"{limit} that it may",
                 )
+        if 0 < limits.max_checkpoint_bytes <= self.checkpoint_bytes:
+            return Lack(
+                "CheckpointQuota",
+                f"checkpoints of project {self.project!r} take {self.checkpoint_bytes} of the "
+                f"{limits.max_checkpoint_bytes} bytes that they may; delete some",
+            )
         return None
 
 
-@lru_cache(maxsize=4096)
-def needs_of(spec_json: str) -> Needs:
+def needs_of(spec: RunSpec) -> Needs:
     """What a run of a specification takes."""
-    spec = parse_spec(json.loads(spec_json))
     return Needs(
         gpus=sum(num_gpus(role, spec) for role, _ in worker_names(spec)),
         transferqueue_bytes=spec.transferqueue.quota_bytes,
@@ -118,21 +119,28 @@ def needs_of(spec_json: str) -> Needs:
 
 def read_quota(connection: sa.Connection, project: str, defaults: Limits) -> Quota:
     """Limits and use of a project."""
-    query = (
-        sa.select(RUNS.c.state, sa.func.count())
-        .where(RUNS.c.project == project)
-        .group_by(RUNS.c.state)
+    of_project = RUNS.c.project == project
+    active = connection.execute(
+        sa.select(
+            sa.func.count(),
+            sa.func.coalesce(sa.func.sum(RUNS.c.gpus), 0),
+            sa.func.coalesce(sa.func.sum(RUNS.c.transferqueue_bytes), 0),
+        ).where(of_project, RUNS.c.state.in_(_ACTIVE))
+    ).one()
+    queued = sa.select(sa.func.count()).where(of_project, RUNS.c.state == RunState.QUEUED.value)
+    saved = (
+        sa.select(sa.func.coalesce(sa.func.sum(CHECKPOINTS.c.size_bytes), 0))
+        .join(RUNS, RUNS.c.run_id == CHECKPOINTS.c.run_id)
+        .where(of_project, CHECKPOINTS.c.state == "READY")
     )
-    counts = {state: int(count) for state, count in connection.execute(query)}
-    active = sa.select(RUNS.c.spec_json).where(RUNS.c.project == project, RUNS.c.state.in_(_ACTIVE))
-    needs = [needs_of(spec_json) for spec_json in connection.scalars(active)]
     return Quota(
         project=project,
-        limits=_limits(connection, project, defaults),
-        active_runs=len(needs),
-        queued_runs=counts.get(RunState.QUEUED.value, 0),
-        gpus=sum(need.gpus for need in needs),
-        transferqueue_bytes=sum(need.transferqueue_bytes for need in needs),
+        limits=read_limits(connection, project, defaults),
+        active_runs=active[0],
+        queued_runs=connection.execute(queued).scalar_one(),
+        gpus=int(active[1]),
+        transferqueue_bytes=int(active[2]),
+        checkpoint_bytes=int(connection.execute(saved).scalar_one()),
     )
 
 
@@ -142,7 +150,21 @@ def quota_of(database: Database, project: str, defaults: Limits) -> Quota:
         return read_quota(connection, project, defaults)
 
 
-def check_submit(connection: sa.Connection, project: str, spec_json: str, defaults: Limits) -> None:
+def limits_of(database: Database, project: str, defaults: Limits) -> Limits:
+    """Limits of a project, in a transaction of its own."""
+    with database.read() as connection:
+        return read_limits(connection, project, defaults)
+
+
+def read_limits(connection: sa.Connection, project: str, defaults: Limits) -> Limits:
+    """Limits of a project."""
+    row = connection.execute(sa.select(QUOTAS).where(QUOTAS.c.project == project)).first()
+    if row is None:
+        return defaults
+    return Limits(**{field.name: getattr(row, field.name) for field in fields(Limits)})
+
+
+def check_submit(connection: sa.Connection, project: str, needs: Needs, defaults: Limits) -> None:
     """See that a project may submit a run.
 
     Raises:
@@ -157,46 +179,34 @@ def check_submit(connection: sa.Connection, project: str, spec_json: str, defaul
             retry_after_s=30.0,
             project=project,
         )
-    _check_possible(quota, needs_of(spec_json))
+    _check_possible(quota, needs)
 
 
-def check_change(connection: sa.Connection, run: Run, spec_json: str, defaults: Limits) -> None:
-    """See that a run may be changed to another specification.
+def check_change(connection: sa.Connection, run: Run, needs: Needs, defaults: Limits) -> None:
+    """See that a run may be changed so that it needs something else.
 
     Raises:
         QuotaTooSmallError: If the run could never start then.
         QuotaExceededError: If it is active and would need more than is left.
     """
-    old, new = needs_of(run.spec_json), needs_of(spec_json)
-    if new.gpus <= old.gpus:
+    if needs.gpus <= run.needs.gpus:
         return
     quota = read_quota(connection, run.project, defaults)
-    _check_possible(quota, new)
+    _check_possible(quota, needs)
     if run.state.value in _ACTIVE:
         others = replace(
             quota,
             active_runs=quota.active_runs - 1,
-            gpus=quota.gpus - old.gpus,
-            transferqueue_bytes=quota.transferqueue_bytes - old.transferqueue_bytes,
+            gpus=quota.gpus - run.needs.gpus,
+            transferqueue_bytes=quota.transferqueue_bytes - run.needs.transferqueue_bytes,
+            checkpoint_bytes=0,
         )
-        if (lack := others.lacks(new)) is not None:
+        if (lack := others.lacks(needs)) is not None:
             raise QuotaExceededError(lack.message, retry_after_s=30.0, project=run.project)
 
 
 def _check_possible(quota: Quota, needs: Needs) -> None:
     """See that a run could start if no other were active."""
-    alone = replace(quota, active_runs=0, gpus=0, transferqueue_bytes=0)
+    alone = replace(quota, active_runs=0, gpus=0, transferqueue_bytes=0, checkpoint_bytes=0)
     if (lack := alone.lacks(needs)) is not None:
         raise QuotaTooSmallError(f"{lack.message}; make the run smaller, or have the quota raised")
-
-
-def _limits(connection: sa.Connection, project: str, defaults: Limits) -> Limits:
-    row = connection.execute(sa.select(QUOTAS).where(QUOTAS.c.project == project)).first()
-    if row is None:
-        return defaults
-    return Limits(
-        max_active_runs=row.max_active_runs,
-        max_queued_runs=row.max_queued_runs,
-        max_gpus=row.max_gpus,
-        max_transferqueue_bytes=row.max_transferqueue_bytes,
-    )

@@ -71,7 +71,7 @@ class RunManager:
         self._alarm: asyncio.TimerHandle | None = None
         self.feed = EventFeed(database, self._store)
         """Events of all runs."""
-        self.checkpoints = CheckpointArchive(database, self._publish)
+        self.checkpoints = CheckpointArchive(database, self._checkpoint_deleted)
         """Checkpoints of all runs."""
         self.drivers = Drivers(
             self._store, tasks, apply=self._apply, on_event=self._publish, on_end=self._admit
@@ -109,6 +109,7 @@ class RunManager:
             name=spec.name,
             spec_json=canonical_json(spec),
             spec_digest=spec_digest(spec),
+            needs=quotas.needs_of(spec),
             project=submission.project,
             priority=submission.priority,
             labels=dict(submission.labels or {}),
@@ -138,9 +139,7 @@ class RunManager:
             self._store.create,
             new,
             request=request,
-            check=lambda found: quotas.check_submit(
-                found, new.project, new.spec_json, self._defaults
-            ),
+            check=lambda found: quotas.check_submit(found, new.project, new.needs, self._defaults),
             also=also,
         )
         if is_new:
@@ -166,6 +165,10 @@ class RunManager:
         """Limits and use of a project."""
         return await self._database.query(quotas.quota_of, self._database, project, self._defaults)
 
+    async def limits(self, project: str) -> Limits:
+        """Limits of a project."""
+        return await self._database.query(quotas.limits_of, self._database, project, self._defaults)
+
     async def patch(self, run_id: str, patch: RunPatch, *, revision: int, actor: str = "") -> Run:
         """Change what may change in a run that exists.
 
@@ -179,7 +182,7 @@ class RunManager:
 
         def check(connection: sa.Connection, run: Run) -> None:
             if spec is not None:
-                quotas.check_change(connection, run, values["spec_json"], self._defaults)
+                quotas.check_change(connection, run, quotas.needs_of(spec), self._defaults)
 
         run = await self._database.run(
             self._store.patch,
@@ -200,6 +203,7 @@ class RunManager:
         saved = await self.checkpoints.files_of(run_id) if delete_checkpoints else ()
         await self._database.run(self._store.delete, run_id, revision=revision)
         await self.checkpoints.remove(saved)
+        await self._admit()
 
     async def cancel(
         self, run_id: str, options: CancelOptions | None = None, *, actor: str = ""
@@ -304,6 +308,10 @@ class RunManager:
         )
         self._publish(told, run.project)
         return run
+
+    def _checkpoint_deleted(self, event: Event, project: str) -> None:
+        self._publish(event, project)
+        self._tasks.create_task(self._admit())
 
     def _publish(self, event: Event, project: str) -> None:
         self.feed.publish(event, project=project)

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from dataclasses import fields
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +11,7 @@ from pydantic_settings import SettingsConfigDict
 
 from services.common.errors import InvalidArgumentError
 from services.common.settings import KeySettings, is_loopback
+from services.controller.quotas import Limits
 
 
 class ControllerSettings(KeySettings):
@@ -58,6 +60,15 @@ class ControllerSettings(KeySettings):
     max_transferqueue_bytes: int = Field(0, ge=0)
     """Sum of ``transferqueue.quota_bytes`` of a project's active runs, unless it has a quota of its own; 0
     for no bound."""
+    max_checkpoint_bytes: int = Field(0, ge=0)
+    """Size of the checkpoints of a project's runs above which no further run of it starts, unless it has a
+    quota of its own; 0 for no bound."""
+    max_requests_per_second: int = Field(0, ge=0)
+    """Requests of a project that each controller answers, twice as many at once, unless it has a quota of its
+    own; 0 for no bound."""
+    max_event_streams: int = Field(0, ge=0)
+    """Streams of events and logs that a project may have open at each controller, unless it has a quota of
+    its own; 0 for no bound."""
     allowed_roots: tuple[Path, ...] = ()
     """Folders, as workers see them, that a specification may name files in; none allows all."""
     insecure_dev: bool = False
@@ -87,6 +98,10 @@ class ControllerSettings(KeySettings):
     def database(self) -> str:
         """SQLAlchemy's URL of the database."""
         return self.database_url or f"sqlite:///{self.state_directory / 'slipstream.db'}"
+
+    def limits(self) -> Limits:
+        """Limits of projects without a quota of their own."""
+        return Limits(**{field.name: getattr(self, field.name) for field in fields(Limits)})
 
     def check_exposure(self) -> None:
         """See that an API without authentication is meant, and not reachable from elsewhere.

@@ -74,8 +74,8 @@ class TrainerClient:
         )
         return response.step
 
-    async def save_checkpoint(self, step: int, *, timeout_s: float) -> str:
-        """Save the training state of the newest step; returns its folder.
+    async def save_checkpoint(self, step: int, *, timeout_s: float) -> tuple[str, int]:
+        """Save the training state of the newest step; returns its folder, and how many bytes it holds.
 
         Raises:
             FailedPreconditionError: If ``step`` is not the newest one.
@@ -86,7 +86,7 @@ class TrainerClient:
             timeout_s=timeout_s,
             idempotent=True,
         )
-        return response.path
+        return response.path, response.size_bytes
 
 
 class ScoringClient:

@@ -89,4 +89,4 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         with metrics.counted_checkpoint(self._run_id):
             saved = await self._leader.save(request.step)
         metrics.observe_checkpoint(self._run_id, request.step, saved)
-        return pb.SaveCheckpointResponse(path=str(saved.folder))
+        return pb.SaveCheckpointResponse(path=str(saved.folder), size_bytes=saved.num_bytes)

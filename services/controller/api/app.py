@@ -17,6 +17,7 @@ from services.controller.api.errors import (
 )
 from services.controller.api.observing import add_observe_routes
 from services.controller.api.principals import DEVELOPER, Authenticator, Principal
+from services.controller.api.request_limits import RequestLimits
 from services.controller.api.streams import add_stream_routes
 from services.controller.audit import RunAudit
 from services.controller.logs import RunLogs
@@ -33,13 +34,17 @@ _REFUSALS = {
     "413": "The body is too large.",
     "422": "The request breaks a rule.",
     "428": "If-Match is missing.",
-    "429": "The quota is used up.",
+    "429": "A quota is used up.",
     "503": "Not now; try again.",
 }
 
 
 def build_app(
-    manager: RunManager, audit: RunAudit, logs: RunLogs, users: Authenticator | None
+    manager: RunManager,
+    audit: RunAudit,
+    logs: RunLogs,
+    users: Authenticator | None,
+    limits: RequestLimits,
 ) -> FastAPI:
     """The application.
 
@@ -48,6 +53,7 @@ def build_app(
         audit: What they did.
         logs: What their workers wrote.
         users: Who may ask; None lets everybody who reaches the port be the developer.
+        limits: How much they may ask.
     """
     app = FastAPI(
         title="Slipstream",
@@ -57,11 +63,11 @@ def build_app(
         redoc_url=None,
     )
     add_error_handlers(app)
-    authenticate = _authentication(users)
-    add_stream_routes(app, manager, logs, authenticate)
+    authenticate = _authentication(users, limits)
+    add_stream_routes(app, manager, logs, authenticate, limits)
     add_run_routes(app, manager, authenticate)
     add_action_routes(app, manager, authenticate)
-    add_observe_routes(app, manager, audit, logs, authenticate)
+    add_observe_routes(app, manager, audit, logs, authenticate, limits)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
 
     @app.get("/healthz", include_in_schema=False)
@@ -72,13 +78,15 @@ def build_app(
     return app
 
 
-def _authentication(users: Authenticator | None) -> Authenticate:
+def _authentication(users: Authenticator | None, limits: RequestLimits) -> Authenticate:
     async def authenticate(
         authorization: Annotated[str, Header(include_in_schema=False)] = "",
     ) -> Principal:
-        if users is None:
-            return DEVELOPER
-        return await run_in_threadpool(users.authenticate, authorization)
+        who = DEVELOPER
+        if users is not None:
+            who = await run_in_threadpool(users.authenticate, authorization)
+        await limits.admit(who.project)
+        return who
 
     return authenticate
 

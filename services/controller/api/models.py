@@ -41,6 +41,8 @@ class RunError(BaseModel):
     recoverable: bool
     """Whether the same specification may succeed when it is submitted or forked again."""
     message: str
+    component: str
+    """What failed: a worker such as ``trainer-0``, or the service that was asked, or ``controller``."""
     trace_id: str
     """Trace of the step that was not finished: in log lines, and with a collector in spans."""
 
@@ -85,6 +87,10 @@ class RunView(BaseModel):
     """Why it failed, if it did."""
     create_time: datetime
     update_time: datetime
+    start_time: datetime | None = None
+    """When it first left the queue."""
+    finish_time: datetime | None = None
+    """When it ended."""
     revision: int
     generation: int
     """Grows with each change of ``spec``."""
@@ -149,6 +155,8 @@ class CheckpointView(BaseModel):
     path: str
     state: str
     message: str
+    size_bytes: int
+    """Of the trainer's folder."""
     create_time: datetime
 
 
@@ -210,10 +218,19 @@ class QuotaView(BaseModel):
     """GPUs that its active runs may take together; 0 for no bound."""
     max_transferqueue_bytes: int
     """Sum of ``transferqueue.quota_bytes`` of its active runs; 0 for no bound."""
+    max_checkpoint_bytes: int
+    """Size of the checkpoints of its runs above which none starts; 0 for no bound."""
+    max_requests_per_second: int
+    """Requests that each controller answers, twice as many at once; 0 for no bound."""
+    max_event_streams: int
+    """Streams of events and logs that are open at each controller; 0 for no bound."""
     active_runs: int
     queued_runs: int
     gpus: int
     transferqueue_bytes: int
+    checkpoint_bytes: int
+    event_streams: int
+    """Open at the controller that answers."""
 
 
 class VersionView(BaseModel):

@@ -19,6 +19,7 @@ from services.controller.api.models import (
     VersionView,
 )
 from services.controller.api.principals import Principal
+from services.controller.api.request_limits import RequestLimits
 from services.controller.api.views import view_checkpoint, view_event, view_quota, view_worker
 from services.controller.audit import RunAudit
 from services.controller.logs import RunLogs
@@ -33,13 +34,14 @@ def add_observe_routes(
     audit: RunAudit,
     logs: RunLogs,
     authenticate: Authenticate,
+    limits: RequestLimits,
 ) -> None:
     """Add the routes."""
     access = Access(manager)
     _add_events(app, manager, access, authenticate)
     _add_records(app, audit, access, authenticate)
     _add_logs(app, logs, access, authenticate)
-    _add_facts(app, manager, access, authenticate)
+    _add_facts(app, manager, access, authenticate, limits)
 
 
 def _add_events(
@@ -124,7 +126,11 @@ def _add_logs(app: FastAPI, logs: RunLogs, access: Access, authenticate: Authent
 
 
 def _add_facts(
-    app: FastAPI, manager: RunManager, access: Access, authenticate: Authenticate
+    app: FastAPI,
+    manager: RunManager,
+    access: Access,
+    authenticate: Authenticate,
+    limits: RequestLimits,
 ) -> None:
     @app.get("/v1/runs/{run_id}/topology")
     async def get_topology(
@@ -137,7 +143,8 @@ def _add_facts(
     @app.get("/v1/quota")
     async def get_quota(who: Annotated[Principal, Depends(authenticate)]) -> QuotaView:
         """What the project may use, and uses."""
-        return view_quota(await manager.quota(who.project))
+        quota = await manager.quota(who.project)
+        return view_quota(quota, event_streams=limits.num_streams(who.project))
 
     @app.get("/v1/version")
     async def get_version(who: Annotated[Principal, Depends(authenticate)]) -> VersionView:

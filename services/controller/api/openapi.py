@@ -11,7 +11,7 @@ def main() -> None:
     """Write it."""
     # Routes are described without being called, so there is nothing that they would need.
     nothing = cast("Any", None)
-    document = build_app(nothing, nothing, nothing, None).openapi()
+    document = build_app(nothing, nothing, nothing, None, nothing).openapi()
     sys.stdout.write(json.dumps(document, indent=1, sort_keys=True) + "\n")
 
 

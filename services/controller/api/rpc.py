@@ -20,6 +20,7 @@ from services.controller.api.models import (
 )
 from services.controller.api.page_tokens import PageTokens
 from services.controller.api.principals import DEVELOPER, Authenticator, Principal
+from services.controller.api.request_limits import RequestLimits
 from services.controller.api.roles import Role
 from services.controller.api.rpc_messages import (
     checkpoint_message,
@@ -52,15 +53,22 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):  # methods are named by the 
         audit: What they did.
         logs: What their workers wrote.
         users: Who may ask; None lets everybody who reaches the port be the developer.
+        limits: How much they may ask.
     """
 
     def __init__(
-        self, manager: RunManager, audit: RunAudit, logs: RunLogs, users: Authenticator | None
+        self,
+        manager: RunManager,
+        audit: RunAudit,
+        logs: RunLogs,
+        users: Authenticator | None,
+        limits: RequestLimits,
     ) -> None:
         self._manager = manager
         self._audit = audit
         self._logs = logs
         self._users = users
+        self._limits = limits
         self._access = Access(manager)
         self._pages = PageTokens()
 
@@ -184,9 +192,10 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):  # methods are named by the 
     ) -> AsyncIterator[pb.RunEvent]:
         """Events of a run as they come."""
         run = await self._run(request, context)
-        async for events in self._manager.feed.watch(run.run_id, request.after_seq):
-            for event in events:
-                yield event_message(event)
+        with self._limits.stream(run.project):
+            async for events in self._manager.feed.watch(run.run_id, request.after_seq):
+                for event in events:
+                    yield event_message(event)
 
     async def WatchRuns(  # noqa: N802
         self, request: pb.WatchRunsRequest, context: _Context
@@ -194,9 +203,10 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):  # methods are named by the 
         """Events of all runs of the project as they come."""
         who = await self._who(context)
         after = request.after_time or None
-        async for events in self._manager.feed.watch_project(who.project, after):
-            for event in events:
-                yield event_message(event)
+        with self._limits.stream(who.project):
+            async for events in self._manager.feed.watch_project(who.project, after):
+                for event in events:
+                    yield event_message(event)
 
     async def ListEvents(  # noqa: N802
         self, request: pb.ListEventsRequest, context: _Context
@@ -221,9 +231,10 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):  # methods are named by the 
             for line in await self._logs.tail(run.run_id, request.component, num_lines):
                 yield pb.LogLine(component=line.component, line=line.line)
             return
-        async for lines in self._logs.follow(run.run_id, request.component, num_lines, ""):
-            for _, line in lines:
-                yield pb.LogLine(component=line.component, line=line.line)
+        with self._limits.stream(run.project):
+            async for lines in self._logs.follow(run.run_id, request.component, num_lines, ""):
+                for _, line in lines:
+                    yield pb.LogLine(component=line.component, line=line.line)
 
     async def ListMetrics(  # noqa: N802
         self, request: pb.ListMetricsRequest, context: _Context
@@ -285,6 +296,11 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):  # methods are named by the 
             gpu_count=quota.gpus,
             transferqueue_byte_limit=quota.limits.max_transferqueue_bytes,
             transferqueue_byte_count=quota.transferqueue_bytes,
+            checkpoint_byte_limit=quota.limits.max_checkpoint_bytes,
+            checkpoint_byte_count=quota.checkpoint_bytes,
+            request_rate_limit=quota.limits.max_requests_per_second,
+            event_stream_limit=quota.limits.max_event_streams,
+            event_stream_count=self._limits.num_streams(quota.project),
         )
 
     async def GetVersion(self, request: pb.GetVersionRequest, context: _Context) -> pb.Version:  # noqa: N802
@@ -293,10 +309,12 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):  # methods are named by the 
         return pb.Version(version=version("slipstream"))
 
     async def _who(self, context: _Context) -> Principal:
-        if self._users is None:
-            return DEVELOPER
-        sent = dict(context.invocation_metadata() or ())
-        return await asyncio.to_thread(self._users.authenticate, str(sent.get("authorization", "")))
+        who = DEVELOPER
+        if self._users is not None:
+            sent = str(dict(context.invocation_metadata() or ()).get("authorization", ""))
+            who = await asyncio.to_thread(self._users.authenticate, sent)
+        await self._limits.admit(who.project)
+        return who
 
     async def _operated(self, request: Any, context: _Context) -> tuple[Run, Principal]:
         """A run, and who changes it."""

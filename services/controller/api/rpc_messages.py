@@ -41,6 +41,8 @@ def run_message(run: Run, activities: Sequence[str] = ()) -> pb.Run:
         weight_version=run.weight_version,
         create_time=timestamp(run.create_time),
         update_time=timestamp(run.update_time),
+        start_time=None if run.start_time is None else timestamp(run.start_time),
+        finish_time=None if run.finish_time is None else timestamp(run.finish_time),
         revision=run.revision,
         project=run.project,
         priority=run.priority,
@@ -95,6 +97,7 @@ def checkpoint_message(checkpoint: Checkpoint) -> pb.Checkpoint:
         path=checkpoint.path,
         state=checkpoint.state,
         message=checkpoint.message,
+        size_bytes=checkpoint.size_bytes,
         create_time=timestamp(checkpoint.create_time),
     )
 

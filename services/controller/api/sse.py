@@ -1,10 +1,13 @@
 """Server-sent events over HTTP."""
 
+import json
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi.responses import StreamingResponse
+
+from services.common.errors import ResourceExhaustedError
 
 # Proxies end a connection that is silent for a minute.
 _PING_S = 10.0
@@ -22,6 +25,8 @@ DESCRIPTION: dict[int | str, dict[str, Any]] = {
 def event_stream(frames: AsyncIterator[bytes]) -> StreamingResponse:
     """An answer of events, with a comment now and then while there are none.
 
+    It ends with event ``overflow`` if the reader is too slow.
+
     Args:
         frames: What :func:`frame_of` makes, one or several at once; empty if there is nothing to say now.
     """
@@ -38,7 +43,10 @@ def frame_of(type_: str, data: str, id_: str = "") -> bytes:
 
 async def _with_pings(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     sent = time.monotonic()
-    async for frame in frames:
-        if frame or time.monotonic() - sent > _PING_S:
-            yield frame or _PING
-            sent = time.monotonic()
+    try:
+        async for frame in frames:
+            if frame or time.monotonic() - sent > _PING_S:
+                yield frame or _PING
+                sent = time.monotonic()
+    except ResourceExhaustedError as error:
+        yield frame_of("overflow", json.dumps({"detail": error.message}))

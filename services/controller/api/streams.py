@@ -1,16 +1,15 @@
 """REST routes that stream server-sent events: a run's events, those of all runs, a run's logs."""
 
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Annotated
 
 from fastapi import Depends, FastAPI, Header, Query
 from fastapi.responses import StreamingResponse
 
-from services.common.errors import ResourceExhaustedError
 from services.controller.api.commands import Access, Authenticate, RunId
 from services.controller.api.observing import MAX_SEQ
 from services.controller.api.principals import Principal
+from services.controller.api.request_limits import RequestLimits
 from services.controller.api.sse import DESCRIPTION, event_stream, frame_of
 from services.controller.api.views import view_event
 from services.controller.logs import RunLogs
@@ -19,20 +18,35 @@ from services.controller.store.records import Event
 
 _KEPT_FRAMES = 2000
 
+Streaming = Callable[..., AsyncIterator[Principal]]
+"""Who asks for a stream that is counted."""
+
 
 def add_stream_routes(
-    app: FastAPI, manager: RunManager, logs: RunLogs, authenticate: Authenticate
+    app: FastAPI,
+    manager: RunManager,
+    logs: RunLogs,
+    authenticate: Authenticate,
+    limits: RequestLimits,
 ) -> None:
     """Add the routes; they come before ``/v1/runs/{run_id}``, which would take ``stream`` for an id."""
     encoded = _Encoded()
-    existing = _existing(Access(manager), authenticate)
-    _add_project_events(app, manager, encoded, authenticate)
+
+    async def streaming(
+        who: Annotated[Principal, Depends(authenticate)],
+    ) -> AsyncIterator[Principal]:
+        # Left when the stream has ended.
+        with limits.stream(who.project):
+            yield who
+
+    existing = _existing(Access(manager), streaming)
+    _add_project_events(app, manager, encoded, streaming)
     _add_run_events(app, manager, encoded, existing)
     _add_logs(app, logs, existing)
 
 
-def _existing(access: Access, authenticate: Authenticate) -> Callable[..., Awaitable[str]]:
-    async def existing(run_id: RunId, who: Annotated[Principal, Depends(authenticate)]) -> str:
+def _existing(access: Access, streaming: Streaming) -> Callable[..., Awaitable[str]]:
+    async def existing(run_id: RunId, who: Annotated[Principal, Depends(streaming)]) -> str:
         # Checked before the stream begins: an answer that has begun cannot say 404.
         return (await access.run(who, run_id)).run_id
 
@@ -40,10 +54,10 @@ def _existing(access: Access, authenticate: Authenticate) -> Callable[..., Await
 
 
 def _add_project_events(
-    app: FastAPI, manager: RunManager, encoded: "_Encoded", authenticate: Authenticate
+    app: FastAPI, manager: RunManager, encoded: "_Encoded", streaming: Streaming
 ) -> None:
     async def known_moment(
-        who: Annotated[Principal, Depends(authenticate)],
+        who: Annotated[Principal, Depends(streaming)],
         last_event_id: Annotated[str, Header(max_length=64)] = "",
     ) -> float | None:
         # An answer that has begun cannot say 410.
@@ -54,17 +68,14 @@ def _add_project_events(
 
     @app.get("/v1/runs/stream", response_class=StreamingResponse, responses=DESCRIPTION)
     async def stream_all_events(
-        who: Annotated[Principal, Depends(authenticate)],
+        who: Annotated[Principal, Depends(streaming)],
         moment: Annotated[float | None, Depends(known_moment)],
     ) -> StreamingResponse:
         """Events of all runs of the project as they come, from now on or behind ``Last-Event-ID``."""
 
         async def frames() -> AsyncIterator[bytes]:
-            try:
-                async for events in manager.feed.watch_project(who.project, moment):
-                    yield encoded.frames(events, lambda event: f"{event.time:.6f}")
-            except ResourceExhaustedError as error:
-                yield frame_of("overflow", json.dumps({"detail": error.message}))
+            async for events in manager.feed.watch_project(who.project, moment):
+                yield encoded.frames(events, lambda event: f"{event.time:.6f}")
 
         return event_stream(frames())
 
@@ -102,12 +113,8 @@ def _add_run_events(
         """
 
         async def frames() -> AsyncIterator[bytes]:
-            try:
-                async for events in manager.feed.watch(known, start):
-                    yield encoded.frames(events, lambda event: str(event.seq))
-            except ResourceExhaustedError as error:
-                yield frame_of("overflow", json.dumps({"detail": error.message}))
-                return
+            async for events in manager.feed.watch(known, start):
+                yield encoded.frames(events, lambda event: str(event.seq))
             run = access.view(await manager.get(known))
             yield frame_of("end", run.model_dump_json())
 

@@ -1,6 +1,7 @@
 """Turns what the controller holds into what the API answers."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -32,6 +33,9 @@ _USER = frozenset(
     {"INVALID_ARGUMENT", "FAILED_PRECONDITION", "GenerationError", "SpecError", "QueueTimeout"}
 )
 
+# A lost worker, or the service that a call went to, stands at the beginning of the message.
+_COMPONENT = re.compile(r"([a-z_]+-\d+)\b|/slipstream\.([a-z]+)\.v1\.")
+
 
 def view_run(
     run: Run, response: Response | None = None, *, activities: Sequence[str] = ()
@@ -60,6 +64,8 @@ def view_run(
         error=error_of(run),
         create_time=moment(run.create_time),
         update_time=moment(run.update_time),
+        start_time=None if run.start_time is None else moment(run.start_time),
+        finish_time=None if run.finish_time is None else moment(run.finish_time),
         revision=run.revision,
         generation=run.generation,
     )
@@ -111,11 +117,12 @@ def view_checkpoint(checkpoint: Checkpoint) -> CheckpointView:
         path=checkpoint.path,
         state=checkpoint.state,
         message=checkpoint.message,
+        size_bytes=checkpoint.size_bytes,
         create_time=moment(checkpoint.create_time),
     )
 
 
-def view_quota(quota: Quota) -> QuotaView:
+def view_quota(quota: Quota, *, event_streams: int) -> QuotaView:
     """Limits and use of a project."""
     return QuotaView(
         project=quota.project,
@@ -124,6 +131,8 @@ def view_quota(quota: Quota) -> QuotaView:
         queued_runs=quota.queued_runs,
         gpus=quota.gpus,
         transferqueue_bytes=quota.transferqueue_bytes,
+        checkpoint_bytes=quota.checkpoint_bytes,
+        event_streams=event_streams,
     )
 
 
@@ -146,5 +155,14 @@ def error_of(run: Run) -> RunError | None:
         category=category,
         recoverable=category == "INFRA",
         message=run.message,
+        component=_component_of(run),
         trace_id=tracing.of_step(run.run_id, run.step + 1).trace_id,
     )
+
+
+def _component_of(run: Run) -> str:
+    """What failed: a worker, a service, or the controller, which knows no other."""
+    if run.state_reason == "GenerationError":
+        return "rollout"
+    found = _COMPONENT.match(run.message)
+    return found[1] or found[2] if found else "controller"

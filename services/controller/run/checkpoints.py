@@ -52,6 +52,8 @@ class Checkpoint:
     create_time: float
     snapshot_id: str = ""
     """The samples that were in flight, in the transferqueue; empty if they could not be saved."""
+    size_bytes: int = 0
+    """Of the trainer's folder."""
 
 
 class CheckpointStore:
@@ -121,10 +123,10 @@ class Checkpoints:
         A trainer that cannot save is no reason to stop training: the failure is written down instead.
         """
         state: CheckpointState = "READY"
-        path, snapshot_id, message = "", "", ""
+        path, size_bytes, snapshot_id, message = "", 0, "", ""
         try:
             snapshot_id, message = await self._save_samples(step)
-            path, _ = await asyncio.gather(
+            (path, size_bytes), _ = await asyncio.gather(
                 trainer.save_checkpoint(step, timeout_s=_SAVE_TIMEOUT_S),
                 critic.save(step, timeout_s=_SAVE_TIMEOUT_S),
             )
@@ -140,6 +142,7 @@ class Checkpoints:
             message=message,
             create_time=time.time(),
             snapshot_id=snapshot_id,
+            size_bytes=size_bytes,
         )
         done = "is saved" if state == "READY" else f"was not saved: {message}"
         note = Note(

@@ -134,6 +134,11 @@ class RunDriver:
         await self._end(keep_samples=event is RunEvent.DRAINED)
         await self._go(event, reason, message)
 
+    @property
+    def spec(self) -> RunSpec:
+        """The run's specification."""
+        return self._spec
+
     def leave(self) -> None:
         """Stop driving; a later controller goes on."""
         self._ending = Ending.LEAVE

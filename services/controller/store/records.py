@@ -11,6 +11,14 @@ from services.controller.run.run_state import TERMINAL, RunState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a run takes of its project's quota while it is active."""
+
+    gpus: int = 0
+    transferqueue_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """A run as it is stored."""
 
@@ -34,6 +42,12 @@ class Run:
     """Progress in numbers: prompts by state, staleness, held-out scores, sync latency."""
     create_time: float
     update_time: float
+    start_time: float | None
+    """When it first left the queue; None before that."""
+    finish_time: float | None
+    """When it ended; None before that."""
+    needs: Needs
+    """What it takes of its project's quota while it is active."""
     revision: int
     """Grows with each change."""
     generation: int
@@ -58,6 +72,7 @@ class NewRun:
     priority: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
     created_by: str = ""
+    needs: Needs = Needs()
     step: int = 0
     """Step that it goes on from."""
     weight_version: int = -1

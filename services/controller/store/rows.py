@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from services.common.errors import AlreadyExistsError, NotFoundError
 from services.controller.run.conditions import Condition, conditions_after
 from services.controller.run.run_state import TERMINAL, RunState
-from services.controller.store.records import Event, NewRun, Note, RequestKey, Run
+from services.controller.store.records import Event, Needs, NewRun, Note, RequestKey, Run
 from services.controller.store.tables import CHECKPOINTS, EVENTS, IDEMPOTENCY_KEYS, RUNS
 
 IS_UNFINISHED = RUNS.c.state.not_in([state.value for state in TERMINAL])
@@ -97,6 +97,7 @@ def insert_run(connection: sa.Connection, new: NewRun) -> Note:
             generation=1,
             conditions_json=_conditions_json(conditions),
             queue_deadline=queue_deadline(new.spec_json),
+            **asdict(new.needs),
         )
     )
     return note
@@ -258,6 +259,9 @@ def to_run(row: Any) -> Run:
         summary=json.loads(row.summary_json),
         create_time=row.create_time,
         update_time=row.update_time,
+        start_time=row.start_time,
+        finish_time=row.finish_time,
+        needs=Needs(gpus=row.gpus, transferqueue_bytes=row.transferqueue_bytes),
         revision=row.revision,
         generation=row.generation,
         conditions=tuple(Condition(**values) for values in json.loads(row.conditions_json)),

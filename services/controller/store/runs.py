@@ -4,13 +4,14 @@ Every change of a run and the event that tells of it are one transaction.
 """
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
 from services.common.errors import AbortedError, FailedPreconditionError
-from services.controller.run.run_state import RunEvent, RunState, next_state
+from services.controller.run.run_state import TERMINAL, RunEvent, RunState, next_state
 from services.controller.store.database import Database
 from services.controller.store.records import Event, NewRun, Note, RequestKey, Run, RunFilter
 from services.controller.store.rows import (
@@ -184,6 +185,10 @@ class RunStore:
         }
         if state is RunState.QUEUED:
             values["queue_deadline"] = queue_deadline(run.spec_json)
+        if state is RunState.STARTING and run.start_time is None:
+            values["start_time"] = time.time()
+        if state in TERMINAL:
+            values["finish_time"] = time.time()
         told = tell(connection, run, Note("StateChanged", text, data, actor=actor), **values)
         return get_run(connection, run_id), told
 
@@ -294,7 +299,7 @@ class RunStore:
                 )
             return [to_event(row) for row in connection.execute(query)]
 
-    def events_since(self, project: str, time: float, *, limit: int = 1000) -> list[Event]:
+    def events_since(self, project: str, moment: float, *, limit: int = 1000) -> list[Event]:
         """Events of all runs of a project behind a moment, in order.
 
         Raises:
@@ -303,19 +308,19 @@ class RunStore:
         query = (
             sa.select(EVENTS)
             .join(RUNS, RUNS.c.run_id == EVENTS.c.run_id)
-            .where(RUNS.c.project == project, EVENTS.c.time > time)
+            .where(RUNS.c.project == project, EVENTS.c.time > moment)
             .order_by(EVENTS.c.time, EVENTS.c.run_id, EVENTS.c.seq)
             .limit(limit)
         )
         with self.database.read() as connection:
-            if self._has_forgotten(connection, project, time):
+            if self._has_forgotten(connection, project, moment):
                 raise CursorExpiredError(
-                    f"events of project {project!r} behind {time} are not kept any more; list its runs, and "
-                    "go on without a cursor"
+                    f"events of project {project!r} behind {moment} are not kept any more; list its runs, "
+                    "and go on without a cursor"
                 )
             return [to_event(row) for row in connection.execute(query)]
 
-    def _has_forgotten(self, connection: sa.Connection, project: str, time: float) -> bool:
+    def _has_forgotten(self, connection: sa.Connection, project: str, moment: float) -> bool:
         """Whether events of a project behind a moment were deleted."""
         # Only long runs can have lost any, so that not every run is looked at.
         is_long = sa.exists().where(
@@ -331,7 +336,7 @@ class RunStore:
                 .limit(1)
             )
             row = connection.execute(oldest).one()
-            if row.seq > 1 and row.time > time:
+            if row.seq > 1 and row.time > moment:
                 return True
         return False
 

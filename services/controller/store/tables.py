@@ -46,12 +46,16 @@ RUNS = sa.Table(
     sa.Column("generation", sa.BigInteger, nullable=False, server_default="1"),
     sa.Column("conditions_json", sa.Text, nullable=False, server_default="[]"),
     sa.Column("queue_deadline", sa.Float(53), nullable=True),
+    sa.Column("start_time", sa.Float(53), nullable=True),
+    sa.Column("finish_time", sa.Float(53), nullable=True),
+    sa.Column("gpus", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("transferqueue_bytes", sa.BigInteger, nullable=False, server_default="0"),
     sa.Index("ix_runs_project", "project", "run_id"),
     sa.Index("ix_runs_state", "state"),
 )
 """One row a run. ``num_attempts`` counts the times that its loop was entered, which orders the epochs of its
 weight groups. ``generation`` counts its specifications. At ``queue_deadline`` it has been queued for too
-long."""
+long. ``gpus`` and ``transferqueue_bytes`` are what it takes of its project's quota while it is active."""
 
 EVENTS = sa.Table(
     "events",
@@ -138,6 +142,7 @@ CHECKPOINTS = sa.Table(
     sa.Column("message", sa.Text, nullable=False),
     sa.Column("create_time", sa.Float(53), nullable=False),
     sa.Column("snapshot_id", sa.String(40), nullable=False, server_default=""),
+    sa.Column("size_bytes", sa.BigInteger, nullable=False, server_default="0"),
     sa.Index("ix_checkpoints_run_id", "run_id", "step"),
 )
 """Checkpoints of runs, the failed ones too. ``snapshot_id`` names the transferqueue's part."""
@@ -184,5 +189,8 @@ QUOTAS = sa.Table(
     sa.Column("max_queued_runs", sa.Integer, nullable=False),
     sa.Column("max_gpus", sa.Integer, nullable=False, server_default="0"),
     sa.Column("max_transferqueue_bytes", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("max_checkpoint_bytes", sa.BigInteger, nullable=False, server_default="0"),
+    sa.Column("max_requests_per_second", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("max_event_streams", sa.Integer, nullable=False, server_default="0"),
 )
 """What a project may use, 0 for no bound; a project without a row has the settings' default."""

@@ -8,6 +8,7 @@ import httpx
 
 from services.common.clock import SystemClock
 from services.controller.api.app import build_app
+from services.controller.api.request_limits import RequestLimits
 from services.controller.audit import RunAudit
 from services.controller.launch.launcher import ExternalLauncher
 from services.controller.logs import RunLogs
@@ -46,7 +47,7 @@ class EmptyQueue:
 
 @asynccontextmanager
 async def open_manager(
-    database, *, max_active_runs=1, max_queued_runs=2, max_gpus=0, allowed_roots=(), queue=None
+    database, *, max_active_runs=1, max_queued_runs=2, allowed_roots=(), queue=None, **limits
 ) -> AsyncIterator[RunManager]:
     """A manager; its runs are cancelled at the end."""
     async with asyncio.TaskGroup() as tasks:
@@ -57,7 +58,7 @@ async def open_manager(
             queue=queue or EmptyQueue(),
             tasks=tasks,
             defaults=Limits(
-                max_active_runs=max_active_runs, max_queued_runs=max_queued_runs, max_gpus=max_gpus
+                max_active_runs=max_active_runs, max_queued_runs=max_queued_runs, **limits
             ),
             allowed_roots=allowed_roots,
         )
@@ -76,7 +77,7 @@ async def open_manager(
 def client_of(manager, database, tmp_path, users=None, token="") -> httpx.AsyncClient:
     """A client of the application, without a socket."""
     logs = RunLogs(tmp_path, manager.is_ended)
-    app = build_app(manager, RunAudit(database), logs, users)
+    app = build_app(manager, RunAudit(database), logs, users, RequestLimits(manager.limits))
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers)

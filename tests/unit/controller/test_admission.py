@@ -1,16 +1,17 @@
 """Which queued runs start, which wait and for what, and which have waited for too long."""
 
+import asyncio
 import time
 
 import pytest
 
 from services.common.spec.loader import canonical_json, parse_spec
 from services.controller.admission import admit
-from services.controller.quotas import Limits
+from services.controller.quotas import Limits, needs_of
 from services.controller.run.run_state import RunEvent, RunState
 from services.controller.store.records import NewRun
 from services.controller.store.runs import RunStore
-from services.controller.store.tables import QUOTAS
+from services.controller.store.tables import CHECKPOINTS, QUOTAS
 from tests.unit.controller.rest import client_of, named, open_manager
 
 MANY = Limits(max_active_runs=16, max_queued_runs=16)
@@ -32,6 +33,7 @@ def queue(store, number, *, replicas=1, project="default", priority=0, timeout_s
         name=f"run-{number}",
         spec_json=canonical_json(parse_spec(spec)),
         spec_digest="d",
+        needs=needs_of(parse_spec(spec)),
         project=project,
         priority=priority,
     )
@@ -65,6 +67,59 @@ def test_bytes_of_samples_bound_what_starts(store, database):
     started, waiting = queue(store, 0), queue(store, 1)
     assert [run.run_id for run in admit(store, MANY).started] == [started]
     assert admitted(store, waiting).reason == "TransferQueueQuota"
+
+
+def test_checkpoints_over_their_quota_keep_further_runs_waiting(store, database):
+    limits = Limits(max_active_runs=16, max_queued_runs=16, max_checkpoint_bytes=100)
+    saving = queue(store, 0)
+    assert [run.run_id for run in admit(store, limits).started] == [saving]
+    keep_checkpoint(database, saving, "ckpt_1", step=1, size_bytes=99)
+    keep_checkpoint(database, saving, "ckpt_2", step=2, size_bytes=500, state="DELETED")
+    second, third = queue(store, 1), queue(store, 2)
+    assert [run.run_id for run in admit(store, limits).started] == [second, third]
+    keep_checkpoint(database, second, "ckpt_3", step=1, size_bytes=1)
+    waiting = queue(store, 3)
+    assert admit(store, limits).started == []
+    assert admitted(store, waiting).reason == "CheckpointQuota"
+    assert "take 100 of the 100 bytes" in admitted(store, waiting).message
+    assert [run.run_id for run in admit(store, MANY).started] == [waiting]
+
+
+def keep_checkpoint(database, run_id, checkpoint_id, *, step, size_bytes, state="READY"):
+    with database.write() as connection:
+        connection.execute(
+            CHECKPOINTS.insert().values(
+                checkpoint_id=checkpoint_id,
+                run_id=run_id,
+                step=step,
+                weight_version=step,
+                path="",
+                state=state,
+                message="",
+                create_time=0.0,
+                size_bytes=size_bytes,
+            )
+        )
+
+
+async def test_a_waiting_run_starts_once_a_checkpoint_is_deleted(database, tmp_path):
+    async with (
+        open_manager(database, max_active_runs=2, max_checkpoint_bytes=10) as manager,
+        client_of(manager, database, tmp_path) as api,
+    ):
+        first = (await api.post("/v1/runs", json=named(0))).json()["id"]
+        for step in (1, 2):
+            keep_checkpoint(database, first, f"ckpt_{step:016x}", step=step, size_bytes=6)
+        second = (await api.post("/v1/runs", json=named(1))).json()
+        assert second["state"] == "QUEUED"
+        quota = (await api.get("/v1/quota")).json()
+        assert (quota["checkpoint_bytes"], quota["max_checkpoint_bytes"]) == (12, 10)
+        deleted = await api.delete(f"/v1/runs/{first}/checkpoints/ckpt_{1:016x}")
+        assert deleted.status_code == 204
+        async with asyncio.timeout(10):
+            async for events in manager.feed.watch(second["id"], 0):
+                if any(event.data.get("to") == "STARTING" for event in events):
+                    break
 
 
 def test_a_run_that_has_not_wholly_stopped_does_not_start_again(store):

@@ -17,6 +17,7 @@ from services.common.errors import (
 from services.common.grpc_server import serve
 from services.controller.api.app import build_app
 from services.controller.api.principals import TokenStore
+from services.controller.api.request_limits import RequestLimits
 from services.controller.api.rpc import RunServicer
 from services.controller.audit import RunAudit
 from services.controller.logs import RunLogs
@@ -56,7 +57,8 @@ PAIRS = {
 @pytest.fixture
 async def both(manager, database, tmp_path):
     """Both faces of one controller."""
-    servicer = RunServicer(manager, RunAudit(database), RunLogs(tmp_path, manager.is_ended), None)
+    logs, limits = RunLogs(tmp_path, manager.is_ended), RequestLimits(manager.limits)
+    servicer = RunServicer(manager, RunAudit(database), logs, None, limits)
 
     def register(server):
         run_pb2_grpc.add_RunServiceServicer_to_server(servicer, server)
@@ -71,7 +73,7 @@ async def both(manager, database, tmp_path):
 
 def test_every_operation_has_its_counterpart():
     nothing = None
-    document = build_app(nothing, nothing, nothing, None).openapi()
+    document = build_app(nothing, nothing, nothing, None, nothing).openapi()
     operations = {
         (method, path) for path, methods in document["paths"].items() for method in methods
     }
@@ -166,7 +168,8 @@ async def test_grpc_asks_for_the_same_tokens(manager, database, tmp_path):
     tokens = TokenStore(database)
     seen = tokens.create(name="bob", project="blue", role="viewer")
     logs = RunLogs(tmp_path, manager.is_ended)
-    servicer = RunServicer(manager, RunAudit(database), logs, tokens)
+    limits = RequestLimits(manager.limits)
+    servicer = RunServicer(manager, RunAudit(database), logs, tokens, limits)
 
     def register(server):
         run_pb2_grpc.add_RunServiceServicer_to_server(servicer, server)

@@ -210,15 +210,44 @@ async def test_a_cancel_with_grace_is_shortened_by_another_one(api, manager):
 async def test_a_failed_run_says_whose_fault_it_is(api, database):
     await submitted(api)
     run_id = await submitted(api)
-    RunStore(database).apply(run_id, RunEvent.FAIL, reason="WorkerLost", message="gone")
+    message = "trainer-0 ended with exit code 1; its last lines:\ngone"
+    RunStore(database).apply(run_id, RunEvent.FAIL, reason="WorkerLost", message=message)
     run = (await api.get(f"/v1/runs/{run_id}")).json()
     assert run["error"] == {
         "code": "WorkerLost",
         "category": "INFRA",
         "recoverable": True,
-        "message": "gone",
+        "message": message,
+        "component": "trainer-0",
         "trace_id": tracing.of_step(run_id, 1).trace_id,
     }
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "component"),
+    [
+        ("WorkerLost", "ref_logp-1 sent no heartbeat for 30 s", "ref_logp-1"),
+        ("INTERNAL", "/slipstream.transferqueue.v1.IndexService/Claim: broken", "transferqueue"),
+        ("GenerationError", "every rollout failed", "rollout"),
+        ("QueueTimeout", "the run did not start", "controller"),
+    ],
+)
+async def test_an_error_names_what_failed(api, database, reason, message, component):
+    await submitted(api)
+    run_id = await submitted(api)
+    RunStore(database).apply(run_id, RunEvent.FAIL, reason=reason, message=message)
+    assert (await api.get(f"/v1/runs/{run_id}")).json()["error"]["component"] == component
+
+
+async def test_a_run_says_when_it_left_the_queue_and_when_it_ended(api):
+    first, second = await submitted(api), await submitted(api)
+    await api.post(f"/v1/runs/{second}/cancel")
+    started = (await api.get(f"/v1/runs/{first}")).json()
+    assert started["create_time"] <= started["start_time"]
+    assert started["finish_time"] is None
+    ended = (await api.get(f"/v1/runs/{second}")).json()
+    assert ended["start_time"] is None
+    assert ended["create_time"] <= ended["finish_time"]
 
 
 async def test_a_paused_run_says_what_is_wanted_and_what_is_true(api):

@@ -136,6 +136,7 @@ class Run(_message.Message):
         RECOVERABLE_FIELD_NUMBER: _builtins.int
         MESSAGE_FIELD_NUMBER: _builtins.int
         TRACE_ID_FIELD_NUMBER: _builtins.int
+        COMPONENT_FIELD_NUMBER: _builtins.int
         code: _builtins.str
         """Gives a stable code."""
         category: _builtins.str
@@ -146,6 +147,8 @@ class Run(_message.Message):
         """Explains it to a person."""
         trace_id: _builtins.str
         """Names the trace of the step that was not finished."""
+        component: _builtins.str
+        """Names what failed: a worker such as "trainer-0", or the service that was asked; otherwise "controller"."""
         def __init__(
             self,
             *,
@@ -154,10 +157,11 @@ class Run(_message.Message):
             recoverable: _builtins.bool = ...,
             message: _builtins.str = ...,
             trace_id: _builtins.str = ...,
+            component: _builtins.str = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["category", b"category", "code", b"code", "message", b"message", "recoverable", b"recoverable", "trace_id", b"trace_id"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["category", b"category", "code", b"code", "component", b"component", "message", b"message", "recoverable", b"recoverable", "trace_id", b"trace_id"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -202,6 +206,8 @@ class Run(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     CONDITIONS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    FINISH_TIME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Names the run: "runs/{run_id}"."""
     spec_json: _builtins.str
@@ -256,6 +262,14 @@ class Run(_message.Message):
     def error(self) -> Global___Run.Error:
         """Says why it failed, if it did. Output only."""
 
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """Says when it first left the queue. Output only."""
+
+    @_builtins.property
+    def finish_time(self) -> _timestamp_pb2.Timestamp:
+        """Says when it ended. Output only."""
+
     def __init__(
         self,
         *,
@@ -280,10 +294,12 @@ class Run(_message.Message):
         generation: _builtins.int = ...,
         conditions: _abc.Iterable[Global___Run.Condition] | None = ...,
         error: Global___Run.Error | None = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        finish_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "error", b"error", "update_time", b"update_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "error", b"error", "finish_time", b"finish_time", "start_time", b"start_time", "update_time", b"update_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activities", b"activities", "conditions", b"conditions", "create_time", b"create_time", "created_by", b"created_by", "desired", b"desired", "error", b"error", "generation", b"generation", "labels", b"labels", "message", b"message", "name", b"name", "priority", b"priority", "project", b"project", "revision", b"revision", "spec_digest", b"spec_digest", "spec_json", b"spec_json", "state", b"state", "state_reason", b"state_reason", "step", b"step", "summary_json", b"summary_json", "update_time", b"update_time", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activities", b"activities", "conditions", b"conditions", "create_time", b"create_time", "created_by", b"created_by", "desired", b"desired", "error", b"error", "finish_time", b"finish_time", "generation", b"generation", "labels", b"labels", "message", b"message", "name", b"name", "priority", b"priority", "project", b"project", "revision", b"revision", "spec_digest", b"spec_digest", "spec_json", b"spec_json", "start_time", b"start_time", "state", b"state", "state_reason", b"state_reason", "step", b"step", "summary_json", b"summary_json", "update_time", b"update_time", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1162,6 +1178,7 @@ class Checkpoint(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
     checkpoint_id: _builtins.str
     """Names it."""
     step: _builtins.int
@@ -1174,6 +1191,8 @@ class Checkpoint(_message.Message):
     """Says whether it can be used: READY, FAILED or DELETED."""
     message: _builtins.str
     """Explains the state to a person."""
+    size_bytes: _builtins.int
+    """Gives the size of the trainer's folder."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """Says when it was saved."""
@@ -1188,10 +1207,11 @@ class Checkpoint(_message.Message):
         state: _builtins.str = ...,
         message: _builtins.str = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
+        size_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "create_time", b"create_time", "message", b"message", "path", b"path", "state", b"state", "step", b"step", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_id", b"checkpoint_id", "create_time", b"create_time", "message", b"message", "path", b"path", "size_bytes", b"size_bytes", "state", b"state", "step", b"step", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1337,6 +1357,11 @@ class Quota(_message.Message):
     GPU_COUNT_FIELD_NUMBER: _builtins.int
     TRANSFERQUEUE_BYTE_LIMIT_FIELD_NUMBER: _builtins.int
     TRANSFERQUEUE_BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_BYTE_LIMIT_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    REQUEST_RATE_LIMIT_FIELD_NUMBER: _builtins.int
+    EVENT_STREAM_LIMIT_FIELD_NUMBER: _builtins.int
+    EVENT_STREAM_COUNT_FIELD_NUMBER: _builtins.int
     project: _builtins.str
     """Names the project."""
     active_run_limit: _builtins.int
@@ -1355,6 +1380,16 @@ class Quota(_message.Message):
     """Bounds the bytes of samples of the runs that train; 0 for no bound."""
     transferqueue_byte_count: _builtins.int
     """Sums the bytes that they may store."""
+    checkpoint_byte_limit: _builtins.int
+    """Bounds the size of the checkpoints of its runs, above which none starts; 0 for no bound."""
+    checkpoint_byte_count: _builtins.int
+    """Sums their bytes."""
+    request_rate_limit: _builtins.int
+    """Bounds the requests that each controller answers in a second, twice as many at once; 0 for no bound."""
+    event_stream_limit: _builtins.int
+    """Bounds the streams of events and logs that are open at each controller; 0 for no bound."""
+    event_stream_count: _builtins.int
+    """Counts those at the controller that answers."""
     def __init__(
         self,
         *,
@@ -1367,10 +1402,15 @@ class Quota(_message.Message):
         gpu_count: _builtins.int = ...,
         transferqueue_byte_limit: _builtins.int = ...,
         transferqueue_byte_count: _builtins.int = ...,
+        checkpoint_byte_limit: _builtins.int = ...,
+        checkpoint_byte_count: _builtins.int = ...,
+        request_rate_limit: _builtins.int = ...,
+        event_stream_limit: _builtins.int = ...,
+        event_stream_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_run_count", b"active_run_count", "active_run_limit", b"active_run_limit", "gpu_count", b"gpu_count", "gpu_limit", b"gpu_limit", "project", b"project", "queued_run_count", b"queued_run_count", "queued_run_limit", b"queued_run_limit", "transferqueue_byte_count", b"transferqueue_byte_count", "transferqueue_byte_limit", b"transferqueue_byte_limit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_run_count", b"active_run_count", "active_run_limit", b"active_run_limit", "checkpoint_byte_count", b"checkpoint_byte_count", "checkpoint_byte_limit", b"checkpoint_byte_limit", "event_stream_count", b"event_stream_count", "event_stream_limit", b"event_stream_limit", "gpu_count", b"gpu_count", "gpu_limit", b"gpu_limit", "project", b"project", "queued_run_count", b"queued_run_count", "queued_run_limit", b"queued_run_limit", "request_rate_limit", b"request_rate_limit", "transferqueue_byte_count", b"transferqueue_byte_count", "transferqueue_byte_limit", b"transferqueue_byte_limit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
