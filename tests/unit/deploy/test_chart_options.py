@@ -4,11 +4,15 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from services.controller.quotas import Limits
 from tests.unit.deploy.chart import CHART, EVERYTHING, Manifest, helm, one, pods, render
+
+_PREFIX = "SLIPSTREAM_CONTROLLER_"
 
 
 def test_every_service_sends_its_spans_to_the_same_collector() -> None:
@@ -54,6 +58,24 @@ def test_the_notes_say_where_the_api_is(values: str, url: str) -> None:
     assert done.returncode == 0, done.stderr
     (said,) = re.findall(r"export SLIPSTREAM_URL=(\S+)", done.stdout)
     assert said == url
+
+
+def test_quotas_of_projects_are_settings_of_the_controller() -> None:
+    quotas = "controller.quotas.maxTransferqueueBytes=8796093022208,controller.quotas.maxGpus=64"
+    container = pods(render("--set", quotas))["controller"]["spec"]["containers"][0]
+    found = {item["name"]: item.get("value") for item in container["env"]}
+    limits = {field.name: found[f"{_PREFIX}{field.name.upper()}"] for field in fields(Limits)}
+    assert limits == {
+        "max_active_runs": "16",
+        "max_queued_runs": "1000",
+        "max_gpus": "64",
+        "max_transferqueue_bytes": "8796093022208",
+        "max_checkpoint_bytes": "0",
+        "max_requests_per_second": "0",
+        "max_event_streams": "0",
+    }
+    refused = helm("template", "demo", str(CHART), "--set", "controller.quotas.maxGpus=-1")
+    assert refused.returncode != 0
 
 
 def test_pods_may_be_changed_only_where_a_queue_keeps_them() -> None:
