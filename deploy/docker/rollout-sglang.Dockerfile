@@ -9,9 +9,11 @@ ARG PIP_OPTIONS=""
 WORKDIR /build
 COPY pyproject.toml LICENSE ./
 # An empty package brings the dependencies, so that a change of code does not install them again. The environment
-# sees the engine's packages, torch among them, which stay as they are.
+# sees the engine's packages, torch among them, which stay as they are, be they in an environment themselves.
 RUN mkdir -p services proto/gen/slipstream && touch README.md services/__init__.py proto/gen/slipstream/py.typed \
     && python3 -m venv --system-site-packages /opt/rollout \
+    && python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > engine.pth \
+    && cp engine.pth /opt/rollout/lib/python3.*/site-packages/ \
     && /opt/rollout/bin/pip install --no-cache-dir ${PIP_OPTIONS} ".[rollout,tracing]"
 
 FROM ${BASE}
