@@ -5,6 +5,7 @@ The files outlive the pods. Reading a log blocks until its container ends, so ea
 
 import asyncio
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,8 @@ _CONNECT_S = 10.0
 _SILENCE_S = 300.0
 # A file that is larger begins anew, so that no worker fills the controller's volume.
 MAX_BYTES = 32 << 20
+# What the node says instead of further lines when the container is removed while its log is followed.
+_NOT_FOUND = re.compile(rb"^rpc error: code = NotFound desc = .*find container.*\n?", re.MULTILINE)
 
 
 class PodLogs:
@@ -90,7 +93,7 @@ class PodLogs:
             for data in answer.stream():
                 if output.tell() > MAX_BYTES:
                     output.truncate(0)
-                output.write(data)
+                output.write(_NOT_FOUND.sub(b"", data))
                 output.flush()
 
 

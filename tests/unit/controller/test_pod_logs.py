@@ -103,6 +103,16 @@ async def test_a_log_that_broke_off_goes_on_behind_what_is_known(tmp_path):
     assert 60 <= third <= 70
 
 
+async def test_what_the_node_says_of_a_removed_container_is_no_line_of_the_worker(tmp_path):
+    gone = 'rpc error: code = NotFound desc = an error occurred when try to find container "1f": not found'
+    core = FakeCore(f"KeyError: NotFound\nlast words\n{gone}")
+    await keep(PodLogs(core, "train", tmp_path), pod("rollout-0"))
+    assert await lines(tmp_path) == [
+        ("rollout-0", "KeyError: NotFound"),
+        ("rollout-0", "last words"),
+    ]
+
+
 async def test_no_log_fills_the_volume(tmp_path, monkeypatch):
     monkeypatch.setattr(pod_logs, "MAX_BYTES", 10)
     core = FakeCore("0123456789\n" * 3)
