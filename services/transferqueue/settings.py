@@ -40,7 +40,7 @@ class TransferQueueSettings(KeySettings):
     """Room on disk for the oldest samples when the memory is full; 0 makes producers wait instead."""
     spill_folder: Path = Path(tempfile.gettempdir())
     """Folder for that room."""
-    snapshot_folder: Path = Path("snapshots")
+    snapshot_folder: Path = Path(tempfile.gettempdir()) / "slipstream-snapshots"
     """Folder of the snapshots; on storage that outlives the process."""
     arena_folder: Path | None = Path(tempfile.gettempdir())
     """Folder of the unix socket through which processes of this host get at the memory; in a

@@ -54,7 +54,10 @@ async def test_another_controller_goes_on_where_the_leader_was_killed(plumbing, 
             pytest.skip("PostgreSQL is not installed")
         ready = tmp_path / "queue.ready"
         module, log = "services.transferqueue", tmp_path / "queue.log"
-        queue = stack.enter_context(service(module, log, ready_file=ready))
+        snapshots = tmp_path / "snapshots"
+        queue = stack.enter_context(
+            service(module, log, ready_file=ready, snapshot_folder=snapshots)
+        )
         shared = {
             "transferqueue_address": announced(ready, queue)["address"],
             "state_directory": tmp_path / "state",
