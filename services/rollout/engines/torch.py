@@ -78,6 +78,8 @@ class TorchEngine:
         _refuse_sliding_window(config.to_dict())
         model.set_attn_implementation("sdpa")
         self._model = model.train(False).requires_grad_(False)
+        # Found once: a search through all modules takes milliseconds, in which no token would be produced.
+        self._parameters = dict(model.named_parameters())
         self._vocab_size = int(config.vocab_size)
         self._max_model_tokens = min(int(config.max_position_embeddings), max_kv_tokens)
         self._max_running = max_running
@@ -180,17 +182,16 @@ class TorchEngine:
                 shape=tuple(parameter.shape),
                 dtype=str(parameter.dtype).removeprefix("torch."),
             )
-            for name, parameter in self._model.named_parameters()
+            for name, parameter in self._parameters.items()
         ]
 
     def live_weights(self) -> Mapping[str, Tensor]:
         """The model's own parameters."""
-        return dict(self._model.named_parameters())
+        return self._parameters
 
     async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
         """Copy new weights into the live parameters between two steps."""
-        parameters = dict(self._model.named_parameters())
-        check_tensors({name: value.shape for name, value in parameters.items()}, tensors)
+        check_tensors({name: value.shape for name, value in self._parameters.items()}, tensors)
         async with self._between_steps:
             started_at = time.monotonic()
             await asyncio.to_thread(self._copy_weights, tensors)
@@ -244,8 +245,8 @@ class TorchEngine:
 
     @torch.no_grad()
     def _copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        parameters = dict(self._model.named_parameters())
-        torch._foreach_copy_(list(parameters.values()), [tensors[name] for name in parameters])
+        live = list(self._parameters.values())
+        torch._foreach_copy_(live, [tensors[name] for name in self._parameters])
         if self._recompute_kv:
             self._batch.recompute()
         if self._model.device.type == "cuda":
