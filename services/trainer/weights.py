@@ -47,6 +47,8 @@ class WeightExport:
         self._dtype = dtype
         self._device = device
         self._sends_adapters = lora_sync == "adapter"
+        # They stay the same objects; a search through all modules takes longer than a GPU's copy.
+        self._parameters = tuple(policy.model.named_parameters())
         self.sends_rows = senders == "ranks" and _is_divided_by_rows(policy)
         """Whether every rank sends its own rows; otherwise rank 0 gathers and sends all."""
 
@@ -72,13 +74,14 @@ class WeightExport:
             for name, value in adapter_parameters(model):
                 yield name, value.to(self._dtype)
 
-    @torch.no_grad()
     def weight_rows(self) -> Iterator[tuple[str, Tensor]]:
         """The rows that this rank holds, without a gather; what it has no row of is left out."""
-        for name, parameter in self._policy.model.named_parameters():
-            rows = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            if rows.numel() > 0:
-                yield name, rows
+        with torch.no_grad():
+            rows = [
+                (name, value.to_local() if isinstance(value, DTensor) else value)
+                for name, value in self._parameters
+            ]
+        return ((name, value) for name, value in rows if value.numel() > 0)
 
     @torch.no_grad()
     def score_canary(self) -> Canary:

@@ -92,6 +92,22 @@ def _rank_of_several(
     return trained, weights, queue
 
 
+def _score_twice(rank: int, folder: str, spec_json: str) -> None:
+    """A single sharded rank scores the canary before and after all its weights become 0."""
+    spec = RunSpec.model_validate_json(spec_json)
+    policy = policy_of(spec, scale=1.5)
+    topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=1)
+    distribute(policy, spec.trainer, topology)
+    weights = WeightExport(policy, dtype=torch.bfloat16)
+    scores = [weights.score_canary().logprobs]
+    with torch.no_grad():
+        for _, rows in weights.weight_rows():
+            rows.zero_()
+    scores.append(weights.score_canary().logprobs)
+    (Path(folder) / "scores.json").write_text(json.dumps(scores))
+    distributed.destroy_process_group()
+
+
 def _save(rank: int, world_size: int, folder: str, spec_json: str) -> None:
     """Train one step on several ranks and save it."""
     trained, _, queue = _rank_of_several(rank, world_size, folder, spec_json)
@@ -257,6 +273,16 @@ def test_the_other_ranks_follow_rank_0(tmp_path: Path, senders: str) -> None:
     canary = json.loads((tmp_path / "canary.json").read_text())
     assert canary == pytest.approx(export.score_canary().logprobs, abs=1e-4)
     assert (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").is_file()
+
+
+@pytest.mark.timeout(300)
+def test_nothing_gathered_outlives_a_score(tmp_path: Path) -> None:
+    spec = _spec(dtype="bfloat16")
+    arguments = (str(tmp_path), spec.model_dump_json())
+    multiprocessing.start_processes(_score_twice, args=arguments, nprocs=1)  # type: ignore[no-untyped-call]
+    before, after = json.loads((tmp_path / "scores.json").read_text())
+    assert len(set(before)) > 1
+    assert len(set(after)) == 1, "every token is as likely as any other"
 
 
 @pytest.mark.timeout(300)
