@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, distributed
 
-from services.common.errors import DataLossError, NotFoundError, ServiceError
+from services.common.errors import DataLossError, NotFoundError, ServiceError, UnavailableError
+
+_SHARED = (NotFoundError, UnavailableError)
+"""Failures that mean the same on every rank: samples were released, or the transferqueue is away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class Ranks:
 
         Raises:
             NotFoundError: If another rank could not, because its samples were released.
+            UnavailableError: If another rank could not, because it did not reach the transferqueue.
             DataLossError: If another rank could not for another reason. A failure of this one is raised as
                 it is.
         """
@@ -46,12 +50,13 @@ class Ranks:
             yield
         except (ServiceError, ValueError) as error:
             failure = error
-        is_gone = isinstance(failure, NotFoundError)
-        failures, gone = self.sum(torch.tensor([int(failure is not None), int(is_gone)])).tolist()
+        mine = [failure is not None, *(isinstance(failure, kind) for kind in _SHARED)]
+        failures, *shared = self.sum(torch.tensor(mine, dtype=torch.int64)).tolist()
         if failure is not None:
             raise failure
         if failures:
-            kind = NotFoundError if failures == gone else DataLossError
+            kinds = [kind for kind, count in zip(_SHARED, shared, strict=True) if count == failures]
+            kind = kinds[0] if kinds else DataLossError
             raise kind(f"another rank could not {doing}")
 
     def _reduce(self, values: Tensor, operation: distributed.ReduceOp.RedOpType) -> Tensor:

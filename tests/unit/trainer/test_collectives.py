@@ -1,0 +1,52 @@
+"""A rank hears from the others why they could not do their part."""
+
+import pytest
+import torch
+
+from services.common.errors import (
+    DataLossError,
+    NotFoundError,
+    ServiceError,
+    UnavailableError,
+)
+from services.trainer.ranks.collectives import Ranks
+
+
+def beside(failed: int, gone: int, away: int) -> Ranks:
+    """A rank beside others, of whom some failed."""
+
+    class Beside(Ranks):
+        def sum(self, values: torch.Tensor) -> torch.Tensor:
+            return values + torch.tensor([failed, gone, away])
+
+    return Beside(rank=0, size=4)
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ((1, 1, 0), NotFoundError),
+        ((2, 0, 2), UnavailableError),
+        ((1, 0, 0), DataLossError),
+        ((2, 1, 1), DataLossError),
+    ],
+)
+def test_a_failure_that_all_of_the_others_share_is_this_ranks_too(
+    others: tuple[int, int, int], expected: type[ServiceError]
+) -> None:
+    with (
+        pytest.raises(expected, match="another rank could not fetch"),
+        beside(*others).agreed("fetch"),
+    ):
+        pass
+
+
+def test_a_ranks_own_failure_is_raised_as_it_is() -> None:
+    ranks = beside(1, 1, 0)
+    with pytest.raises(UnavailableError, match="mine"), ranks.agreed("fetch"):
+        raise UnavailableError("mine")
+
+
+def test_ranks_that_all_could_go_on() -> None:
+    with beside(0, 0, 0).agreed("fetch"):
+        pass
