@@ -1,7 +1,8 @@
 # Targets of deployment; included by the Makefile.
 CLUSTER_TOOLS ?= $(HOME)/.cache/slipstream/cluster
+ENGINES ?= vllm
 
-.PHONY: chart-docs observability deploy-tools test-chart test-control-plane test-cluster test-alerts test-page
+.PHONY: chart-docs observability deploy-tools test-chart test-control-plane test-cluster test-cluster-engines test-alerts test-page
 
 chart-docs: ## Write the chart's table of values
 	$(BIN)/python -m deploy.values_table
@@ -22,6 +23,10 @@ test-control-plane: ## Test chart and launcher against a real API server (builds
 test-cluster: test-control-plane ## Train on a real one-node cluster with the images of the Dockerfiles
 	tests/cluster/images.sh $(CLUSTER_TOOLS) . $(abspath $(BIN)/python)
 	CI=true $(BIN)/python -m pytest tests/cluster/test_readme.py tests/cluster/test_run.py -q -m cluster
+
+test-cluster-engines: test-control-plane ## Train with vLLM's CPU build on the cluster (ENGINES="vllm sglang" for both; 3 GB each)
+	tests/cluster/images.sh $(CLUSTER_TOOLS) . $(abspath $(BIN)/python) $(ENGINES)
+	CI=true $(BIN)/python -m pytest tests/cluster/test_engines.py -q -m cluster
 
 test-alerts: deploy-tools ## Provoke the alerts in a real Prometheus: five minutes
 	CI=true $(BIN)/python -m pytest tests/cluster/test_alerts.py -q -m cluster

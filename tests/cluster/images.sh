@@ -1,13 +1,15 @@
 #!/bin/bash
 # Builds the images from the project's own Dockerfiles, on a Debian base made on the spot, without a registry.
 #
-#   images.sh FOLDER SOURCE PYTHON     archives of the images of SOURCE land in FOLDER/images; dependencies get the
-#                                      versions that PYTHON's environment has
+#   images.sh FOLDER SOURCE PYTHON [ENGINE...]
+#                archives of the images of SOURCE land in FOLDER/images; dependencies get the versions that PYTHON's
+#                environment has. ENGINE: vllm or sglang, for its rollout image as well, on the engine's CPU build
 set -euo pipefail
 
-folder=$(realpath "${1:?usage: images.sh FOLDER SOURCE PYTHON}")
-source=$(realpath "${2:?usage: images.sh FOLDER SOURCE PYTHON}")
-python=${3:?usage: images.sh FOLDER SOURCE PYTHON}
+folder=$(realpath "${1:?usage: images.sh FOLDER SOURCE PYTHON [ENGINE...]}")
+source=$(realpath "${2:?usage: images.sh FOLDER SOURCE PYTHON [ENGINE...]}")
+python=${3:?usage: images.sh FOLDER SOURCE PYTHON [ENGINE...]}
+shift 3
 wheels="$folder/wheels"
 base=localhost/slipstream-base:bookworm
 mkdir -p "$folder/images" "$wheels"
@@ -35,10 +37,30 @@ fetch_wheels() { # the dependencies of all services, for the Python of the base 
   touch "$stamp"
 }
 
-build() { # NAME: build, and export under the tag of the sources
+make_engine_base() { # ENGINE: its CPU build in the Python of the base, where its own image has the one for GPUs
+  local engine=$1 lock="$source/tests/engines/locks/$1.txt" tree="$folder/download/$1" parent="$base" packages container
+  if [ "$engine" = sglang ]; then # it uses the other's packages, torch among them
+    make_engine_base vllm
+    parent=$engine_base
+  fi
+  engine_base="localhost/slipstream-$engine:$(echo "$parent" | cat - "$lock" | sha256sum | cut -c1-16)"
+  buildah inspect --type image "$engine_base" > /dev/null 2>&1 && return
+  packages="$tree/usr/local/lib/python3.11/dist-packages"
+  rm -rf "$tree"
+  mkdir -p "$packages"
+  "$python" -m pip install -q --no-deps --only-binary=:all: --target "$packages" -r "$lock" 2> "$folder/download/pip.log"
+  [ "$engine" = vllm ] || cp -r "$source"/tests/engines/sglang_cpu/* "$packages/"
+  (cd "$tree" && apt-get download -qq libnuma1 2> /dev/null && dpkg-deb -x libnuma1_*.deb . && rm libnuma1_*.deb)
+  container=$(buildah from "$parent")
+  buildah add -q "$container" "$tree" / > /dev/null
+  buildah commit -q --rm "$container" "$engine_base" > /dev/null
+  rm -rf "$tree"
+}
+
+build() { # NAME BASE: build, and export under the tag of the sources
   local name=$1 archive="$folder/images/$1.tar" image="localhost/slipstream/$1:test" old
   old=$(buildah images -q "$image" 2> /dev/null || true)
-  buildah bud -q --layers --volume "$wheels:/wheels:ro" --build-arg BASE="$base" --build-arg \
+  buildah bud -q --layers --volume "$wheels:/wheels:ro" --build-arg BASE="$2" --build-arg \
     PIP_OPTIONS="-q --no-index --find-links /wheels" -f "$source/deploy/docker/$name.Dockerfile" -t "$image" "$source" > /dev/null
   [ "$old" = "$(buildah images -q "$image")" ] && [ -e "$archive" ] && return
   [ -z "$old" ] || buildah rmi "$old" > /dev/null 2>&1 || true # or every build would fill the disk further
@@ -66,5 +88,9 @@ make_pause
 make_base
 fetch_wheels
 for name in controller transferqueue trainer rollout; do
-  build "$name"
+  build "$name" "$base"
+done
+for engine in "$@"; do
+  make_engine_base "$engine"
+  build "rollout-$engine" "$engine_base"
 done
