@@ -68,6 +68,8 @@ def get(
         "prompts": ", ".join(f"{prompts[name]} {name}" for name in prompts if name != "reasons")
         or "-",
         "submitted": f"{_age(run.create_time)} ago by {run.created_by or 'somebody'}",
+        "started": f"{_age(run.start_time)} ago" if run.start_time else "-",
+        "ended": f"{_age(run.finish_time)} ago" if run.finish_time else "-",
         "labels": ", ".join(f"{key}={value}" for key, value in run.labels.items()) or "-",
     }
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -75,6 +77,8 @@ def get(
         table.add_row(name, value)
     console.print(table, highlight=False)
     console.print(_conditions(run), highlight=False)
+    if run.error is not None:
+        console.print(f"\n{run.error.component} failed ({run.error.code})", highlight=False)
     if run.message:
         console.print(f"\n{run.message}", highlight=False, markup=False)
 
@@ -163,7 +167,8 @@ def samples(
 
 def checkpoints(run_id: RunId, url: Url = None) -> None:
     """List the checkpoints of a run, newest first."""
-    table = Table("id", "step", "version", "state", "age", "path", box=None, pad_edge=False)
+    columns = ("id", "step", "version", "state", "age", "bytes", "path")
+    table = Table(*columns, box=None, pad_edge=False)
     for item in call_api(url, lambda api: api.checkpoints(run_id)):
         table.add_row(
             item.id,
@@ -171,6 +176,7 @@ def checkpoints(run_id: RunId, url: Url = None) -> None:
             str(item.weight_version),
             item.state,
             _age(item.create_time),
+            f"{item.size_bytes:,}",
             item.path or item.message,
         )
     console.print(table if table.row_count else "no checkpoints", highlight=False)

@@ -24,6 +24,7 @@ def add_run_commands(app: typer.Typer) -> None:
     """Add the commands."""
     for command in (watch, cancel, pause, resume, checkpoint, evaluate, fork, delete):
         app.command()(command)
+    app.command(name="delete-checkpoint")(delete_checkpoint)
 
 
 def watch(run_id: RunId, url: Url = None, state_directory: StateDirectory = DEFAULT_STATE) -> None:
@@ -122,6 +123,16 @@ def delete(
 
     call_api(url, work)
     console.print(f"{run_id} is forgotten", highlight=False)
+
+
+def delete_checkpoint(
+    run_id: RunId,
+    checkpoint_id: Annotated[str, typer.Argument(help="Id, as `checkpoints` shows it.")],
+    url: Url = None,
+) -> None:
+    """Delete a checkpoint that no run needs."""
+    call_api(url, lambda api: api.delete_checkpoint(run_id, checkpoint_id))
+    console.print(f"{checkpoint_id} is deleted", highlight=False)
 
 
 def _say(run: RunView) -> None:

@@ -1,5 +1,7 @@
 """The command that says what projects may use."""
 
+from dataclasses import asdict
+
 import pytest
 from typer.testing import CliRunner
 
@@ -26,9 +28,18 @@ def limits_of(tmp_path, project):
 
 
 def test_a_projects_limits_are_set_listed_and_reset(projects, tmp_path):
-    wanted = ("--max-active-runs", "2", "--max-queued-runs", "9", "--max-gpus", "64")
+    limits = Limits(
+        max_active_runs=2,
+        max_queued_runs=9,
+        max_gpus=64,
+        max_transferqueue_bytes=1 << 40,
+        max_checkpoint_bytes=1 << 41,
+        max_requests_per_second=50,
+        max_event_streams=20,
+    )
+    wanted = [f"--{name.replace('_', '-')}={limit}" for name, limit in asdict(limits).items()]
     assert projects("set", "blue", *wanted).exit_code == 0
-    assert limits_of(tmp_path, "blue") == Limits(max_active_runs=2, max_queued_runs=9, max_gpus=64)
+    assert limits_of(tmp_path, "blue") == limits
     assert limits_of(tmp_path, "red") == DEFAULTS
     listed = projects("list").output
     assert listed.startswith("blue\tmax_active_runs 2\t")
