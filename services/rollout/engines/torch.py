@@ -79,7 +79,7 @@ class TorchEngine:
         model.set_attn_implementation("sdpa")
         self._model = model.train(False).requires_grad_(False)
         # Found once: a search through all modules takes milliseconds, in which no token would be produced.
-        self._parameters = dict(model.named_parameters())
+        self._parameters: dict[str, Tensor] = dict(model.named_parameters())
         self._vocab_size = int(config.vocab_size)
         self._max_model_tokens = min(int(config.max_position_embeddings), max_kv_tokens)
         self._max_running = max_running
