@@ -9,6 +9,7 @@ OP_DURATION = Histogram(
     "slipstream_tq_op_duration_seconds", "Time of an operation.", ["op"], buckets=RPC
 )
 BYTES = Counter("slipstream_tq_bytes", "Bytes of samples that came in or went out.", ["direction"])
+BYTES_IN, BYTES_OUT = BYTES.labels("in"), BYTES.labels("out")
 STORED_BYTES = Gauge("slipstream_tq_stored_bytes", "Bytes in use on this shard.")
 CAPACITY_BYTES = Gauge("slipstream_tq_capacity_bytes", "Bytes that this shard can hold.")
 SHARDS = Gauge("slipstream_tq_shards", "Shards that the index hears of; 0 on shards themselves.")

@@ -166,7 +166,7 @@ class DataPlane:
         match message:
             case codec.Write():
                 self._storage.write(message.blob_id, message.offset, payload[0])
-                metrics.BYTES.labels("in").inc(len(payload[0]))
+                metrics.BYTES_IN.inc(len(payload[0]))
             case codec.Describe():
                 self._puts.describe(message)
             case codec.Unpin():
@@ -195,8 +195,8 @@ class DataPlane:
             logger.exception("data request failed", extra={"op": op})
             answer = _failed(InternalError(f"{op}: {type(error).__name__}: {error}"))
         is_pinned = isinstance(answer, codec.Data) and answer.pin_id > 0
+        early = codec.encode(codec.Data(0, False, 0), request_id)
         for frame in payload[:-1]:
-            early = codec.encode(codec.Data(0, False, 0), request_id)
             reply([early, frame], copy=not is_pinned)
         reply([codec.encode(answer, request_id), *payload[-1:]], copy=not is_pinned)
         code = answer.reason if isinstance(answer, codec.Failed) else "OK"
@@ -217,7 +217,7 @@ class DataPlane:
             case codec.Abort():
                 return await self._puts.abort(message)
             case codec.Store():
-                metrics.BYTES.labels("in").inc(len(received[0]))
+                metrics.BYTES_IN.inc(len(received[0]))
                 return await self._puts.store(message, received[0])
             case codec.Read():
                 return await self._read(message, payload)
@@ -227,7 +227,7 @@ class DataPlane:
         numbers = message.ranges
         ranges = list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
         size = sum(numbers[2::3])
-        metrics.BYTES.labels("out").inc(size)
+        metrics.BYTES_OUT.inc(size)
         positions = self._storage.positions(ranges) if message.in_arena else None
         if message.in_arena and positions is None:
             return codec.Located(0, ())

@@ -9,6 +9,9 @@ from services.transferqueue.transport.codec import FRAME_BYTES, MAX_HEADER_BYTES
 
 _SEND_BUFFER_BYTES = 128 << 10
 """The kernel would let its queue outgrow the cache, in which the receiver should still find the bytes."""
+_READABLE = int(zmq.POLLIN)
+_LAST_FRAME = int(zmq.NOBLOCK)
+_FRAME = int(zmq.NOBLOCK | zmq.SNDMORE)
 _BURST = 32
 """Messages that are handled before other work of the loop gets its turn."""
 
@@ -32,7 +35,8 @@ class MessageSocket:
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._receive)
-        self._loop.call_soon(self._receive)
+        self._is_due = False
+        self._receive_soon()
 
     def send(self, frames: Sequence[Frame], *, copy: bool = True) -> None:
         """Queue a message.
@@ -45,23 +49,34 @@ class MessageSocket:
         Raises:
             zmq.ZMQError: If the peer is gone or its queue is full.
         """
-        self._socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
+        for frame in frames[:-1]:
+            self._socket.send(frame, _FRAME, copy=copy)
+        self._socket.send(frames[-1], _LAST_FRAME, copy=copy)
         # The descriptor is edge-triggered, and sending may have consumed the edge of an arrival.
-        self._loop.call_soon(self._receive)
+        self._receive_soon()
 
     def close(self) -> None:
         """Stop, dropping what was not sent."""
         self._loop.remove_reader(self._fd)
         self._socket.close(linger=0)
 
+    def _receive_soon(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._receive)
+
     def _receive(self) -> None:
+        self._is_due = False
         if self._socket.closed:
             return
         for _ in range(_BURST):
-            if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            if not int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE:
                 return
-            self._on_message(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
-        self._loop.call_soon(self._receive)
+            frames = [self._socket.recv(_LAST_FRAME, copy=False)]
+            while frames[-1].more:
+                frames.append(self._socket.recv(_LAST_FRAME, copy=False))
+            self._on_message(frames)
+        self._receive_soon()
 
 
 def set_limits(socket: zmq.Socket[bytes], *, receive_queue: int) -> None:
