@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.errors import NotFoundError, ResourceExhaustedError
+from services.common.errors import NotFoundError, ResourceExhaustedError, UnavailableError
 from services.transferqueue.__main__ import transferqueue
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
@@ -165,6 +165,23 @@ async def test_samples_outlive_a_process_that_lent_memory_for_a_copy(
         fetched = await data.get(meta, ["tokens"])
         assert all(map(torch.equal, fetched["tokens"].unbind(), tokens))
         await metadata.release(TRAIN, meta.keys)
+
+
+async def test_a_server_that_is_not_the_master_is_named_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("services.transferqueue.storage.object_store._CONNECT_S", 3.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        settings = TransferQueueSettings(
+            backend="mooncake",
+            mooncake_master=address,
+            capacity_bytes=64 * MIB,
+            snapshot_folder=tmp_path,
+        )
+        with pytest.raises(UnavailableError, match=f"Mooncake Store at {address} cannot be used"):
+            async with transferqueue(settings):
+                pass
 
 
 def start_lender(master: str, address: str, folder: Path) -> "subprocess.Popen[bytes]":

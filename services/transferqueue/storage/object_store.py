@@ -6,6 +6,8 @@ The methods block; call them in a thread.
 
 import ctypes
 import mmap
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +16,12 @@ from typing import TypeVar
 
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
-from services.common.errors import InternalError, NotFoundError, ResourceExhaustedError
+from services.common.errors import (
+    InternalError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from services.transferqueue.facts import ObjectStoreAddress
 from services.transferqueue.storage.arena import aligned
 
@@ -27,6 +34,16 @@ _TRANSFER_FAILED = -800
 _FAILOVER_S = 20.0
 """The master needs about 10 s to see that a process is gone, and then names the other copies only."""
 _RETRY_S = 0.25
+_CONNECT_S = 30.0
+"""Deadline for the first contact with the master, which takes about a second."""
+_CONNECT = """
+import os, sys
+from mooncake.store import MooncakeDistributedStore
+host, local_bytes, protocol, master = sys.argv[1:]
+store = MooncakeDistributedStore()
+code = store.setup(host, "P2PHANDSHAKE", 0, int(local_bytes), protocol, "", master)
+os._exit(code != 0)
+"""
 _STAGING_BYTES = 32 << 20
 _LOCAL_BYTES = 16 << 20
 
@@ -40,10 +57,11 @@ class ObjectStore:
         segment_bytes: Memory that this process lends to the store; 0 for users of it.
 
     Raises:
-        InternalError: If the store cannot be reached.
+        UnavailableError: If the store cannot be reached.
     """
 
     def __init__(self, address: ObjectStoreAddress, *, host: str, segment_bytes: int) -> None:
+        _demand_master(address, host)
         self._store = MooncakeDistributedStore()
         code = self._store.setup(
             host,
@@ -55,11 +73,7 @@ class ObjectStore:
             address.master,
         )
         if code != 0:
-            raise InternalError(
-                f"Mooncake Store at {address.master} cannot be used (code {code}); is "
-                "mooncake_master running there?",
-                master=address.master,
-            )
+            raise _out_of_reach(address, f"code {code}")
         self._config = ReplicateConfig()
         self._config.replica_num = address.num_replicas
         # Samples must not be evicted before they are released.
@@ -159,6 +173,36 @@ class ObjectStore:
         if code != 0:
             raise InternalError(f"Mooncake Store cannot register {size_bytes} bytes (code {code})")
         return staging
+
+
+def _demand_master(address: ObjectStoreAddress, host: str) -> None:
+    """See that a master answers, in a process that can be ended.
+
+    Against anything else the library tries for minutes, and holds Python's lock meanwhile.
+
+    Raises:
+        UnavailableError: If none does.
+    """
+    command = [
+        sys.executable, "-c", _CONNECT, host, str(_LOCAL_BYTES), address.protocol, address.master,
+    ]  # fmt: skip
+    try:
+        ended = subprocess.run(  # noqa: S603  our own interpreter and script
+            command, capture_output=True, timeout=_CONNECT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise _out_of_reach(address, f"no answer within {_CONNECT_S} s") from error
+    if ended.returncode != 0:
+        said = ended.stderr.decode(errors="replace").strip().splitlines()
+        raise _out_of_reach(address, said[-1] if said else "refused")
+
+
+def _out_of_reach(address: ObjectStoreAddress, reason: str) -> UnavailableError:
+    return UnavailableError(
+        f"Mooncake Store at {address.master} cannot be used ({reason}); see that mooncake_master of "
+        "the pinned version runs there and mooncake_master in the settings names it",
+        master=address.master,
+    )
 
 
 def _batches(ranges: Sequence[Range]) -> list[list[Range]]:
