@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.errors import NotFoundError, ResourceExhaustedError, UnavailableError
+from services.common.errors import InternalError, NotFoundError, ResourceExhaustedError
 from services.transferqueue.__main__ import transferqueue
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
@@ -179,7 +179,7 @@ async def test_a_server_that_is_not_the_master_is_named_at_once(
             capacity_bytes=64 * MIB,
             snapshot_folder=tmp_path,
         )
-        with pytest.raises(UnavailableError, match=f"Mooncake Store at {address} cannot be used"):
+        with pytest.raises(InternalError, match=f"Mooncake Store at {address} cannot be used"):
             async with transferqueue(settings):
                 pass
 

@@ -16,12 +16,7 @@ from typing import TypeVar
 
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
-from services.common.errors import (
-    InternalError,
-    NotFoundError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
+from services.common.errors import InternalError, NotFoundError, ResourceExhaustedError
 from services.transferqueue.facts import ObjectStoreAddress
 from services.transferqueue.storage.arena import aligned
 
@@ -34,7 +29,7 @@ _TRANSFER_FAILED = -800
 _FAILOVER_S = 20.0
 """The master needs about 10 s to see that a process is gone, and then names the other copies only."""
 _RETRY_S = 0.25
-_CONNECT_S = 30.0
+_CONNECT_S = 20.0
 """Deadline for the first contact with the master, which takes about a second."""
 _CONNECT = """
 import os, sys
@@ -57,7 +52,7 @@ class ObjectStore:
         segment_bytes: Memory that this process lends to the store; 0 for users of it.
 
     Raises:
-        UnavailableError: If the store cannot be reached.
+        InternalError: If the store cannot be reached.
     """
 
     def __init__(self, address: ObjectStoreAddress, *, host: str, segment_bytes: int) -> None:
@@ -181,7 +176,7 @@ def _demand_master(address: ObjectStoreAddress, host: str) -> None:
     Against anything else the library tries for minutes, and holds Python's lock meanwhile.
 
     Raises:
-        UnavailableError: If none does.
+        InternalError: If none does.
     """
     command = [
         sys.executable, "-c", _CONNECT, host, str(_LOCAL_BYTES), address.protocol, address.master,
@@ -197,8 +192,8 @@ def _demand_master(address: ObjectStoreAddress, host: str) -> None:
         raise _out_of_reach(address, said[-1] if said else "refused")
 
 
-def _out_of_reach(address: ObjectStoreAddress, reason: str) -> UnavailableError:
-    return UnavailableError(
+def _out_of_reach(address: ObjectStoreAddress, reason: str) -> InternalError:
+    return InternalError(
         f"Mooncake Store at {address.master} cannot be used ({reason}); see that mooncake_master of "
         "the pinned version runs there and mooncake_master in the settings names it",
         master=address.master,
