@@ -64,7 +64,7 @@ def test_a_prompt_is_quarantined_after_the_last_try():
     assert ledger.reasons() == {"reward_timeout": 1}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 11), st.integers(0, 30)), max_size=120))
 def test_the_ledger_closes_after_any_sequence_of_events(events):
     ledger = Ledger(max_attempts=2)

@@ -136,7 +136,6 @@ def test_the_database_moves_runs_as_the_table_says(database_url):
         settings=settings(
             max_examples=15,
             stateful_step_count=12,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )
