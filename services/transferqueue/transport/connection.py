@@ -1,6 +1,7 @@
 """A client's connection to one shard."""
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from services.transferqueue.facts import Shard
 from services.transferqueue.transport import codec
 from services.transferqueue.transport.local_channel import LocalChannel
 from services.transferqueue.transport.sockets import Frame, MessageSocket, set_limits
+
+logger = logging.getLogger(__name__)
 
 Payload = list[memoryview]
 Answer = tuple[codec.Response, Payload]
@@ -176,7 +179,16 @@ class ShardConnection:
         )
 
     def _on_message(self, frames: list[memoryview]) -> None:
-        message, request_id = codec.decode(frames[0])
+        try:
+            message, request_id = codec.decode(frames[0])
+        except ValueError as error:
+            logger.warning(
+                "a shard sent what is no message; the connection is given up",
+                extra={"shard_id": self.shard.shard_id, "error": str(error)},
+            )
+            self._fail()
+            asyncio.get_running_loop().call_soon(self._channel.close)
+            return
         request = self._pending.get(request_id)
         if request is None or request.answer.done() or not isinstance(message, codec.Response):
             self.let_go(message)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.common.errors import DeadlineExceededError
+from services.common.errors import DeadlineExceededError, UnavailableError
 from services.transferqueue.facts import Shard
 from services.transferqueue.transport import codec
 from services.transferqueue.transport.connection import ShardConnection
@@ -18,12 +18,13 @@ class FakeChannel:
 
     def __init__(self) -> None:
         self.sent: list[tuple[codec.Message, int]] = []
+        self.is_closed = False
 
     def send(self, frames: Sequence[bytes | memoryview], *, copy: bool = True) -> None:
         self.sent.append(codec.decode(frames[0]))
 
     def close(self) -> None:
-        pass
+        self.is_closed = True
 
 
 def connection() -> tuple[ShardConnection, FakeChannel]:
@@ -59,3 +60,14 @@ async def test_an_answer_that_comes_twice_counts_once() -> None:
     answer(asker, codec.Located(2, (0,)), request_id)
     assert await asking == (codec.Located(1, (64,)), [])
     assert channel.sent[-1] == (codec.Unpin(2), 0)
+
+
+async def test_what_is_no_message_ends_the_connection_and_all_that_waits() -> None:
+    asker, channel = connection()
+    asking = asyncio.ensure_future(asker.ask(codec.Read((1, 0, 8), in_arena=True), timeout_s=30))
+    await asyncio.sleep(0)
+    asker._on_message([memoryview(b"garbage")])
+    with pytest.raises(UnavailableError, match="the connection to shard s broke"):
+        await asking
+    assert not asker.is_open
+    assert channel.is_closed
