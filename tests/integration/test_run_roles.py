@@ -31,8 +31,18 @@ def topology(group: str, processes: int = 1) -> tuple[str, ...]:
 NUMBERS = ("reward_mean", "loss", "grad_norm", "kl_ref", "value_loss")
 # Whole weights that arrive through host memory are sharded there.
 SHARDED = (*MINI_BATCHES, "weight_sync.mode=cpu_async")
-SHARDED_ROLES = [("ref_logp", 2, KL), ("logp", 2, SHARDED), ("critic", 2, CRITIC)]
-SINGLE_ROLES = [("ref_logp", 1, KL), ("logp", 1, MINI_BATCHES)]
+ROLES = [
+    pytest.param("ref_logp", 2, KL),
+    pytest.param("critic", 2, CRITIC),
+    pytest.param("logp", 1, MINI_BATCHES),
+    pytest.param("logp", 2, SHARDED, marks=pytest.mark.nightly),
+    pytest.param("ref_logp", 1, KL, marks=pytest.mark.nightly),
+]
+KILLED_ROLES = [
+    pytest.param("logp", 2, SHARDED),
+    pytest.param("critic", 2, CRITIC, marks=pytest.mark.nightly),
+    pytest.param("ref_logp", 2, KL, marks=pytest.mark.nightly),
+]
 
 
 def trained(done) -> list[list[float]]:
@@ -42,7 +52,7 @@ def trained(done) -> list[list[float]]:
     return [[step.get(name, 0.0) for name in NUMBERS] for step in steps]
 
 
-@pytest.mark.parametrize(("group", "processes", "settings"), SHARDED_ROLES + SINGLE_ROLES)
+@pytest.mark.parametrize(("group", "processes", "settings"), ROLES)
 def test_a_role_of_its_own_changes_no_number(plumbing, tmp_path, group, processes, settings):
     alone = trained(train(plumbing, tmp_path / "alone", *settings, "trainer.steps=4"))
     own = topology(group, processes)
@@ -51,7 +61,7 @@ def test_a_role_of_its_own_changes_no_number(plumbing, tmp_path, group, processe
     assert (apart.folder / "logs" / f"{group.replace('_', '-')}-0.log").exists()
 
 
-@pytest.mark.parametrize(("group", "processes", "settings"), SHARDED_ROLES)
+@pytest.mark.parametrize(("group", "processes", "settings"), KILLED_ROLES)
 def test_a_killed_process_of_a_role_loses_nothing(plumbing, tmp_path, group, processes, settings):
     overrides = (*settings, *topology(group, processes), "trainer.steps=10", "name=killed")
     arguments = [part for setting in overrides for part in ("--set", setting)]
