@@ -77,6 +77,9 @@ class Drivers:
     async def _drive(self, run_id: str, driver: RunDriver) -> None:
         try:
             await driver.drive()
+        except InvalidTransitionError:
+            # It was cancelled in the moment in which it ended by itself.
+            await self._apply(run_id, RunEvent.STOPPED, "CancelledByUser", "")
         finally:
             del self._drivers[run_id]
         await self._on_end()

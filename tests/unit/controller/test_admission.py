@@ -12,7 +12,7 @@ from services.controller.run.run_state import RunEvent, RunState
 from services.controller.store.records import NewRun
 from services.controller.store.runs import RunStore
 from services.controller.store.tables import CHECKPOINTS, QUOTAS
-from tests.unit.controller.rest import client_of, named, open_manager
+from tests.unit.controller.rest import EmptyQueue, client_of, named, open_manager
 
 MANY = Limits(max_active_runs=16, max_queued_runs=16)
 
@@ -189,13 +189,39 @@ async def test_the_controller_wakes_up_for_a_run_that_has_waited_for_too_long(da
         assert "may have 1" in run["message"]
 
 
-async def test_samples_of_a_resumed_run_go_when_it_ends_in_the_queue(database, tmp_path):
+async def test_a_run_that_fails_in_the_moment_of_its_cancellation_is_cancelled(database, tmp_path):
     class Queue:
         def __init__(self):
-            self.dropped = []
+            self.asked, self.may_break = asyncio.Event(), asyncio.Event()
 
-        async def create_partition(self, partition_id, **_):
+        async def stats(self):
+            self.asked.set()
+            await self.may_break.wait()
+            raise RuntimeError("broken")
+
+        async def drop_partition(self, partition_id):
             """Nothing is kept."""
+
+    breaking = Queue()
+    async with (
+        open_manager(database, queue=breaking) as manager,
+        client_of(manager, database, tmp_path) as api,
+    ):
+        path = f"/v1/runs/{(await api.post('/v1/runs', json=named(0))).json()['id']}"
+        await breaking.asked.wait()
+        store = RunStore(database)
+        # What the driver is told comes after what the database is told.
+        store.apply(path.rpartition("/")[2], RunEvent.CANCEL, reason="CancelledByUser")
+        breaking.may_break.set()
+        while (await api.get(path)).json()["state"] == "CANCELLING":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert (await api.get(path)).json()["state"] == "CANCELLED"
+
+
+async def test_samples_of_a_resumed_run_go_when_it_ends_in_the_queue(database, tmp_path):
+    class Queue(EmptyQueue):
+        def __init__(self):
+            self.dropped = []
 
         async def drop_partition(self, partition_id):
             self.dropped.append(partition_id)
