@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
+from services.common.cancellation import forget_cancellations
 from services.common.clock import Clock
 from services.common.errors import ServiceError, UnavailableError
 from services.common.spec.run import RunSpec
@@ -250,6 +251,8 @@ class RunDriver:
             try:
                 is_finished = await self._enter(loop, lost, absent)
             except (ServiceError, WorkerLostError, ResizedError, ExceptionGroup) as error:
+                if self._ending is Ending.NONE:
+                    forget_cancellations()
                 lost = await self._take_loss(error)
                 absent = self._resizing.absent(self._spec)
                 continue
