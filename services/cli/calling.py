@@ -17,6 +17,7 @@ from services.cli.local import ServiceExitedError
 from services.cli.output import patient
 from services.cli.settings import CliSettings
 from services.common.spec.loader import SpecError
+from services.common.task_group import TaskGroup
 
 _T = TypeVar("_T")
 
@@ -73,7 +74,7 @@ def run_until_signal(work: Coroutine[Any, Any, Any]) -> Any:
     """Run to the end; SIGINT and SIGTERM cancel the work, which then cleans up."""
 
     async def main() -> Any:
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             task = tasks.create_task(work)
             for number in (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(number, task.cancel)

@@ -12,6 +12,7 @@ from services.cli.api import Api, ApiError
 from services.cli.display import Display, make_display
 from services.cli.report import summary_lines, write_report
 from services.cli.steps import StepLog
+from services.common.task_group import TaskGroup
 
 _POLL_S = 1.0
 _TOLD = ("StateChanged", "Waiting", "WorkerPending", "WorkerLost", "GroupFailed")
@@ -31,7 +32,7 @@ async def follow(
     with make_display(
         f"{run['name']} {run_id}", run["spec"]["trainer"]["steps"], console
     ) as display:
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             starting = tasks.create_task(_show_start(api, run_id, display))
             async for kind, event in api.watch(run_id):
                 _show(kind, event, log, display)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from services.common.task_group import TaskGroup
 from services.controller.launch.log_files import last_lines
 
 _START_TIMEOUT_S = 60.0
@@ -58,7 +59,7 @@ class LocalServices:
         Raises:
             ServiceExitedError: With the service's last lines.
         """
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             for service in self.services:
                 tasks.create_task(self._keep(service))
 

@@ -1,6 +1,5 @@
 """The ``slipstream`` command."""
 
-import asyncio
 import json
 import sys
 from pathlib import Path
@@ -27,6 +26,7 @@ from services.cli.run_commands import add_run_commands
 from services.cli.unfinished import submit_or_go_on
 from services.common.spec.loader import SpecError, load_spec
 from services.common.spec.run import RunSpec
+from services.common.task_group import TaskGroup
 
 app = typer.Typer(
     help="Asynchronous reinforcement learning for language models.",
@@ -146,7 +146,7 @@ async def _follow_beside(
     services: LocalServices, api: Api, run_id: str, state_directory: Path
 ) -> dict[str, Any]:
     """Follow a run; a dying service ends that."""
-    async with asyncio.TaskGroup() as tasks:
+    async with TaskGroup() as tasks:
         exits = tasks.create_task(services.keep())
         ended = await follow(api, run_id, state_directory=state_directory, console=console)
         exits.cancel()

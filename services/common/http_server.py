@@ -1,6 +1,5 @@
 """Serves an ASGI application with uvicorn inside this process's event loop."""
 
-import asyncio
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
@@ -11,6 +10,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from services.common.errors import InvalidArgumentError
+from services.common.task_group import TaskGroup
 
 _STOP_GRACE_S = 1
 
@@ -47,7 +47,7 @@ async def serve_http(
         config.load()
         _renew(config, certificate, key)
     server = _Server(config)
-    async with asyncio.TaskGroup() as tasks:
+    async with TaskGroup() as tasks:
         tasks.create_task(server.serve(sockets=[listener]))
         try:
             yield listener.getsockname()[1]

@@ -18,6 +18,7 @@ from services.common.http_server import serve_http
 from services.common.lifetime import announce, until_told_to_stop
 from services.common.logging import configure
 from services.common.metrics import serve_metrics
+from services.common.task_group import TaskGroup
 from services.controller.api.app import build_app
 from services.controller.api.measured import Measured
 from services.controller.api.oidc import OidcProvider
@@ -77,7 +78,7 @@ async def run_controller(settings: ControllerSettings) -> None:
         REGISTRY.register(runs)
         stack.callback(REGISTRY.unregister, runs)
         rendezvous = RendezvousStore()
-        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        tasks = await stack.enter_async_context(TaskGroup())
         queue = TransferQueueClient(channel)
         manager = RunManager(
             database=database,

@@ -26,6 +26,7 @@ from services.common.ids import new_id
 from services.common.settings import WorkerSettings
 from services.common.spec.loader import parse_spec, spec_digest
 from services.common.spec.run import RunSpec
+from services.common.task_group import TaskGroup
 from slipstream.controller.v1 import membership_pb2 as pb
 from slipstream.controller.v1 import membership_pb2_grpc
 from slipstream.type.v1 import worker_pb2
@@ -103,7 +104,7 @@ class WorkerSession:
             self._members = membership_pb2_grpc.MembershipServiceStub(channel)
             self._meetings = membership_pb2_grpc.RendezvousServiceStub(channel)
             await self._register()
-            tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            tasks = await stack.enter_async_context(TaskGroup())
             heartbeats = tasks.create_task(self._send_heartbeats())
             stack.callback(heartbeats.cancel)
             self._stack = stack.pop_all()

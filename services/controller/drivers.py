@@ -6,6 +6,7 @@ from typing import Protocol
 
 from services.common.errors import FailedPreconditionError, UnavailableError
 from services.common.spec.loader import parse_spec
+from services.common.task_group import TaskGroup
 from services.controller.client import GroupFailure
 from services.controller.launch.launcher import WorkerExit
 from services.controller.run.driver import RunDriver, Services
@@ -38,7 +39,7 @@ class Drivers:
     def __init__(
         self,
         store: RunStore,
-        tasks: asyncio.TaskGroup,
+        tasks: TaskGroup,
         *,
         apply: Apply,
         on_event: Callable[[Event, str], None],

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 
 from services.common.ids import new_run_id
 from services.common.spec.loader import canonical_json, parse_spec, spec_digest
+from services.common.task_group import TaskGroup
 from services.controller import quotas
 from services.controller.admission import admit
 from services.controller.api.event_feed import EventFeed
@@ -54,7 +55,7 @@ class RunManager:
         database: Database,
         membership: Membership,
         queue: TransferQueueClient,
-        tasks: asyncio.TaskGroup,
+        tasks: TaskGroup,
         defaults: Limits,
         allowed_roots: Sequence[Path] = (),
     ) -> None:

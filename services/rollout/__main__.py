@@ -19,6 +19,7 @@ from services.common.metrics import serve_metrics
 from services.common.models.tokenizer import load_tokenizer
 from services.common.secrets import with_secrets
 from services.common.spec.run import RunSpec
+from services.common.task_group import TaskGroup
 from services.common.weightsync.member import WeightMember
 from services.common.weightsync.server import WeightSyncServicer
 from services.controller.client import GroupFailure, WorkerSession
@@ -77,7 +78,7 @@ async def run(settings: RolloutSettings) -> None:
         )
         session.report(state="loading", activity="loading model and data")
         engine, sampler, publisher = await _load(stack, session, settings, device)
-        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        tasks = await stack.enter_async_context(TaskGroup())
         background = [
             tasks.create_task(engine.run()),
             tasks.create_task(
@@ -174,7 +175,7 @@ async def _serve_until_stopped(
     session: WorkerSession, sampler: GroupSampler, *, drain_timeout_s: float
 ) -> None:
     """Serve until the controller orders the end, or a signal asks for a drain."""
-    async with asyncio.TaskGroup() as tasks:
+    async with TaskGroup() as tasks:
         ordered = tasks.create_task(session.stopped())
         signalled = tasks.create_task(until_told_to_stop())
         done, rest = await asyncio.wait((ordered, signalled), return_when=asyncio.FIRST_COMPLETED)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from services.common import tracing
 from services.common.models.tokenizer import Tokenizer
 from services.common.spec.rollout import RolloutSpec
+from services.common.task_group import TaskGroup
 from services.rollout import metrics
 from services.rollout.calls.pool import CallPool
 from services.rollout.client import GroupAssignment
@@ -74,7 +75,7 @@ class RunningGroup:
         members = self.assignment.members
         self._earlier = {member: progress[member] for member in members if member in progress}
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with TaskGroup() as tasks:
                 for member in members:
                     self._members[member] = tasks.create_task(self._sample_member(prompt, member))
         except* GroupError as errors:

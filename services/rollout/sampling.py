@@ -18,6 +18,7 @@ from services.common import tracing
 from services.common.errors import UnavailableError
 from services.common.fields import run_of
 from services.common.spec.rollout import RolloutSpec
+from services.common.task_group import TaskGroup
 from services.rollout import metrics
 from services.rollout.admission import Admission
 from services.rollout.client import GroupAssignment
@@ -105,7 +106,7 @@ class GroupSampler:
         self._report_failures = report_failures
         # Validation brings groups of one or two samples; more than twice the places only wait.
         self.admission = Admission(2 * spec.max_running_samples)
-        self._tasks = asyncio.TaskGroup()
+        self._tasks = TaskGroup()
         self._is_ending = False
         self._running: dict[str, asyncio.Task[None]] = {}
         self._groups: dict[str, RunningGroup] = {}

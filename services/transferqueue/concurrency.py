@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from services.common.task_group import TaskGroup
+
 NUM_THREADS = min(4, len(os.sched_getaffinity(0)))
 """A few threads use up the memory's bandwidth."""
 _HELPERS = ThreadPoolExecutor(max(NUM_THREADS - 1, 1), "helper")
@@ -21,7 +23,7 @@ async def run_all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     if len(works) == 1:
         return [await works[0]]
     try:
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             running = [tasks.create_task(work) for work in works]
     except BaseExceptionGroup as group:
         raise _first(group) from None
@@ -81,7 +83,7 @@ def _map(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
 async def meanwhile(work: Coroutine[Any, Any, T], other: Callable[[], R]) -> tuple[T, R]:
     """Begin ``work``, and do ``other`` as soon as it waits for something."""
     with unwrapped():
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             working = tasks.create_task(work)
             await asyncio.sleep(0)
             result = other()

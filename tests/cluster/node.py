@@ -234,6 +234,10 @@ def _is_ready(core: CoreV1Api) -> bool:
 def fresh_folder(name: str) -> Path:
     """An empty folder with a short path, because unix sockets live in it."""
     folder = CACHE / name
+    mounts = [line.split()[1] for line in Path("/proc/mounts").read_text("utf-8").splitlines()]
+    for mount in reversed([mount for mount in mounts if mount.startswith(f"{folder}/")]):
+        # A session that was killed left it; its sandboxes would hold the folder.
+        subprocess.run(["umount", "--lazy", mount], check=True)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder

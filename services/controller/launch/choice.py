@@ -1,9 +1,9 @@
 """Opens the launcher that the settings name."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from services.common.task_group import TaskGroup
 from services.controller.launch.launcher import ExternalLauncher, Launcher
 from services.controller.launch.process import ProcessLauncher
 from services.controller.runs import RunManager
@@ -12,7 +12,7 @@ from services.controller.settings import ControllerSettings
 
 @asynccontextmanager
 async def open_launcher(
-    settings: ControllerSettings, address: str, *, manager: RunManager, tasks: asyncio.TaskGroup
+    settings: ControllerSettings, address: str, *, manager: RunManager, tasks: TaskGroup
 ) -> AsyncIterator[Launcher]:
     """A launcher that works until the block ends.
 

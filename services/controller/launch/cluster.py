@@ -1,6 +1,5 @@
 """Ties the controller to the cluster that it runs in."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -10,6 +9,7 @@ from kubernetes import config
 from kubernetes.client import CoreV1Api, CustomObjectsApi
 
 from services.common.spec.loader import parse_spec
+from services.common.task_group import TaskGroup
 from services.controller.api.models import RunPatch
 from services.controller.launch.follow import follow
 from services.controller.launch.kubernetes import KubernetesLauncher
@@ -57,7 +57,7 @@ async def open_cluster_launcher(
     async with AsyncExitStack() as stack:
         seen_pods = await stack.enter_async_context(follow(pods))
         seen_warnings = await stack.enter_async_context(follow(warnings))
-        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        tasks = await stack.enter_async_context(TaskGroup())
         seen_logs = await stack.enter_async_context(follow(pods))
         logs = PodLogs(core, namespace, settings.state_directory)
         watches = [

@@ -16,6 +16,7 @@ from typing import Any
 from services.common.credentials import current_identity
 from services.common.errors import FailedPreconditionError, ServiceError
 from services.common.spec.run import RunSpec
+from services.common.task_group import TaskGroup
 from services.controller.launch import kueue, pod_state
 from services.controller.launch.follow import Seen
 from services.controller.launch.launcher import ExitHandler, WorkerExit
@@ -160,7 +161,7 @@ class KubernetesLauncher:
     async def end(self, run_id: str, worker_id: str) -> None:
         """Remove a worker's pod at once; returns when it is gone."""
         pods = self._runs.get(run_id, {})
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             for name in [name for name, pod in pods.items() if worker_id in pod.workers]:
                 pods[name].reported.add(worker_id)
                 tasks.create_task(self._remove(run_id, name))

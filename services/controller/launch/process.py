@@ -13,6 +13,7 @@ import psutil
 
 from services.common.credentials import current_identity
 from services.common.spec.run import RunSpec
+from services.common.task_group import TaskGroup
 from services.controller.client import WorkerRole
 from services.controller.launch.gpus import HostGpus, host_gpus
 from services.controller.launch.launcher import (
@@ -57,7 +58,7 @@ class ProcessLauncher:
         controller_address: str,
         state_directory: Path,
         on_exit: ExitHandler,
-        tasks: asyncio.TaskGroup,
+        tasks: TaskGroup,
     ) -> None:
         self._controller_address = controller_address
         self._state_directory = state_directory

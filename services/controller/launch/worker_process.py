@@ -13,6 +13,8 @@ from typing import Protocol
 
 import psutil
 
+from services.common.task_group import TaskGroup
+
 # When one process of a worker ended well, the others have this long to do the same.
 _ENDING_TOGETHER_S = 5.0
 
@@ -83,7 +85,7 @@ class ProcessGroup:
 
     async def wait(self) -> int | None:
         """Wait until all ended; returns the exit status of the one that ended first."""
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             waits = [tasks.create_task(process.wait()) for process in self._processes]
             ended, others = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             first = next(wait for wait in waits if wait in ended)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from services.common.clock import Clock
 from services.common.spec.algorithm import AlgorithmSpec
+from services.common.task_group import TaskGroup
 from services.controller.run.generation import Generation
 from services.controller.run.groups import RUNNING, Group, GroupState
 from services.controller.run.ledger import Ledger
@@ -38,7 +39,7 @@ async def take_batch(
     """
     if unless.is_set():
         return None
-    async with asyncio.TaskGroup() as tasks:
+    async with TaskGroup() as tasks:
         ending = tasks.create_task(unless.wait())
         taking = tasks.create_task(
             _take_batch(

@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
-from services.common.cancellation import forget_cancellations
 from services.common.clock import Clock
 from services.common.errors import ServiceError, UnavailableError
 from services.common.spec.run import RunSpec
+from services.common.task_group import TaskGroup
 from services.controller.client import GroupFailure
 from services.controller.launch.launcher import Launcher, WorkerExit
 from services.controller.membership import Membership
@@ -251,8 +251,6 @@ class RunDriver:
             try:
                 is_finished = await self._enter(loop, lost, absent)
             except (ServiceError, WorkerLostError, ResizedError, ExceptionGroup) as error:
-                if self._ending is Ending.NONE:
-                    forget_cancellations()
                 lost = await self._take_loss(error)
                 absent = self._resizing.absent(self._spec)
                 continue
@@ -268,7 +266,7 @@ class RunDriver:
             rollout = self._spec.rollout.model_copy(update=size)
             self._spec = self._spec.model_copy(update={"rollout": rollout})
 
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             watches = [
                 tasks.create_task(self._watch_workers()),
                 tasks.create_task(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from services.common import tracing
 from services.common.spec.run import RunSpec
+from services.common.task_group import TaskGroup
 from services.controller import metrics
 from services.controller.client import GroupFailure
 from services.controller.run.groups import RUNNING, WAITING, Group, GroupState
@@ -118,7 +119,7 @@ class Generation:
 
     async def supply(self) -> None:
         """Hand out groups for ever."""
-        async with asyncio.TaskGroup() as starts:
+        async with TaskGroup() as starts:
             while True:
                 self._work.clear()
                 await self._handout.take_back_stalled()

@@ -1,6 +1,5 @@
 """Hands groups to rollouts: those that go on, those that begin again, then new ones, as the gate allows."""
 
-import asyncio
 import math
 import time
 from collections import defaultdict
@@ -10,6 +9,7 @@ from services.common import tracing
 from services.common.clock import Clock
 from services.common.fields import partition_id
 from services.common.spec.run import RunSpec
+from services.common.task_group import TaskGroup
 from services.controller import metrics
 from services.controller.run.groups import RUNNING, Group, GroupState
 from services.controller.run.journal import Journal
@@ -73,7 +73,7 @@ class Handout:
             groups_per_step=spec.trainer.prompts_per_step,
         )
 
-    async def hand_out(self, starts: asyncio.TaskGroup) -> None:
+    async def hand_out(self, starts: TaskGroup) -> None:
         """Choose and write down whatever may start now.
 
         Args:
@@ -113,7 +113,7 @@ class Handout:
                 self._run_id, len(assignments), self._clock.monotonic() - begin
             )
 
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             for item in by_worker.items():
                 tasks.create_task(start(*item))
         for group in groups:

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from services.common.clock import Clock
 from services.common.errors import UnavailableError
 from services.common.spec.run import RunSpec
+from services.common.task_group import TaskGroup
 from services.controller.client import GroupFailure
 from services.controller.membership import Membership
 from services.controller.run.assembly import assemble
@@ -147,7 +148,7 @@ class RunLoop:
             )
             self.step = state.step
             await on_ready()
-            async with asyncio.TaskGroup() as tasks:
+            async with TaskGroup() as tasks:
                 background = [
                     tasks.create_task(state.generation.collect()),
                     tasks.create_task(state.generation.replace_lost()),

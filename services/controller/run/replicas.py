@@ -1,12 +1,12 @@
 """The rollouts of one run: where a group goes, and how it gets there."""
 
-import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 
 from services.common.errors import ServiceError, UnavailableError
 from services.common.grpc_client import open_channel
+from services.common.task_group import TaskGroup
 from services.controller.membership import Worker
 from services.controller.run.placement import Placement
 from services.rollout.client import GroupAssignment, RolloutClient
@@ -132,14 +132,14 @@ class Replicas:
 
     async def start(self, by_worker: dict[str, list[GroupAssignment]]) -> None:
         """Hand groups to the rollouts that they were assigned to."""
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             for worker_id, groups in by_worker.items():
                 tasks.create_task(self._clients[worker_id].start_groups(groups))
 
     async def interrupt(self, names: Sequence[str] | None = None) -> None:
         """Stop the groups of some rollouts, or of all; what they have is cached, and each is reported."""
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with TaskGroup() as tasks:
                 for name in names if names is not None else self._clients:
                     tasks.create_task(self._clients[name].interrupt_groups())
         except* ServiceError as errors:
@@ -148,7 +148,7 @@ class Replicas:
     async def cancel(self, group_ids: Sequence[str]) -> None:
         """End groups wherever they run. A rollout that does not answer is found dead elsewhere."""
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with TaskGroup() as tasks:
                 for client in self._clients.values():
                     tasks.create_task(client.cancel_groups(group_ids))
         except* ServiceError as errors:

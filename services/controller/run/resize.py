@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 
 from services.common.errors import ServiceError
 from services.common.spec.run import RunSpec
+from services.common.task_group import TaskGroup
 from services.controller.launch.launcher import Launcher, WorkerExit, worker_names
 from services.controller.membership import Membership
 from services.controller.run.journal import Journal
@@ -112,7 +113,7 @@ class Resizing:
 
         try:
             await self._launcher.start(self._run_id, spec)
-            async with asyncio.TaskGroup() as tasks:
+            async with TaskGroup() as tasks:
                 failing = tasks.create_task(self._fail_on_exit())
                 await self._membership.wait_until(
                     lambda: not missing(),

@@ -1,11 +1,11 @@
 """The logp workers of one run: a batch gets its proximal logprobs from them before it is trained."""
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from services.common.batch import KVBatchMeta
 from services.common.grpc_client import open_channel
+from services.common.task_group import TaskGroup
 from services.controller.membership import Worker
 from services.trainer.client import ScoringClient
 from services.transferqueue.client import TransferQueueClient
@@ -55,7 +55,7 @@ class BatchScoring:
         """
         if not self._clients or batch.num_keys == 0:
             return batch
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             for client, rows in zip(self._clients, self._shares(batch), strict=True):
                 if rows:
                     tasks.create_task(

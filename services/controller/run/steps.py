@@ -1,6 +1,5 @@
 """One step after the other: written down, trained, committed; settled if something died in between."""
 
-import asyncio
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -8,6 +7,7 @@ from dataclasses import replace
 
 from services.common import tracing
 from services.common.spec.run import RunSpec
+from services.common.task_group import TaskGroup
 from services.controller import metrics
 from services.controller.run.groups import Group, GroupState
 from services.controller.run.journal import Journal
@@ -66,7 +66,7 @@ class Steps:
         with self._waits("values"):
             samples = await critic.add_values(samples, weight_version=version, timeout_s=timeout_s)
         wait_s, waits = self._waits.for_data(), self._waits.take()
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             training = tasks.create_task(
                 state.parts.trainer.train_step(
                     step, samples, weight_version=version, waits=waits, timeout_s=timeout_s

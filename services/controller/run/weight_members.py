@@ -13,6 +13,7 @@ from services.common.errors import (
 )
 from services.common.grpc_client import open_channel
 from services.common.spec.weight_sync import WeightSyncSpec
+from services.common.task_group import TaskGroup
 from services.common.weightsync.client import WeightSyncClient
 from services.common.weightsync.plan import TensorSpec, WeightPlan, fsdp_shards, make_plan
 from services.controller.membership import Worker
@@ -149,7 +150,7 @@ class WeightMembers:
                 raise
 
         with first_error():
-            async with asyncio.TaskGroup() as tasks:
+            async with TaskGroup() as tasks:
                 answers = [tasks.create_task(answer(*item)) for item in calls.items()]
                 watch = tasks.create_task(self._watch(list(calls)))
                 await asyncio.wait(answers)
@@ -174,7 +175,7 @@ class WeightMembers:
         round_s = len(members) / _PROBES_PER_S
         while True:
             await asyncio.sleep(max(_PROBE_EVERY_S, round_s))
-            async with asyncio.TaskGroup() as probes:
+            async with TaskGroup() as probes:
                 for name, member in members.items():
                     timeout_s = max(self._spec.answer_timeout_s, 2 * round_s)
                     probes.create_task(_probe(name, member, timeout_s))

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from services.common import tracing
 from services.common.errors import ServiceError, UnavailableError
 from services.common.spec.weight_sync import WeightSyncSpec
+from services.common.task_group import TaskGroup
 from services.common.weightsync.canary import Canary, canary_tolerance
 from services.common.weightsync.plan import version_digest
 from services.controller import metrics
@@ -185,7 +186,7 @@ class WeightSession:
         )
         transferred = time.perf_counter()
         with first_error():
-            async with asyncio.TaskGroup() as tasks:
+            async with TaskGroup() as tasks:
                 scoring = tasks.create_task(self._score(version))
                 stalls = await members.ask(
                     {

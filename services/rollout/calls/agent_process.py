@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, TextIO
 
 from services.common.callables import load_callable
+from services.common.task_group import TaskGroup
 
 _LINE_BYTES = 64 << 20
 _MAX_THREADS = 512
@@ -33,7 +34,7 @@ async def serve(reference: str, answers: TextIO) -> None:
         _answer(answers, {"id": None, "error": f"{type(error).__name__}: {error}"})
         return
     _answer(answers, {"id": None})
-    async with asyncio.TaskGroup() as tasks:
+    async with TaskGroup() as tasks:
         while line := await lines.readline():
             message = json.loads(line)
             if "cancel" in message:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import httpx
 
+from services.common.task_group import TaskGroup
 from services.rollout.calls.outside import OutsideService
 from services.rollout.failures import CallError
 from services.rollout.rewards.reach import Reach
@@ -34,7 +35,7 @@ class AgentRunner(Protocol):
 class AgentProcess:
     """One process that runs many episodes of a function at once; started again if it dies."""
 
-    def __init__(self, reference: str, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, reference: str, tasks: TaskGroup) -> None:
         self._reference = reference
         self._tasks = tasks
         self._numbers = itertools.count()
@@ -171,7 +172,7 @@ async def agent_runner(agent: str, processes: int, reach: Reach) -> AsyncIterato
             await service.close()
         return
     async with AsyncExitStack() as stack:
-        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        tasks = await stack.enter_async_context(TaskGroup())
         hosts = [AgentProcess(agent, tasks) for _ in range(processes)]
         for host in hosts:
             stack.push_async_callback(host.stop)

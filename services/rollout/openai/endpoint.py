@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from services.common.http_server import serve_http
+from services.common.task_group import TaskGroup
 from services.rollout import metrics
 from services.rollout.openai.errors import ApiError, invalid
 from services.rollout.openai.record import Listen, Record, Replies
@@ -54,7 +55,7 @@ class Access:
 class _Session:
     """One episode and the replies that are being made for it."""
 
-    def __init__(self, episode: Episode, tasks: asyncio.TaskGroup, temperature: float) -> None:
+    def __init__(self, episode: Episode, tasks: TaskGroup, temperature: float) -> None:
         self.episode = episode
         self.record = Record(episode)
         self._tasks = tasks
@@ -165,7 +166,7 @@ class Endpoint:
         """
         key = f"ep-{secrets.token_urlsafe(32)}"
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with TaskGroup() as tasks:
                 session = self._sessions[key] = _Session(episode, tasks, self._temperature)
                 try:
                     yield Access(base_url=self._base_url, api_key=key)

@@ -5,7 +5,6 @@ turned into tokens. A request that continues none begins another conversation. T
 last becomes the sample: it led to what the reward judges.
 """
 
-import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from services.common.task_group import TaskGroup
 from services.rollout.failures import GroupError
 from services.rollout.openai.chat import first_tokens, following_tokens, reply, visible_text
 from services.rollout.openai.errors import invalid, too_long
@@ -205,7 +205,7 @@ class Record:
         ]
         begun = [self._episode.replayed(turns) if number == 0 else None] + [None] * (request.n - 1)
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with TaskGroup() as tasks:
                 running = [
                     tasks.create_task(
                         self._episode.sample_after(

@@ -1,10 +1,10 @@
 """The reward of a run: the weighted sum of its terms."""
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from services.common.spec.rollout import RewardSpec, RolloutSpec
+from services.common.task_group import TaskGroup
 from services.rollout.calls.pool import CallPool
 from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput, checked_score
@@ -95,7 +95,7 @@ class Scorer:
         if len(terms) == 1:
             return await terms[0]
         try:
-            async with asyncio.TaskGroup() as group:
+            async with TaskGroup() as group:
                 tasks = [group.create_task(term) for term in terms]
         except* CallError as errors:
             raise _first(errors) from None

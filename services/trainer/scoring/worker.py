@@ -12,6 +12,7 @@ import torch
 
 from services.common.grpc_server import serve
 from services.common.lifetime import announce
+from services.common.task_group import TaskGroup
 from services.common.weightsync.member import WeightMember
 from services.common.weightsync.server import WeightSyncServicer
 from services.controller.client import WorkerSession
@@ -87,7 +88,7 @@ async def serve_ref_logp(settings: TrainerSettings) -> None:
         announce(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
         session.report(state="ready", activity="", weight_version=_REFERENCE_VERSION)
         stack.push_async_callback(asyncio.to_thread, leader.stop)
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             work = tasks.create_task(scoring.run())
             await until_stopped(session)
             work.cancel()

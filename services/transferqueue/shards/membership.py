@@ -1,12 +1,12 @@
 """A storage shard whose index is in another process."""
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from services.common.batch import KVBatchMeta
 from services.common.errors import ServiceError
+from services.common.task_group import TaskGroup
 from services.transferqueue.concurrency import unwrapped
 from services.transferqueue.facts import Shard
 from services.transferqueue.shards.registry_client import ShardRegistryClient
@@ -58,7 +58,7 @@ class RemoteIndex:
         """
         await self._client.register(shard, capacity_bytes=storage.capacity_bytes)
         with unwrapped():
-            async with asyncio.TaskGroup() as self._tasks:
+            async with TaskGroup() as self._tasks:
                 beating = self._tasks.create_task(self._beat(storage, free))
                 yield
                 beating.cancel()

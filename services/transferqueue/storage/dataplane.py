@@ -22,6 +22,7 @@ from services.common.errors import (
     PermissionDeniedError,
     ServiceError,
 )
+from services.common.task_group import TaskGroup
 from services.transferqueue import metrics
 from services.transferqueue.concurrency import unwrapped
 from services.transferqueue.storage import admission
@@ -84,7 +85,7 @@ class DataPlane:
         context = zmq.Context()
         try:
             with unwrapped():
-                async with asyncio.TaskGroup() as self._tasks:
+                async with TaskGroup() as self._tasks:
                     gate = self._open_gate(context)
                     router = context.socket(zmq.ROUTER)
                     router.setsockopt(zmq.ROUTER_MANDATORY, 1)

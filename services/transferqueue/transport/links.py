@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import zmq
 
 from services.common.errors import NotFoundError, UnavailableError
+from services.common.task_group import TaskGroup
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.concurrency import unwrapped
 from services.transferqueue.facts import Shard
@@ -78,7 +79,7 @@ class Links:
         connected = asyncio.Event()
         try:
             with unwrapped():
-                async with asyncio.TaskGroup() as tasks:
+                async with TaskGroup() as tasks:
                     following = tasks.create_task(self._follow(metadata, connected))
                     async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                         await connected.wait()

@@ -1,0 +1,34 @@
+"""asyncio's task group, without the cancellation that it leaves behind before Python 3.13."""
+
+import asyncio
+import sys
+from types import TracebackType
+
+if sys.version_info >= (3, 13):
+    TaskGroup = asyncio.TaskGroup
+else:
+
+    class TaskGroup(asyncio.TaskGroup):
+        """A task group whose parent is not counted as being cancelled after the group's error was caught.
+
+        A group whose task fails while the group waits for its end cancels its parent and never takes that
+        back (https://github.com/python/cpython/issues/116720). The parent's next deadline that passes then
+        raises CancelledError in place of TimeoutError (in 3.11.2, which Debian 12 has), and ``cancelling()``
+        says that the parent is ending.
+        """
+
+        _parent_task: asyncio.Task[None] | None
+        _parent_cancel_requested: bool
+
+        async def __aexit__(
+            self,
+            kind: type[BaseException] | None,
+            error: BaseException | None,
+            traceback: TracebackType | None,
+        ) -> None:
+            is_settled = self._parent_cancel_requested
+            try:
+                await super().__aexit__(kind, error, traceback)
+            finally:
+                if self._parent_cancel_requested and not is_settled and self._parent_task:
+                    self._parent_task.uncancel()

@@ -1,0 +1,51 @@
+"""What a task group leaves behind does not end its parent later."""
+
+import asyncio
+
+import pytest
+
+from services.common.task_group import TaskGroup
+
+
+async def _fail() -> None:
+    await asyncio.sleep(0)
+    raise ValueError("lost")
+
+
+async def _fail_at_the_end() -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        raise ValueError("lost")
+
+
+@pytest.mark.parametrize("waits_for", ["task", "body"])
+async def test_a_deadline_after_a_failed_group_is_a_timeout_and_nothing_is_cancelled(
+    waits_for: str,
+) -> None:
+    with pytest.RaisesGroup(ValueError):
+        async with TaskGroup() as tasks:
+            tasks.create_task(_fail())
+            if waits_for == "body":
+                await asyncio.Event().wait()
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.0):
+            await asyncio.Event().wait()
+
+
+async def test_a_cancellation_from_outside_is_kept() -> None:
+    async def parent() -> int:
+        task = asyncio.current_task()
+        assert task is not None
+        with pytest.RaisesGroup(ValueError):
+            async with TaskGroup() as tasks:
+                tasks.create_task(_fail_at_the_end())
+        return task.cancelling()
+
+    parenting = asyncio.create_task(parent())
+    await asyncio.sleep(0.01)
+    parenting.cancel()
+    assert await parenting == 1
