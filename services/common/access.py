@@ -11,6 +11,7 @@ from prometheus_client import Counter
 
 from services.common.credentials import Identity
 from services.common.errors import PermissionDeniedError, UnauthenticatedError
+from services.common.fields import run_of
 from services.common.run_tokens import SERVICES
 
 AUTH_FAILURES = Counter(
@@ -70,5 +71,5 @@ def run_named_by(request: Any) -> str | None:
         return run_id
     for name in ("partition_id", "scope"):
         if name in fields:
-            return str(getattr(request, name)).partition("/")[0]
+            return run_of(getattr(request, name))
     return None

@@ -74,6 +74,16 @@ def partition_id(run_id: str, purpose: Literal["train", "validation", "partial"]
     return f"{run_id}/{purpose}"
 
 
+def sample_key(group_id: str, member: int) -> str:
+    """Key of a group's member in the transferqueue."""
+    return f"{group_id}.{member}"
+
+
+def group_of(key: str) -> str:
+    """The group in a sample's key; the key itself if it has no member."""
+    return key.rpartition(".")[0] or key
+
+
 def run_of(partition_id: str) -> str:
     """The run that a partition belongs to."""
     return partition_id.partition("/")[0]

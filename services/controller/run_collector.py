@@ -3,12 +3,14 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from services.common.spec.loader import parse_spec
+from services.common.spec.run import RunSpec
 from services.controller.membership import Worker
 from services.controller.run.run_state import RunState
 from services.controller.store.records import Run
@@ -72,7 +74,7 @@ def _families() -> dict[str, GaugeMetricFamily]:
 
 
 def _add_run(families: dict[str, GaugeMetricFamily], run: Run) -> None:
-    spec = parse_spec(run.spec_json)
+    spec = _parsed(run.spec_json)
     about = [run.run_id, run.name, spec.model.path, spec.algorithm.advantage]
     families["slipstream_run_info"].add_metric(about, 1)
     for state in RunState:
@@ -102,3 +104,9 @@ def _add_workers(
 ) -> None:
     for (role, state), count in Counter((w.role, w.state) for w in workers).items():
         families["slipstream_run_workers"].add_metric([run_id, role, state], count)
+
+
+@lru_cache(maxsize=512)
+def _parsed(spec_json: str) -> RunSpec:
+    """A specification; each scrape asks for those of all runs."""
+    return parse_spec(spec_json)

@@ -4,6 +4,7 @@ import time
 
 from services.common import tracing
 from services.common.errors import AlreadyExistsError, ServiceError
+from services.common.fields import sample_key
 from services.rollout import metrics
 from services.rollout.client import GroupAssignment
 from services.rollout.failures import GroupError
@@ -41,7 +42,7 @@ class GroupPublisher:
             with metrics.PUBLISH_SECONDS.time(), tracing.span("samples.put"):
                 await self._data.put(
                     assignment.partition_id,
-                    [f"{group_id}.{sample.member}" for sample in samples],
+                    [sample_key(group_id, sample.member) for sample in samples],
                     fields,
                     tags=sample_tags(
                         samples, prompt, group_id=group_id, attempt=assignment.attempt

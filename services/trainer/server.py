@@ -9,6 +9,7 @@ import grpc
 from services.common import tracing
 from services.common.batch import KVBatchMeta
 from services.common.errors import InvalidArgumentError
+from services.common.fields import group_of
 from services.trainer import metrics
 from services.trainer.ranks.leader import Leader
 from services.trainer.step import StepResult
@@ -57,7 +58,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def _train(self, request: pb.TrainStepRequest, meta: KVBatchMeta) -> StepResult:
         step, weight_version = request.step, request.weight_version
-        groups = tracing.of_groups(self._run_id, (key.rpartition(".")[0] for key in meta.keys))
+        groups = tracing.of_groups(self._run_id, map(group_of, meta.keys))
         begin_ns = time.time_ns()
         with tracing.span("train.step", links=groups[: tracing.MAX_LINKS], step=step) as span:
             result = await self._leader.train_step(

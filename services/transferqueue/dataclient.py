@@ -15,12 +15,13 @@ from torch import Tensor
 from services.common.batch import KVBatchMeta
 from services.common.columns import BlobRef, TagValues
 from services.common.errors import InternalError, InvalidArgumentError
+from services.common.fields import group_of
 from services.common.ids import new_id
 from services.common.jagged import Jagged
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.concurrency import meanwhile, run_all
 from services.transferqueue.facts import Shard
-from services.transferqueue.shards.placement import group_of, place
+from services.transferqueue.shards.placement import place
 from services.transferqueue.tensors.buffers import BufferPool
 from services.transferqueue.tensors.packing import (
     PackedColumn,

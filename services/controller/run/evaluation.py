@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from contextlib import asynccontextmanager
 
 from services.common.batch import KVBatchMeta
-from services.common.fields import partition_id
+from services.common.fields import group_of, partition_id
 from services.common.spec.run import RunSpec
 from services.controller.client import GroupFailure
 from services.controller.run.assembly import Assembly
@@ -151,7 +151,7 @@ class Evaluator:
         """Leave groups out of the scores that were lost with a shard before they were seen, for ever."""
         async for loss in self._queue.watch_losses(self._partition):
             unseen = (key for key in loss.keys if key not in self._samples)
-            self._failed |= self._asked & {_group_of(key) for key in unseen}
+            self._failed |= self._asked & {group_of(key) for key in unseen}
             await self._notify()
 
     async def fail(self, failures: Sequence[GroupFailure]) -> None:
@@ -267,7 +267,7 @@ class Evaluator:
         expected = len(groups) * len(self._temperatures)
 
         def num_done() -> int:
-            whole = sum(_group_of(key) not in self._failed for key in self._samples)
+            whole = sum(group_of(key) not in self._failed for key in self._samples)
             return whole + len(self._failed) * len(self._temperatures)
 
         try:
@@ -282,10 +282,6 @@ class Evaluator:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
-
-
-def _group_of(key: str) -> str:
-    return key.rpartition(".")[0]
 
 
 def _has_reward(meta: KVBatchMeta) -> bool:

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from services.common.batch import KVBatchMeta
 from services.common.columns import MISSING
+from services.common.fields import group_of, sample_key
 from services.common.spec.algorithm import AlgorithmSpec
 from services.controller.run.groups import Group
 from services.transferqueue.client import TransferQueueClient
@@ -129,7 +130,7 @@ class StoredGroups:
     async def lost(self) -> AsyncIterator[set[str]]:
         """Groups of which samples were lost with a shard, as it happens; earlier losses come first."""
         async for loss in self._queue.watch_losses(self._partition):
-            yield {key.rpartition(".")[0] for key in loss.keys}
+            yield {group_of(key) for key in loss.keys}
 
     def add(self, group: Group, samples: GroupSamples) -> GroupSamples | None:
         """Take in some samples of a group; returns all of them once it is whole."""
@@ -159,7 +160,9 @@ class StoredGroups:
         for group in groups:
             self._begun.pop(group.group_id, None)
         members = range(self._group_size)
-        await self.delete([f"{group.group_id}.{member}" for group in groups for member in members])
+        await self.delete(
+            [sample_key(group.group_id, member) for group in groups for member in members]
+        )
 
 
 def attempt_of(samples: GroupSamples) -> int:

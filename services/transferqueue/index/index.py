@@ -14,12 +14,13 @@ from services.common.columns import BlobRef
 from services.common.errors import (
     FailedPreconditionError,
 )
+from services.common.fields import run_of
 from services.transferqueue import metrics
 from services.transferqueue.facts import Loss, PartitionImage, PartitionStats
 from services.transferqueue.index.leasing import Leasing
 from services.transferqueue.index.partition import Partition, find
 from services.transferqueue.index.parts import Row
-from services.transferqueue.index.quotas import Quotas, run_of
+from services.transferqueue.index.quotas import Quotas
 from services.transferqueue.waiters import Waiters
 
 MAX_PUSH_KEYS = 4096

@@ -67,8 +67,3 @@ class Quotas:
         """Credit a run."""
         self._used[run] -= size_bytes
         self._waiters.wake(run)
-
-
-def run_of(partition_id: str) -> str:
-    """The run that a partition belongs to: the part before the first ``/``."""
-    return partition_id.partition("/")[0]

@@ -22,8 +22,3 @@ def place(group: str, shards: Sequence[Shard]) -> str:
     return max(
         open_ids, key=lambda shard_id: xxhash.xxh3_64_intdigest(f"{shard_id}/{group}".encode())
     )
-
-
-def group_of(key: str) -> str:
-    """The group in a sample's key, ``group.member``; the key itself if it has no member."""
-    return key.rpartition(".")[0] or key

@@ -21,9 +21,10 @@ from services.common.errors import (
     InvalidArgumentError,
     NotFoundError,
 )
+from services.common.fields import group_of
 from services.transferqueue.facts import PartitionImage
 from services.transferqueue.index.index import Index
-from services.transferqueue.shards.placement import group_of, place
+from services.transferqueue.shards.placement import place
 from services.transferqueue.shards.shards import Shards
 from services.transferqueue.snapshots.blobs import BlobClient
 from services.transferqueue.snapshots.records import RecordReader, RecordWriter

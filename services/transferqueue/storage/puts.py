@@ -25,8 +25,8 @@ from services.common.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from services.common.fields import run_of
 from services.transferqueue import metrics
-from services.transferqueue.index.quotas import run_of
 from services.transferqueue.storage.blobs import BlobStore, Grant
 from services.transferqueue.storage.ownership import Ownership, demand_run
 from services.transferqueue.transport import codec

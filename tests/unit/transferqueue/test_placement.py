@@ -2,8 +2,9 @@
 
 import pytest
 
+from services.common.fields import group_of
 from services.transferqueue.facts import Shard
-from services.transferqueue.shards.placement import group_of, place
+from services.transferqueue.shards.placement import place
 
 
 def shards(*names: str, draining: str = "") -> list[Shard]:

@@ -6,7 +6,8 @@ import pytest
 
 from services.common.clock import SystemClock
 from services.common.errors import InvalidArgumentError, ResourceExhaustedError
-from services.transferqueue.index.quotas import Quotas, run_of
+from services.common.fields import run_of
+from services.transferqueue.index.quotas import Quotas
 
 
 def quotas(limit: int) -> Quotas:
