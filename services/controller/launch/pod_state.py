@@ -6,9 +6,11 @@ from typing import Any
 
 from services.controller.launch.kueue import QUEUE_LABEL
 
-# The kubelet gives up at once on these; on the others it keeps trying.
-HOPELESS = frozenset({"InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError"})
-_BLOCKED = HOPELESS | {"ImagePullBackOff", "ErrImagePull", "CreateContainerError"}
+# No try will do better on these; the others may pass, as when a busy node did not get its secrets in time.
+HOPELESS = frozenset({"InvalidImageName", "ErrImageNeverPull"})
+_BLOCKED = HOPELESS | {
+    "ImagePullBackOff", "ErrImagePull", "CreateContainerConfigError", "CreateContainerError"
+}  # fmt: skip
 # What only events tell, and how often it happens before it is more than a delay.
 _TOLD_BY_EVENTS = frozenset({"FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"})
 _REPEATED = 3

@@ -393,19 +393,17 @@ async def test_a_volume_that_is_not_there_is_shown_from_the_events_of_its_pod(
         await launcher.stop(RUN)
 
 
-async def test_an_image_that_can_never_be_pulled_ends_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("passing", ["ImagePullBackOff", "CreateContainerConfigError"])
+async def test_only_what_can_never_start_ends_at_once(tmp_path: Path, passing: str) -> None:
     cluster = FakeCluster()
     async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
         await launcher.start(RUN, SPEC)
-        cluster.waiting(ROLLOUT, "rollout-0", "ImagePullBackOff", "back-off pulling image")
+        cluster.waiting(ROLLOUT, "rollout-0", passing, "timed out waiting for the condition")
         await cluster.settle()
         assert heard.exits == []
         cluster.waiting(ROLLOUT, "rollout-0", "InvalidImageName", "cannot parse")
         await cluster.settle()
-        assert [reason for _, reason, _ in heard.pending] == [
-            "ImagePullBackOff",
-            "InvalidImageName",
-        ]
+        assert [reason for _, reason, _ in heard.pending] == [passing, "InvalidImageName"]
         assert "could not start: InvalidImageName" in heard.exits[0].last_lines
         await launcher.stop(RUN)
 
