@@ -17,7 +17,7 @@ else:
         says that the parent is ending.
         """
 
-        _parent_task: asyncio.Task[None] | None
+        _parent_task: asyncio.Task[None]
         _parent_cancel_requested: bool
 
         async def __aexit__(
@@ -26,9 +26,11 @@ else:
             error: BaseException | None,
             traceback: TracebackType | None,
         ) -> None:
-            is_settled = self._parent_cancel_requested
+            parent, is_settled = self._parent_task, self._parent_cancel_requested
+            before = parent.cancelling()
             try:
                 await super().__aexit__(kind, error, traceback)
             finally:
-                if self._parent_cancel_requested and not is_settled and self._parent_task:
-                    self._parent_task.uncancel()
+                was_requested = self._parent_cancel_requested and not is_settled
+                if was_requested and parent.cancelling() > before:
+                    parent.uncancel()
