@@ -272,7 +272,10 @@ class KubernetesLauncher:
         pod = self._runs[run_id][name]
         pod.uid = body["metadata"]["uid"]
         pod.is_running, pod.is_gated = pod_state.is_running(body), pod_state.is_gated(body)
-        if pod.timer is None and not pod.is_gated:
+        if pod.is_gated:
+            pod.stop_timer()
+            pod.timer = None
+        elif pod.timer is None:
             # It is given up should it not run in time.
             loop = asyncio.get_running_loop()
             pod.timer = loop.call_later(self._pending_timeout_s, self._give_up, run_id, name)

@@ -296,6 +296,18 @@ async def test_a_run_waits_for_its_queue_as_long_as_that_takes(tmp_path: Path) -
         await launcher.stop(RUN)
 
 
+async def test_a_pod_that_is_held_back_later_is_not_given_up_for_it(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    templates = write_templates(tmp_path, queue="gpus")
+    async with launching(cluster, templates, pending_timeout_s=0.05) as (launcher, heard):
+        await launcher.start(RUN, SPEC)
+        for name in (TRAINER, ROLLOUT):
+            cluster.change(name, phase="Pending", conditions=[GATED])
+        await asyncio.sleep(0.1)
+        assert heard.exits == []
+        await launcher.stop(RUN)
+
+
 async def test_a_pod_that_is_deleted_in_the_queue_ends_the_wait(tmp_path: Path) -> None:
     cluster = FakeCluster(queue_is_full=True)
     templates = write_templates(tmp_path, queue="gpus")
