@@ -42,7 +42,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from bench.rollout.driven import Directly, opened, requests
-from bench.rollout.report import report_to
+from bench.rollout.report import GrowingReport
 from services.common.jagged import Jagged
 from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.engines.parted import PartedEngine
@@ -208,49 +208,52 @@ def compared(synced: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
     } | {"fingerprints": len(synced["scores"])}
 
 
-async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything about one engine."""
+async def measure(options: argparse.Namespace) -> None:
+    """Everything about one engine, each part reported as soon as it is known."""
     is_cpu = not torch.cuda.is_available()
     dtype, device = (torch.float32, "cpu") if is_cpu else (torch.bfloat16, "cuda")
-    report: dict[str, Any] = {
-        "engine": options.engine,
-        "size": options.size,
-        "device": "cpu" if is_cpu else torch.cuda.get_device_name(),
-        "dtype": str(dtype),
-        "torch": torch.__version__,
-        "engine_arguments": json.loads(options.arguments),
-    }
+    arguments = json.loads(options.arguments)
+    report = GrowingReport(
+        options.out,
+        {
+            "engine": options.engine,
+            "size": options.size,
+            "device": "cpu" if is_cpu else torch.cuda.get_device_name(),
+            "dtype": str(dtype),
+            "torch": torch.__version__,
+            "engine_arguments": arguments,
+        },
+    )
     folder: Path = options.folder
     if not (folder / "config.json").exists():
-        model, report["training_loss"] = train(options.size, dtype, device, options.steps)
+        model, loss = train(options.size, dtype, device, options.steps)
         model.save_pretrained(folder)
+        report.add({"training_loss": loss})
         del model
     model = Qwen2ForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     weights = {name: value.detach() for name, value in model.named_parameters()}
-    report["weight_gb"] = round(sum(value.nbytes for value in weights.values()) / 1e9, 3)
+    report.add({"weight_gb": round(sum(value.nbytes for value in weights.values()) / 1e9, 3)})
     config, max_running = make_config(options.size), 64
-    arguments = json.loads(options.arguments)
     started_at = time.perf_counter()
     opening = opened(
         options.engine, config, dtype=dtype, max_running=max_running, arguments=arguments
     )
     async with opening as (engine, directly):
-        report["start_s"] = round(time.perf_counter() - started_at, 1)
-        report |= await updates(engine, weights)
+        report.add({"start_s": round(time.perf_counter() - started_at, 1)})
+        report.add(await updates(engine, weights))
         synced = await fingerprint(engine)
-        report["itself"] = compared(synced, await fingerprint(engine))
+        report.add({"itself": compared(synced, await fingerprint(engine))})
         todo = requests("s", 64, 128, NUM_SYMBOLS)
         results = await asyncio.gather(*[engine.generate(request) for request in todo])
-        report |= distances(model, todo, results)
-        report |= await rates(engine, directly, options.repeats)
-    arguments |= {"load_format": "auto"}
-    arguments["model" if options.engine == "vllm" else "model_path"] = str(folder)
+        report.add(distances(model, todo, results))
+        report.add(await rates(engine, directly, options.repeats))
+    model_key = "model" if options.engine == "vllm" else "model_path"
+    arguments = arguments | {"load_format": "auto", model_key: str(folder)}
     opening = opened(
         options.engine, config, dtype=dtype, max_running=max_running, arguments=arguments
     )
     async with opening as (engine, _):
-        report["loaded"] = compared(synced, await fingerprint(engine))
-    return report
+        report.finish({"loaded": compared(synced, await fingerprint(engine))})
 
 
 def main() -> None:
@@ -263,7 +266,7 @@ def main() -> None:
     parser.add_argument("--arguments", default="{}", help="engine arguments, as JSON")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    report_to(options.out, asyncio.run(measure(options)))
+    asyncio.run(measure(options))
 
 
 if __name__ == "__main__":
