@@ -75,8 +75,12 @@ def _compiled(function: Any) -> Any:
     return torch.compile(function, dynamic=True)
 
 
-def _fused(function: Any, tensor: Tensor) -> Any:
-    return _compiled(function) if tensor.is_cuda else function
+def _fused(function: Any, logits: Tensor) -> Any:
+    if not logits.is_cuda:
+        return function
+    # A kernel for any vocabulary divides by its size for every logit.
+    torch._dynamo.mark_static(logits, 1)  # noqa: SLF001
+    return _compiled(function)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -86,12 +90,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        reduce = _fused(_reduce, hidden)
         logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         normalizer, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for part in _chunks(hidden, weight):
             logits = functional.linear(hidden[part], weight)
-            numbers = reduce(logits, targets[part], temperature)
+            numbers = _fused(_reduce, logits)(logits, targets[part], temperature)
             logprobs[part], normalizer[part], entropy[part] = numbers
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
         ctx.temperature = temperature
@@ -102,13 +105,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
     ) -> tuple[Tensor, Tensor, None, None]:
         hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
-        gradient = _fused(_gradient, hidden)
         grad_hidden = torch.empty_like(hidden)
         # Summed over chunks, so it is kept in float32 whatever the model's dtype is.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for part in _chunks(hidden, weight):
             logits = functional.linear(hidden[part], weight)
-            grad = gradient(
+            grad = _fused(_gradient, logits)(
                 logits,
                 targets[part],
                 (normalizer[part], entropy[part]),

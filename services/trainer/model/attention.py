@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.comptime import comptime
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
@@ -114,6 +115,10 @@ def packed_attention(
         ``[1, T, heads, D]``, and no attention weights.
     """
     assert attention_mask is None, f"{type(module).__name__} built a mask for a packed batch"
+    if torch.compiler.is_compiling():
+        # Only the number of tokens may vary in what is compiled: a kernel for any head size divides by it for
+        # every element, and takes several times as long as the copy that it is.
+        comptime.force_static(module.head_dim)
     flat = [states[0].transpose(0, 1) for states in (query, key, value)]
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _varlen(*flat, scaling=scaling, layout=layout)[None], None
