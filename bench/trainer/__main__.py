@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="small sizes, for any machine")
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing")
     parser.add_argument("--eager", action="store_true", help="layers without torch.compile")
+    parser.add_argument("--zero-stage", type=int, choices=(1, 3), default=3, help="what is sharded")
     parser.add_argument("--tokens", type=int, help="token budget of a micro-batch")
     parser.add_argument("--study", action="store_true", help="compare variants of the step instead")
     arguments = parser.parse_args()
@@ -73,6 +74,7 @@ def main() -> None:
     trainer: dict[str, Any] = {
         "world_size": launch.world_size,
         "dtype": "bfloat16" if on_gpu else "float32",
+        "zero_stage": arguments.zero_stage,
         "activation_checkpointing": arguments.recompute,
         "compile": on_gpu and not arguments.eager,
     }

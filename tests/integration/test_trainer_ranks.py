@@ -207,6 +207,7 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(algorithm: Any) ->
     ("model", "options"),
     [
         ("tiny:qwen2-0.4m", {"world_size": 2, "tokens_per_micro_batch": 60}),
+        ("tiny:qwen2-0.4m", {"world_size": 2, "tokens_per_micro_batch": 60, "zero_stage": 1}),
         ("tiny:llama-0.4m", {"world_size": 4, "activation_checkpointing": True}),
         ("tiny:qwen3-0.4m", {"world_size": 4, "tensor_parallel": 2}),
     ],

@@ -71,6 +71,10 @@ class TrainerSpec(SpecPart):
     """Trainer processes, one per GPU."""
     tensor_parallel: int = Field(1, ge=1)
     """Processes that share each layer."""
+    zero_stage: Literal[1, 3] = 3
+    """What the processes share out (arXiv:1910.02054): 3, weights, gradients and optimizer; 1, only the
+    optimizer, so that weights and gradients are exchanged once per update and not in every micro-batch, for
+    the memory of a whole model's weights and float32 gradients on each GPU."""
     activation_checkpointing: bool = False
     """Whether activations are recomputed in the backward pass."""
     cpu_offload: bool = False
@@ -81,6 +85,15 @@ class TrainerSpec(SpecPart):
     """Low-rank adapters instead of full fine-tuning."""
     checkpoint: CheckpointSpec = CheckpointSpec()
     """When the run is saved."""
+
+    @model_validator(mode="after")
+    def _offloaded_weights_are_not_kept(self) -> Self:
+        if self.zero_stage == 1 and self.cpu_offload:
+            raise ValueError(
+                "trainer.zero_stage 1 keeps whole weights on the GPU, which trainer.cpu_offload moves away; "
+                "set trainer.zero_stage to 3 or trainer.cpu_offload to false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _adapters_are_not_divided(self) -> Self:

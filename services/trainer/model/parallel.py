@@ -125,8 +125,7 @@ def distribute(module: nn.Module, spec: TrainerSpec, topology: Topology) -> None
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=getattr(torch, spec.dtype), reduce_dtype=torch.float32
         ),
-        # Alone, a rank frees nothing by dropping its gathered parameters between the two passes.
-        "reshard_after_forward": None if topology.data.size > 1 else False,
+        "reshard_after_forward": False if _keeps_gathered(spec, topology.data) else None,
         "offload_policy": CPUOffloadPolicy(pin_memory=topology.device.type == "cuda")
         if spec.cpu_offload
         else OffloadPolicy(),
@@ -137,14 +136,18 @@ def distribute(module: nn.Module, spec: TrainerSpec, topology: Topology) -> None
 
 
 def begin_micro_batch(module: nn.Module, *, is_last: bool, spec: TrainerSpec, ranks: Ranks) -> None:
-    """Prepare for the forward and backward pass of one of an update's micro-batches.
-
-    Alone, a rank has nobody to exchange with: gathered parameters and whole gradients, which take the memory
-    of one model either way, stay until the last one.
-    """
-    if isinstance(module, FSDPModule) and ranks.size == 1 and not spec.cpu_offload:
+    """Prepare for the forward and backward pass of one of an update's micro-batches."""
+    if isinstance(module, FSDPModule) and _keeps_gathered(spec, ranks) and not spec.cpu_offload:
         module.set_requires_gradient_sync(is_last)
         module.set_reshard_after_backward(is_last)
+
+
+def _keeps_gathered(spec: TrainerSpec, ranks: Ranks) -> bool:
+    """Whether gathered parameters and whole gradients stay until an update's last micro-batch.
+
+    Alone, a rank has nobody to exchange with, and they take the memory of one model either way.
+    """
+    return ranks.size == 1 or spec.zero_stage == 1
 
 
 def free_gathered(module: nn.Module) -> None:

@@ -64,6 +64,7 @@ def _scoring_spec(spec: RunSpec) -> RunSpec:
     changes = {
         "world_size": spec.topology.scoring_ranks,
         "tensor_parallel": 1,
+        "zero_stage": 3,
         "activation_checkpointing": False,
         "cpu_offload": False,
         "compile": False,

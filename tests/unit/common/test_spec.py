@@ -60,6 +60,7 @@ def changed(**parts):
         (changed(rollout={"sampling": {"top_p": 0.9}}), ["top_p", "1"]),
         (changed(trainer={"updates_per_step": 3}), ["updates_per_step", "prompts_per_step"]),
         (changed(trainer={"world_size": 3, "tensor_parallel": 2}), ["world_size", "multiple"]),
+        (changed(trainer={"zero_stage": 1, "cpu_offload": True}), ["zero_stage", "cpu_offload"]),
         (changed(validation={"only": True}), ["data.heldout"]),
         (changed(data={"prompt_template": "no place"}), ["prompt_template", "{prompt}"]),
         (
