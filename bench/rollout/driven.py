@@ -1,4 +1,4 @@
-"""Foreign engines with our adapter around them, and the same engines driven directly."""
+"""The engines that serve, and foreign ones driven without our adapter."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -6,15 +6,26 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.build import make_backend
 from services.rollout.engines.model_shape import model_shape
 from services.rollout.engines.parted import PartedEngine
+from services.rollout.engines.torch import TorchEngine
 
 Directly = Callable[[str, Sequence[int], int], Any]
 """Generates: name, prompt, number of tokens."""
+
+
+@asynccontextmanager
+async def opened_torch(model: PreTrainedModel, *, max_running: int) -> AsyncIterator[TorchEngine]:
+    """The embedded engine with a model."""
+    engine = TorchEngine(model, max_running=max_running)
+    async with asyncio.TaskGroup() as tasks:
+        decoding = tasks.create_task(engine.run())
+        yield engine
+        decoding.cancel()
 
 
 @asynccontextmanager

@@ -1,6 +1,6 @@
-r"""vLLM or SGLang through the adapter: cost of the adapter, weight updates, agreement with the trainer.
+r"""An engine with a trained model: weight updates, agreement with the trainer, cost of an adapter.
 
-Usage: VENV/bin/python -m bench.rollout.real_engine vllm|sglang [--size tiny|1.5b] [--folder F] [--out FILE]
+Usage: VENV/bin/python -m bench.rollout.real_engine ENGINE [--size tiny|1.5b] --folder F [--out FILE]
 
 On a CPU, in the environment of ``make test-vllm`` or ``make test-sglang``, with ``OMP_NUM_THREADS=1``::
 
@@ -18,6 +18,8 @@ one takes about four minutes, one of them to train::
         --arguments '{"attention_backend": "triton", "disable_cuda_graph": true,
             "mem_fraction_static": 0.4}' \
         --out bench/results/rollout-sglang-h200.json
+    python -m bench.rollout.real_engine torch --size 1.5b --folder F \
+        --out bench/results/rollout-torch-h200.json
     python -m bench.rollout.real_size --size 0.5b --out bench/results/rollout-torch-gpu-0.5b.json
 
 Bars: ``adapter_share`` >= 0.95; ``loaded`` equals ``fingerprints``, as ``itself`` does where a cached prefix
@@ -34,6 +36,8 @@ import asyncio
 import json
 import statistics
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,11 +46,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from bench.rollout.driven import Directly, opened, requests
+from bench.rollout.driven import Directly, opened, opened_torch, requests
 from bench.rollout.report import GrowingReport
 from services.common.jagged import Jagged
-from services.rollout.engines.base import GenerationRequest, GenerationResult
-from services.rollout.engines.parted import PartedEngine
+from services.rollout.engines.base import Engine, GenerationRequest, GenerationResult
 from services.trainer.batch.packing import pack
 from services.trainer.model.policy import Policy
 
@@ -56,6 +59,7 @@ SHAPES = {
     "1.5b": (1536, 8960, 28, 12, 2, 151_936),
 }
 NUM_SYMBOLS = 400
+_MAX_RUNNING = 64
 
 
 def make_config(size: str) -> Qwen2Config:
@@ -98,7 +102,7 @@ def train(size: str, dtype: torch.dtype, device: str, steps: int) -> tuple[PreTr
     return model.eval().requires_grad_(False), float(loss.detach())
 
 
-async def rates(engine: PartedEngine, directly: Directly, repeats: int) -> dict[str, Any]:
+async def rates(engine: Engine, directly: Directly, repeats: int) -> dict[str, Any]:
     """Tokens per second through the adapter and directly, in pairs whose order alternates.
 
     The share is the median over pairs, so that what else the machine does weighs on both sides alike. The
@@ -131,7 +135,7 @@ async def rates(engine: PartedEngine, directly: Directly, repeats: int) -> dict[
     return report
 
 
-async def updates(engine: PartedEngine, weights: dict[str, Tensor]) -> dict[str, Any]:
+async def updates(engine: Engine, weights: dict[str, Tensor]) -> dict[str, Any]:
     """Adopt disturbed versions and then the weights themselves, each while requests run."""
     stalls, versions = [], set[int]()
     generator = torch.Generator(next(iter(weights.values())).device).manual_seed(1)
@@ -162,7 +166,7 @@ async def updates(engine: PartedEngine, weights: dict[str, Tensor]) -> dict[str,
     }
 
 
-async def fingerprint(engine: PartedEngine) -> dict[str, Any]:
+async def fingerprint(engine: Engine) -> dict[str, Any]:
     """What an engine says about fixed texts, one after the other.
 
     Nobody else asks for these texts, backwards: a prefix that the cache holds already was computed in another
@@ -234,12 +238,8 @@ async def measure(options: argparse.Namespace) -> None:
     model = Qwen2ForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     weights = {name: value.detach() for name, value in model.named_parameters()}
     report.add({"weight_gb": round(sum(value.nbytes for value in weights.values()) / 1e9, 3)})
-    config, max_running = make_config(options.size), 64
     started_at = time.perf_counter()
-    opening = opened(
-        options.engine, config, dtype=dtype, max_running=max_running, arguments=arguments
-    )
-    async with opening as (engine, directly):
+    async with open_engine(options, dtype, device, arguments, loads=False) as (engine, directly):
         report.add({"start_s": round(time.perf_counter() - started_at, 1)})
         report.add(await updates(engine, weights))
         synced = await fingerprint(engine)
@@ -247,19 +247,45 @@ async def measure(options: argparse.Namespace) -> None:
         todo = requests("s", 64, 128, NUM_SYMBOLS)
         results = await asyncio.gather(*[engine.generate(request) for request in todo])
         report.add(distances(model, todo, results))
-        report.add(await rates(engine, directly, options.repeats))
-    model_key = "model" if options.engine == "vllm" else "model_path"
-    arguments = arguments | {"load_format": "auto", model_key: str(folder)}
-    opening = opened(
-        options.engine, config, dtype=dtype, max_running=max_running, arguments=arguments
-    )
-    async with opening as (engine, _):
+        if directly is not None:
+            report.add(await rates(engine, directly, options.repeats))
+    async with open_engine(options, dtype, device, arguments, loads=True) as (engine, _):
         report.finish({"loaded": compared(synced, await fingerprint(engine))})
+
+
+@asynccontextmanager
+async def open_engine(
+    options: argparse.Namespace,
+    dtype: torch.dtype,
+    device: str,
+    arguments: dict[str, Any],
+    *,
+    loads: bool,
+) -> AsyncIterator[tuple[Engine, Directly | None]]:
+    """The engine, with random weights or with those of the folder, and how to drive it directly."""
+    config = make_config(options.size)
+    if options.engine == "torch":
+        torch.manual_seed(1)
+        with torch.device(device):
+            model = Qwen2ForCausalLM(config).to(dtype)
+        if loads:
+            model = Qwen2ForCausalLM.from_pretrained(options.folder, dtype=dtype).to(device)
+        async with opened_torch(model.eval(), max_running=_MAX_RUNNING) as engine:
+            yield engine, None
+        return
+    if loads:
+        model_key = "model" if options.engine == "vllm" else "model_path"
+        arguments = arguments | {"load_format": "auto", model_key: str(options.folder)}
+    opening = opened(
+        options.engine, config, dtype=dtype, max_running=_MAX_RUNNING, arguments=arguments
+    )
+    async with opening as (parted, directly):
+        yield parted, directly
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("engine", choices=["vllm", "sglang"])
+    parser.add_argument("engine", choices=["torch", "vllm", "sglang"])
     parser.add_argument("--size", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=60)
