@@ -90,7 +90,7 @@ async def test_draining_finishes_running_requests_before_an_update(open_engine: 
     async with open_engine() as engine:
         await adopt(engine, 0)
         old = asyncio.ensure_future(engine.generate(request("old", PROMPT[:9], max_tokens=60)))
-        await until(lambda: engine.stats().num_running == 1)
+        await until(made(engine, 1))
         draining = asyncio.ensure_future(engine.pause(drain=True))
         await asyncio.sleep(0)
         new = asyncio.ensure_future(engine.generate(request("new", PROMPT[:9], max_tokens=5)))
