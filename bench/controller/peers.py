@@ -74,6 +74,10 @@ class FakeQueue(transferqueue_pb2_grpc.TransferQueueServiceServicer):
                 meta = _meta(partition, groups, self.version)
                 yield tq.WatchBatchesResponse(batch=meta.to_proto())
 
+    async def WatchLosses(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        await asyncio.Event().wait()  # nothing is lost here
+        yield tq.WatchLossesResponse()
+
 
 class FakeRollouts(rollout_pb2_grpc.RolloutServiceServicer):
     """Finishes groups, each after a time between two bounds."""
