@@ -10,7 +10,9 @@ python=$(command -v python3.11 || true)
 
 skip() { echo "skipped: $engine's CPU build needs $1" >&2; exit 0; }
 [ "$(uname -sm)" = "Linux x86_64" ] || skip "Linux on x86-64"
-grep -qw avx512f /proc/cpuinfo || skip "a processor with AVX-512"
+flag=avx2
+[ "$engine" = sglang ] && flag=avx512f
+grep -qw "$flag" /proc/cpuinfo || skip "a processor with $flag"
 if ! { [ -n "$python" ] && "$python" -c ''; } 2>/dev/null; then
   [ -z "${CI:-}" ] || { echo "$engine's CPU build needs Python 3.11, which CI must have" >&2; exit 1; }
   skip "Python 3.11"
