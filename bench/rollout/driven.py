@@ -6,26 +6,25 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
-from services.rollout.engines.base import GenerationRequest
+from services.rollout.engines.base import Engine, GenerationRequest
 from services.rollout.engines.build import make_backend
 from services.rollout.engines.model_shape import model_shape
 from services.rollout.engines.parted import PartedEngine
-from services.rollout.engines.torch import TorchEngine
 
 Directly = Callable[[str, Sequence[int], int], Any]
 """Generates: name, prompt, number of tokens."""
 
 
 @asynccontextmanager
-async def opened_torch(model: PreTrainedModel, *, max_running: int) -> AsyncIterator[TorchEngine]:
-    """The embedded engine with a model."""
-    engine = TorchEngine(model, max_running=max_running)
+async def serving(engine: Engine) -> AsyncIterator[None]:
+    """Let an engine run."""
     async with asyncio.TaskGroup() as tasks:
-        decoding = tasks.create_task(engine.run())
-        yield engine
-        decoding.cancel()
+        running = tasks.create_task(engine.run())
+        await engine.wait_ready()
+        yield
+        running.cancel()
 
 
 @asynccontextmanager
@@ -48,11 +47,8 @@ async def opened(
     )
     directly = _drive_vllm(backend) if name == "vllm" else _drive_sglang(backend)
     engine = PartedEngine(backend, model_shape(config, dtype), max_running=max_running)
-    async with asyncio.TaskGroup() as tasks:
-        serving = tasks.create_task(engine.run())
-        await engine.wait_ready()
+    async with serving(engine):
         yield engine, directly
-        serving.cancel()
 
 
 def _drive_vllm(backend: Any) -> Directly:

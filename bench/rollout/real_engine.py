@@ -46,10 +46,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from bench.rollout.driven import Directly, opened, opened_torch, requests
+from bench.rollout.driven import Directly, opened, requests, serving
 from bench.rollout.report import GrowingReport
 from services.common.jagged import Jagged
 from services.rollout.engines.base import Engine, GenerationRequest, GenerationResult
+from services.rollout.engines.torch import TorchEngine
 from services.trainer.batch.packing import pack
 from services.trainer.model.policy import Policy
 
@@ -265,12 +266,14 @@ async def open_engine(
     """The engine, with random weights or with those of the folder, and how to drive it directly."""
     config = make_config(options.size)
     if options.engine == "torch":
-        torch.manual_seed(1)
-        with torch.device(device):
-            model = Qwen2ForCausalLM(config).to(dtype)
         if loads:
             model = Qwen2ForCausalLM.from_pretrained(options.folder, dtype=dtype).to(device)
-        async with opened_torch(model.eval(), max_running=_MAX_RUNNING) as engine:
+        else:
+            torch.manual_seed(1)
+            with torch.device(device):
+                model = Qwen2ForCausalLM(config).to(dtype)
+        engine = TorchEngine(model.eval(), max_running=_MAX_RUNNING)
+        async with serving(engine):
             yield engine, None
         return
     if loads:

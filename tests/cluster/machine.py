@@ -36,7 +36,7 @@ def unchanged_machine(folder: Path) -> Iterator[None]:
         for path, value in before.items():
             path.write_text(value, encoding="ascii")
         _kill_containers(folder)
-        _unmount(folder)
+        unmount_below(folder)
         for network in _pod_networks() - networks:
             subprocess.run(["ip", "netns", "delete", network], check=False)
         for name in _GROUPS:
@@ -65,7 +65,8 @@ def _pod_networks() -> set[str]:
     return {path.name for path in folder.glob("cni-*")} if folder.exists() else set()
 
 
-def _unmount(folder: Path) -> None:
+def unmount_below(folder: Path) -> None:
+    """Take away all mounts in a folder, deepest first."""
     mounts = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
     for line in reversed(mounts):
         if line.split()[1].startswith(f"{folder}/"):

@@ -16,7 +16,7 @@ from kubernetes import config
 from kubernetes.client import ApiException, CoreV1Api
 
 from tests.cluster.dns import serve_dns
-from tests.cluster.machine import unchanged_machine
+from tests.cluster.machine import unchanged_machine, unmount_below
 from tests.cluster.network import NODE_IP, POD_RANGE, SERVICE_RANGE, own_network
 from tests.cluster.node_config import DNS_IP, containerd_config, kubelet_config
 from tests.cluster.pki import Authority, make_authority
@@ -234,10 +234,7 @@ def _is_ready(core: CoreV1Api) -> bool:
 def fresh_folder(name: str) -> Path:
     """An empty folder with a short path, because unix sockets live in it."""
     folder = CACHE / name
-    mounts = [line.split()[1] for line in Path("/proc/mounts").read_text("utf-8").splitlines()]
-    for mount in reversed([mount for mount in mounts if mount.startswith(f"{folder}/")]):
-        # A session that was killed left it; its sandboxes would hold the folder.
-        subprocess.run(["umount", "--lazy", mount], check=True)
+    unmount_below(folder)  # a session that was killed left some, which hold the folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder

@@ -112,6 +112,5 @@ class OwnThread:
     def _obey(self) -> None:
         while (work := self._work.get()) is not None:
             work()
-            del (
-                work
-            )  # or this thread would keep the member, and its group, until there is more to do
+            # Or this thread would keep the member, and its group, until there is more to do.
+            del work
