@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from services.common.errors import FailedPreconditionError, UnavailableError
@@ -79,8 +80,9 @@ class Drivers:
         try:
             await driver.drive()
         except InvalidTransitionError:
-            # It was cancelled in the moment in which it ended by itself.
-            await self._apply(run_id, RunEvent.STOPPED, "CancelledByUser", "")
+            # It was cancelled in the moment in which it ended by itself, or had ended before.
+            with suppress(InvalidTransitionError):
+                await self._apply(run_id, RunEvent.STOPPED, "CancelledByUser", "")
         finally:
             del self._drivers[run_id]
         await self._on_end()

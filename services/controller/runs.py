@@ -215,13 +215,15 @@ class RunManager:
             InvalidTransitionError: If it ended in another way.
         """
         options = options or CancelOptions()
+        # Looked up before the state: a driver that is gone behind it has ended the run.
+        driver = self.drivers.find(run_id)
         run = await self.get(run_id)
         if run.state is RunState.CANCELLED:
             return run
         before = run
         if run.state is not RunState.CANCELLING:
             run = await self._apply(run_id, RunEvent.CANCEL, "CancelledByUser", actor=actor)
-        if (driver := self.drivers.find(run_id)) is not None:
+        if (driver := self.drivers.find(run_id) or driver) is not None:
             driver.end(grace_s=options.grace_seconds, saves=options.save_checkpoint)
         elif run.state is RunState.CANCELLING:
             self.drivers.drive(run)

@@ -207,6 +207,39 @@ async def test_a_cancel_with_grace_is_shortened_by_another_one(api, manager):
     assert (await api.get(f"/v1/runs/{run_id}")).json()["state"] == "CANCELLED"
 
 
+async def test_a_second_cancel_may_come_while_the_first_one_ends_the_run(api, manager, monkeypatch):
+    run_id = await submitted(api)
+    may_end = asyncio.Event()
+
+    async def stop(run_id):
+        await may_end.wait()
+
+    monkeypatch.setattr(manager.drivers.services.launcher, "stop", stop)
+    await manager.cancel(run_id)
+    read = manager.get
+
+    async def read_before_the_end(run_id):
+        run = await read(run_id)
+        may_end.set()
+        await manager.drivers.wait()
+        return run
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "get", read_before_the_end)
+        assert (await manager.cancel(run_id)).state == "CANCELLING"
+    assert not manager.drivers.driven()
+    assert (await manager.get(run_id)).state == "CANCELLED"
+
+
+async def test_a_run_that_has_ended_is_not_ended_once_more(api, manager):
+    run_id = await submitted(api)
+    run = await manager.cancel(run_id)
+    await ended(api, run_id)
+    manager.drivers.drive(run)
+    await manager.drivers.wait()
+    assert (await manager.get(run_id)).state == "CANCELLED"
+
+
 async def test_a_failed_run_says_whose_fault_it_is(api, database):
     await submitted(api)
     run_id = await submitted(api)
