@@ -7,7 +7,7 @@ from services.controller.api.views import moment
 from services.controller.run.checkpoints import Checkpoint, CheckpointStore
 from services.controller.run.groups import Group
 from services.controller.store import ledgers as ledger_store
-from services.controller.store.database import Database
+from services.controller.store.database import FEW_ROWS, Database
 from services.controller.store.tables import DEAD_LETTERS
 
 
@@ -39,10 +39,12 @@ class RunAudit:
         def read() -> list[MetricPoint]:
             with self._database.read() as connection:
                 newest = ledger_store.newest_step(connection, run_id)
-                last = ledger_store.read_metrics(connection, run_id, first=newest)
-                per_step = 1 if name else max((len(step.metrics) for step in last), default=1)
+                last = ledger_store.read_metrics(connection, run_id, [] if name else [newest])
+                per_step = max((len(step.metrics) for step in last), default=1)
                 every = max(-(-(newest - first + 1) * per_step // max_points), 1)
-                steps = ledger_store.read_metrics(connection, run_id, first=first, every=every)
+                steps = ledger_store.read_metrics(
+                    connection, run_id, range(first, newest + 1, every)
+                )
             return [
                 MetricPoint(step=step.step, time=moment(step.time), name=key, value=value)
                 for step in steps
@@ -50,7 +52,8 @@ class RunAudit:
                 if name in ("", key)
             ]
 
-        return await self._database.query(read)
+        reading = self._database.query if max_points <= FEW_ROWS else self._database.scan
+        return await reading(read)
 
     async def samples(self, run_id: str, after_step: int, steps: int) -> list[SampleView]:
         """Groups of some steps, and all that are in flight or were given up."""
@@ -99,4 +102,4 @@ class RunAudit:
                 ),
             ]
 
-        return await self._database.query(read)
+        return await self._database.scan(read)

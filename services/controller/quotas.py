@@ -22,6 +22,20 @@ _ACTIVE = tuple(
         RunState.CANCELLING,
     )
 )
+# Used with every request, so they are put together once.
+_OF_PROJECT = RUNS.c.project == sa.bindparam("project")
+_ACTIVE_RUNS = sa.select(
+    sa.func.count(),
+    sa.func.coalesce(sa.func.sum(RUNS.c.gpus), 0),
+    sa.func.coalesce(sa.func.sum(RUNS.c.transferqueue_bytes), 0),
+).where(_OF_PROJECT, RUNS.c.state.in_(_ACTIVE))
+_NUM_QUEUED = sa.select(sa.func.count()).where(_OF_PROJECT, RUNS.c.state == RunState.QUEUED.value)
+_SAVED_BYTES = (
+    sa.select(sa.func.coalesce(sa.func.sum(CHECKPOINTS.c.size_bytes), 0))
+    .join(RUNS, RUNS.c.run_id == CHECKPOINTS.c.run_id)
+    .where(_OF_PROJECT, CHECKPOINTS.c.state == "READY")
+)
+_LIMITS = sa.select(QUOTAS).where(QUOTAS.c.project == sa.bindparam("project"))
 
 
 class QuotaExceededError(ResourceExhaustedError):
@@ -119,28 +133,16 @@ def needs_of(spec: RunSpec) -> Needs:
 
 def read_quota(connection: sa.Connection, project: str, defaults: Limits) -> Quota:
     """Limits and use of a project."""
-    of_project = RUNS.c.project == project
-    active = connection.execute(
-        sa.select(
-            sa.func.count(),
-            sa.func.coalesce(sa.func.sum(RUNS.c.gpus), 0),
-            sa.func.coalesce(sa.func.sum(RUNS.c.transferqueue_bytes), 0),
-        ).where(of_project, RUNS.c.state.in_(_ACTIVE))
-    ).one()
-    queued = sa.select(sa.func.count()).where(of_project, RUNS.c.state == RunState.QUEUED.value)
-    saved = (
-        sa.select(sa.func.coalesce(sa.func.sum(CHECKPOINTS.c.size_bytes), 0))
-        .join(RUNS, RUNS.c.run_id == CHECKPOINTS.c.run_id)
-        .where(of_project, CHECKPOINTS.c.state == "READY")
-    )
+    whose = {"project": project}
+    active = connection.execute(_ACTIVE_RUNS, whose).one()
     return Quota(
         project=project,
         limits=read_limits(connection, project, defaults),
         active_runs=active[0],
-        queued_runs=connection.execute(queued).scalar_one(),
+        queued_runs=connection.execute(_NUM_QUEUED, whose).scalar_one(),
         gpus=int(active[1]),
         transferqueue_bytes=int(active[2]),
-        checkpoint_bytes=int(connection.execute(saved).scalar_one()),
+        checkpoint_bytes=int(connection.execute(_SAVED_BYTES, whose).scalar_one()),
     )
 
 
@@ -158,7 +160,7 @@ def limits_of(database: Database, project: str, defaults: Limits) -> Limits:
 
 def read_limits(connection: sa.Connection, project: str, defaults: Limits) -> Limits:
     """Limits of a project."""
-    row = connection.execute(sa.select(QUOTAS).where(QUOTAS.c.project == project)).first()
+    row = connection.execute(_LIMITS, {"project": project}).first()
     if row is None:
         return defaults
     return Limits(**{field.name: getattr(row, field.name) for field in fields(Limits)})

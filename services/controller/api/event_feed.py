@@ -1,13 +1,13 @@
 """Events of runs: stored ones from the database, new ones as they come."""
 
 import asyncio
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 
 from services.common.errors import ResourceExhaustedError
 from services.controller.run.run_state import TERMINAL
-from services.controller.store.database import Database
+from services.controller.store.database import FEW_ROWS, Database
 from services.controller.store.records import Event
 from services.controller.store.runs import RunStore
 
@@ -15,6 +15,8 @@ _MAX_BEHIND = 1000
 _PAGE = 500
 # A reader is told that there is nothing new this often, so that it can see whether anybody still listens.
 _QUIET_S = 15.0
+# Readers woken up in one turn of the event loop: with hundreds at once, requests would wait for all of them.
+_WOKEN_AT_ONCE = 16
 
 
 class Subscription:
@@ -66,6 +68,7 @@ class EventFeed:
         self._store = store
         self._by_run: dict[str, set[Subscription]] = defaultdict(set)
         self._by_project: dict[str, set[Subscription]] = defaultdict(set)
+        self._due: deque[tuple[Event, list[Subscription]]] = deque()
 
     async def page(
         self, run_id: str, *, after_seq: int, limit: int = _PAGE, type_: str | None = None
@@ -75,9 +78,8 @@ class EventFeed:
         Raises:
             CursorExpiredError: If some of them are not kept any more.
         """
-        return await self._database.query(
-            self._store.events, run_id, after_seq=after_seq, limit=limit, type_=type_
-        )
+        read = self._database.query if limit <= FEW_ROWS else self._database.scan
+        return await read(self._store.events, run_id, after_seq=after_seq, limit=limit, type_=type_)
 
     async def check_moment(self, project: str, moment: float) -> None:
         """See that all events of a project behind a moment are kept.
@@ -128,7 +130,7 @@ class EventFeed:
         seen: dict[str, int] = {}
         with _subscribe(self._by_project, project) as subscription:
             while after is not None:
-                page = await self._database.query(self._store.events_since, project, after)
+                page = await self._database.scan(self._store.events_since, project, after)
                 yield page
                 seen |= {event.run_id: event.seq for event in page}
                 after = page[-1].time if page else None
@@ -138,11 +140,21 @@ class EventFeed:
 
     def publish(self, event: Event, *, project: str) -> None:
         """Hand out an event that is stored."""
-        for subscription in (
-            *self._by_run.get(event.run_id, ()),
-            *self._by_project.get(project, ()),
-        ):
+        readers = [*self._by_run.get(event.run_id, ()), *self._by_project.get(project, ())]
+        if readers:
+            self._due.append((event, readers))
+            if len(self._due) == 1:
+                self._hand_out()
+
+    def _hand_out(self) -> None:
+        event, readers = self._due[0]
+        for subscription in readers[:_WOKEN_AT_ONCE]:
             subscription.offer(event)
+        del readers[:_WOKEN_AT_ONCE]
+        if not readers:
+            self._due.popleft()
+        if self._due:
+            asyncio.get_running_loop().call_soon(self._hand_out)
 
 
 @contextmanager

@@ -27,6 +27,8 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 LEADER_LEASE = "controller"
+FEW_ROWS = 100
+"""A read of this many rows takes some milliseconds."""
 _EPOCH = sa.select(LEASES.c.epoch).where(LEASES.c.name == LEADER_LEASE).with_for_update(read=True)
 
 
@@ -57,8 +59,10 @@ class Database:
         self._engine = _make_engine(url)
         self._turn = threading.Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="database")
-        self._readers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="database-reader")
         self.is_sqlite = self._engine.dialect.name == "sqlite"
+        self._readers = ThreadPoolExecutor(
+            max_workers=1 if self.is_sqlite else 4, thread_name_prefix="database-reader"
+        )
         self.epoch: int | None = None
         """Leadership epoch that every write must still find; None before this controller leads."""
         with self._mapped_errors():
@@ -79,10 +83,17 @@ class Database:
         return await asyncio.shield(asyncio.wrap_future(future))
 
     async def query(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Run ``work``, which only reads, beside what is written; it sees what was committed before.
+        """Run ``work``, which reads a little, beside what is written; it sees what was committed before.
 
-        A write waits until it is on the disk, which nobody who only looks has to wait for.
+        SQLite is read here and now: a thread would need the interpreter for it as this one does, and passing
+        that to and fro, once a row, takes longer than the reading. A server is waited for in a thread.
         """
+        if self.is_sqlite:
+            return work(*args, **kwargs)
+        return await self.scan(work, *args, **kwargs)
+
+    async def scan(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """:meth:`query` for work that reads more than :data:`FEW_ROWS`."""
         return await asyncio.wrap_future(self._readers.submit(work, *args, **kwargs))
 
     @contextmanager

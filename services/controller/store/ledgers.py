@@ -13,12 +13,24 @@ from services.controller.run.prompts import ReturnedRows
 from services.controller.store.tables import DEAD_LETTERS, LEDGERS, PROMPTS, STEPS
 
 _CHUNK = 500
-# Written many times a second, so they are put together once.
+# Used many times a second, so they are put together once.
 _FORGET_PROMPTS = PROMPTS.delete().where(
     PROMPTS.c.run_id == sa.bindparam("run"),
     PROMPTS.c.sequence.in_(sa.bindparam("touched", expanding=True)),
 )
 _ADD_PROMPTS = PROMPTS.insert()
+_METRICS = (
+    sa.select(STEPS.c.step, STEPS.c.time, STEPS.c.metrics_json)
+    .where(
+        STEPS.c.run_id == sa.bindparam("run"),
+        STEPS.c.step.in_(sa.bindparam("steps", expanding=True)),
+        STEPS.c.is_committed,
+    )
+    .order_by(STEPS.c.step)
+)
+_NEWEST_STEP = sa.select(sa.func.max(STEPS.c.step)).where(
+    STEPS.c.run_id == sa.bindparam("run"), STEPS.c.is_committed
+)
 _MOVE_FRONTIER = LEDGERS.update().where(LEDGERS.c.run_id == sa.bindparam("run"))
 
 
@@ -163,19 +175,14 @@ def read_steps(
     ]
 
 
-def read_metrics(
-    connection: sa.Connection, run_id: str, *, first: int, every: int = 1
-) -> list[StepMetrics]:
-    """Numbers of every n-th committed step from step ``first`` on, without the groups that it trained."""
-    query = (
-        sa.select(STEPS.c.step, STEPS.c.time, STEPS.c.metrics_json)
-        .where(STEPS.c.run_id == run_id, STEPS.c.step >= first, STEPS.c.is_committed)
-        .where((STEPS.c.step - first) % every == 0)
-        .order_by(STEPS.c.step)
-    )
+def read_metrics(connection: sa.Connection, run_id: str, steps: Sequence[int]) -> list[StepMetrics]:
+    """Numbers of those of some steps that were committed, without the groups that they trained."""
     return [
-        StepMetrics(step=row.step, time=row.time, metrics=json.loads(row.metrics_json))
-        for row in connection.execute(query)
+        StepMetrics(step=step, time=moment, metrics=json.loads(metrics_json))
+        for begin in range(0, len(steps), _CHUNK)
+        for step, moment, metrics_json in connection.execute(
+            _METRICS, {"run": run_id, "steps": steps[begin : begin + _CHUNK]}
+        )
     ]
 
 
@@ -186,10 +193,7 @@ def forget_step(connection: sa.Connection, run_id: str, step: int) -> None:
 
 def newest_step(connection: sa.Connection, run_id: str) -> int:
     """The last committed step; 0 before the first."""
-    query = sa.select(sa.func.max(STEPS.c.step)).where(
-        STEPS.c.run_id == run_id, STEPS.c.is_committed
-    )
-    return int(connection.execute(query).scalar() or 0)
+    return int(connection.execute(_NEWEST_STEP, {"run": run_id}).scalar() or 0)
 
 
 def read_version_offset(connection: sa.Connection, run_id: str) -> int:

@@ -21,6 +21,7 @@ _KEY_LIFE_S = 24 * 3600.0
 _RUN = sa.select(RUNS).where(RUNS.c.run_id == sa.bindparam("run"))
 _RUN_TO_CHANGE = _RUN.with_for_update()
 _CHANGE_RUN = RUNS.update().where(RUNS.c.run_id == sa.bindparam("run"))
+_ADD_EVENT = EVENTS.insert()
 _NEWEST_SEQ = sa.select(sa.func.coalesce(sa.func.max(EVENTS.c.seq), 0)).where(
     EVENTS.c.run_id == sa.bindparam("run")
 )
@@ -149,15 +150,16 @@ def append_event(connection: sa.Connection, run_id: str, note: Note) -> Event:
         actor=note.actor,
     )
     connection.execute(
-        EVENTS.insert().values(
-            run_id=run_id,
-            seq=event.seq,
-            time=event.time,
-            type=event.type,
-            message=event.message,
-            data_json=json.dumps(dict(event.data)),
-            actor=event.actor,
-        )
+        _ADD_EVENT,
+        {
+            "run_id": run_id,
+            "seq": event.seq,
+            "time": event.time,
+            "type": event.type,
+            "message": event.message,
+            "data_json": json.dumps(dict(event.data)),
+            "actor": event.actor,
+        },
     )
     return event
 

@@ -30,6 +30,15 @@ from services.controller.store.rows import (
 )
 from services.controller.store.tables import EVENTS, IDEMPOTENCY_KEYS, RUNS
 
+# Used many times a second, so they are put together once.
+_EVENTS = (
+    sa.select(EVENTS)
+    .where(EVENTS.c.run_id == sa.bindparam("run"), EVENTS.c.seq > sa.bindparam("after"))
+    .order_by(EVENTS.c.seq)
+    .limit(sa.bindparam("most"))
+)
+_OLDEST_SEQ = sa.select(sa.func.min(EVENTS.c.seq)).where(EVENTS.c.run_id == sa.bindparam("run"))
+
 Work = Callable[[sa.Connection], None]
 """Further writes of one transaction."""
 
@@ -281,23 +290,19 @@ class RunStore:
         Raises:
             CursorExpiredError: If events behind ``after_seq`` are not kept any more.
         """
-        query = (
-            sa.select(EVENTS)
-            .where(EVENTS.c.run_id == run_id, EVENTS.c.seq > after_seq)
-            .order_by(EVENTS.c.seq)
-            .limit(limit)
-        )
+        query = _EVENTS
         if type_ is not None:
             query = query.where(EVENTS.c.type == type_)
         with self.database.read() as connection:
-            oldest = sa.select(sa.func.min(EVENTS.c.seq)).where(EVENTS.c.run_id == run_id)
-            if 0 < after_seq < (connection.execute(oldest).scalar() or 0) - 1:
+            oldest = connection.execute(_OLDEST_SEQ, {"run": run_id}).scalar() if after_seq else 0
+            if after_seq < (oldest or 0) - 1:
                 raise CursorExpiredError(
                     f"events of run {run_id} behind {after_seq} are not kept any more; read the run, and "
                     "go on without a cursor",
                     run_id=run_id,
                 )
-            return [to_event(row) for row in connection.execute(query)]
+            values = {"run": run_id, "after": after_seq, "most": limit}
+            return [to_event(row) for row in connection.execute(query, values)]
 
     def events_since(self, project: str, moment: float, *, limit: int = 1000) -> list[Event]:
         """Events of all runs of a project behind a moment, in order.

@@ -48,7 +48,8 @@ async def test_a_holder_takes_its_own_lease_back_at_once(database, database_url)
     restarted.close()
 
 
-async def test_who_only_looks_does_not_wait_for_a_write(database):
+@pytest.mark.parametrize("way", ["query", "scan"])
+async def test_who_only_looks_does_not_wait_for_a_write(database, way):
     begun, is_seen = threading.Event(), threading.Event()
 
     def write() -> bool:
@@ -57,12 +58,12 @@ async def test_who_only_looks_does_not_wait_for_a_write(database):
             return is_seen.wait(30)
 
     def look() -> None:
-        assert begun.wait(30)
         with database.read() as connection:
             connection.execute(sa.text("SELECT * FROM runs")).all()
 
     async with asyncio.TaskGroup() as tasks:
         writing = tasks.create_task(database.run(write))
-        await database.query(look)
+        assert await asyncio.to_thread(begun.wait, 30)
+        await getattr(database, way)(look)
         is_seen.set()
     assert writing.result()
