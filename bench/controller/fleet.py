@@ -87,7 +87,7 @@ async def _beat(
         )
         if answer.order == pb.HeartbeatResponse.ORDER_STOP:
             return
-        await asyncio.sleep(order["heartbeat_s"])
+        await asyncio.sleep(max(order["heartbeat_s"], answer.heartbeat_interval_s))
 
 
 if __name__ == "__main__":

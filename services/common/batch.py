@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from google.protobuf.message import DecodeError
 
@@ -12,6 +13,7 @@ from services.common.columns import (
     TagValues,
     check_column,
     concat_columns,
+    pick,
 )
 from slipstream.type.v1 import batch_pb2
 
@@ -87,13 +89,13 @@ class KVBatchMeta:
         indexes = self._indexes_of(names) or [i for i in wanted if isinstance(i, int)]
         if indexes and not 0 <= min(indexes) <= max(indexes) < self.num_keys:
             raise ValueError(f"indexes must lie in [0, {self.num_keys}); they are {indexes}")
+        if indexes == list(range(self.num_keys)):
+            return self
         selected = replace(
             self,
-            keys=tuple([self.keys[i] for i in indexes]),
+            keys=pick(self.keys, indexes),
             fields=tuple(column.select(indexes) for column in self.fields),
-            tags={
-                name: _as_tag([values[i] for i in indexes]) for name, values in self.tags.items()
-            },
+            tags={name: pick(values, indexes) for name, values in self.tags.items()},
         )
         return _without_unused_blobs(selected)
 
@@ -141,13 +143,17 @@ class KVBatchMeta:
             for blob in meta.blobs:
                 blob_numbers.setdefault(blob, len(blob_numbers))
         names = dict.fromkeys(name for meta in metas for name in meta.field_names)
+        numbers = [
+            {i: blob_numbers[blob] for i, blob in enumerate(meta.blobs)} | {MISSING: MISSING}
+            for meta in metas
+        ]
         return cls(
             partition_id=first.partition_id,
-            keys=tuple(key for meta in metas for key in meta.keys),
-            fields=tuple(_concat_field(name, metas, blob_numbers) for name in names),
+            keys=tuple(chain.from_iterable(meta.keys for meta in metas)),
+            fields=tuple(_concat_field(name, metas, numbers) for name in names),
             blobs=tuple(blob_numbers),
             tags={
-                name: _as_tag([value for meta in metas for value in meta.tags[name]])
+                name: _as_tag(chain.from_iterable(meta.tags[name] for meta in metas))
                 for name in first.tags
             },
             lease_id=first.lease_id if len({meta.lease_id for meta in metas}) == 1 else "",
@@ -251,15 +257,15 @@ class KVBatchMeta:
         return [positions[key] for key in keys]
 
 
-def _as_tag(values: list[int | float | str]) -> TagValues:
+def _as_tag(values: Iterable[int | float | str]) -> TagValues:
     return tuple(values)  # type: ignore[return-value]  # one tag holds values of one type
 
 
 def _without_unused_blobs(meta: KVBatchMeta) -> KVBatchMeta:
-    used = sorted({index for column in meta.fields for index in column.blob_indexes} - {MISSING})
+    used = sorted(set().union(*(column.blob_indexes for column in meta.fields)) - {MISSING})
     if len(used) == len(meta.blobs):
         return meta
-    numbers = {old: new for new, old in enumerate(used)}
+    numbers = {old: new for new, old in enumerate(used)} | {MISSING: MISSING}
     return replace(
         meta,
         fields=tuple(column.renumber(numbers) for column in meta.fields),
@@ -268,21 +274,20 @@ def _without_unused_blobs(meta: KVBatchMeta) -> KVBatchMeta:
 
 
 def _concat_field(
-    name: str, metas: Sequence[KVBatchMeta], blob_numbers: Mapping[BlobRef, int]
+    name: str, metas: Sequence[KVBatchMeta], numbers: Sequence[Mapping[int, int]]
 ) -> FieldColumn:
     known = next(column for meta in metas for column in meta.fields if column.name == name)
     columns = []
-    for meta in metas:
+    for meta, new_numbers in zip(metas, numbers, strict=True):
         if name in meta.field_names:
-            numbers = {i: blob_numbers[blob] for i, blob in enumerate(meta.blobs)}
-            columns.append(meta.column(name).renumber(numbers))
+            columns.append(meta.column(name).renumber(new_numbers))
         else:
             columns.append(known.without_values(meta.num_keys))
     return concat_columns(columns)
 
 
 def _tag_to_proto(name: str, values: TagValues) -> batch_pb2.TagColumn:
-    kinds = {type(value) for value in values}
+    kinds = set(map(type, values))
     if kinds <= {int, bool}:
         return batch_pb2.TagColumn(name=name, ints=values)  # type: ignore[arg-type]
     if kinds <= {int, bool, float}:

@@ -2,8 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from operator import itemgetter
+from typing import Any, TypeVar, cast
 
 TagValues = tuple[int, ...] | tuple[float, ...] | tuple[str, ...]
+_Values = TypeVar("_Values", bound=tuple[object, ...])
 MISSING = -1
 """Blob index of a key that does not have the field yet."""
 
@@ -45,20 +49,28 @@ class FieldColumn:
         """The entries of some keys, in the given order."""
         return replace(
             self,
-            lengths=tuple([self.lengths[i] for i in indexes]),
-            blob_indexes=tuple([self.blob_indexes[i] for i in indexes]),
-            offsets=tuple([self.offsets[i] for i in indexes]),
+            lengths=pick(self.lengths, indexes),
+            blob_indexes=pick(self.blob_indexes, indexes),
+            offsets=pick(self.offsets, indexes),
         )
 
     def renumber(self, numbers: Mapping[int, int]) -> "FieldColumn":
-        """The same entries with other blob indexes."""
-        indexes = [MISSING if i == MISSING else numbers[i] for i in self.blob_indexes]
-        return replace(self, blob_indexes=tuple(indexes))
+        """The same entries with other blob indexes; ``numbers`` knows that of ``MISSING`` too."""
+        return replace(self, blob_indexes=tuple(map(numbers.__getitem__, self.blob_indexes)))
 
     def without_values(self, num_keys: int) -> "FieldColumn":
         """A column of this type for keys that lack the field."""
         zeros = (0,) * num_keys
         return replace(self, lengths=zeros, blob_indexes=(MISSING,) * num_keys, offsets=zeros)
+
+
+def pick(values: _Values, indexes: Sequence[int]) -> _Values:
+    """Some of the values, in the given order."""
+    picked: Any = tuple(values[index] for index in indexes[:1])
+    if len(indexes) > 1:
+        # Several times as fast as a loop, and a controller picks millions a second.
+        picked = itemgetter(*indexes)(values)
+    return cast("_Values", picked)
 
 
 def concat_columns(columns: Sequence[FieldColumn]) -> FieldColumn:
@@ -73,9 +85,9 @@ def concat_columns(columns: Sequence[FieldColumn]) -> FieldColumn:
         raise ValueError(f"field {first.name!r} has different types: {sorted(kinds)}")
     return replace(
         first,
-        lengths=tuple([n for column in columns for n in column.lengths]),
-        blob_indexes=tuple([i for column in columns for i in column.blob_indexes]),
-        offsets=tuple([o for column in columns for o in column.offsets]),
+        lengths=tuple(chain.from_iterable(column.lengths for column in columns)),
+        blob_indexes=tuple(chain.from_iterable(column.blob_indexes for column in columns)),
+        offsets=tuple(chain.from_iterable(column.offsets for column in columns)),
     )
 
 

@@ -233,6 +233,8 @@ class WorkerSession:
             timeout_s=_CALL_TIMEOUT_S,
             idempotent=True,
         )
+        # A controller of an earlier release says it only at registration.
+        self._interval_s = response.heartbeat_interval_s or self._interval_s
         if response.order == pb.HeartbeatResponse.ORDER_STOP:
             self._stopped.set()
         elif response.order == pb.HeartbeatResponse.ORDER_REGISTER:

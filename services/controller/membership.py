@@ -123,6 +123,11 @@ class Membership:
             await self._notify()
         return "continue"
 
+    @property
+    def num_workers(self) -> int:
+        """Registered workers of all runs."""
+        return sum(map(len, self._runs.values()))
+
     def workers(self, run_id: str, role: WorkerRole | None = None) -> list[Worker]:
         """Registered workers of a run, by name."""
         found = self._runs.get(run_id, {}).values()

@@ -77,7 +77,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
             spec_json=run.spec_json,
             spec_digest=run.spec_digest,
             transferqueue_address=self._settings.transferqueue_address,
-            heartbeat_interval_s=self._settings.heartbeat_interval_s,
+            heartbeat_interval_s=self._interval_s(),
         )
 
     async def Heartbeat(  # noqa: N802
@@ -93,7 +93,9 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
             weight_version=request.weight_version,
             gauges=request.gauges,
         )
-        return membership_pb2.HeartbeatResponse(order=_ORDERS[outcome])
+        return membership_pb2.HeartbeatResponse(
+            order=_ORDERS[outcome], heartbeat_interval_s=self._interval_s()
+        )
 
     async def ReportGroups(  # noqa: N802
         self, request: membership_pb2.ReportGroupsRequest, context: _Context
@@ -114,3 +116,9 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
         ]
         await self._manager.drivers.report_failures(request.run_id, failures)
         return membership_pb2.ReportGroupsResponse()
+
+    def _interval_s(self) -> float:
+        """Seconds from one heartbeat of a worker to the next."""
+        settings = self._settings
+        fair_s = self._membership.num_workers / settings.max_heartbeats_per_s
+        return max(settings.heartbeat_interval_s, min(fair_s, settings.heartbeat_timeout_s / 4))

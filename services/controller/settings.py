@@ -38,7 +38,9 @@ class ControllerSettings(KeySettings):
     pending_timeout_s: float = Field(600.0, gt=0)
     """A worker pod that cannot start for this long fails its run; only with the Kubernetes launcher."""
     heartbeat_interval_s: float = Field(1.0, gt=0)
-    """Seconds between heartbeats of a worker."""
+    """Seconds between heartbeats of a worker, at least."""
+    max_heartbeats_per_s: float = Field(250.0, gt=0)
+    """Heartbeats of all workers together: with many workers each sends fewer, but four within the timeout."""
     heartbeat_timeout_s: float = Field(30.0, gt=0)
     """A worker that is silent for this long counts as lost."""
 

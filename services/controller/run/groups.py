@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
+from typing import NamedTuple
 
 from services.controller.run.prompts import ReturnedRows
 
@@ -55,11 +57,33 @@ class Group:
     """Members that were not finished when it was interrupted."""
     num_tokens: int = 0
     """Tokens that it had when it was interrupted."""
+    group_id: str = field(init=False)
+    """Its name on every plane."""
 
-    @property
-    def group_id(self) -> str:
-        """Its name on every plane."""
-        return f"{GROUP_PREFIX}{self.sequence:08d}"
+    def __post_init__(self) -> None:
+        self.group_id = f"{GROUP_PREFIX}{self.sequence:08d}"
+
+    def facts(self) -> "GroupFacts":
+        """What is stored of it, as it is now."""
+        return GroupFacts._make(_FACTS(self))
+
+
+class GroupFacts(NamedTuple):
+    """What is stored of a group."""
+
+    sequence: int
+    row: int
+    state: str
+    attempt: int
+    failures: int
+    losses: int
+    worker_id: str
+    oldest_version: int
+    num_unfinished: int
+    num_tokens: int
+
+
+_FACTS = attrgetter(*GroupFacts._fields[:2], "state.value", *GroupFacts._fields[3:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +107,7 @@ class LedgerState:
 class LedgerChange:
     """What changed since the change before: as much as was touched, however long the run is."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[GroupFacts, ...]
     """Groups in flight that are new or changed."""
     ended: tuple[Group, ...]
     """Groups that ended."""

@@ -75,7 +75,7 @@ class Ledger:
         """What changed since this was called before."""
         changed = [self._groups[sequence] for sequence in self._changed if sequence in self._groups]
         change = LedgerChange(
-            groups=tuple(replace(group) for group in changed),
+            groups=tuple([group.facts() for group in changed]),
             ended=tuple(self._gone),
             num_issued=self.num_issued,
             position=self.position,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.controller.run.groups import GroupState, LedgerState
+from services.controller.run.groups import Group, GroupState, LedgerState
 from services.controller.run.ledger import Ledger, LedgerError
 
 
@@ -108,7 +108,10 @@ def test_changes_restore_the_same_ledger():
     assert [group.reason for group in change.ended] == ["stale"]
     restored = Ledger.restore(
         LedgerState(
-            groups=change.groups,
+            groups=[
+                Group(**facts._asdict() | {"state": GroupState(facts.state)})
+                for facts in change.groups
+            ],
             num_issued=change.num_issued,
             position=change.position,
             ended=change.counts,

@@ -1,10 +1,15 @@
 import asyncio
+import dataclasses
 
 import pytest
 
 from services.common.clock import SystemClock
 from services.common.errors import FailedPreconditionError
 from services.controller.membership import Membership, Worker
+from services.controller.server import MembershipServicer
+from services.controller.settings import ControllerSettings
+from slipstream.controller.v1 import membership_pb2
+from slipstream.type.v1 import worker_pb2
 
 
 def worker(incarnation="a"):
@@ -91,3 +96,31 @@ async def test_heartbeats_that_bring_no_news_wake_nobody():
         assert tried == 1
         await hear(membership, "loaded", tokens=10.0)
     assert tried == 2
+
+
+async def test_the_more_workers_there_are_the_more_seldom_each_is_heard(tmp_path):
+    membership = await registered()
+    settings = ControllerSettings(
+        transferqueue_address="127.0.0.1:1",
+        state_directory=tmp_path,
+        max_heartbeats_per_s=4.0,
+        heartbeat_timeout_s=30.0,
+    )
+    servicer = MembershipServicer(None, membership, settings, SystemClock())
+
+    async def interval_s() -> float:
+        request = membership_pb2.HeartbeatRequest(
+            run_id="run_1",
+            worker_id="rollout-0",
+            incarnation="a",
+            state=worker_pb2.WORKER_STATE_LOADED,
+        )
+        return (await servicer.Heartbeat(request, None)).heartbeat_interval_s
+
+    seen = [await interval_s()]
+    for more in (19, 1000):
+        for number in range(more):
+            name = f"rollout-{more}-{number}"
+            await membership.register(dataclasses.replace(worker(), worker_id=name))
+        seen.append(await interval_s())
+    assert seen == [1.0, 5.0, 7.5]

@@ -79,7 +79,7 @@ class RegisterWorkerResponse(_message.Message):
     transferqueue_address: _builtins.str
     """Gives the transferqueue's gRPC address."""
     heartbeat_interval_s: _builtins.float
-    """Gives the seconds between heartbeats."""
+    """Gives the seconds between heartbeats, until a heartbeat's answer says otherwise."""
     def __init__(
         self,
         *,
@@ -198,16 +198,20 @@ class HeartbeatResponse(_message.Message):
     """Stop: the run has ended or another incarnation took over."""
 
     ORDER_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _builtins.int
     order: Global___HeartbeatResponse.Order.ValueType
     """Tells the worker what to do."""
+    heartbeat_interval_s: _builtins.float
+    """Gives the seconds until the next heartbeat: the more workers there are, the more seldom each is heard."""
     def __init__(
         self,
         *,
         order: Global___HeartbeatResponse.Order.ValueType = ...,
+        heartbeat_interval_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval_s", b"heartbeat_interval_s", "order", b"order"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -65,7 +65,7 @@ class MembershipServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Reports a worker's state; the answer carries orders. Sent every heartbeat_interval_s.
+        """Reports a worker's state; the answer carries orders, and when to report again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

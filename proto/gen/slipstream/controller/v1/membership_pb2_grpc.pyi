@@ -38,7 +38,7 @@ class MembershipServiceStub:
     of a worker replaces the older ones.
     """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_membership_pb2.HeartbeatRequest, _membership_pb2.HeartbeatResponse]
-    """Reports a worker's state; the answer carries orders. Sent every heartbeat_interval_s."""
+    """Reports a worker's state; the answer carries orders, and when to report again."""
     ReportGroups: _grpc.UnaryUnaryMultiCallable[_membership_pb2.ReportGroupsRequest, _membership_pb2.ReportGroupsResponse]
     """Reports groups that ended without a sample batch. Safe to repeat: (group_id, attempt) is the key."""
 
@@ -52,7 +52,7 @@ class MembershipServiceAsyncStub(MembershipServiceStub):
     of a worker replaces the older ones.
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_membership_pb2.HeartbeatRequest, _membership_pb2.HeartbeatResponse]  # type: ignore[assignment]
-    """Reports a worker's state; the answer carries orders. Sent every heartbeat_interval_s."""
+    """Reports a worker's state; the answer carries orders, and when to report again."""
     ReportGroups: _aio.UnaryUnaryMultiCallable[_membership_pb2.ReportGroupsRequest, _membership_pb2.ReportGroupsResponse]  # type: ignore[assignment]
     """Reports groups that ended without a sample batch. Safe to repeat: (group_id, attempt) is the key."""
 
@@ -75,7 +75,7 @@ class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.HeartbeatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.HeartbeatResponse, _abc.Awaitable[_membership_pb2.HeartbeatResponse]]:
-        """Reports a worker's state; the answer carries orders. Sent every heartbeat_interval_s."""
+        """Reports a worker's state; the answer carries orders, and when to report again."""
 
     @_abc_1.abstractmethod
     def ReportGroups(
