@@ -18,7 +18,7 @@ VICTIMS = ("controller", "rollout-0", "rollout-1", "trainer", "transferqueue")
 
 
 def processes_of(root: psutil.Process) -> dict[str, psutil.Process]:
-    """Services and workers below a command, by name."""
+    """Services and workers below a command, by name; rollouts by that of their logs."""
     found: dict[str, psutil.Process] = {}
     for child in root.children(recursive=True):
         try:
@@ -26,9 +26,9 @@ def processes_of(root: psutil.Process) -> dict[str, psutil.Process]:
             service = next((a for a in arguments if a.startswith("services.")), "")
             name = service.removeprefix("services.")
             if name == "rollout":
-                name = child.environ()["SLIPSTREAM_ROLLOUT_WORKER_ID"]
+                name = (Path("/proc") / str(child.pid) / "fd" / "1").readlink().stem
             found.setdefault(name, child)
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        except (psutil.NoSuchProcess, psutil.ZombieProcess, FileNotFoundError):
             continue
     return found
 

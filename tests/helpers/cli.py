@@ -107,6 +107,13 @@ def descendants(process: subprocess.Popen) -> dict[str, psutil.Process]:
     return found
 
 
+def ranks_of(worker_id: str, state_directory: Path) -> dict[str, psutil.Process]:
+    """The processes of a worker of the only run, by rank, as its launcher wrote them down."""
+    (record,) = state_directory.glob(f"*/logs/{worker_id}.process")
+    entries = json.loads(record.read_text())
+    return {str(rank): psutil.Process(entry["pid"]) for rank, entry in enumerate(entries)}
+
+
 def assert_all_gone(children: dict[str, psutil.Process]) -> None:
     _, alive = psutil.wait_procs(list(children.values()), timeout=10)
     assert not alive

@@ -3,25 +3,13 @@
 import signal
 
 import httpx
-import psutil
 import pytest
 
-from tests.helpers.cli import started
+from tests.helpers.cli import ranks_of, started
 from tests.helpers.ports import free_port
 from tests.integration.test_resize import rollouts, until
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def process_of(worker_id: str, command: int) -> psutil.Process:
-    """The process of a worker of a run command."""
-    for child in psutil.Process(command).children(recursive=True):
-        try:
-            if child.environ().get("SLIPSTREAM_ROLLOUT_WORKER_ID") == worker_id:
-                return child
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-    raise AssertionError(f"{worker_id} does not run")
 
 
 @pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
@@ -33,12 +21,12 @@ def test_training_goes_on_while_a_lost_rollout_is_replaced(plumbing, tmp_path, s
     )
     url = f"http://127.0.0.1:{port}"
     with (
-        started(*arguments, until=r"step +2/") as (command, _),
+        started(*arguments, until=r"step +2/"),
         httpx.Client(base_url=url, timeout=30) as api,
     ):
         (run,) = api.get("/v1/runs").json()["items"]
         run_id = run["id"]
-        process_of("rollout-1", command.pid).send_signal(signal_)
+        ranks_of("rollout-1", tmp_path / "runs")["0"].send_signal(signal_)
 
         def told(kind: str, after: int = 0) -> list[int]:
             query = {"type": kind, "after_seq": after}

@@ -3,18 +3,11 @@
 import json
 import re
 
-import psutil
 import pytest
 
-from tests.helpers.cli import assert_all_gone, descendants, slipstream, started, train
+from tests.helpers.cli import assert_all_gone, ranks_of, slipstream, started, train
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def rank_processes(children: dict[str, psutil.Process]) -> dict[str, psutil.Process]:
-    """The trainer's processes by rank."""
-    trainers = [child for name, child in children.items() if name.startswith("trainer")]
-    return {child.environ()["RANK"]: child for child in trainers}
 
 
 def test_two_ranks_train_what_one_trains(plumbing, tmp_path):
@@ -46,7 +39,7 @@ def test_a_run_goes_on_after_a_rank_was_killed(plumbing, tmp_path, rank):
     checkpoints = ("--set", "trainer.checkpoint.every=2")
     arguments = ("run", plumbing, "--json", "--state-directory", tmp_path, *settings, *checkpoints)
     with started(*arguments, until=r"step +4/") as (process, _):
-        ranks = rank_processes(descendants(process))
+        ranks = ranks_of("trainer-0", tmp_path)
         assert sorted(ranks) == ["0", "1"]
         ranks[rank].kill()
         out, _ = process.communicate(timeout=120)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.helpers.cli import assert_all_gone, descendants, started, train
+from tests.helpers.cli import assert_all_gone, descendants, ranks_of, started, train
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -69,11 +69,7 @@ def test_a_killed_process_of_a_role_loses_nothing(plumbing, tmp_path, group, pro
         "run", plumbing, "--json", "--state-directory", tmp_path, *arguments, until=r"step +3/"
     ) as (process, lines):
         children = descendants(process)
-        ranks = {
-            child.environ()["RANK"]: child
-            for child in children.values()
-            if child.environ().get("SLIPSTREAM_TRAINER_ROLE") == group
-        }
+        ranks = ranks_of(f"{group.replace('_', '-')}-0", tmp_path)
         assert sorted(ranks) == ["0", "1"]
         ranks["1"].kill()
         out, _ = process.communicate(timeout=240)

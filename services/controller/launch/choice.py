@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 from services.common.task_group import TaskGroup
 from services.controller.launch.launcher import ExternalLauncher, Launcher
-from services.controller.launch.process import ProcessLauncher
+from services.controller.launch.process import open_process_launcher
 from services.controller.runs import RunManager
 from services.controller.settings import ControllerSettings
 
@@ -23,12 +23,13 @@ async def open_launcher(
         tasks: Owns the tasks that watch processes.
     """
     if settings.launcher == "process":
-        yield ProcessLauncher(
+        async with open_process_launcher(
             controller_address=address,
             state_directory=settings.state_directory,
             on_exit=manager.drivers.worker_exited,
             tasks=tasks,
-        )
+        ) as processes:
+            yield processes
     elif settings.launcher == "kubernetes":
         # Only a cluster needs the client, which takes a second to import.
         from services.controller.launch.cluster import open_cluster_launcher

@@ -6,7 +6,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ from services.common.credentials import current_identity
 from services.common.spec.run import RunSpec
 from services.common.task_group import TaskGroup
 from services.controller.client import WorkerRole
+from services.controller.launch.fork_client import ForkServer, open_fork_server
 from services.controller.launch.gpus import HostGpus, host_gpus
 from services.controller.launch.launcher import (
     ExitHandler,
@@ -28,6 +30,7 @@ from services.controller.launch.log_files import last_lines
 from services.controller.launch.worker_process import (
     ChildProcess,
     ProcessGroup,
+    StartedProcess,
     WorkerProcess,
     adopt,
     write_record,
@@ -39,7 +42,7 @@ STOP_GRACE_S = 2.5
 
 
 class ProcessLauncher:
-    """Starts each worker as ``python -m services.<program>`` in a session of its own.
+    """Starts each worker as ``python -m services.<program>`` in a session of its own, or as a fork like it.
 
     A worker of several ranks is one such process for each; they meet on loopback, as under ``torchrun``.
     Each has GPUs of its own while the host has them.
@@ -50,6 +53,8 @@ class ProcessLauncher:
         state_directory: Each run's logs go to ``<state_directory>/<run_id>/logs``.
         on_exit: Hears of workers that ended by themselves.
         tasks: Owns the tasks that watch the processes.
+        gpus: The GPUs of this host.
+        forks: Starts processes that have their imports done; None starts all of them anew.
     """
 
     def __init__(
@@ -59,13 +64,16 @@ class ProcessLauncher:
         state_directory: Path,
         on_exit: ExitHandler,
         tasks: TaskGroup,
+        gpus: Sequence[str] = (),
+        forks: ForkServer | None = None,
     ) -> None:
         self._controller_address = controller_address
         self._state_directory = state_directory
         self._on_exit = on_exit
         self._tasks = tasks
         self._processes: dict[str, dict[str, WorkerProcess]] = {}
-        self._gpus = HostGpus(host_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
+        self._gpus = HostGpus(gpus)
+        self._forks = forks
 
     async def start(self, run_id: str, spec: RunSpec) -> None:
         """Start those workers of a run that do not run."""
@@ -139,25 +147,45 @@ class ProcessLauncher:
         ranks: int,
         environment: Mapping[str, str],
     ) -> WorkerProcess:
-        processes = []
-        with (self._logs(run_id) / f"{worker_id}.log").open("ab") as output:
+        processes: list[StartedProcess] = []
+        try:
             for place in _places(ranks):
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
+                process = await self._start_process(
                     f"services.{program_of(role)}",
-                    env={**environment, **place},
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=asyncio.subprocess.STDOUT,
-                    start_new_session=True,
+                    {**environment, **place},
+                    self._logs(run_id) / f"{worker_id}.log",
                 )
                 processes.append(process)
+        except BaseException:
+            # A start may be called off while it waits, and nobody else knows of these.
+            for process in processes:
+                process.send_signal(signal.SIGKILL)
+            raise
         try:
             write_record(self._record(run_id, worker_id), [process.pid for process in processes])
         except psutil.NoSuchProcess:
             logger.warning("worker ended at once", extra={"run": run_id, "worker": worker_id})
-        return ProcessGroup([ChildProcess(process) for process in processes])
+        return ProcessGroup(processes)
+
+    async def _start_process(
+        self, module: str, environment: Mapping[str, str], log: Path
+    ) -> StartedProcess:
+        if self._forks is not None:
+            forked = await self._forks.start(module, environment, log)
+            if forked is not None:
+                return forked
+        with log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                module,
+                env=environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return ChildProcess(process)
 
     async def _watch(self, run_id: str, worker_id: str, process: WorkerProcess) -> None:
         code = await process.wait()
@@ -175,6 +203,31 @@ class ProcessLauncher:
 
     def _record(self, run_id: str, worker_id: str) -> Path:
         return self._logs(run_id) / f"{worker_id}.process"
+
+
+@asynccontextmanager
+async def open_process_launcher(
+    *, controller_address: str, state_directory: Path, on_exit: ExitHandler, tasks: TaskGroup
+) -> AsyncIterator[ProcessLauncher]:
+    """A launcher until the block ends; its arguments are the launcher's.
+
+    On a host without GPUs it forks workers. A process that has looked at CUDA cannot use it after a fork, and
+    whether imports look at it is up to them; where engines take a minute to load, they matter little.
+    """
+    gpus = host_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    async with AsyncExitStack() as stack:
+        forks = None
+        if not gpus and sys.platform == "linux":
+            environment = {**_inherited(), "CUDA_VISIBLE_DEVICES": ""}
+            forks = await stack.enter_async_context(open_fork_server(environment))
+        yield ProcessLauncher(
+            controller_address=controller_address,
+            state_directory=state_directory,
+            on_exit=on_exit,
+            tasks=tasks,
+            gpus=gpus,
+            forks=forks,
+        )
 
 
 def _inherited() -> dict[str, str]:

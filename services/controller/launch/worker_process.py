@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -29,11 +30,24 @@ class WorkerProcess(Protocol):
         """Send a signal; nothing happens if it is gone."""
 
 
+class StartedProcess(WorkerProcess, Protocol):
+    """One process that this controller started."""
+
+    @property
+    def pid(self) -> int:
+        """Its id; nobody else has it until ``wait`` returned."""
+
+
 class ChildProcess:
-    """A process that this controller started."""
+    """A process that this controller started itself."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
+
+    @property
+    def pid(self) -> int:
+        """Its id."""
+        return self._process.pid
 
     async def wait(self) -> int | None:
         """Wait until it ended; returns its exit status."""
@@ -46,7 +60,7 @@ class ChildProcess:
 
 
 class AdoptedProcess:
-    """A process that an earlier controller started: its end is seen, its status is not.
+    """A process that another one started, such as an earlier controller: its end is seen, its status not.
 
     Args:
         pid: The process.
@@ -65,7 +79,8 @@ class AdoptedProcess:
     def send_signal(self, number: int) -> None:
         """Send a signal; nothing happens if it is gone."""
         if not self._ended.is_set():
-            signal.pidfd_send_signal(self._descriptor, number)
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, number)
 
     def _note_end(self) -> None:
         asyncio.get_running_loop().remove_reader(self._descriptor)

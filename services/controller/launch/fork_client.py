@@ -1,0 +1,248 @@
+"""Starts workers as forks of a process that has imported what they need (``services.common.fork_server``).
+
+A worker of a host without GPUs spends most of its start on imports.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from services.common.task_group import TaskGroup
+from services.controller.launch.worker_process import AdoptedProcess
+
+logger = logging.getLogger(__name__)
+
+# What rollouts and trainers import, and what they load with a model. Nothing that registers metrics of one of
+# them: the other one would export them, too.
+PRELOADED = (
+    "torch",
+    "torch.nn.attention.varlen",
+    "torch.utils.flop_counter",
+    "services.common.models.loading",
+    "transformers.models.qwen2.modeling_qwen2",
+    "tokenizers.implementations",
+    "services.common.grpc_server",
+    "services.common.settings",
+    "services.common.spec.loader",
+    "services.common.weightsync.server",
+    "services.controller.client",
+    "services.transferqueue.dataclient",
+    "httpx",
+    "starlette.applications",
+    "uvicorn",
+)
+
+# Imports take ten seconds on a machine that does nothing else.
+_START_TIMEOUT_S = 60.0
+_STATUS_TIMEOUT_S = 5.0
+# That a server has ended may be seen only after it was given an order.
+_TRIES = 2
+
+
+class ForkedProcess:
+    """A process that a fork server started.
+
+    Args:
+        pid: The process.
+        server: Who started it.
+    """
+
+    def __init__(self, pid: int, server: "_Server") -> None:
+        self.pid = pid
+        self._process = AdoptedProcess(pid)
+        self._server = server
+        self._answer: asyncio.Future[dict[str, Any]] | None = None
+
+    async def wait(self) -> int | None:
+        """Wait until it ended; returns its exit status unless the server ended before."""
+        await self._process.wait()
+        if self._answer is None:
+            self._answer = self._server.ask(ended=self.pid)
+        try:
+            async with asyncio.timeout(_STATUS_TIMEOUT_S):
+                status: int | None = (await asyncio.shield(self._answer)).get("status")
+        except TimeoutError:
+            return None
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal; nothing happens if it is gone."""
+        self._process.send_signal(number)
+
+
+class ForkServer:
+    """Starts processes through a fork server, and another server when that one was lost.
+
+    Args:
+        environment: Of the servers.
+        modules: What they import.
+        tasks: Owns the tasks that listen to them.
+        start_timeout_s: A server that does not answer for this long is ended.
+    """
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        modules: Sequence[str],
+        *,
+        tasks: TaskGroup,
+        start_timeout_s: float,
+    ) -> None:
+        self._command = [sys.executable, "-m", "services.common.fork_server", *modules]
+        self._environment = environment
+        self._tasks = tasks
+        self._start_timeout_s = start_timeout_s
+        self._server: _Server | None = None
+        self._starting = asyncio.Lock()
+        self._is_given_up = False
+
+    async def begin(self) -> None:
+        """Start a server unless there is one; returns before it has imported anything."""
+        async with self._starting:
+            if self._is_given_up or (self._server is not None and not self._server.is_gone):
+                return
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    env=self._environment,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self._give_up(str(error))
+                return
+            self._server = _Server(process)
+            self._tasks.create_task(self._server.listen())
+
+    async def start(
+        self, module: str, environment: Mapping[str, str], log: Path
+    ) -> ForkedProcess | None:
+        """Start what ``python -m <module>`` would, in a session of its own.
+
+        Args:
+            module: The program.
+            environment: All of its environment.
+            log: File that its output is appended to.
+
+        Returns:
+            The process; None if it could not be started in this way.
+        """
+        order = {"module": module, "environment": environment, "log": str(log)}
+        for _ in range(_TRIES):
+            await self.begin()
+            if self._is_given_up or (server := self._server) is None:
+                return None
+            answer = await self._ask(server, order)
+            with suppress(ProcessLookupError):
+                if "pid" in answer:
+                    return ForkedProcess(answer["pid"], server)
+            if not server.has_answered:
+                self._give_up(answer.get("error", "the fork server ended"))
+            elif "error" in answer:
+                logger.warning("a worker's start takes longer", extra={"why": answer["error"]})
+                return None
+        return None
+
+    async def _ask(self, server: "_Server", order: Mapping[str, Any]) -> Mapping[str, Any]:
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                return await server.ask(**order)
+        except TimeoutError:
+            server.kill()
+            return {"error": f"no answer within {self._start_timeout_s:.0f} s"}
+
+    def close(self) -> None:
+        """End the server; what it started lives on."""
+        self._is_given_up = True
+        if self._server is not None:
+            self._server.kill()
+
+    def _give_up(self, reason: str) -> None:
+        """What never worked is not tried for each worker anew."""
+        if not self._is_given_up:
+            logger.warning("no worker is forked, so starts take longer", extra={"why": reason})
+        self._is_given_up = True
+
+
+@asynccontextmanager
+async def open_fork_server(
+    environment: Mapping[str, str],
+    modules: Sequence[str] = PRELOADED,
+    *,
+    start_timeout_s: float = _START_TIMEOUT_S,
+) -> AsyncIterator[ForkServer]:
+    """A fork server until the block ends, importing from now on.
+
+    Args:
+        environment: Of the server.
+        modules: What it imports.
+        start_timeout_s: A server that does not answer for this long is ended.
+    """
+    async with TaskGroup() as tasks:
+        # More than one thread of its own would not survive a fork; a worker sets its number itself.
+        environment = {**environment, "OMP_NUM_THREADS": "1"}
+        forks = ForkServer(environment, modules, tasks=tasks, start_timeout_s=start_timeout_s)
+        await forks.begin()
+        try:
+            yield forks
+        finally:
+            forks.close()
+
+
+class _Server:
+    """One process of the program; it answers in the order in which it is asked.
+
+    Args:
+        process: With pipes at standard input and output.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._answers: deque[asyncio.Future[dict[str, Any]]] = deque()
+        self.has_answered = False
+        self.is_gone = False
+
+    def ask(self, **order: Any) -> asyncio.Future[dict[str, Any]]:
+        """Send an order; the answer is empty if the process ends before it answers."""
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        if self.is_gone:
+            answer.set_result({})
+        else:
+            assert self._process.stdin is not None
+            self._answers.append(answer)
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        return answer
+
+    async def listen(self) -> None:
+        """Hand on answers until the process ends."""
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            self.has_answered = True
+            answer, content = self._answers.popleft(), json.loads(line)
+            if not answer.done():
+                answer.set_result(content)
+            elif "pid" in content:
+                # Whoever ordered it has gone, and nobody else knows of it.
+                with suppress(ProcessLookupError):
+                    os.kill(content["pid"], signal.SIGKILL)
+                self.ask(ended=content["pid"])
+        self.is_gone = True
+        for answer in self._answers:
+            if not answer.done():
+                answer.set_result({})
+        await self._process.wait()
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self.is_gone = True
+        with suppress(ProcessLookupError):
+            self._process.kill()
