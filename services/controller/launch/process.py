@@ -90,7 +90,7 @@ class ProcessLauncher:
             if process is None:
                 environment = {
                     "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // sum(ranks.values()))),
-                    **os.environ,
+                    **_inherited(),
                     "CUDA_VISIBLE_DEVICES": ",".join(gpus[worker_id]),
                     **self._identity(run_id, role, worker_id),
                 }

@@ -46,6 +46,20 @@ def launcher_of(tmp_path, tasks, forks=None) -> ProcessLauncher:
     )
 
 
+async def test_workers_inherit_nothing_of_the_controllers_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_CONTROLLER_DATABASE_URL", "postgresql://user:password@host/db")
+    monkeypatch.setenv("SLIPSTREAM_TRACE_RATIO", "0.5")
+    orders = Orders(Exited())
+    async with TaskGroup() as tasks:
+        await launcher_of(tmp_path, tasks, orders).start("run_a", RunSpec.model_validate(SPEC))
+    assert orders.given.keys() == {"trainer-0", "rollout-0", "rollout-1"}
+    for module, environment in orders.given.values():
+        prefix = module.replace("services.", "slipstream_").upper()
+        assert environment[f"{prefix}_RUN_ID"] == "run_a"
+        assert environment["SLIPSTREAM_TRACE_RATIO"] == "0.5"
+        assert not [name for name in environment if name.startswith("SLIPSTREAM_CONTROLLER_")]
+
+
 @pytest.mark.parametrize("forks", [None, Orders()], ids=["none", "gave_up"])
 async def test_without_forks_a_worker_is_started_anew(tmp_path, forks):
     (tmp_path / "worker.py").write_text("import os; print(os.environ['NAME']); raise SystemExit(3)")
