@@ -37,6 +37,8 @@ from services.rollout.client import GroupAssignment
 logger = logging.getLogger(__name__)
 # Reasons for which a group has no samples although its prompt did nothing wrong.
 _BLAMELESS = frozenset({"publish_failed"})
+# Groups that end soon after each other are followed by others at once: each hand-out waits for the disk.
+_HANDOUT_PAUSE_S = 0.01
 
 
 class Generation:
@@ -79,7 +81,7 @@ class Generation:
     def published(self, step: int) -> None:
         """All rollouts serve the weights of ``step``: the gate opens further."""
         self._handout.published_step = step
-        self._work.set()
+        self._wake()
 
     async def restore(self, lost_workers: Collection[str], *, is_queue_empty: bool) -> None:
         """Find out what became of the groups in flight, and hand them out again where it is needed.
@@ -123,7 +125,8 @@ class Generation:
             while True:
                 self._work.clear()
                 await self._handout.take_back_stalled()
-                await self._handout.hand_out(starts)
+                if await self._handout.hand_out(starts):
+                    await asyncio.sleep(_HANDOUT_PAUSE_S)
                 try:
                     async with asyncio.timeout(self._handout.seconds_to_next_stall()):
                         await self._work.wait()
@@ -209,7 +212,7 @@ class Generation:
 
     async def release(self, groups: Sequence[Group]) -> None:
         """Delete the samples of groups that ended."""
-        self._work.set()
+        self._wake()
         await self.stored.release(groups)
 
     async def _find_stored(self) -> set[str]:
@@ -315,9 +318,14 @@ class Generation:
         return why_unfit(samples, algorithm, may_refill=may_refill)
 
     async def _notify(self) -> None:
-        self._work.set()
+        self._wake()
         async with self._finished:
             self._finished.notify_all()
+
+    def _wake(self) -> None:
+        """Let others start where groups ended."""
+        self._handout.expect()
+        self._work.set()
 
 
 def _failed(failure: GroupFailure) -> Note:

@@ -64,6 +64,7 @@ class Handout:
         self._clock = clock
         self._total = spec.trainer.steps * spec.trainer.prompts_per_step
         self._per_replica = max(1, spec.rollout.max_running_samples // spec.rollout.group_size)
+        self._due: float | None = None
         self.shares = Shares()
         """Who generates what."""
         self.published_step = -1
@@ -73,16 +74,25 @@ class Handout:
             groups_per_step=spec.trainer.prompts_per_step,
         )
 
-    async def hand_out(self, starts: TaskGroup) -> None:
+    def expect(self) -> None:
+        """Groups may start from now on; how long they then wait is measured from here."""
+        if self._due is None:
+            self._due = self._clock.monotonic()
+
+    async def hand_out(self, starts: TaskGroup) -> int:
         """Choose and write down whatever may start now.
 
         Args:
             starts: Owns the calls that start it: a rollout that is slow to answer keeps no other waiting.
+
+        Returns:
+            How many groups that are.
         """
-        begin, begin_ns = self._clock.monotonic(), time.time_ns()
+        begin, begin_ns = self._due or self._clock.monotonic(), time.time_ns()
+        self._due = None
         groups = self._next_groups()
         if not groups:
-            return
+            return 0
         # What was stored of groups that begin again is in the way of their new samples.
         await self._stored.discard(g for g in groups if g.state is GroupState.PENDING)
         by_worker: dict[str, list[GroupAssignment]] = defaultdict(list)
@@ -94,8 +104,8 @@ class Handout:
             for worker_id, members in shares.items():
                 by_worker[worker_id].append(self.assignment(group, members))
         await self._journal.save(self._ledger)
-
         starts.create_task(self._start(groups, by_worker, begin=begin, begin_ns=begin_ns))
+        return len(groups)
 
     async def _start(
         self,
