@@ -7,7 +7,7 @@ from services.controller.api.views import moment
 from services.controller.run.checkpoints import Checkpoint, CheckpointStore
 from services.controller.run.groups import Group
 from services.controller.store import ledgers as ledger_store
-from services.controller.store.database import FEW_ROWS, Database
+from services.controller.store.database import Database
 from services.controller.store.tables import DEAD_LETTERS
 
 
@@ -52,8 +52,7 @@ class RunAudit:
                 if name in ("", key)
             ]
 
-        reading = self._database.query if max_points <= FEW_ROWS else self._database.scan
-        return await reading(read)
+        return await self._database.page(max_points, read)
 
     async def samples(self, run_id: str, after_step: int, steps: int) -> list[SampleView]:
         """Groups of some steps, and all that are in flight or were given up."""

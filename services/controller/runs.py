@@ -24,7 +24,7 @@ from services.controller.quotas import Limits, Quota
 from services.controller.run.assembly import forget_samples
 from services.controller.run.run_state import RunEvent, RunState
 from services.controller.spec_policy import SpecPolicy
-from services.controller.store.database import FEW_ROWS, Database
+from services.controller.store.database import Database
 from services.controller.store.records import (
     Event,
     NewRun,
@@ -158,8 +158,9 @@ class RunManager:
         self, *, limit: int, after: str | None = None, only: RunFilter | None = None
     ) -> list[Run]:
         """Runs, newest first unless the filter says otherwise."""
-        read = self._database.query if limit <= FEW_ROWS else self._database.scan
-        return await read(self._store.list_runs, limit=limit, after=after, only=only)
+        return await self._database.page(
+            limit, self._store.list_runs, limit=limit, after=after, only=only
+        )
 
     async def quota(self, project: str) -> Quota:
         """Limits and use of a project."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from services.common.errors import ResourceExhaustedError
 from services.controller.run.run_state import TERMINAL
-from services.controller.store.database import FEW_ROWS, Database
+from services.controller.store.database import Database
 from services.controller.store.records import Event
 from services.controller.store.runs import RunStore
 
@@ -78,8 +78,9 @@ class EventFeed:
         Raises:
             CursorExpiredError: If some of them are not kept any more.
         """
-        read = self._database.query if limit <= FEW_ROWS else self._database.scan
-        return await read(self._store.events, run_id, after_seq=after_seq, limit=limit, type_=type_)
+        return await self._database.page(
+            limit, self._store.events, run_id, after_seq=after_seq, limit=limit, type_=type_
+        )
 
     async def check_moment(self, project: str, moment: float) -> None:
         """See that all events of a project behind a moment are kept.

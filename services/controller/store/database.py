@@ -27,8 +27,8 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 LEADER_LEASE = "controller"
-FEW_ROWS = 100
-"""A read of this many rows takes some milliseconds."""
+# A read of this many rows takes some milliseconds.
+_FEW_ROWS = 100
 _EPOCH = sa.select(LEASES.c.epoch).where(LEASES.c.name == LEADER_LEASE).with_for_update(read=True)
 
 
@@ -92,8 +92,15 @@ class Database:
             return work(*args, **kwargs)
         return await self.scan(work, *args, **kwargs)
 
+    async def page(
+        self, num_rows: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
+    ) -> _T:
+        """:meth:`query` or :meth:`scan`, by how many rows ``work`` reads at most."""
+        read = self.query if num_rows <= _FEW_ROWS else self.scan
+        return await read(work, *args, **kwargs)
+
     async def scan(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """:meth:`query` for work that reads more than :data:`FEW_ROWS`."""
+        """:meth:`query` for work that reads much, in a thread whatever the database is."""
         return await asyncio.wrap_future(self._readers.submit(work, *args, **kwargs))
 
     @contextmanager
