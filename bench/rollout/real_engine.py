@@ -44,11 +44,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, Qwen2Config
 
 from bench.rollout.driven import Directly, opened, requests, serving
 from bench.rollout.report import GrowingReport
 from services.common.jagged import Jagged
+from services.common.models.loading import build_model, load_folder
 from services.rollout.engines.base import Engine, GenerationRequest, GenerationResult
 from services.rollout.engines.torch import TorchEngine
 from services.trainer.batch.packing import pack
@@ -82,8 +83,7 @@ def make_config(size: str) -> Qwen2Config:
 def train(size: str, dtype: torch.dtype, device: str, steps: int) -> tuple[PreTrainedModel, float]:
     """A model that has learned to count, with one random token in five; returns its last loss."""
     torch.manual_seed(0)
-    with torch.device(device):
-        model = Qwen2ForCausalLM(make_config(size)).to(dtype)
+    model = build_model(make_config(size), dtype=dtype, device=device)
     model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.0)
     loss = torch.zeros(())
@@ -236,7 +236,7 @@ async def measure(options: argparse.Namespace) -> None:
         model.save_pretrained(folder)
         report.add({"training_loss": loss})
         del model
-    model = Qwen2ForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    model = load_folder(folder, dtype=dtype, device=device)
     weights = {name: value.detach() for name, value in model.named_parameters()}
     report.add({"weight_gb": round(sum(value.nbytes for value in weights.values()) / 1e9, 3)})
     started_at = time.perf_counter()
@@ -267,12 +267,10 @@ async def open_engine(
     config = make_config(options.size)
     if options.engine == "torch":
         if loads:
-            model = Qwen2ForCausalLM.from_pretrained(options.folder, dtype=dtype).to(device)
+            model = load_folder(options.folder, dtype=dtype, device=device)
         else:
-            torch.manual_seed(1)
-            with torch.device(device):
-                model = Qwen2ForCausalLM(config).to(dtype)
-        engine = TorchEngine(model.eval(), max_running=_MAX_RUNNING)
+            model = build_model(config, dtype=dtype, device=device, seed=1)
+        engine = TorchEngine(model, max_running=_MAX_RUNNING)
         async with serving(engine):
             yield engine, None
         return

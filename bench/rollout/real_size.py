@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, Qwen2Config
 
 from bench.rollout.report import report_to
+from services.common.models.loading import build_model
 from services.rollout.engines import decode_step
 from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.engines.torch import TorchEngine
@@ -46,9 +47,9 @@ def build(arguments: argparse.Namespace, seed: int) -> PreTrainedModel:
         max_position_embeddings=4096,
         dtype=arguments.dtype,
     )
-    torch.manual_seed(seed)
-    with torch.device(arguments.device):
-        return Qwen2ForCausalLM(config).to(getattr(torch, arguments.dtype)).eval()
+    return build_model(
+        config, dtype=getattr(torch, arguments.dtype), device=arguments.device, seed=seed
+    )
 
 
 def requests(count: int, num_tokens: int, vocab: int) -> list[GenerationRequest]:

@@ -60,7 +60,20 @@ def build_model(
         model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=dtype, attn_implementation=attention
         )
+    if devices:
+        compute_frequencies(model, device=device)
     return cast("PreTrainedModel", model.eval())
+
+
+def compute_frequencies(model: PreTrainedModel, *, device: torch.device | str) -> None:
+    """Give a model the frequencies of its rotary embedding, in place: float32, computed and never stored.
+
+    A CPU computes them, as for a model that is loaded from a folder. A GPU's powers differ in the last bit,
+    and so would the logprobs of trainer and rollout under the same weights.
+    """
+    decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
+    if hasattr(decoder, "rotary_emb"):
+        decoder.rotary_emb = type(decoder.rotary_emb)(config=model.config).to(device)
 
 
 def load_model(

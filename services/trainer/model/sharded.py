@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.tensor import DTensor
 
+from services.common.models.loading import compute_frequencies
 from services.trainer.model.lora import is_adapter, plain_name
 
 
@@ -57,9 +58,7 @@ def materialize(module: nn.Module, *, device: torch.device) -> None:
     module.to_empty(device=device)
     model: Any = module.get_submodule("model")
     model.tie_weights()
-    decoder = model.get_decoder()
-    # Its frequencies are computed, not stored.
-    decoder.rotary_emb = type(decoder.rotary_emb)(config=model.config).to(device)
+    compute_frequencies(model, device=device)
 
 
 def _begin_adapter(name: str, parameter: nn.Parameter) -> None:
