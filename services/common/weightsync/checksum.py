@@ -14,11 +14,12 @@ import xxhash
 from torch import Tensor
 
 WORDS_PER_ROW = 1024
-_BLOCK_ROWS = 8
+_ROW_BYTES = 8 * WORDS_PER_ROW
 _WARPS = 8
+_STAGES = 3
 # Beside a running transfer and decoding, a checksum may take this many of the GPU's processors: more would
 # delay the transfer's own kernels, fewer could not keep up with the wire.
-_BLOCKS_BESIDE = 16
+_BLOCKS_BESIDE = 8
 
 
 def write_checksum(bucket: Tensor, sums: Tensor, *, alone: bool = False) -> None:
@@ -34,15 +35,27 @@ def write_checksum(bucket: Tensor, sums: Tensor, *, alone: bool = False) -> None
         sums.copy_(torch.frombuffer(bytearray(digest), dtype=torch.int64))
         return
     words = bucket.view(torch.int64).view(-1, WORDS_PER_ROW)
-    blocks = -(-words.shape[0] // _BLOCK_ROWS)
-    _weighted_sums()[(blocks if alone else min(blocks, _BLOCKS_BESIDE),)](
+    block_rows = _block_rows(bucket.device)
+    most = torch.cuda.get_device_properties(bucket.device).multi_processor_count
+    blocks = -(-words.shape[0] // block_rows)
+    _weighted_sums()[(min(blocks, most if alone else _BLOCKS_BESIDE),)](
         words,
         sums,
         words.shape[0],
-        block_rows=_BLOCK_ROWS,
+        block_rows=block_rows,
         row_words=WORDS_PER_ROW,
+        stages=_STAGES,
         num_warps=_WARPS,
     )
+
+
+@cache
+def _block_rows(device: torch.device) -> int:
+    """Rows that a processor adds up at once: as many as its shared memory holds in all stages."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    # What is left is for adding up in the end.
+    fitting = (properties.shared_memory_per_block_optin - _ROW_BYTES) // (_STAGES * _ROW_BYTES)
+    return 1 << (int(fitting).bit_length() - 1)
 
 
 @cache

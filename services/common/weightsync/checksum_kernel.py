@@ -5,22 +5,31 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
-def weighted_sums(words, sums, num_rows, block_rows: tl.constexpr, row_words: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def weighted_sums(  # type: ignore[no-untyped-def]  # noqa: ANN201
+    words,  # noqa: ANN001
+    sums,  # noqa: ANN001
+    num_rows,  # noqa: ANN001
+    block_rows: tl.constexpr,
+    row_words: tl.constexpr,
+    stages: tl.constexpr,
+):
     """Add the share of one program to ``sums``: ``[2]`` int64, by row factors and by column factors.
 
-    Each program takes every n-th block of rows. Integer sums modulo 2**64 are the same in any order, so
-    atomic additions change nothing.
+    Each program takes every n-th block of rows and loads the next ones while it adds one up.
+    Threads meet only at the end. Integer sums modulo 2**64 are the same in any order, so atomic
+    additions change nothing.
     """
     column = tl.arange(0, row_words)
     rows = tl.arange(0, block_rows)
-    by_row = tl.zeros((block_rows,), dtype=tl.int64)
-    by_column = tl.zeros((row_words,), dtype=tl.int64)
+    by_row = tl.zeros((block_rows, row_words), dtype=tl.int64)
+    by_column = tl.zeros((block_rows, row_words), dtype=tl.int64)
     first = tl.program_id(0) * block_rows
-    for start in range(first, num_rows, tl.num_programs(0) * block_rows):
+    for start in tl.range(first, num_rows, tl.num_programs(0) * block_rows, num_stages=stages):
         row = (start + rows).to(tl.int64)
         places = row[:, None] * row_words + column[None, :]
         values = tl.load(words + places, mask=row[:, None] < num_rows, other=0)
-        by_row += tl.sum(values, axis=1) * (2 * row + 1)
-        by_column += tl.sum(values, axis=0)
-    tl.atomic_add(sums, tl.sum(by_row, axis=0))
-    tl.atomic_add(sums + 1, tl.sum(by_column * (2 * column.to(tl.int64) + 1), axis=0))
+        by_row += values * (2 * row + 1)[:, None]
+        by_column += values
+    column_factors = 2 * column.to(tl.int64) + 1
+    tl.atomic_add(sums, tl.sum(tl.sum(by_row, axis=0), axis=0))
+    tl.atomic_add(sums + 1, tl.sum(tl.sum(by_column, axis=0) * column_factors, axis=0))
