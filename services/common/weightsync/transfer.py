@@ -1,14 +1,14 @@
-"""One version over a formed group: header, buckets, checksums.
+"""One version over a formed group: buckets, and what the source states of them.
 
     source                                  receivers
     (weights are packed in its arena)       -
-    header: magic, epoch, version, ...      compared at the end, before anything is adopted
     bucket 0 .. n-1                         received into a shadow arena; live weights untouched
-    checksums of all buckets                recomputed from the received bytes, bucket by bucket
+    statement: magic, epoch, version, ...   compared before anything is adopted
+      and checksums of all buckets          recomputed from the received bytes, bucket by bucket
                                             while the next one is on the wire, and compared
 
-Everything is started before anything is waited for, so that the wire is never idle; on a GPU no call waits
-for the device until the end.
+Everything is started before anything is waited for, and the buckets before all else, so that the wire is
+never idle; on a GPU no call waits for the device until the end.
 """
 
 import struct
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from services.common.weightsync.arena import WeightArena, source_digest
 from services.common.weightsync.checksum import write_checksum
-from services.common.weightsync.group import Channel, WeightGroup
+from services.common.weightsync.group import Channel, WeightGroup, Work
 from services.common.weightsync.plan import WeightPlan
 
 _HEADER = struct.Struct("<8sqqqqq32s")
@@ -74,20 +74,17 @@ def send_version(
     """
     ((source, channel),) = group.channels.items()
     group.bound(arena.plan)
-    works = [channel.broadcast(make_header(arena.plan, order, source).to(arena.device))]
     sent = [
         arena.bucket(source, index)
         for index in range(_num_held(arena.plan, source, order), len(checksums))
     ]
-    works += [channel.broadcast(bucket) for bucket in sent]
-    works.append(channel.broadcast(checksums))
+    works = [channel.broadcast(bucket) for bucket in sent]
+    works.append(channel.broadcast(make_statement(arena.plan, order, source, checksums)))
+    digest = source_digest(arena.plan.plan_hash, order.version, source, checksums)
     for work in works:
         work.wait()
     group.settle()
-    return Transferred(
-        digests=(source_digest(arena.plan.plan_hash, order.version, source, checksums),),
-        num_bytes=sum(bucket.nbytes for bucket in sent),
-    )
+    return Transferred(digests=(digest,), num_bytes=sum(bucket.nbytes for bucket in sent))
 
 
 def receive_version(
@@ -105,7 +102,7 @@ def receive_version(
         sums: Checksums of what ``shadow`` holds, by source; those of what arrives are written there.
 
     Raises:
-        TransferError: If a header or bytes are not the expected ones.
+        TransferError: If version or bytes are not the expected ones.
         RuntimeError: If a source was lost or the group aborted.
     """
     group.bound(shadow.plan)
@@ -149,46 +146,45 @@ class _Arriving:
         self._computed = computed
         self._num_buckets = len(computed)
         self._first = _num_held(shadow.plan, source, order)
-        self._header = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=shadow.device)
-        self._stated = torch.zeros_like(computed)
-        self._works = [channel.broadcast(self._header)]
+        self._works: list[Work] = []
         self.num_bytes = 0
-        computed[self._first :].zero_()
 
     def start(self, index: int) -> None:
-        """Start to receive a bucket and, behind the last one, the checksums."""
+        """Start to receive a bucket and, behind the last one, what the source states."""
         if self._first <= index < self._num_buckets:
             bucket = self._shadow.bucket(self._source, index)
             self._works.append(self._channel.broadcast(bucket))
             self.num_bytes += bucket.nbytes
         if index == self._num_buckets - 1:
+            self._stated = no_statement(self._computed)
             self._works.append(self._channel.broadcast(self._stated))
+            self._computed[self._first :].zero_()
 
     def check(self, index: int) -> None:
         """Compute the checksum of a bucket once it is here."""
         if self._first <= index < self._num_buckets:
-            self._works[1 + index - self._first].wait()
+            self._works[index - self._first].wait()
             # Behind the last bucket the wire is free, and the rest of the GPU may help.
             is_last = index == self._num_buckets - 1
             bucket = self._shadow.bucket(self._source, index)
             write_checksum(bucket, self._computed[index], alone=is_last)
 
     def finish(self) -> None:
-        """Wait for the header and the checksums that the source states."""
-        self._works[0].wait()
+        """Wait for what the source states; both sides of the comparison go to the host."""
         self._works[-1].wait()
+        found = torch.cat((self._stated, self._computed.flatten().view(torch.uint8)))
+        self._found = found.to("cpu", non_blocking=True)
 
     def verified(self) -> str:
-        """Compare; returns the digest of what is held now."""
-        sums = torch.cat(
-            (self._computed.flatten(), self._stated.flatten(), self._header.view(torch.int64))
+        """Compare, once the device is done; returns the digest of what is held now."""
+        stated, computed = self._found.split((self._stated.nbytes, self._computed.nbytes))
+        return check_statement(
+            stated,
+            computed.view(torch.int64).view(-1, 2),
+            self._shadow.plan,
+            self._order,
+            source=self._source,
         )
-        computed, stated, header = sums.cpu().split(
-            (2 * self._num_buckets, 2 * self._num_buckets, HEADER_BYTES // 8)
-        )
-        plan, order, source = self._shadow.plan, self._order, self._source
-        check_header(header.view(torch.uint8), plan, order, source)
-        return check_buckets(computed.view(-1, 2), stated.view(-1, 2), plan, order, source=source)
 
 
 def _num_held(plan: WeightPlan, source: int, order: TransferOrder) -> int:
@@ -233,6 +229,49 @@ def check_header(header: Tensor, plan: WeightPlan, order: TransferOrder, source:
             f"{plan.plan_hash[:12]}, but the source announced something else; it is refused"
         )
     return num_changed
+
+
+def make_statement(
+    plan: WeightPlan, order: TransferOrder, source: int, checksums: Tensor
+) -> Tensor:
+    """What a source states behind its buckets: header and checksums, ``[n]`` uint8.
+
+    Args:
+        plan: The layout.
+        order: What is sent.
+        source: Who sends.
+        checksums: ``[num_buckets, 2]`` int64; the statement lies on their device.
+    """
+    header = make_header(plan, order, source).to(checksums.device)
+    return torch.cat((header, checksums.flatten().view(torch.uint8)))
+
+
+def no_statement(checksums: Tensor) -> Tensor:
+    """Room for the statement of as many buckets as there are ``checksums``."""
+    num_bytes = HEADER_BYTES + checksums.nbytes
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=checksums.device)
+
+
+def check_statement(
+    stated: Tensor, computed: Tensor, plan: WeightPlan, order: TransferOrder, *, source: int
+) -> str:
+    """Compare what a source stated with what arrived; returns the digest.
+
+    Args:
+        stated: From :func:`make_statement`.
+        computed: Checksums of what arrived: ``[num_buckets, 2]`` int64.
+        plan: The layout.
+        order: What was asked for.
+        source: Who sent.
+
+    Raises:
+        TransferError: If something else was sent, or a bucket differs.
+    """
+    header, checksums = stated.split((HEADER_BYTES, computed.nbytes))
+    check_header(header, plan, order, source)
+    return check_buckets(
+        computed, checksums.view(torch.int64).view(-1, 2), plan, order, source=source
+    )
 
 
 def check_buckets(

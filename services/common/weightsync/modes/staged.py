@@ -14,12 +14,11 @@ from services.common.weightsync.checksum import write_checksum
 from services.common.weightsync.group import Channel, WeightGroup, Work
 from services.common.weightsync.plan import WeightPlan
 from services.common.weightsync.transfer import (
-    HEADER_BYTES,
     TransferOrder,
     Transferred,
-    check_buckets,
-    check_header,
-    make_header,
+    check_statement,
+    make_statement,
+    no_statement,
 )
 
 _SLOTS = 2
@@ -65,17 +64,17 @@ def send_staged(
     ((source, channel),) = group.channels.items()
     plan = arena.plan
     group.bound(plan)
-    works = [channel.broadcast(make_header(plan, order, source).to(slots.device))]
+    works: list[Work] = []
     count = len(plan.sources[source].buckets)
     stated = torch.zeros(count, 2, dtype=torch.int64, device=slots.device)
     for index in range(count):
         if index >= _SLOTS:
-            works[1 + index - _SLOTS].wait()
+            works[index - _SLOTS].wait()
         slot = slots.slot(source, index)
         slot.copy_(arena.bucket(source, index))
         write_checksum(slot, stated[index])
         works.append(channel.broadcast(slot))
-    works.append(channel.broadcast(stated))
+    works.append(channel.broadcast(make_statement(plan, order, source, stated)))
     for work in works:
         work.wait()
     group.settle()
@@ -118,10 +117,9 @@ class _Arriving:
         self._slots = slots
         self._place = place
         self._num_buckets = len(slots.plan.sources[source].buckets)
-        self._header = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=slots.device)
-        self._stated = torch.zeros(self._num_buckets, 2, dtype=torch.int64, device=slots.device)
-        self._computed = torch.zeros_like(self._stated)
-        self._works: list[Work] = [channel.broadcast(self._header)]
+        self._computed = torch.zeros(self._num_buckets, 2, dtype=torch.int64, device=slots.device)
+        self._stated = no_statement(self._computed)
+        self._works: list[Work] = []
         for index in range(_SLOTS):
             self._start(index)
 
@@ -129,23 +127,21 @@ class _Arriving:
         """Place a bucket, and start to receive the next one into its slot."""
         if index >= self._num_buckets:
             return
-        self._works[1 + index].wait()
+        self._works[index].wait()
         slot = self._slots.slot(self._source, index)
         write_checksum(slot, self._computed[index])
         self._place(self._source, index, slot)
         self._start(index + _SLOTS)
 
     def finish(self) -> None:
-        """Receive the checksums that the source states."""
-        self._works.append(self._channel.broadcast(self._stated))
-        for work in (self._works[0], self._works[-1]):
-            work.wait()
+        """Receive what the source states."""
+        self._channel.broadcast(self._stated).wait()
 
     def verified(self, order: TransferOrder) -> str:
         """Compare; returns the digest of what arrived."""
         plan = self._slots.plan
-        check_header(self._header, plan, order, self._source)
-        return check_buckets(self._computed, self._stated, plan, order, source=self._source)
+        stated, computed = self._stated.cpu(), self._computed.cpu()
+        return check_statement(stated, computed, plan, order, source=self._source)
 
     def _start(self, index: int) -> None:
         if index < self._num_buckets:
