@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bench.weightsync.shapes import fused_name
 from services.common.weightsync.canary import Canary
+from services.common.weightsync.copying import copy_all
 from services.common.weightsync.group import Channel
 from services.common.weightsync.plan import Shard, TensorSpec
 
@@ -87,7 +88,7 @@ class Rollout:
         """One copy into the live parameters; their addresses stay."""
         synchronize(self._device)
         begin = time.perf_counter()
-        torch._foreach_copy_(list(self._views.values()), [tensors[name] for name in self._views])
+        copy_all(list(self._views.values()), [tensors[name] for name in self._views])
         synchronize(self._device)
         return time.perf_counter() - begin
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from services.common.weightsync.checksum import write_checksum
+from services.common.weightsync.copying import copy_all
 from services.common.weightsync.plan import LORA_DOWN, LORA_UP, WeightPlan, is_adapter
 
 
@@ -51,8 +52,7 @@ class WeightArena:
     def put_together(self) -> Mapping[str, Tensor]:
         """All tensors by name; those of several sources are copied to where they are whole."""
         whole, parts, places = self._whole
-        if parts:
-            torch._foreach_copy_(places, parts)
+        copy_all(places, parts)
         return whole
 
     def no_checksums(self) -> dict[int, Tensor]:

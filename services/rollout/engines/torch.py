@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from services.common.weightsync.copying import copy_all
 from services.common.weightsync.plan import TensorSpec
 from services.rollout.engines.base import (
     EngineCapabilities,
@@ -246,7 +247,7 @@ class TorchEngine:
     @torch.no_grad()
     def _copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
         live = list(self._parameters.values())
-        torch._foreach_copy_(live, [tensors[name] for name in self._parameters])
+        copy_all(live, [tensors[name] for name in self._parameters])
         if self._recompute_kv:
             self._batch.recompute()
         if self._model.device.type == "cuda":
