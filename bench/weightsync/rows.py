@@ -21,7 +21,7 @@ from bench.weightsync.sides import (
     raw_broadcast,
     synchronize,
 )
-from services.common.weightsync.group import form_group
+from services.common.weightsync.group import Seat, form_group
 from services.common.weightsync.member import WeightMember
 from services.common.weightsync.plan import fsdp_shards, make_plan, version_digest
 from services.common.weightsync.transfer import TransferOrder
@@ -69,9 +69,12 @@ class _Bench:
         group = form_group(
             "nccl" if self._device.type == "cuda" else "gloo",
             Store(self._store, "usual"),
-            sources=(0,),
-            rank=0 if self._source == 0 else self._number - self._arguments.sources + 1,
-            num_receivers=self._arguments.receivers,
+            Seat(
+                sources=(0,),
+                num_sources=1,
+                rank=0 if self._source == 0 else self._number - self._arguments.sources + 1,
+                num_receivers=self._arguments.receivers,
+            ),
             host="127.0.0.1",
             device=self._device,
             timeout_s=120,

@@ -3,14 +3,14 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from services.common.errors import FailedPreconditionError, UnavailableError
 from services.common.weightsync.checksum import write_checksum
 from services.common.weightsync.endpoints import OwnThread, on_device
-from services.common.weightsync.group import KeyValueStore, WeightGroup, form_group
+from services.common.weightsync.group import KeyValueStore, Seat, WeightGroup, form_group
 from services.common.weightsync.plan import BUCKET_ALIGNMENT
 
 logger = logging.getLogger(__name__)
@@ -58,10 +58,8 @@ class Epochs:
     async def form(
         self,
         epoch: int,
+        seat: Seat,
         *,
-        sources: Sequence[int],
-        rank: int,
-        num_receivers: int,
         backend: str,
         device: torch.device,
         scope: str,
@@ -71,9 +69,7 @@ class Epochs:
 
         Args:
             epoch: Number of the group; higher than any before.
-            sources: Channels to join.
-            rank: In each of these channels.
-            num_receivers: Receivers in the group.
+            seat: This member's place in it.
             backend: ``gloo`` or ``nccl``.
             device: Where what travels lies.
             scope: Where the members meet.
@@ -102,9 +98,7 @@ class Epochs:
                 return form_group(
                     backend,
                     values,
-                    sources=sources,
-                    rank=rank,
-                    num_receivers=num_receivers,
+                    seat,
                     host=self._host,
                     device=device,
                     timeout_s=timeout_s,
@@ -122,7 +116,7 @@ class Epochs:
             _end(group)
             raise FailedPreconditionError(f"epoch {epoch} was aborted while it formed", epoch=epoch)
         self._group = group
-        logger.info("weight group formed", extra={"epoch": epoch, "receivers": num_receivers})
+        logger.info("weight group formed", extra={"epoch": epoch, "receivers": seat.num_receivers})
 
     def leave(self, epoch: int | None = None) -> bool:
         """End the group of this epoch, or of all up to ``epoch``; returns whether there was one.

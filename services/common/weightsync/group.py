@@ -8,6 +8,7 @@ on GPUs take the same store.
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -19,8 +20,9 @@ from services.common.weightsync.plan import WeightPlan
 
 # Deadlines are ours: we wait and abort ourselves. This one only keeps torch's own watchdog out of the way.
 _NCCL_TIMEOUT = timedelta(hours=1)
-_NCCL_HIGH_PRIORITY = False
-_NCCL_MAX_CTAS = 0
+# A receiver's channels, if there are several, share this many of its GPU's processors: with as many as NCCL
+# takes for each, they slow decoding down too much (docs/weight-sync.md).
+_NCCL_BLOCKS = 40
 # Gloo cannot be aborted from outside, so each of its collectives has a deadline: this long, and the time of
 # a bucket over a slow wire in bytes per second. A stopped peer is noticed by then.
 _GLOO_TIMEOUT_S = 1.0
@@ -145,13 +147,25 @@ class WeightGroup:
             channel.abort()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """A member's place in a group."""
+
+    sources: Sequence[int]
+    """Channels that it joins: its own for a source, all of them, in order, for a receiver."""
+    num_sources: int
+    """Channels of the group."""
+    rank: int
+    """In each of its channels: 0 for a source, from 1 for receivers."""
+    num_receivers: int
+    """Receivers in the group."""
+
+
 def form_group(
     backend: str,
     values: KeyValueStore,
+    seat: Seat,
     *,
-    sources: Sequence[int],
-    rank: int,
-    num_receivers: int,
     host: str,
     device: torch.device,
     timeout_s: float,
@@ -161,9 +175,7 @@ def form_group(
     Args:
         backend: ``gloo`` or ``nccl``.
         values: Where the members meet; fresh for each epoch.
-        sources: Channels to join: its own for a source, all of them, in order, for a receiver.
-        rank: In each of these channels: 0 for a source, from 1 for receivers.
-        num_receivers: Receivers in the group.
+        seat: This member's place in the group.
         host: Address of this host, as the other members reach it.
         device: Where the tensors lie.
         timeout_s: Deadline of this call.
@@ -178,13 +190,12 @@ def form_group(
             _backend(
                 backend,
                 dist.PrefixStore(f"source{source}", store),  # type: ignore[attr-defined]
-                rank,
-                num_receivers + 1,
+                seat,
                 host=host,
                 timeout_s=timeout_s,
             )
         )
-        for source in sources
+        for source in seat.sources
     }
     group = WeightGroup(channels, device, store)
     # The first collective connects the members, so that a broken path fails here and not in a transfer.
@@ -195,19 +206,17 @@ def form_group(
     return group
 
 
-def _backend(
-    name: str, store: Any, rank: int, world_size: int, *, host: str, timeout_s: float
-) -> Any:
+def _backend(name: str, store: Any, seat: Seat, *, host: str, timeout_s: float) -> Any:
+    world_size = seat.num_receivers + 1
     if name == "gloo":
         gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
         gloo._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
-        return dist.ProcessGroupGloo(store, rank, world_size, gloo)
+        return dist.ProcessGroupGloo(store, seat.rank, world_size, gloo)
     if name == "nccl":
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = _NCCL_TIMEOUT  # noqa: SLF001
-        nccl.is_high_priority_stream = _NCCL_HIGH_PRIORITY
-        if _NCCL_MAX_CTAS:
-            nccl.config.max_ctas = _NCCL_MAX_CTAS
-        return dist.ProcessGroupNCCL(store, rank, world_size, nccl)
+        if seat.num_sources > 1:
+            nccl.config.max_ctas = max(1, _NCCL_BLOCKS // seat.num_sources)
+        return dist.ProcessGroupNCCL(store, seat.rank, world_size, nccl)
     raise ValueError(f"weight_sync.backend must be 'gloo' or 'nccl', but is {name!r}")

@@ -23,7 +23,7 @@ from services.common.weightsync import metrics
 from services.common.weightsync.canary import Canary, difference
 from services.common.weightsync.endpoints import WeightSink, WeightSource, on_device
 from services.common.weightsync.epochs import Epochs
-from services.common.weightsync.group import KeyValueStore, WeightGroup
+from services.common.weightsync.group import KeyValueStore, Seat, WeightGroup
 from services.common.weightsync.modes.base import Receiver, Sender
 from services.common.weightsync.modes.build import build_receiver, build_sender, wire_device
 from services.common.weightsync.outcomes import TransferReport, explained
@@ -151,12 +151,17 @@ class WeightMember:
         side = self._side()
         assert self._agreed is not None
         _, source, mode = self._agreed
+        num_sources = len(side.plan.sources)
+        seat = Seat(
+            sources=range(num_sources) if source is None else (source,),
+            num_sources=num_sources,
+            rank=receiver + 1 if source is None else 0,
+            num_receivers=num_receivers,
+        )
         await self._leave()
         await self._epochs.form(
             epoch,
-            sources=range(len(side.plan.sources)) if source is None else (source,),
-            rank=receiver + 1 if source is None else 0,
-            num_receivers=num_receivers,
+            seat,
             backend=backend,
             device=wire_device(mode, self._device),
             scope=scope,
