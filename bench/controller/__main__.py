@@ -7,7 +7,8 @@ memory       an hour's worth of steps (one a second), run at speed
 api          fifty clients and five hundred event streams beside three active runs
 first-token  from a submission to the first generated token, with the torch engine and a tiny model
 
-Adds to ``bench/results/controller.json``.
+Adds to ``bench/results/controller.json``, with the time of a fixed piece of Python before and after each, since
+machines whose host is shared change their speed: 68 ms where two cores are free.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import itertools
 import json
 import os
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +157,18 @@ BARS = {
 }
 
 
+def python_ms() -> float:
+    """Processor time of a fixed piece of Python: how fast this machine is now, if others share its host."""
+    times: list[float] = []
+    for _ in range(5):
+        begin = time.process_time()
+        rows: dict[int, tuple[int, str, list[int]]] = {}
+        for number in range(300_000):
+            rows[number % 1000] = (number, str(number), [number, number + 1])
+        times.append(1000 * (time.process_time() - begin))
+    return round(statistics.median(times), 1)
+
+
 def table(known: dict[str, Figures]) -> str:
     """All that was measured so far, beside the bars."""
     lines = [f"{'measurement':12} {'figure':16} {'value':>10} {'bar':>10}       {'load':>5}"]
@@ -176,9 +190,12 @@ def main() -> None:
     arguments = parser.parse_args()
     results: dict[str, Figures] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name in arguments.names or MEASUREMENTS:
-        load = os.getloadavg()[0]
+        load, before_ms = os.getloadavg()[0], python_ms()
         found = asyncio.run(MEASUREMENTS[name](arguments.smoke))
-        results[name] = found | {"load_average_before": round(load, 2)}
+        results[name] = found | {
+            "load_average_before": round(load, 2),
+            "python_ms": [before_ms, python_ms()],
+        }
         print(name, json.dumps(results[name], indent=1), flush=True)
         if not arguments.smoke:
             results["machine"] = {"cores": os.cpu_count()}

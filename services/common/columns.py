@@ -66,6 +66,8 @@ class FieldColumn:
 
 def pick(values: _Values, indexes: Sequence[int]) -> _Values:
     """Some of the values, in the given order."""
+    if isinstance(indexes, range) and indexes.step == 1:
+        return cast("_Values", values[indexes.start : indexes.stop])
     picked: Any = tuple(values[index] for index in indexes[:1])
     if len(indexes) > 1:
         # Several times as fast as a loop, and a controller picks millions a second.

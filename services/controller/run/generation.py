@@ -293,8 +293,7 @@ class Generation:
                 late += samples.keys
                 continue
             self._failures_in_a_row = 0
-            members = [int(member) for member in samples.tag("member")]
-            for worker_id in self._handout.shares.brought(group_id, members):
+            for worker_id in self._handout.shares.brought(group_id, samples.numbers("member")):
                 self._replicas.finished(worker_id)
             whole = self.stored.add(group, samples)
             if whole is None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from services.common import tracing
 from services.common.clock import Clock
+from services.common.columns import pick
 from services.common.fields import partition_id
 from services.common.spec.run import RunSpec
 from services.common.task_group import TaskGroup
@@ -65,6 +66,10 @@ class Handout:
         self._total = spec.trainer.steps * spec.trainer.prompts_per_step
         self._per_replica = max(1, spec.rollout.max_running_samples // spec.rollout.group_size)
         self._due: float | None = None
+        # ReMax compares with one greedy response.
+        num_greedy = spec.samples_per_group - spec.rollout.group_size
+        sampled = (spec.rollout.sampling.temperature,) * spec.rollout.group_size
+        self._temperatures = sampled + (0.0,) * num_greedy
         self.shares = Shares()
         """Who generates what."""
         self.published_step = -1
@@ -174,7 +179,6 @@ class Handout:
 
     def assignment(self, group: Group, members: Sequence[int]) -> GroupAssignment:
         """What a rollout is told of its members of a group."""
-        rollout = self._spec.rollout
         return GroupAssignment(
             group_id=group.group_id,
             attempt=group.attempt,
@@ -183,10 +187,7 @@ class Handout:
             partition_id=self._partition,
             members=tuple(members),
             seeds=tuple(sample_seed(self._spec.seed, group.sequence, m) for m in members),
-            # ReMax compares with one greedy response.
-            temperatures=tuple(
-                rollout.sampling.temperature if m < rollout.group_size else 0.0 for m in members
-            ),
+            temperatures=pick(self._temperatures, members),
         )
 
     def _share_out(self, group: Group) -> tuple[Mapping[str, Sequence[int]], int]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 _MASK = (1 << 64) - 1
+_FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 _ROUNDS = 4
 
 
@@ -116,11 +117,12 @@ def shuffled(index: int, num_rows: int, *, key: int) -> int:
     """
     low_base = math.isqrt(num_rows - 1) + 1
     high_base = -(-num_rows // low_base)
+    start = key * _FIRST & _MASK
     while True:
         high, low = divmod(index, low_base)
         for number in range(_ROUNDS):
-            low = (low + _mixed(key, high, number)) % low_base
-            high = (high + _mixed(key, low, ~number)) % high_base
+            low = (low + _scattered(start + high * _SECOND + number)) % low_base
+            high = (high + _scattered(start + low * _SECOND + ~number)) % high_base
         index = high * low_base + low
         if index < num_rows:
             return index
@@ -133,7 +135,12 @@ def sample_seed(run_seed: int, group_sequence: int, member: int) -> int:
 
 def _mixed(first: int, second: int, third: int) -> int:
     """Numbers as one of 64 bits that looks random."""
-    mixed = (first * 0x9E3779B97F4A7C15 + second * 0xBF58476D1CE4E5B9 + third) & _MASK
+    return _scattered(first * _FIRST + second * _SECOND + third)
+
+
+def _scattered(number: int) -> int:
+    """A number as one of 64 bits that looks random."""
+    mixed = number & _MASK
     mixed ^= mixed >> 31
-    mixed = (mixed * 0x94D049BB133111EB) & _MASK
+    mixed = mixed * 0x94D049BB133111EB & _MASK
     return mixed ^ (mixed >> 29)

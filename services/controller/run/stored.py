@@ -4,9 +4,10 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import cast
 
 from services.common.batch import KVBatchMeta
-from services.common.columns import MISSING
+from services.common.columns import MISSING, TagValues, pick
 from services.common.fields import group_of, sample_key
 from services.common.spec.algorithm import AlgorithmSpec
 from services.controller.run.groups import Group
@@ -21,14 +22,17 @@ class GroupSamples:
     indexes: Sequence[int]
 
     @property
-    def keys(self) -> list[str]:
+    def keys(self) -> Sequence[str]:
         """Their keys."""
-        return [self.batch.keys[index] for index in self.indexes]
+        return pick(self.batch.keys, self.indexes)
 
-    def tag(self, name: str) -> list[int | float | str]:
+    def tag(self, name: str) -> TagValues:
         """Values of a tag, one for each of them."""
-        values = self.batch.tag(name)
-        return [values[index] for index in self.indexes]
+        return pick(self.batch.tag(name), self.indexes)
+
+    def numbers(self, name: str) -> Sequence[int]:
+        """Values of a tag that holds whole numbers."""
+        return cast("Sequence[int]", self.tag(name))
 
     def without(self, keys: Collection[str]) -> "GroupSamples":
         """Those that have other keys."""
@@ -83,7 +87,7 @@ class StoredGroups:
         wanted: dict[int, list[int]] = {number: [] for number in batches}
         for samples in chosen:
             wanted[id(samples.batch)] += samples.indexes
-        parts = [batches[number].select(indexes) for number, indexes in wanted.items()]
+        parts = [_only(batches[number], indexes) for number, indexes in wanted.items()]
         if len(parts) == 1:
             return parts[0]
         begins = dict(zip(wanted, accumulate(map(len, wanted.values()), initial=0), strict=False))
@@ -145,7 +149,7 @@ class StoredGroups:
     def members(self, group: Group) -> set[int]:
         """Members of a group that is not whole whose samples are there."""
         begun = self._begun.get(group.group_id)
-        return set() if begun is None else {int(member) for member in begun.tag("member")}
+        return set() if begun is None else set(begun.numbers("member"))
 
     async def discard(self, groups: Iterable[Group]) -> None:
         """Delete what is there of groups that are not whole."""
@@ -167,12 +171,12 @@ class StoredGroups:
 
 def attempt_of(samples: GroupSamples) -> int:
     """The newest try that brought some of them."""
-    return max(int(attempt) for attempt in samples.tag("attempt"))
+    return max(samples.numbers("attempt"))
 
 
 def oldest_version(samples: GroupSamples) -> int:
     """The oldest weight version in a group."""
-    return min(int(version) for version in samples.tag("v_min"))
+    return min(samples.numbers("v_min"))
 
 
 def why_unfit(samples: GroupSamples, algorithm: AlgorithmSpec, *, may_refill: bool) -> str | None:
@@ -184,9 +188,9 @@ def why_unfit(samples: GroupSamples, algorithm: AlgorithmSpec, *, may_refill: bo
         may_refill: Whether dynamic sampling may still replace groups.
     """
     rewards = [
-        float(str(reward))
+        reward
         for reward, finish, greedy in zip(
-            samples.tag("reward"),
+            cast("Sequence[float]", samples.tag("reward")),
             samples.tag("finish_reason"),
             samples.tag("greedy"),
             strict=True,
@@ -208,4 +212,12 @@ def _split(batch: KVBatchMeta) -> Iterator[tuple[str, GroupSamples]]:
     for index, group_id in enumerate(batch.tag("group_id")):
         groups[str(group_id)].append(index)
     for group_id, indexes in groups.items():
-        yield group_id, GroupSamples(batch, indexes)
+        first, last = indexes[0], indexes[-1]
+        # Samples of a group lie side by side as a rule; then reading a tag is one slice.
+        is_run = last - first + 1 == len(indexes)
+        yield group_id, GroupSamples(batch, range(first, last + 1) if is_run else indexes)
+
+
+def _only(batch: KVBatchMeta, indexes: Sequence[int]) -> KVBatchMeta:
+    """Some samples of a batch; itself if they are all there are, in its order."""
+    return batch if indexes == list(range(batch.num_keys)) else batch.select(indexes)
