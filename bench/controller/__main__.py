@@ -158,7 +158,7 @@ BARS = {
 
 
 def python_ms() -> float:
-    """Processor time of a fixed piece of Python: how fast this machine is now, if others share its host."""
+    """Processor time of a fixed piece of Python: how fast this machine is now, if its host is shared."""
     times: list[float] = []
     for _ in range(5):
         begin = time.process_time()
