@@ -7,8 +7,8 @@ memory       an hour's worth of steps (one a second), run at speed
 api          fifty clients and five hundred event streams beside three active runs
 first-token  from a submission to the first generated token, with the torch engine and a tiny model
 
-Adds to ``bench/results/controller.json``, with the time of a fixed piece of Python before and after each, since
-machines whose host is shared change their speed: 68 ms where two cores are free.
+Adds to ``bench/results/controller.json``, with the time of a fixed piece of Python before and after each:
+machines whose host is shared change their speed.
 """
 
 import argparse
