@@ -62,3 +62,15 @@ async def test_samples_that_come_again_count_once_and_can_be_discarded():
     await stored.discard([group(0), group(1)])
     assert queue.released == [f"{a}.0", f"{a}.2"]
     assert stored.members(group(0)) == set()
+
+
+async def test_samples_of_groups_that_alternate_in_a_message_keep_apart():
+    a, b = (group(number).group_id for number in range(2))
+    queue = Messages(samples(f"{a}.0", f"{b}.0", f"{b}.1", f"{a}.1"))
+    stored = StoredGroups(queue, "run_1/train", group_size=2, required_fields=())
+    (groups,) = [groups async for groups in stored.arrived()]
+    for number, (group_id, found) in enumerate(groups):
+        assert found.keys == (f"{group_id}.0", f"{group_id}.1")
+        assert found.numbers("member") == (0, 1)
+        stored.keep(group(number), found)
+    assert stored.meta([group(0), group(1)]).keys == (f"{a}.0", f"{a}.1", f"{b}.0", f"{b}.1")
