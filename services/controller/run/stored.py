@@ -87,7 +87,7 @@ class StoredGroups:
         wanted: dict[int, list[int]] = {number: [] for number in batches}
         for samples in chosen:
             wanted[id(samples.batch)] += samples.indexes
-        parts = [_only(batches[number], indexes) for number, indexes in wanted.items()]
+        parts = [batches[number].select(indexes) for number, indexes in wanted.items()]
         if len(parts) == 1:
             return parts[0]
         begins = dict(zip(wanted, accumulate(map(len, wanted.values()), initial=0), strict=False))
@@ -216,8 +216,3 @@ def _split(batch: KVBatchMeta) -> Iterator[tuple[str, GroupSamples]]:
         # Samples of a group lie side by side as a rule; then reading a tag is one slice.
         is_run = last - first + 1 == len(indexes)
         yield group_id, GroupSamples(batch, range(first, last + 1) if is_run else indexes)
-
-
-def _only(batch: KVBatchMeta, indexes: Sequence[int]) -> KVBatchMeta:
-    """Some samples of a batch; itself if they are all there are, in its order."""
-    return batch if indexes == list(range(batch.num_keys)) else batch.select(indexes)
