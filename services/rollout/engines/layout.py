@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from services.common.weightsync.copying import copy_all
+
 Shape = tuple[int, ...]
 
 
@@ -75,10 +77,11 @@ def copy_weights(
     Raises:
         UnknownLayoutError: If the parameters are laid out in a way that is not known.
     """
-    for piece in plan_pieces(_shapes(sources), _shapes(targets), rank=rank, ranks=ranks):
-        source = sources[piece.source].narrow(piece.dim, piece.start, piece.length)
-        target = targets[piece.target].narrow(piece.dim, piece.target_start, piece.length)
-        target.copy_(source, non_blocking=True)
+    pieces = plan_pieces(_shapes(sources), _shapes(targets), rank=rank, ranks=ranks)
+    copy_all(
+        [targets[p.target].narrow(p.dim, p.target_start, p.length) for p in pieces],
+        [sources[p.source].narrow(p.dim, p.start, p.length) for p in pieces],
+    )
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
