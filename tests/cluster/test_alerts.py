@@ -9,7 +9,7 @@ import sqlite3
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,13 @@ def slow_and_faulty(prompt, response, answer, row):
 def infinite_in_float32(prompt, response, answer, row):
     return 1e39
 """
+_SLOW_DATA = """
+import time
+
+def prompts():
+    time.sleep(8.0)
+    return [{"prompt": f"question {i}"} for i in range(32)]
+"""
 
 
 class Provoked:
@@ -120,6 +127,22 @@ class Provoked:
         (process,) = [process for name, process in found.items() if name.startswith(service)]
         return process
 
+    def successor(self, service: str, former: psutil.Process) -> psutil.Process:
+        """The process that takes the place of one that was killed."""
+        found: list[psutil.Process] = []
+
+        def is_there() -> bool:
+            with suppress(psutil.NoSuchProcess):
+                found.extend(
+                    process
+                    for name, process in descendants(self.command).items()
+                    if name.startswith(service) and process.pid != former.pid
+                )
+            return bool(found)
+
+        eventually(is_there, f"another {service}", every_s=0.05)
+        return found[0]
+
     def queue_ports(self) -> tuple[int, int]:
         """Where the transferqueue serves gRPC and samples."""
         log = (self.folder / "logs" / "transferqueue.log").read_text()
@@ -130,11 +153,11 @@ class Provoked:
         return control, data
 
 
-def eventually(condition: Callable[[], bool], what: str) -> None:
+def eventually(condition: Callable[[], bool], what: str, *, every_s: float = 0.5) -> None:
     deadline = time.monotonic() + _WITHIN_S
     while not condition():
         assert time.monotonic() < deadline, f"waited {_WITHIN_S:.0f} s for {what}"
-        time.sleep(0.5)
+        time.sleep(every_s)
 
 
 def shortened_rules() -> dict[str, Any]:
@@ -181,6 +204,7 @@ def provoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Provok
         "".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(32))
     )
     (tmp_path / "reward.py").write_text(_REWARDS)
+    (tmp_path / "slow_data.py").write_text(_SLOW_DATA)
     names = ("prometheus", "controller", "transferqueue", "trainer", "rollout")
     ports = {name: free_port() for name in names}
     for name in names[1:]:
@@ -194,7 +218,8 @@ def provoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Provok
 
 
 def test_alerts_fire_when_they_are_provoked(provoked: Provoked) -> None:
-    run_id = provoked.submit("slow")
+    slow = {"train": {"source": "python", "path": "slow_data.py:prompts"}}
+    run_id = provoked.submit("slow", data=slow)
     provoked.until("SlipstreamRunStuckStarting")
     provoked.until("SlipstreamCheckpointVolumeFull")
     block_checkpoints(provoked.folder / run_id)
@@ -210,8 +235,13 @@ def test_alerts_fire_when_they_are_provoked(provoked: Provoked) -> None:
     call_without_token(control)
     send_garbage(data)
     provoked.until("SlipstreamCallersRefused", "SlipstreamMessagesRefused")
-    provoked.process("trainer").kill()
+    trainer = provoked.process("trainer")
+    trainer.kill()
+    # Left alone it would be back before anybody is told.
+    successor = provoked.successor("trainer", trainer)
+    successor.suspend()
     provoked.until("SlipstreamRunRecovering")
+    successor.resume()
     slipstream("cancel", run_id, "--url", provoked.url)
     eventually(lambda: provoked.run(run_id)["state"] == "CANCELLED", "the end of the run")
     ask_for_damaged_events(provoked, run_id)
