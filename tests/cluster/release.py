@@ -1,8 +1,10 @@
 """An installed release on the test cluster, and its REST API."""
 
 import base64
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ NAMESPACE = "slipstream"
 CLEARING_S = 180.0
 """Pods end with their run; a busy node takes a while to clear them away."""
 _EXAMPLES = ROOT / "examples"
+_CLAIMS = ("checkpoints", "models", "state")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +152,23 @@ def sort4_spec() -> dict[str, Any]:
     return spec
 
 
-def install(cluster: Cluster) -> Installed:
-    """Install the chart with the CPU profile and wait until it is ready."""
+@contextmanager
+def installed_release(cluster: Cluster) -> Iterator[Installed]:
+    """A release with the CPU profile until the block ends; what its pods said is kept."""
+    try:
+        yield _install(cluster)
+    finally:
+        keep_logs(cluster, cluster.folder / "pods")
+        _uninstall(cluster)
+
+
+def _install(cluster: Cluster) -> Installed:
     create_namespace(cluster)
     code = {"sort4.py": (_EXAMPLES / "sort4.py").read_text(encoding="utf-8")}
     cluster.core.create_namespaced_config_map(
         NAMESPACE, {"metadata": {"name": "code"}, "data": code}
     )
-    claims = ("checkpoints", "models", "state")
-    for name in claims:
+    for name in _CLAIMS:
         make_volume(cluster, name)
     begin = time.monotonic()
     helm(
@@ -176,6 +187,22 @@ def install(cluster: Cluster) -> Installed:
     release = Installed(cluster, api, install_s)
     release.ready()  # kube-proxy learns of the pod a moment after Helm
     return release
+
+
+def _uninstall(cluster: Cluster) -> None:
+    """Remove the release and what was made for it."""
+    helm(cluster, "uninstall", "demo", "--wait", "--ignore-not-found")
+    core = cluster.core
+    core.delete_namespaced_config_map("code", NAMESPACE)
+    for name in _CLAIMS:
+        core.delete_namespaced_persistent_volume_claim(name, NAMESPACE)
+    eventually(
+        lambda: not core.list_namespaced_persistent_volume_claim(NAMESPACE).items, CLEARING_S
+    )
+    for name in _CLAIMS:
+        core.delete_persistent_volume(name)
+    eventually(lambda: not core.list_persistent_volume().items, CLEARING_S)
+    shutil.rmtree(cluster.folder / "volumes")
 
 
 def open_api(url: str, token: str) -> httpx.Client:

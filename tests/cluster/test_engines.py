@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.node import Cluster
-from tests.cluster.release import Installed, install, keep_logs
+from tests.cluster.release import Installed, installed_release
 from tests.cluster.test_run import assert_ledger_closes
 from tests.cluster.tools import CACHE
 from tests.unit.deploy.chart import ROOT
@@ -27,8 +27,8 @@ _ARGUMENTS = {"vllm": {"enforce_eager": True}, "sglang": {}}
 
 @pytest.fixture(scope="module")
 def installed(machine: Cluster) -> Iterator[Installed]:
-    yield install(machine)
-    keep_logs(machine, machine.folder / "pods")
+    with installed_release(machine) as release:
+        yield release
 
 
 def engines() -> list[object]:

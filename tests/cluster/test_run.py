@@ -20,8 +20,7 @@ from tests.cluster.release import (
     NAMESPACE,
     Installed,
     eventually,
-    install,
-    keep_logs,
+    installed_release,
 )
 from tests.unit.controller.databases import postgres_cluster
 from tests.unit.deploy.chart import ROOT
@@ -40,9 +39,8 @@ _SURVIVES = {
 
 @pytest.fixture(scope="module")
 def installed(machine: Cluster) -> Iterator[Installed]:
-    release = install(machine)
-    yield release
-    keep_logs(machine, machine.folder / "pods")
+    with installed_release(machine) as release:
+        yield release
 
 
 @pytest.fixture(autouse=True)
