@@ -1,11 +1,14 @@
 # Benchmarks; included by the Makefile.
-.PHONY: bench-controller bench-dataplane bench-learning bench-trainer bench-rollout bench-weightsync bench-recovery
+.PHONY: bench-asynchrony bench-controller bench-dataplane bench-learning bench-trainer bench-rollout bench-weightsync bench-recovery
 bench-dataplane: $(READY) ## The data plane next to its peer, minutes (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.dataplane $(OPTIONS)
 
 bench-learning: $(READY) ## sort4 with every algorithm through the whole system, half an hour (OPTIONS=--smoke for minutes)
 	$(BIN)/python -m bench.learning $(OPTIONS)
 	$(BIN)/python -m bench.learning.overlap $(OPTIONS)
+
+bench-asynchrony: $(READY) ## Synchronous against one step off with a model of real size, two GPUs (OPTIONS=--smoke without any)
+	$(BIN)/python -m bench.learning.asynchrony $(OPTIONS)
 
 bench-trainer: $(READY) ## Packed against padded training steps (OPTIONS=--smoke on a machine without a GPU)
 	$(BIN)/python -m bench.trainer $(OPTIONS)
