@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config
 
-from bench.learning.overlap import REPOSITORY, measure_steps
+from bench.learning.steps import REPOSITORY, measure_steps
 from services.common.models.loading import build_model
 
 RESULTS = REPOSITORY / "bench" / "results" / "asynchrony.json"
