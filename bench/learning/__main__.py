@@ -6,16 +6,14 @@ Each run starts all services, trains 50 steps and evaluates 256 held-out prompts
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from bench.learning.variants import VARIANTS, Variant
+from bench.whole_run import REPOSITORY, whole_run
 
-REPOSITORY = Path(__file__).parents[2]
 RESULTS = REPOSITORY / "bench" / "results" / "learning.json"
 _SMOKE = ("trainer.steps=3", "validation.every=0")
 
@@ -39,16 +37,8 @@ def measure(variant: Variant, seed: int, *, extra: tuple[str, ...] = ()) -> dict
     """Train once; returns held-out scores, staleness and whether the bounds hold."""
     settings = (f"seed={seed}", "validation.every=0", *variant.settings, *extra)
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            *(sys.executable, "-m", "services.cli.main", "run", "examples/sort4.yaml", "--json"),
-            *("--state-directory", folder),
-            *(part for setting in settings for part in ("--set", setting)),
-        ]
         start = time.perf_counter()
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-        summary = json.loads(Path(done.stdout.splitlines()[-1]).read_text(encoding="utf-8"))
+        summary = whole_run(Path(folder), settings).summary
     greedy, sampled = (summary["heldout"][kind] for kind in ("greedy", "sampled"))
     return {
         "greedy": round(greedy, 3),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config
 
-from bench.learning.steps import REPOSITORY, measure_steps
+from bench.whole_run import REPOSITORY, whole_run
 from services.common.models.loading import build_model
 
 RESULTS = REPOSITORY / "bench" / "results" / "asynchrony.json"
@@ -47,13 +47,12 @@ def main() -> None:
         spec.write_text(json.dumps(_spec(Path(folder), steps, is_smoke=arguments.smoke)))
         for lag in _LAGS:
             started = time.perf_counter()
-            numbers = measure_steps(
-                spec, (f"algorithm.max_staleness={lag}",), warmup_steps=_WARMUP_STEPS
-            )
+            run = whole_run(Path(folder), [f"algorithm.max_staleness={lag}"], spec=spec)
+            numbers = run.means(_NUMBERS, after=_WARMUP_STEPS)
             rows.append(
                 {
                     "max_staleness": lag,
-                    **{name: numbers[name] for name in _NUMBERS},
+                    **numbers,
                     "tokens_per_s": round(numbers["tokens"] / numbers["seconds"], 1),
                     "run_s": round(time.perf_counter() - started, 1),
                 }

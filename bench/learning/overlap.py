@@ -6,9 +6,11 @@ CPUs. Results go to ``bench/results/overlap.json``: means over the steps, in sec
 
 import argparse
 import json
+import tempfile
+from pathlib import Path
 
-from bench.learning.steps import REPOSITORY, measure_steps
 from bench.learning.variants import VARIANTS
+from bench.whole_run import REPOSITORY, whole_run
 
 RESULTS = REPOSITORY / "bench" / "results" / "overlap.json"
 _PLACES = {
@@ -36,12 +38,11 @@ def main() -> None:
 
 
 def measure(settings: tuple[str, ...], num_steps: int) -> dict[str, float]:
-    """Mean numbers of a step of sort4."""
+    """Mean numbers of a step."""
     settings = (*settings, f"trainer.steps={num_steps}", "validation.every=0")
-    found = measure_steps(
-        REPOSITORY / "examples" / "sort4.yaml", settings, warmup_steps=_WARMUP_STEPS
-    )
-    return {name: found.get(name, 0.0) for name in _NUMBERS}
+    with tempfile.TemporaryDirectory() as folder:
+        run = whole_run(Path(folder), settings)
+    return run.means(_NUMBERS, after=_WARMUP_STEPS)
 
 
 if __name__ == "__main__":

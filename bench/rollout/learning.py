@@ -14,13 +14,12 @@ many groups as a step trains. Generation, in three attempts per group, then is w
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from bench.rollout.report import report_to
+from bench.whole_run import whole_run
 
 PARTIAL = (
     "rollout.partial_rollout=true",
@@ -37,30 +36,16 @@ PARTIAL = (
 def train(seed: int, engine: str, folder: Path) -> dict[str, Any]:
     """One run; returns its scores."""
     settings = (f"seed={seed}", f"rollout.engine={engine}", *PARTIAL)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "services.cli.main", "run", "examples/sort4.yaml", "--json"),
-            *("--state-directory", str(folder)),
-            *(part for setting in settings for part in ("--set", setting)),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"seed {seed}: the run failed\n{done.stdout}{done.stderr}")
-    place = Path(done.stdout.splitlines()[-1])
-    summary = json.loads(place.read_text())
-    steps = [json.loads(line) for line in place.with_name("metrics.jsonl").read_text().splitlines()]
+    run = whole_run(folder, settings)
     return {
         "seed": seed,
-        "greedy": round(summary["heldout"]["greedy"], 3),
-        "sampled": round(summary["heldout"]["sampled"], 3),
+        "greedy": round(run.summary["heldout"]["greedy"], 3),
+        "sampled": round(run.summary["heldout"]["sampled"], 3),
         "samples_of_several_versions": round(
-            statistics.fmean(step["partial_ratio"] for step in steps), 3
+            statistics.fmean(step["partial_ratio"] for step in run.steps), 3
         ),
-        "staleness": summary["staleness"],
-        "prompts": summary["prompts"],
+        "staleness": run.summary["staleness"],
+        "prompts": run.summary["prompts"],
     }
 
 
