@@ -4,6 +4,7 @@ import random
 import subprocess
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import psutil
 
 from tests.faults.ledger_check import check_run
 from tests.helpers.cli import SORT4, command, environment
+from tests.helpers.processes import below
 
 KILLS_PER_RUN = 12
 
@@ -20,16 +22,13 @@ VICTIMS = ("controller", "rollout-0", "rollout-1", "trainer", "transferqueue")
 def processes_of(root: psutil.Process) -> dict[str, psutil.Process]:
     """Services and workers below a command, by name; rollouts by that of their logs."""
     found: dict[str, psutil.Process] = {}
-    for child in root.children(recursive=True):
-        try:
-            arguments = child.cmdline()
-            service = next((a for a in arguments if a.startswith("services.")), "")
-            name = service.removeprefix("services.")
+    for child, arguments in below(root):
+        service = next((a for a in arguments if a.startswith("services.")), "")
+        name = service.removeprefix("services.")
+        with suppress(FileNotFoundError):  # it has ended meanwhile
             if name == "rollout":
                 name = (Path("/proc") / str(child.pid) / "fd" / "1").readlink().stem
             found.setdefault(name, child)
-        except (psutil.NoSuchProcess, psutil.ZombieProcess, FileNotFoundError):
-            continue
     return found
 
 

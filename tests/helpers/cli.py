@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+from tests.helpers.processes import below
+
 REPOSITORY = Path(__file__).parents[2]
 SORT4 = REPOSITORY / "examples" / "sort4.yaml"
 
@@ -101,8 +103,8 @@ def started(*arguments: str | Path, until: str) -> Iterator[tuple[subprocess.Pop
 def descendants(process: subprocess.Popen) -> dict[str, psutil.Process]:
     """All processes below a command, by the service they run."""
     found = {}
-    for child in psutil.Process(process.pid).children(recursive=True):
-        match = re.search(r"services\.(\w+)", " ".join(child.cmdline()))
+    for child, arguments in below(psutil.Process(process.pid)):
+        match = re.search(r"services\.(\w+)", " ".join(arguments))
         found[f"{match.group(1) if match else 'other'}-{child.pid}"] = child
     return found
 

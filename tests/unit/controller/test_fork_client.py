@@ -12,6 +12,7 @@ import pytest
 
 from services.controller.launch import fork_client
 from services.controller.launch.fork_client import PRELOADED, open_fork_server
+from tests.helpers.processes import below
 
 WAITING = "import signal; print('up', flush=True); signal.pause()"
 LOOK = f"""
@@ -46,9 +47,9 @@ async def until(condition) -> None:
 
 def servers() -> list[psutil.Process]:
     return [
-        child
-        for child in psutil.Process().children()
-        if "services.common.fork_server" in child.cmdline()
+        process
+        for process, arguments in below(psutil.Process(), recursive=False)
+        if "services.common.fork_server" in arguments
     ]
 
 
