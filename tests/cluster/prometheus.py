@@ -70,6 +70,11 @@ def _config(cluster: Cluster) -> dict[str, Any]:
     source = "__meta_kubernetes_pod_"
     relabel = [
         {"source_labels": [f"{source}container_port_name"], "regex": "metrics", "action": "keep"},
+        {
+            "source_labels": [f"{source}annotation_batch_kubernetes_io_job_completion_index"],
+            "regex": "[1-9].*",
+            "action": "drop",
+        },
         {"source_labels": [f"{source}name"], "target_label": "pod"},
         {
             "source_labels": [f"{source}label_slipstream_dev_run"],

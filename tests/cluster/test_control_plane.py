@@ -4,6 +4,7 @@ import asyncio
 import base64
 import copy
 import json
+import re
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from kubernetes.client import ApiClient, AppsV1Api, Configuration, CoreV1Api, NodeV1Api
 
+from services.common.errors import FailedPreconditionError
 from services.common.spec.loader import parse_spec
 from services.common.spec.run import RunSpec
 from services.controller.launch.follow import follow
@@ -22,6 +24,7 @@ from services.controller.launch.launcher import WorkerExit
 from services.controller.launch.pod_api import PodApi, deployment_reference
 from services.controller.launch.worker_pods import RUN_LABEL
 from tests.cluster.fake_nodes import fake_nodes
+from tests.cluster.job_sets import job_sets, names
 from tests.cluster.node import Cluster
 from tests.cluster.tools import require
 from tests.unit.deploy.chart import CHART, PROFILES
@@ -104,6 +107,7 @@ def test_install_upgrade_rollback_uninstall_leave_nothing(
         ("controller", "list", "configmaps", False),
         ("controller", "watch", "events", True),
         ("controller", "create", "deployments", False),
+        ("controller", "create", "jobsets.jobset.x-k8s.io", False),
         ("worker", "list", "pods", False),
         ("transferqueue", "list", "pods", False),
     ],
@@ -143,7 +147,7 @@ def write_templates(cluster: Cluster, folder: Path) -> Path:
     return folder
 
 
-def make_spec(replicas: int) -> RunSpec:
+def make_spec(replicas: int, *, gpus_per_node: int = 8) -> RunSpec:
     return parse_spec(
         {
             "name": "demo",
@@ -151,6 +155,7 @@ def make_spec(replicas: int) -> RunSpec:
             "data": {"train": {"source": "python", "path": "sort4.py:train"}},
             "rollout": {"replicas": replicas, "rewards": [{"name": "exact_match"}]},
             "trainer": {"steps": 1, "prompts_per_step": 1, "world_size": 8},
+            "topology": {"gpus_per_node": gpus_per_node},
         }
     )
 
@@ -309,6 +314,47 @@ async def test_a_run_waits_for_its_queue_and_leaves_it(
         await starting
         await launcher.stop("run_a5")
         assert run_pods(cluster, "run_a5") == {}
+    install(cluster)
+
+
+async def test_a_trainer_of_several_nodes_is_a_job_set_where_asked(
+    cluster: Cluster, release: None, nodes: list[str], tmp_path: Path
+) -> None:
+    install(cluster, "--set", "workers.jobSet.enabled=true")
+    spec = make_spec(replicas=1, gpus_per_node=4)
+
+    def running(run_id: str) -> set[str]:
+        """Running pods, without what is random of their names."""
+        pods = run_pods(cluster, run_id).items()
+        return {re.sub(r"(-0-\d)-\w+$", r"\1", n) for n, (phase, _) in pods if phase == "Running"}
+
+    whole = {f"run-a8-{n}" for n in ("trainer-0-node-0-0", "trainer-0-node-0-1", "rollout-0")}
+    async with AsyncExitStack() as stack:
+        launcher, events = await open_launcher(stack, cluster, tmp_path)
+        with pytest.raises(FailedPreconditionError, match="knows no JobSets"):
+            await launcher.start("run_a7", spec)
+        await launcher.stop("run_a7")
+        stack.enter_context(job_sets(cluster.core, NAMESPACE))
+        await launcher.start("run_a8", spec)
+        await until(lambda: running("run_a8") == whole)
+        assert names(cluster.core, NAMESPACE) == ["run-a8-trainer-0"]
+        former = {name for name in run_pods(cluster, "run_a8") if "trainer" in name}
+
+        later, events = await open_launcher(stack, cluster, tmp_path)
+        await later.start("run_a8", spec)
+        assert former < set(run_pods(cluster, "run_a8")), "a later controller keeps them"
+        cluster.core.delete_namespaced_pod(max(former), NAMESPACE)
+        async with asyncio.timeout(30):
+            assert (await events.exits.get()).worker_id == "trainer-0"
+        await later.end("run_a8", "trainer-0")
+        assert set(run_pods(cluster, "run_a8")) == {"run-a8-rollout-0"}
+        await later.start("run_a8", spec)
+        await until(lambda: running("run_a8") == whole)
+        assert not former & set(run_pods(cluster, "run_a8"))
+        await later.stop("run_a8")
+        assert run_pods(cluster, "run_a8") == {}
+        await until(lambda: names(cluster.core, NAMESPACE) == [])
+        assert events.exits.empty()
     install(cluster)
 
 

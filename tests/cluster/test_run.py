@@ -12,6 +12,7 @@ from sqlalchemy import create_engine, text
 from deploy.observability import dashboards
 from deploy.observability.panels import Dashboard
 from services.controller.launch.scale import GROUP, PLURAL, VERSION
+from tests.cluster.job_sets import job_sets, names
 from tests.cluster.network import NODE_IP
 from tests.cluster.node import Cluster
 from tests.cluster.prometheus import Prometheus, empty_panels, plot, prometheus
@@ -175,6 +176,35 @@ def test_a_trainer_on_two_nodes_is_a_set_of_pods_that_live_and_die_together(
     assert_ledger_closes(run)
     (lost,) = installed.events(run_id, "WorkerLost")
     assert lost["data"]["workers"] == ["trainer-0"]
+
+
+def test_a_trainer_on_two_nodes_is_a_job_set_where_asked(installed: Installed) -> None:
+    core = installed.cluster.core
+    trainer = {"world_size": 2, "steps": 20, "checkpoint": {"every": 5}}
+    limits = {"max_restarts": 5}
+    installed.upgrade("workers.jobSet.enabled=true")
+    with job_sets(core, NAMESPACE):
+        run_id = installed.submit(topology={"gpus_per_node": 1}, trainer=trainer, limits=limits)
+        installed.wait(run_id, lambda run: run["step"] >= 6, timeout_s=300)
+        (name,) = names(core, NAMESPACE)
+        (second,) = [
+            pod.metadata.name
+            for pod in installed.pods(run_id)
+            if pod.metadata.name.startswith(f"{name}-node-0-1-")
+        ]
+        core.delete_namespaced_pod(second, NAMESPACE, grace_period_seconds=0)
+        run = installed.wait(run_id, lambda run: run["state"] == "SUCCEEDED", timeout_s=400)
+        assert run["step"] == 20
+        assert_ledger_closes(run)
+        (lost,) = installed.events(run_id, "WorkerLost")
+        assert lost["data"]["workers"] == ["trainer-0"]
+        logs = installed.api.get(
+            f"/v1/runs/{run_id}/logs", params={"component": "trainer-0-node-1"}
+        )
+        assert "trainer" in logs.raise_for_status().text
+        eventually(lambda: not installed.pods(run_id), timeout_s=CLEARING_S)
+        eventually(lambda: names(core, NAMESPACE) == [], timeout_s=30)
+    installed.upgrade("workers.jobSet.enabled=false")
 
 
 def test_an_upgrade_in_the_middle_does_not_disturb_a_run(installed: Installed) -> None:

@@ -9,7 +9,6 @@ stop    deletes them and waits until they are gone
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,16 @@ from services.common.credentials import current_identity
 from services.common.errors import FailedPreconditionError, ServiceError
 from services.common.spec.run import RunSpec
 from services.common.task_group import TaskGroup
-from services.controller.launch import kueue, pod_state
+from services.controller.launch import job_set, kueue, pod_state
 from services.controller.launch.follow import Seen
+from services.controller.launch.known_pod import KnownPod
 from services.controller.launch.launcher import ExitHandler, WorkerExit
 from services.controller.launch.pod_api import PodApi
 from services.controller.launch.scale import RolloutScales
 from services.controller.launch.worker_pods import (
     RUN_LABEL,
+    Pod,
+    WorkerTemplates,
     build_pods,
     load_templates,
     secret_name,
@@ -39,37 +41,6 @@ _KILL_S = 10.0
 
 PendingHandler = Callable[[str, str, str], None]
 """Called with run, reason and message when a pod of the run cannot start."""
-
-
-@dataclass(slots=True)
-class _Pod:
-    """A pod that is not gone."""
-
-    workers: list[str]
-    group_size: int
-    """Pods that a queue admits together with it; 0 without a queue."""
-    grace_s: float
-    """Longest time that it takes to end when asked to."""
-    is_gated: bool = False
-    """Whether a queue holds it back, for as long as that takes."""
-    uid: str = ""
-    """This one of all pods of its name; empty until it is seen."""
-    reported: set[str] = field(default_factory=set)
-    """Workers whose end was told."""
-    obstacle: pod_state.Obstacle | None = None
-    """Why it does not run."""
-    timer: asyncio.TimerHandle | None = None
-    """When it is given up because it does not run."""
-    is_running: bool = False
-    """Whether its containers have started."""
-    is_ending: bool = False
-    """Whether it was told to end."""
-    is_over: bool = False
-    """Whether its containers have ended."""
-
-    def stop_timer(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
 
 
 class KubernetesLauncher:
@@ -106,7 +77,7 @@ class KubernetesLauncher:
         self._on_pending = on_pending
         self._pending_timeout_s = pending_timeout_s
         self._scales = scales
-        self._runs: dict[str, dict[str, _Pod]] = {}
+        self._runs: dict[str, dict[str, KnownPod]] = {}
         self._changed = asyncio.Condition()
 
     async def start(self, run_id: str, spec: RunSpec) -> None:
@@ -118,11 +89,6 @@ class KubernetesLauncher:
             FailedPreconditionError: If Kubernetes refuses one, with its explanation.
         """
         templates = await asyncio.to_thread(load_templates, self._templates)
-        known = await self._find(run_id)
-        gone = [pod for pod in known.values() if pod.is_over or pod.is_ending]
-        lost = {worker_id for pod in gone for worker_id in pod.workers}
-        for name in [name for name, pod in known.items() if lost.intersection(pod.workers)]:
-            await self._remove(run_id, name)
         bodies = build_pods(
             templates,
             run_id,
@@ -130,6 +96,17 @@ class KubernetesLauncher:
             controller_address=self._controller_address,
             owner=self._owner,
         )
+        known = await self._find(run_id)
+        gone = [pod.workers for pod in known.values() if pod.is_over or pod.is_ending]
+        # A set makes no pod twice.
+        gone += [
+            pod_state.workers(body)
+            for body in bodies
+            if job_set.name_of(body) and body["metadata"]["name"] not in known
+        ]
+        lost = set().union(*gone)
+        for name in [name for name, pod in known.items() if lost.intersection(pod.workers)]:
+            await self._remove(run_id, name)
         admitted = max((pod.group_size for pod in known.values()), default=0)
         if admitted and kueue.group_size(bodies[0]) > admitted:
             raise FailedPreconditionError(
@@ -149,7 +126,7 @@ class KubernetesLauncher:
             if name not in known:
                 if admitted:
                     kueue.rejoin(body, admitted)
-                self._take(run_id, await self._api.create(body))
+                await self._create(run_id, body, bodies, templates)
         if self._scales is not None:
             await self._scales.show(run_id, spec.rollout.replicas)
         names = {body["metadata"]["name"] for body in bodies}
@@ -176,7 +153,7 @@ class KubernetesLauncher:
             pod.stop_timer()
             pod.reported.update(pod.workers)
             await self._delete(run_id, name)
-        grace_s = max((pod.grace_s for pod in pods.values()), default=0.0)
+        grace_s = _STOP_MARGIN_S + max((pod.own_grace_s for pod in pods.values()), default=0.0)
         try:
             await self._until(lambda: all(pod.is_over for pod in pods.values()), grace_s)
         except TimeoutError:
@@ -203,87 +180,108 @@ class KubernetesLauncher:
                 continue
             about = event["involvedObject"]
             for run_id, pods in list(self._runs.items()):
-                pod = pods.get(about["name"])
-                if pod is not None and pod.uid == about["uid"] and not pod.is_running:
-                    self._hinder(run_id, about["name"], found)
+                for name, pod in list(pods.items()):
+                    if pod.uid == about["uid"] and not pod.is_running:
+                        self._hinder(run_id, name, found)
 
-    async def _find(self, run_id: str) -> dict[str, _Pod]:
+    async def _find(self, run_id: str) -> dict[str, KnownPod]:
         """Pods of a run, those included that an earlier controller process made."""
         known = self._runs.setdefault(run_id, {})
         for body in await self._api.list(f"{RUN_LABEL}={run_id}"):
-            name = body["metadata"]["name"]
+            name = job_set.place_of(body)
             if name not in known:
                 self._take(run_id, body)
             known[name].is_ending |= "deletionTimestamp" in body["metadata"]
             known[name].is_over |= pod_state.is_over(body)
         return known
 
+    async def _create(
+        self, run_id: str, body: Pod, bodies: list[Pod], templates: WorkerTemplates
+    ) -> None:
+        """Create a pod, or the set that makes it together with others."""
+        name = job_set.name_of(body)
+        if not name or templates.job_set is None:
+            self._take(run_id, await self._api.create(body))
+            return
+        fellows = [other for other in bodies if job_set.name_of(other) == name]
+        await self._api.create_job_set(job_set.around(templates.job_set, fellows))
+        for fellow in fellows:
+            self._expect(run_id, fellow)
+
     def _take(self, run_id: str, body: Mapping[str, Any]) -> None:
-        """Keep a pod."""
-        name = body["metadata"]["name"]
-        self._runs[run_id][name] = _Pod(
-            workers=pod_state.workers(body),
-            group_size=kueue.group_size(body),
-            grace_s=body["spec"]["terminationGracePeriodSeconds"] + _STOP_MARGIN_S,
-        )
-        self._note_start(run_id, name, body)
+        """Keep a pod that is there."""
+        self._expect(run_id, body)
+        self._note_start(run_id, job_set.place_of(body), body)
+
+    def _expect(self, run_id: str, body: Mapping[str, Any]) -> None:
+        """Keep a pod, which is given up should it not run in time."""
+        name = job_set.place_of(body)
+        self._runs[run_id][name] = KnownPod.of(body)
+        self._start_timer(run_id, name)
 
     async def _take_in(self, seen: Seen) -> None:
-        run_id = self._run_of(seen)
-        pod = self._runs.get(run_id, {}).get(seen.name)
+        run_id, name = self._place_of(seen)
+        pod = self._runs.get(run_id, {}).get(name)
         if pod is None:
             await self._sweep(seen)
             return
         if seen.body is None:
-            self._forget(run_id, seen.name, code=-9, message="its pod was deleted")
+            self._forget(run_id, name, code=-9, message="its pod was deleted")
         else:
-            self._note_start(run_id, seen.name, seen.body)
+            self._note_start(run_id, name, seen.body)
             for end in pod_state.ended(seen.body):
                 self._report(run_id, end.worker_id, end.code, end.message)
-            pod.is_over |= pod_state.is_over(seen.body)
             if pod.group_size and pod_state.is_deleted_unplaced(seen.body):
-                await self._clear(seen.name, seen.body)
+                await self._clear(seen.body)
         async with self._changed:
             self._changed.notify_all()
 
-    def _run_of(self, seen: Seen) -> str:
-        """The run of a pod; one that is gone is known by its name only."""
+    def _place_of(self, seen: Seen) -> tuple[str, str]:
+        """The run and the place of a pod; one that is gone is known by its name only."""
         if seen.body is not None:
-            run_id: str = seen.body["metadata"]["labels"][RUN_LABEL]
-            return run_id
-        return next((run_id for run_id, pods in self._runs.items() if seen.name in pods), "")
+            return seen.body["metadata"]["labels"][RUN_LABEL], job_set.place_of(seen.body)
+        for run_id, pods in self._runs.items():
+            for place, pod in pods.items():
+                if pod.name == seen.name:
+                    return run_id, place
+        return "", ""
 
     async def _sweep(self, seen: Seen) -> None:
         """Remove an ended pod of a run that nobody drives any more."""
         if seen.body is None or not pod_state.is_over(seen.body):
             return
-        owners = seen.body["metadata"].get("ownerReferences", [])
-        if any(owner["uid"] == self._owner["uid"] for owner in owners):
-            await self._clear(seen.name, seen.body)
+        owners = [owner["uid"] for owner in seen.body["metadata"].get("ownerReferences", [])]
+        if self._owner["uid"] in (*owners, job_set.owner_of(seen.body)):
+            await self._clear(seen.body)
 
-    async def _clear(self, name: str, body: Mapping[str, Any]) -> None:
+    async def _clear(self, body: Mapping[str, Any]) -> None:
         """Remove what is left of a pod."""
+        name, its_set = body["metadata"]["name"], job_set.name_of(body)
         try:
+            if its_set:
+                await self._api.delete_job_set(its_set)
             await self._api.delete(name, is_queued=kueue.group_size(body) > 0)
         except ServiceError as error:  # it is seen again with the next list
             logger.warning("pod stays", extra={"pod": name, "error": str(error)})
 
     def _note_start(self, run_id: str, name: str, body: Mapping[str, Any]) -> None:
         pod = self._runs[run_id][name]
-        pod.uid = body["metadata"]["uid"]
-        pod.is_running, pod.is_gated = pod_state.is_running(body), pod_state.is_gated(body)
+        pod.see(body)
         if pod.is_gated:
             pod.stop_timer()
             pod.timer = None
         elif pod.timer is None:
-            # It is given up should it not run in time.
-            loop = asyncio.get_running_loop()
-            pod.timer = loop.call_later(self._pending_timeout_s, self._give_up, run_id, name)
+            self._start_timer(run_id, name)
         if pod.is_running:
             pod.obstacle = None
             pod.stop_timer()
         elif found := pod_state.obstacle(body):
             self._hinder(run_id, name, found)
+
+    def _start_timer(self, run_id: str, name: str) -> None:
+        loop = asyncio.get_running_loop()
+        pod = self._runs[run_id][name]
+        pod.timer = loop.call_later(self._pending_timeout_s, self._give_up, run_id, name)
 
     def _hinder(self, run_id: str, name: str, found: pod_state.Obstacle) -> None:
         """Keep what hinders a pod; tell it once per reason."""
@@ -299,10 +297,8 @@ class KubernetesLauncher:
         pod = self._runs.get(run_id, {}).get(name)
         if pod is None:
             return
-        found = pod.obstacle
-        why = f"{found.reason}: {found.message}" if found else "Kubernetes gave no reason"
         for worker_id in pod.workers:
-            self._report(run_id, worker_id, 1, f"pod {name} could not start: {why}")
+            self._report(run_id, worker_id, 1, f"pod {name} could not start: {pod.why_not()}")
 
     def _report(self, run_id: str, worker_id: str, code: int | None, message: str) -> None:
         """Tell once that a worker ended; all its pods end with the first."""
@@ -340,9 +336,14 @@ class KubernetesLauncher:
 
     async def _delete(self, run_id: str, name: str, *, grace_s: int | None = None) -> None:
         pod = self._runs[run_id].get(name)
-        is_queued = pod is not None and pod.group_size > 0
-        is_there = await self._api.delete(name, grace_s=grace_s, is_queued=is_queued)
-        if not is_there and name in self._runs[run_id]:
+        if pod is None:
+            return
+        if pod.job_set:
+            await self._api.delete_job_set(pod.job_set)
+        is_queued = pod.group_size > 0
+        if not pod.name or not await self._api.delete(
+            pod.name, grace_s=grace_s, is_queued=is_queued
+        ):
             self._forget(run_id, name, code=-9, message="its pod was deleted")
 
     async def _until(self, condition: Callable[[], bool], timeout_s: float) -> None:

@@ -6,17 +6,29 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
-from kubernetes.client import ApiException, AppsV1Api, CoreV1Api, V1Pod, V1Secret
+from kubernetes.client import (
+    ApiException,
+    AppsV1Api,
+    CoreV1Api,
+    CustomObjectsApi,
+    V1Pod,
+    V1Secret,
+)
 from urllib3.exceptions import HTTPError
 
 from services.common.errors import FailedPreconditionError, NotFoundError, UnavailableError
-from services.controller.launch import kueue
+from services.controller.launch import job_set, kueue
 
 _TIMEOUT_S = 10
+# A JobSet goes after its pods, which are ended before it.
+_GONE_S = 20
+_PERIOD_S = 0.5
+
+_JOB_SETS = {"group": job_set.GROUP, "version": job_set.VERSION, "plural": job_set.PLURAL}
 
 
 class PodApi:
-    """Creates, lists and deletes pods of one namespace, and writes the secrets that they need.
+    """Creates, lists and deletes pods of a namespace, sets that make some, and the secrets that they need.
 
     All methods raise what ``ask`` raises.
 
@@ -27,6 +39,7 @@ class PodApi:
 
     def __init__(self, core: CoreV1Api, namespace: str) -> None:
         self._core = core
+        self._custom = CustomObjectsApi(core.api_client)
         self._namespace = namespace
 
     async def create(self, pod: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,6 +95,50 @@ class PodApi:
                     self._namespace,
                     kueue.LEAVE,
                 )
+        return True
+
+    async def create_job_set(self, body: Mapping[str, Any]) -> None:
+        """Create a JobSet in place of any of its name.
+
+        Raises:
+            FailedPreconditionError: Also if the cluster knows no JobSets.
+            UnavailableError: Also if the former one does not go.
+        """
+        name = body["metadata"]["name"]
+        try:
+            async with asyncio.timeout(_GONE_S):
+                while await self.delete_job_set(name):  # noqa: ASYNC110  only Kubernetes could tell
+                    await asyncio.sleep(_PERIOD_S)
+        except TimeoutError as error:
+            message = f"JobSet {name} is still there {_GONE_S} s after it was deleted"
+            raise UnavailableError(message) from error
+        try:
+            await ask(
+                f"JobSet {name}",
+                self._custom.create_namespaced_custom_object,
+                **_JOB_SETS,
+                namespace=self._namespace,
+                body=dict(body),
+            )
+        except NotFoundError as error:
+            raise FailedPreconditionError(
+                "the cluster knows no JobSets; install their controller (https://jobset.sigs.k8s.io), or set "
+                "workers.jobSet.enabled=false to have plain pods"
+            ) from error
+
+    async def delete_job_set(self, name: str) -> bool:
+        """Delete a JobSet, which goes after its pods; returns whether it was there."""
+        try:
+            await ask(
+                f"the end of JobSet {name}",
+                self._custom.delete_namespaced_custom_object,
+                **_JOB_SETS,
+                namespace=self._namespace,
+                name=name,
+                propagation_policy="Foreground",
+            )
+        except NotFoundError:
+            return False
         return True
 
     async def put_secret(self, secret: Mapping[str, Any]) -> None:

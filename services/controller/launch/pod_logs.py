@@ -16,6 +16,7 @@ from kubernetes.client import ApiException, CoreV1Api
 from urllib3.exceptions import HTTPError
 
 from services.controller.launch.follow import Seen
+from services.controller.launch.job_set import place_of
 from services.controller.launch.worker_pods import RUN_LABEL
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class PodLogs:
             if key not in self._known:
                 self._known.add(key)
                 folder = self._state_directory / run_id / "logs"
-                file = folder / f"{_component(run_id, name, container)}.log"
+                file = folder / f"{_component(run_id, place_of(pod), container)}.log"
                 # A daemon, because it may be inside a read that only the API server ends.
                 threading.Thread(
                     target=self._copy, args=(key, file), name=f"log of {name}", daemon=True
@@ -104,7 +105,7 @@ def _started(pod: Mapping[str, Any]) -> Iterator[str]:
             yield status["name"]
 
 
-def _component(run_id: str, pod: str, container: str) -> str:
+def _component(run_id: str, place: str, container: str) -> str:
     """The worker; of one on several nodes, the worker and the node."""
-    own = pod.removeprefix(f"{run_id.replace('_', '-')}-")
+    own = place.removeprefix(f"{run_id.replace('_', '-')}-")
     return own if own.startswith(container) else container

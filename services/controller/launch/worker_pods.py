@@ -7,7 +7,7 @@ bundled                          the containers of all in one pod
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -16,7 +16,7 @@ import yaml
 from services.common.errors import FailedPreconditionError
 from services.common.spec.run import RunSpec
 from services.controller.client import WorkerRole
-from services.controller.launch import kueue
+from services.controller.launch import job_set, kueue
 from services.controller.launch.launcher import num_gpus, num_ranks, program_of, worker_names
 
 RUN_LABEL = "slipstream.dev/run"
@@ -40,6 +40,8 @@ class WorkerTemplates:
     """A pod per worker, or all workers of a run in one pod."""
     pods: Mapping[str, Pod]
     """Pod of one worker, by its program."""
+    job_set: Mapping[str, Any] | None = None
+    """JobSet of a worker of several nodes; None for plain pods."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +58,10 @@ class _Place:
     nodes: int
 
     def pod_name(self, run_id: str) -> str:
-        suffix = f"-node-{self.node}" if self.node else ""
-        return f"{run_id.replace('_', '-')}-{self.worker_id}{suffix}"
+        return job_set.place_name(self.first_name(run_id), self.node)
+
+    def first_name(self, run_id: str) -> str:
+        return f"{run_id.replace('_', '-')}-{self.worker_id}"
 
 
 def token_secret(run_id: str, token: str, *, owner: Mapping[str, str]) -> Pod:
@@ -92,11 +96,15 @@ def load_templates(folder: Path) -> WorkerTemplates:
             program: yaml.safe_load((folder / f"{program}.yaml").read_text(encoding="utf-8"))
             for program in ("trainer", "rollout")
         }
+        found = folder / "job-set.yaml"
+        sets = yaml.safe_load(found.read_text(encoding="utf-8")) if found.exists() else None
     except OSError as error:
         raise FailedPreconditionError(
             f"no worker templates in {folder}: {error.strerror}; mount the chart's ConfigMap there"
         ) from error
-    return WorkerTemplates(topology=cast("Literal['separate', 'bundled']", topology), pods=pods)
+    return WorkerTemplates(
+        topology=cast("Literal['separate', 'bundled']", topology), pods=pods, job_set=sets
+    )
 
 
 def build_pods(
@@ -107,7 +115,7 @@ def build_pods(
     controller_address: str,
     owner: Mapping[str, str],
 ) -> list[Pod]:
-    """All pods of a run. Each container is named like its worker.
+    """All pods of a run, by the names of their places. Each container is named like its worker.
 
     Args:
         templates: How worker pods look.
@@ -132,8 +140,13 @@ def build_pods(
         _name_worker(container, place, run_id, controller_address)
         _add_ports(container, place)
         _ask_for_gpus(pod, num_gpus(place.role, spec) // place.nodes)
+        first, rank = place.first_name(run_id), str(place.node)
+        if templates.job_set is not None and place.nodes > 1:
+            job_set.join(pod, name=first, node=place.node)
+            first, rank = job_set.hostname(templates.job_set, first, 0), job_set.NODE_RANK
         if place.ranks > 1:
-            container["command"] = _torchrun(place, run_id, pod["spec"]["subdomain"])
+            address = f"{first}.{pod['spec']['subdomain']}"
+            container["command"] = _torchrun(place, node_rank=rank, address=address)
         pods.append(pod)
     if templates.topology == "bundled":
         pods = [_bundle(run_id, pods)]
@@ -164,15 +177,14 @@ def _num_nodes(ranks: int, spec: RunSpec) -> int:
     return max(1, ranks // room)
 
 
-def _torchrun(place: _Place, run_id: str, subdomain: str) -> list[str]:
+def _torchrun(place: _Place, *, node_rank: str, address: str) -> list[str]:
     """The command of a worker of several ranks; those of several nodes meet at the first."""
     where = ["--standalone"]
     if place.nodes > 1:
-        first = replace(place, node=0).pod_name(run_id)
         where = [
             f"--nnodes={place.nodes}",
-            f"--node-rank={place.node}",
-            f"--master-addr={first}.{subdomain}",
+            f"--node-rank={node_rank}",
+            f"--master-addr={address}",
             f"--master-port={_MEETING_PORT}",
         ]
     processes = f"--nproc-per-node={place.ranks // place.nodes}"

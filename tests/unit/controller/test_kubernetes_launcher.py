@@ -1,6 +1,7 @@
 """KubernetesLauncher: pods in, exits and obstacles out."""
 
 import asyncio
+import copy
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -35,6 +36,8 @@ SPREAD = {
     "trainer": {"steps": 1, "prompts_per_step": 1, "world_size": 2},
 }
 
+JOB_SET = {"metadata": {}, "spec": {"replicatedJobs": [{"name": "node", "template": {"spec": {}}}]}}
+
 # What an API server says of a pod with a scheduling gate.
 GATED = {
     "type": "PodScheduled",
@@ -55,6 +58,7 @@ class FakeCluster:
     queue_is_full: bool = False
     deletions: list[tuple[str, int | None]] = field(default_factory=list)
     secrets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    job_sets: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     async def put_secret(self, secret: Mapping[str, Any]) -> None:
         self.secrets[secret["metadata"]["name"]] = dict(secret)
@@ -88,6 +92,27 @@ class FakeCluster:
             self.seen.put_nowait(Seen(name=name, body=None))
         return True
 
+    async def create_job_set(self, body: Mapping[str, Any]) -> None:
+        assert body["metadata"]["name"] not in self.job_sets
+        self.job_sets[body["metadata"]["name"]] = dict(body)
+
+    async def delete_job_set(self, name: str) -> bool:
+        return self.job_sets.pop(name, None) is not None
+
+    def make_pods(self, name: str) -> tuple[str, ...]:
+        """Do what the controllers of JobSets and Jobs do; returns the names of the pods."""
+        (job,) = self.job_sets[name]["spec"]["replicatedJobs"]
+        made: tuple[str, ...] = ()
+        for number in range(job["template"]["spec"]["completions"]):
+            pod = copy.deepcopy(job["template"]["spec"]["template"])
+            pod_name = f"{name}-{job['name']}-0-{number}-{len(self.deletions)}xyz"
+            pod["metadata"] |= {"name": pod_name, "uid": f"uid of {pod_name}"}
+            pod["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"] = str(number)
+            self.pods[pod_name] = pod
+            self.change(pod_name, phase="Pending")
+            made += (pod_name,)
+        return made
+
     def change(self, name: str, **status: Any) -> None:
         self.pods[name] = {**self.pods[name], "status": status}
         self.seen.put_nowait(Seen(name=name, body=self.pods[name]))
@@ -116,7 +141,11 @@ class Heard:
         self.ended.set()
 
 
-def write_templates(folder: Path, topology: str = "separate", queue: str = "") -> Path:
+def write_templates(
+    folder: Path, topology: str = "separate", queue: str = "", job_sets: bool = False
+) -> Path:
+    if job_sets:
+        (folder / "job-set.yaml").write_text(yaml.safe_dump(JOB_SET))
     (folder / "topology").write_text(topology)
     labels = {"slipstream.dev/worker": "true"}
     if queue:
@@ -255,6 +284,66 @@ async def test_a_trainer_that_lost_a_pod_unseen_is_started_as_a_whole(tmp_path: 
     async with launching(cluster, templates) as (launcher, _):
         await launcher.start(RUN, spread)
         assert cluster.pods[TRAINER] is not kept
+        await launcher.stop(RUN)
+
+
+async def test_pods_of_a_job_set_end_together_and_another_set_makes_them_anew(
+    tmp_path: Path,
+) -> None:
+    cluster, spread = FakeCluster(), parse_spec(SPREAD)
+    async with launching(cluster, write_templates(tmp_path, job_sets=True)) as (launcher, heard):
+        await launcher.start(RUN, spread)
+        assert set(cluster.pods) == {ROLLOUT}
+        assert set(cluster.job_sets) == {TRAINER}
+        _, second = cluster.make_pods(TRAINER)
+        cluster.terminated(second, "trainer-0", exitCode=1, message="out of memory")
+        await cluster.settle()
+        (exit_,) = heard.exits
+        assert (exit_.worker_id, exit_.last_lines) == ("trainer-0", "out of memory")
+        await launcher.end(RUN, "trainer-0")
+        assert set(cluster.pods) == {ROLLOUT}
+        assert cluster.job_sets == {}
+        await launcher.start(RUN, spread)
+        first, second = cluster.make_pods(TRAINER)
+        await cluster.settle()
+        del cluster.pods[first]
+        cluster.seen.put_nowait(Seen(name=first, body=None))
+        await cluster.settle()
+        assert [exit_.code for exit_ in heard.exits] == [1, -9]
+        await launcher.stop(RUN)
+        assert (cluster.pods, cluster.job_sets) == ({}, {})
+
+
+async def test_a_job_set_that_makes_no_pods_is_given_up(tmp_path: Path) -> None:
+    cluster, spread = FakeCluster(), parse_spec(SPREAD)
+    templates = write_templates(tmp_path, job_sets=True)
+    async with launching(cluster, templates, pending_timeout_s=0.05) as (launcher, heard):
+        await launcher.start(RUN, spread)
+        state = {"running": {"startedAt": "now"}}
+        cluster.change(ROLLOUT, containerStatuses=[{"name": "rollout-0", "state": state}])
+        await heard.ended.wait()
+        (exit_,) = heard.exits
+        assert f"could not start: JobSet {TRAINER} has not made it" in exit_.last_lines
+        await launcher.stop(RUN)
+        assert cluster.job_sets == {}
+
+
+async def test_a_job_set_of_an_earlier_controller_is_kept_if_it_is_whole(tmp_path: Path) -> None:
+    cluster, spread = FakeCluster(), parse_spec(SPREAD)
+    templates = write_templates(tmp_path, job_sets=True)
+    async with launching(cluster, templates) as (launcher, _):
+        await launcher.start(RUN, spread)
+    whole = cluster.job_sets[TRAINER]
+    _, second = cluster.make_pods(TRAINER)
+    async with launching(cluster, templates) as (launcher, _):
+        await launcher.start(RUN, spread)
+        assert cluster.job_sets[TRAINER] is whole
+    del cluster.pods[second]
+    async with launching(cluster, templates) as (launcher, heard):
+        await launcher.start(RUN, spread)
+        assert cluster.job_sets[TRAINER] is not whole
+        assert set(cluster.pods) == {ROLLOUT}
+        assert [exit_.worker_id for exit_ in heard.exits] == ["trainer-0"]
         await launcher.stop(RUN)
 
 
@@ -504,4 +593,19 @@ async def test_ended_pods_of_an_earlier_controller_are_removed(tmp_path: Path) -
             cluster.change(name, phase="Succeeded")
         await cluster.settle()
         assert set(cluster.pods) == {"foreign"}
+        assert heard.exits == []
+
+
+async def test_ended_pods_of_an_earlier_controller_go_with_their_job_set(tmp_path: Path) -> None:
+    cluster, spread = FakeCluster(), parse_spec(SPREAD)
+    templates = write_templates(tmp_path, job_sets=True)
+    async with launching(cluster, templates) as (launcher, _):
+        await launcher.start(RUN, spread)
+    made = cluster.make_pods(TRAINER)
+    async with launching(cluster, templates) as (_, heard):
+        for name in made:
+            cluster.change(name, phase="Succeeded")
+        await cluster.settle()
+        assert set(cluster.pods) == {ROLLOUT}
+        assert cluster.job_sets == {}
         assert heard.exits == []

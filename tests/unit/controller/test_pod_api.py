@@ -18,6 +18,7 @@ class FakeCore:
 
     def __init__(self, error: Exception) -> None:
         self._error = error
+        self.api_client = self
 
     def __getattr__(self, name: str) -> Any:
         def method(*arguments: object, **options: object) -> None:
@@ -57,3 +58,8 @@ async def test_what_is_gone_needs_no_deletion() -> None:
     api = failing(refusal(404))
     assert await api.delete("run-01-trainer-0") is False
     await api.delete_secret("token")
+
+
+async def test_a_cluster_without_job_sets_says_what_to_do() -> None:
+    with pytest.raises(FailedPreconditionError, match="knows no JobSets; install their controller"):
+        await failing(refusal(404)).create_job_set(POD)

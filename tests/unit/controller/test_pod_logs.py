@@ -36,7 +36,7 @@ class FakeCore:
 def pod(*containers, name="run-01-rollout-0", **state):
     statuses = [{"name": c, "state": state or {"running": {}}} for c in containers]
     body = {
-        "metadata": {"labels": {"slipstream.dev/run": "run_01"}},
+        "metadata": {"name": name, "labels": {"slipstream.dev/run": "run_01"}},
         "status": {"containerStatuses": statuses},
     }
     return Seen(name=name, body=body)

@@ -88,6 +88,20 @@ def test_pods_may_be_changed_only_where_a_queue_keeps_them() -> None:
     assert "patch" in verbs("--set", "workers.kueue.queueName=gpus")
 
 
+def test_the_controller_makes_job_sets_only_where_asked_and_never_in_a_queue() -> None:
+    def rules(*values: str) -> list[Manifest]:
+        role = one(render(*values), "Role", "demo-slipstream-controller")
+        return [rule for rule in role["rules"] if rule["resources"] == ["jobsets"]]
+
+    assert rules() == []
+    (rule,) = rules("--set", "workers.jobSet.enabled=true")
+    assert rule["verbs"] == ["create", "delete"]
+    both = "workers.jobSet.enabled=true,workers.kueue.queueName=gpus"
+    refused = helm("template", "demo", str(CHART), "--set", both)
+    assert refused.returncode != 0
+    assert "workers.jobSet.enabled and workers.kueue.queueName exclude each other" in refused.stderr
+
+
 def test_models_are_fetched_into_the_cache_by_a_job_of_their_list() -> None:
     def job(models: str) -> Manifest:
         values = f"workers.modelCache.existingClaim=models,workers.modelCache.fetch={{{models}}}"

@@ -8,6 +8,7 @@ import pytest
 
 from services.common.errors import FailedPreconditionError
 from services.common.spec.loader import parse_spec
+from services.controller.launch import job_set
 from services.controller.launch.worker_pods import Pod, build_pods, load_templates
 from tests.unit.deploy.chart import one, render
 
@@ -194,6 +195,52 @@ def test_a_trainer_of_more_ranks_than_a_node_has_gpus_is_a_set_of_pods(tmp_path:
     assert pods[0]["spec"]["hostname"] == "run-0198-trainer-0"
     service = one(render(), "Service", "demo-slipstream-workers")["spec"]
     assert service["selector"].items() <= first["metadata"]["labels"].items()
+
+
+def test_a_trainer_of_several_nodes_is_one_indexed_job_of_a_job_set_where_asked(
+    tmp_path: Path,
+) -> None:
+    placement = (
+        "workers.jobSet.annotations.alpha\\.jobset\\.sigs\\.k8s\\.io/exclusive-topology=rack"
+    )
+    pods = build(
+        tmp_path,
+        *("--set", "workers.jobSet.enabled=true", "--set", placement),
+        profiles=("multi-node",),
+        trainer={"world_size": 16},
+    )
+    template = load_templates(tmp_path).job_set
+    assert template is not None
+    made = job_set.around(template, [pod for pod in pods if job_set.name_of(pod)])
+    metadata = made["metadata"]
+    assert (metadata["name"], metadata["namespace"]) == ("run-0198-trainer-0", "train")
+    assert metadata["ownerReferences"] == [OWNER]
+    assert metadata["labels"]["slipstream.dev/run"] == "run_0198"
+    assert metadata["annotations"] == {"alpha.jobset.sigs.k8s.io/exclusive-topology": "rack"}
+    (job,) = made["spec"]["replicatedJobs"]
+    kubernetes_validate.validate(
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, **job["template"]},
+        "1.35",
+        strict=True,
+    )
+    assert (job["replicas"], job["template"]["spec"]["completions"]) == (1, 2)
+    pod = job["template"]["spec"]["template"]
+    assert "hostname" not in pod["spec"], "its Job gives it one"
+    (container,) = pod["spec"]["containers"]
+    assert container["command"][1:4] == [
+        "--nnodes=2",
+        "--node-rank=$(JOB_COMPLETION_INDEX)",
+        "--master-addr=run-0198-trainer-0-node-0-0.demo-slipstream-workers",
+    ]
+    assert "readinessProbe" not in container
+    assert [job_set.name_of(pod) for pod in pods[2:]] == ["", ""], "rollouts come and go"
+
+
+def test_workers_of_one_node_are_plain_pods(tmp_path: Path) -> None:
+    for topology in ("separate", "bundled"):
+        values = f"workers.jobSet.enabled=true,workers.topology={topology}"
+        pods = build(tmp_path, "--set", values, profiles=("multi-node",), trainer={"world_size": 8})
+        assert not any(job_set.name_of(pod) for pod in pods)
 
 
 def test_ranks_that_do_not_fill_their_nodes_are_refused(tmp_path: Path) -> None:

@@ -153,6 +153,33 @@ spec:
     {{- end }}
 {{- end -}}
 
+{{/*
+JobSet of a worker of several nodes. The controller adds its name, labels, owner, number of pods and their template. Nothing is started again but by the controller.
+*/}}
+{{- define "slipstream.jobSet" -}}
+{{- if .Values.workers.kueue.queueName -}}
+{{- fail "workers.jobSet.enabled and workers.kueue.queueName exclude each other: Kueue would admit a JobSet apart from the rollouts of its run, and either could wait for ever for room that the other holds; without JobSets, Kueue admits all pods of a run at once" -}}
+{{- end -}}
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata:
+  namespace: {{ .Release.Namespace }}
+  {{- with .Values.workers.jobSet.annotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  # The pods are in the workers' own headless service.
+  network: {enableDNSHostnames: false}
+  failurePolicy: {maxRestarts: 0}
+  replicatedJobs:
+    - name: node
+      replicas: 1
+      template:
+        spec:
+          completionMode: Indexed
+          backoffLimit: 0
+{{- end -}}
+
 {{- define "slipstream.claimOrScratch" -}}
 {{- if . -}}
 persistentVolumeClaim: {claimName: {{ . }}}

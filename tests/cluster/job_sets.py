@@ -1,0 +1,121 @@
+"""Plays the controllers of JobSets and of their Indexed Jobs, for which the test's API server is too old."""
+
+import copy
+import random
+import string
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from kubernetes.client import ApiException, ApiextensionsV1Api, CoreV1Api, CustomObjectsApi
+
+from services.controller.launch.job_set import GROUP, PLURAL, VERSION
+
+_PERIOD_S = 0.3
+_NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
+_NUMBER = "batch.kubernetes.io/job-completion-index"
+_DEFINITION = {
+    "metadata": {"name": f"{PLURAL}.{GROUP}"},
+    "spec": {
+        "group": GROUP,
+        "scope": "Namespaced",
+        "names": {"kind": "JobSet", "plural": PLURAL, "singular": "jobset"},
+        "versions": [
+            {
+                "name": VERSION,
+                "served": True,
+                "storage": True,
+                "schema": {
+                    "openAPIV3Schema": {
+                        "type": "object",
+                        "x-kubernetes-preserve-unknown-fields": True,
+                    }
+                },
+            }
+        ],
+    },
+}
+
+
+@contextmanager
+def job_sets(core: CoreV1Api, namespace: str) -> Iterator[None]:
+    """Define JobSets, and make their pods until the block ends."""
+    definitions = ApiextensionsV1Api(core.api_client)
+    definitions.create_custom_resource_definition(_DEFINITION)
+    stopped = threading.Event()
+    controller = threading.Thread(target=_play, args=(core, namespace, stopped))
+    controller.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        controller.join()
+        definitions.delete_custom_resource_definition(_DEFINITION["metadata"]["name"])
+
+
+def names(core: CoreV1Api, namespace: str) -> list[str]:
+    """All JobSets that are there."""
+    return [job_set["metadata"]["name"] for job_set in _list(core, namespace)]
+
+
+def _list(core: CoreV1Api, namespace: str) -> list[dict[str, Any]]:
+    listed = CustomObjectsApi(core.api_client).list_namespaced_custom_object(
+        GROUP, VERSION, namespace, PLURAL
+    )
+    return list(listed["items"])
+
+
+def _play(core: CoreV1Api, namespace: str, stopped: threading.Event) -> None:
+    served: set[str] = set()
+    while not stopped.wait(_PERIOD_S):
+        with suppress(ApiException):  # the definition is not served yet
+            for job_set in _list(core, namespace):
+                uid, is_ending = (
+                    job_set["metadata"]["uid"],
+                    "deletionTimestamp" in job_set["metadata"],
+                )
+                if uid in served:
+                    _end_what_failed(core, namespace, job_set)
+                elif not is_ending:
+                    _make_pods(core, namespace, job_set)
+                    served.add(uid)
+
+
+def _make_pods(core: CoreV1Api, namespace: str, job_set: dict[str, Any]) -> None:
+    (job,) = job_set["spec"]["replicatedJobs"]
+    assert job["template"]["spec"]["completionMode"] == "Indexed"
+    name = f"{job_set['metadata']['name']}-{job['name']}-0"
+    owner = {key: job_set["metadata"][key] for key in ("name", "uid")} | {
+        "apiVersion": job_set["apiVersion"],
+        "kind": "JobSet",
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+    for number in range(job["template"]["spec"]["completions"]):
+        pod = copy.deepcopy(job["template"]["spec"]["template"])
+        suffix = "".join(random.choices(string.ascii_lowercase, k=5))
+        metadata = pod["metadata"]
+        metadata |= {"name": f"{name}-{number}-{suffix}", "ownerReferences": [owner]}
+        metadata["labels"][_NAME_LABEL] = job_set["metadata"]["name"]
+        metadata["annotations"][_NUMBER] = str(number)
+        pod["spec"]["hostname"] = f"{name}-{number}"
+        for container in pod["spec"]["containers"]:
+            field = {"fieldRef": {"fieldPath": f"metadata.annotations['{_NUMBER}']"}}
+            container["env"].append({"name": "JOB_COMPLETION_INDEX", "valueFrom": field})
+        core.create_namespaced_pod(namespace, pod)
+
+
+def _end_what_failed(core: CoreV1Api, namespace: str, job_set: dict[str, Any]) -> None:
+    """A Job that may not try again has failed with its first pod, and its other pods are ended."""
+    (job,) = job_set["spec"]["replicatedJobs"]
+    selector = f"{_NAME_LABEL}={job_set['metadata']['name']}"
+    pods = core.list_namespaced_pod(namespace, label_selector=selector).items
+    alive = [pod for pod in pods if pod.status.phase in ("Pending", "Running")]
+    is_whole = len(pods) == job["template"]["spec"]["completions"]
+    if is_whole and not any(
+        pod.status.phase == "Failed" or pod.metadata.deletion_timestamp for pod in pods
+    ):
+        return
+    for pod in alive:
+        core.delete_namespaced_pod(pod.metadata.name, namespace)
