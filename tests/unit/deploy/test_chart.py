@@ -51,6 +51,10 @@ _BAD_VALUES = [
     ("tracing.endpoint=collector:4317", ("tracing", "endpoint")),
     ("tracing.ratio=2", ("tracing", "ratio")),
     ("controller.oidc.issuer=id.example.com", ("oidc", "issuer")),
+    ("ingress.host=https://rl.example.com", ("ingress", "host")),
+    ("controller.database.key=a/url", ("database", "key")),
+    ("workers.envFromSecrets={HF_TOKEN}", ("envFromSecrets",)),
+    ("workers.jobSet.enabled=yes-please", ("jobSet", "enabled")),
 ]
 
 
