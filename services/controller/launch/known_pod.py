@@ -59,7 +59,9 @@ class KnownPod:
         if self.obstacle is not None:
             return f"{self.obstacle.reason}: {self.obstacle.message}"
         if not self.uid:
-            return f"JobSet {self.job_set} has not made it"
+            return (
+                f"JobSet {self.job_set} has not made it; `kubectl describe jobsets,jobs` tells why"
+            )
         return "Kubernetes gave no reason"
 
     def stop_timer(self) -> None:
