@@ -154,7 +154,8 @@ spec:
 {{- end -}}
 
 {{/*
-JobSet of a worker of several nodes. The controller adds its name, labels, owner, number of pods and their template. Nothing is started again but by the controller.
+JobSet of a worker of several nodes. The controller adds its name, labels, owner, number of pods and their template, and
+is the only one who starts anything again.
 */}}
 {{- define "slipstream.jobSet" -}}
 {{- if .Values.workers.kueue.queueName -}}
