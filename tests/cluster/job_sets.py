@@ -1,8 +1,5 @@
 """Plays the controllers of JobSets and of their Indexed Jobs, for which the test's API server is too old."""
 
-import copy
-import random
-import string
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,10 +8,9 @@ from typing import Any
 from kubernetes.client import ApiException, ApiextensionsV1Api, CoreV1Api, CustomObjectsApi
 
 from services.controller.launch.job_set import GROUP, PLURAL, VERSION
+from tests.helpers.job_sets import NAME_LABEL, pods_of
 
 _PERIOD_S = 0.3
-_NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
-_NUMBER = "batch.kubernetes.io/job-completion-index"
 _DEFINITION = {
     "metadata": {"name": f"{PLURAL}.{GROUP}"},
     "spec": {
@@ -71,45 +67,30 @@ def _play(core: CoreV1Api, namespace: str, stopped: threading.Event) -> None:
     while not stopped.wait(_PERIOD_S):
         with suppress(ApiException):  # the definition is not served yet
             for job_set in _list(core, namespace):
-                uid, is_ending = (
-                    job_set["metadata"]["uid"],
-                    "deletionTimestamp" in job_set["metadata"],
-                )
+                uid = job_set["metadata"]["uid"]
                 if uid in served:
                     _end_what_failed(core, namespace, job_set)
-                elif not is_ending:
+                elif "deletionTimestamp" not in job_set["metadata"]:
                     _make_pods(core, namespace, job_set)
                     served.add(uid)
 
 
 def _make_pods(core: CoreV1Api, namespace: str, job_set: dict[str, Any]) -> None:
-    (job,) = job_set["spec"]["replicatedJobs"]
-    assert job["template"]["spec"]["completionMode"] == "Indexed"
-    name = f"{job_set['metadata']['name']}-{job['name']}-0"
     owner = {key: job_set["metadata"][key] for key in ("name", "uid")} | {
         "apiVersion": job_set["apiVersion"],
         "kind": "JobSet",
         "controller": True,
         "blockOwnerDeletion": True,
     }
-    for number in range(job["template"]["spec"]["completions"]):
-        pod = copy.deepcopy(job["template"]["spec"]["template"])
-        suffix = "".join(random.choices(string.ascii_lowercase, k=5))
-        metadata = pod["metadata"]
-        metadata |= {"name": f"{name}-{number}-{suffix}", "ownerReferences": [owner]}
-        metadata["labels"][_NAME_LABEL] = job_set["metadata"]["name"]
-        metadata["annotations"][_NUMBER] = str(number)
-        pod["spec"]["hostname"] = f"{name}-{number}"
-        for container in pod["spec"]["containers"]:
-            field = {"fieldRef": {"fieldPath": f"metadata.annotations['{_NUMBER}']"}}
-            container["env"].append({"name": "JOB_COMPLETION_INDEX", "valueFrom": field})
+    for pod in pods_of(job_set):
+        pod["metadata"]["ownerReferences"] = [owner]
         core.create_namespaced_pod(namespace, pod)
 
 
 def _end_what_failed(core: CoreV1Api, namespace: str, job_set: dict[str, Any]) -> None:
     """A Job that may not try again has failed with its first pod, and its other pods are ended."""
     (job,) = job_set["spec"]["replicatedJobs"]
-    selector = f"{_NAME_LABEL}={job_set['metadata']['name']}"
+    selector = f"{NAME_LABEL}={job_set['metadata']['name']}"
     pods = core.list_namespaced_pod(namespace, label_selector=selector).items
     alive = [pod for pod in pods if pod.status.phase in ("Pending", "Running")]
     is_whole = len(pods) == job["template"]["spec"]["completions"]

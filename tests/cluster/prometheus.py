@@ -16,6 +16,7 @@ from deploy.observability.panels import Dashboard
 from tests.cluster.node import Cluster
 from tests.cluster.release import NAMESPACE
 from tests.cluster.tools import require
+from tests.unit.deploy.chart import one, render
 
 _ADDRESS = "127.0.0.1:19090"
 _SCRAPE_S = 2
@@ -66,21 +67,23 @@ def prometheus(cluster: Cluster) -> Iterator[Prometheus]:
 
 
 def _config(cluster: Cluster) -> dict[str, Any]:
-    """The relabelling is that of the chart's PodMonitor."""
+    """Scrapes what the chart's PodMonitor selects, relabelled as it says."""
+    monitor = one(
+        render("--set", "monitoring.podMonitor.enabled=true"), "PodMonitor", "demo-slipstream"
+    )
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     source = "__meta_kubernetes_pod_"
     relabel = [
-        {"source_labels": [f"{source}container_port_name"], "regex": "metrics", "action": "keep"},
         {
-            "source_labels": [f"{source}annotation_batch_kubernetes_io_job_completion_index"],
-            "regex": "[1-9].*",
-            "action": "drop",
+            "source_labels": [f"{source}container_port_name"],
+            "regex": endpoint["port"],
+            "action": "keep",
         },
         {"source_labels": [f"{source}name"], "target_label": "pod"},
-        {
-            "source_labels": [f"{source}label_slipstream_dev_run"],
-            "regex": "(.+)",
-            "target_label": "run",
-        },
+        *(
+            {_snake_case(key): value for key, value in rule.items()}
+            for rule in endpoint["relabelings"]
+        ),
     ]
     discovery = {
         "role": "pod",
@@ -94,6 +97,10 @@ def _config(cluster: Cluster) -> dict[str, Any]:
         "relabel_configs": relabel,
     }
     return {"scrape_configs": [job]}
+
+
+def _snake_case(name: str) -> str:
+    return re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", name)
 
 
 def empty_panels(server: Prometheus, dashboard: Dashboard, *, seconds: float) -> list[str]:

@@ -1,7 +1,6 @@
 """KubernetesLauncher: pods in, exits and obstacles out."""
 
 import asyncio
-import copy
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -19,6 +18,7 @@ from services.common.spec.loader import parse_spec
 from services.controller.launch.follow import Seen
 from services.controller.launch.kubernetes import KubernetesLauncher
 from services.controller.launch.launcher import WorkerExit
+from tests.helpers.job_sets import pods_of
 
 RUN = "run_01"
 SPEC = parse_spec(
@@ -36,7 +36,8 @@ SPREAD = {
     "trainer": {"steps": 1, "prompts_per_step": 1, "world_size": 2},
 }
 
-JOB_SET = {"metadata": {}, "spec": {"replicatedJobs": [{"name": "node", "template": {"spec": {}}}]}}
+JOB = {"name": "node", "template": {"spec": {"completionMode": "Indexed"}}}
+JOB_SET = {"metadata": {}, "spec": {"replicatedJobs": [JOB]}}
 
 # What an API server says of a pod with a scheduling gate.
 GATED = {
@@ -101,13 +102,10 @@ class FakeCluster:
 
     def make_pods(self, name: str) -> tuple[str, ...]:
         """Do what the controllers of JobSets and Jobs do; returns the names of the pods."""
-        (job,) = self.job_sets[name]["spec"]["replicatedJobs"]
         made: tuple[str, ...] = ()
-        for number in range(job["template"]["spec"]["completions"]):
-            pod = copy.deepcopy(job["template"]["spec"]["template"])
-            pod_name = f"{name}-{job['name']}-0-{number}-{len(self.deletions)}xyz"
-            pod["metadata"] |= {"name": pod_name, "uid": f"uid of {pod_name}"}
-            pod["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"] = str(number)
+        for pod in pods_of(self.job_sets[name]):
+            pod_name = pod["metadata"]["name"]
+            pod["metadata"]["uid"] = f"uid of {pod_name}"
             self.pods[pod_name] = pod
             self.change(pod_name, phase="Pending")
             made += (pod_name,)
