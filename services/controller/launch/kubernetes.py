@@ -340,10 +340,11 @@ class KubernetesLauncher:
             return
         if pod.job_set:
             await self._api.delete_job_set(pod.job_set)
-        is_queued = pod.group_size > 0
-        if not pod.name or not await self._api.delete(
-            pod.name, grace_s=grace_s, is_queued=is_queued
-        ):
+        is_there = pod.name != "" and await self._api.delete(
+            pod.name, grace_s=grace_s, is_queued=pod.group_size > 0
+        )
+        # Its end may have been seen meanwhile.
+        if not is_there and not self._is_gone(run_id, name):
             self._forget(run_id, name, code=-9, message="its pod was deleted")
 
     async def _until(self, condition: Callable[[], bool], timeout_s: float) -> None:

@@ -18,7 +18,7 @@ from services.common.spec.loader import parse_spec
 from services.controller.launch.follow import Seen
 from services.controller.launch.kubernetes import KubernetesLauncher
 from services.controller.launch.launcher import WorkerExit
-from tests.helpers.job_sets import pods_of
+from tests.helpers.job_sets import NAME_LABEL, pods_of
 
 RUN = "run_01"
 SPEC = parse_spec(
@@ -98,6 +98,12 @@ class FakeCluster:
         self.job_sets[body["metadata"]["name"]] = dict(body)
 
     async def delete_job_set(self, name: str) -> bool:
+        """Its pods go with it, and are seen to go before the answer comes."""
+        pods = self.pods.items()
+        for pod in [n for n, p in pods if p["metadata"]["labels"].get(NAME_LABEL) == name]:
+            del self.pods[pod]
+            self.seen.put_nowait(Seen(name=pod, body=None))
+        await self.settle()
         return self.job_sets.pop(name, None) is not None
 
     def make_pods(self, name: str) -> tuple[str, ...]:
