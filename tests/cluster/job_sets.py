@@ -8,6 +8,7 @@ from typing import Any
 from kubernetes.client import ApiException, ApiextensionsV1Api, CoreV1Api, CustomObjectsApi
 
 from services.controller.launch.job_set import GROUP, PLURAL, VERSION
+from tests.cluster.release import eventually
 from tests.helpers.job_sets import NAME_LABEL, pods_of
 
 _PERIOD_S = 0.3
@@ -39,6 +40,7 @@ def job_sets(core: CoreV1Api, namespace: str) -> Iterator[None]:
     """Define JobSets, and make their pods until the block ends."""
     definitions = ApiextensionsV1Api(core.api_client)
     definitions.create_custom_resource_definition(_DEFINITION)
+    _wait_for_garbage_collector(core, namespace)
     stopped = threading.Event()
     controller = threading.Thread(target=_play, args=(core, namespace, stopped))
     controller.start()
@@ -55,6 +57,24 @@ def names(core: CoreV1Api, namespace: str) -> list[str]:
     return [job_set["metadata"]["name"] for job_set in _list(core, namespace)]
 
 
+def _wait_for_garbage_collector(core: CoreV1Api, namespace: str) -> None:
+    """It looks for new kinds every half minute, and deletes nothing in the foreground before it knows it."""
+    custom = CustomObjectsApi(core.api_client)
+    probe = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "JobSet", "metadata": {"name": "probe"}}
+
+    def is_served() -> bool:
+        with suppress(ApiException):
+            custom.create_namespaced_custom_object(GROUP, VERSION, namespace, PLURAL, probe)
+            return True
+        return False
+
+    eventually(is_served, timeout_s=30)
+    custom.delete_namespaced_custom_object(
+        GROUP, VERSION, namespace, PLURAL, "probe", propagation_policy="Foreground"
+    )
+    eventually(lambda: names(core, namespace) == [], timeout_s=120)
+
+
 def _list(core: CoreV1Api, namespace: str) -> list[dict[str, Any]]:
     listed = CustomObjectsApi(core.api_client).list_namespaced_custom_object(
         GROUP, VERSION, namespace, PLURAL
@@ -65,7 +85,7 @@ def _list(core: CoreV1Api, namespace: str) -> list[dict[str, Any]]:
 def _play(core: CoreV1Api, namespace: str, stopped: threading.Event) -> None:
     served: set[str] = set()
     while not stopped.wait(_PERIOD_S):
-        with suppress(ApiException):  # the definition is not served yet
+        with suppress(ApiException):  # what is looked at may go meanwhile
             for job_set in _list(core, namespace):
                 uid = job_set["metadata"]["uid"]
                 if uid in served:
