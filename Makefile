@@ -3,47 +3,65 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
 # Exactly this build: a range would let pip replace the CPU build with gigabytes of CUDA libraries.
 TORCH ?= torch==2.13.0
-EXTRAS ?= dev
+# Of `make run`; one more is, for example, EXTRAS=local,reasoning-gym.
+EXTRAS ?= local
+# Python compiles what is imported, once; compiling all that is there takes longer.
+INSTALL := $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
+# These exist once the environment has what running needs, and once it has the developers' tools as well.
+RUNS := $(VENV)/.runs-$(EXTRAS)
+READY := $(VENV)/.ready
 SPEC ?= examples/sort4.yaml
 EVERY_COMMIT := not nightly and not gpu and not multi_gpu and not cluster
 PROTOS := $(shell find proto/slipstream -name '*.proto')
 
-.PHONY: help setup run test test-api test-nightly check lint types imports proto proto-check docs docs-check format clean
+.PHONY: help setup constraints run unit test test-system test-api test-nightly test-faults check lint types imports proto proto-check docs docs-check site format clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sort -u | awk -F ':.*## ' '{printf "  %-18s %s\n", $$1, $$2}'
 
-setup: $(READY) ## Make the virtual environment
+setup: $(READY) ## Make the virtual environment, with the developers' tools
 
-$(READY): pyproject.toml
+$(RUNS): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet '$(TORCH)'
-	$(BIN)/pip install --quiet --editable '.[$(EXTRAS)]' '$(TORCH)'
+	$(INSTALL) --upgrade pip
+	$(INSTALL) --editable '.[$(EXTRAS)]' '$(TORCH)'
 	touch $@
 
-run: $(READY) ## Train the example end to end (SPEC=examples/sort4.yaml)
+$(READY): $(RUNS)
+	$(INSTALL) --editable '.[dev]' '$(TORCH)'
+	touch $@
+
+constraints: $(READY) ## Write the newest versions that fit together into constraints.txt
+	report=$$(mktemp) && $(BIN)/pip install --quiet --dry-run --ignore-installed --report $$report pip '.[dev]' '$(TORCH)' \
+		&& $(BIN)/python -m deploy.constraints < $$report > constraints.txt && rm $$report
+
+run: $(RUNS) ## Train the example end to end (SPEC=examples/sort4.yaml)
 	$(BIN)/slipstream run $(SPEC)
 
-test: check ## Everything that every commit must pass: style, types, imports, stubs, docs, tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m '$(EVERY_COMMIT) and not learning and not faults'
+unit: $(READY) deploy-tools ## The fast tests: one part at a time, in this process
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m '$(EVERY_COMMIT)' tests/unit
+
+test: test-system check ## Everything that every commit must pass: check, then contracts, the API, running systems, a few kills
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m '$(EVERY_COMMIT) and not learning and not faults' --ignore tests/unit
 	$(BIN)/python -m pytest -m '$(EVERY_COMMIT) and (learning or faults)'
 
-test-nightly: $(READY) ## Learning of every algorithm over three seeds, and its controls
+test-system: # A browser, and what Mooncake Store links against: without them their tests are skipped
+	tests/system.sh --or-skip chromium libibverbs.so.1=libibverbs1 libnuma.so.1=libnuma1 libcurl.so.4=libcurl4
+
+test-nightly: $(READY) ## Every algorithm over three seeds and its controls, the whole matrix of faults, long fuzzing
 	$(BIN)/python -m pytest -m nightly -o addopts='--import-mode=importlib --strict-markers -ra'
 
-test-faults: $(READY) ## Two hundred random kills over training runs; half an hour (OPTIONS="--minutes 4" for a piece)
-	$(BIN)/python -m bench.faults $(OPTIONS)
+test-faults: $(READY) ## Every kind of fault, then two hundred random kills; an hour (OPTIONS="table --minutes 4" for a piece)
+	$(BIN)/python -m tests.faults $(OPTIONS)
 
 test-api: $(READY) ## The REST API against a live server, as two tenants, at length
 	SLIPSTREAM_API_EXAMPLES=50 $(BIN)/python -m pytest tests/api
 
-check: $(READY) lint types imports proto-check docs-check ## Everything but the tests
+check: lint types imports proto-check docs-check unit ## The fast part: style, types, imports, stubs, docs, unit tests
 
 lint: $(READY) ## Style
 	$(BIN)/ruff format --check .
@@ -67,14 +85,22 @@ proto-check: $(READY) ## The protos are well formed and the committed stubs are 
 	cd proto && ../$(BIN)/buf lint
 	out=$$(mktemp -d) && PATH="$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=$$out --grpc_python_out=$$out --mypy_out=quiet:$$out --mypy_grpc_out=quiet:$$out $(PROTOS) && diff -r -x __pycache__ $$out proto/gen && rm -rf $$out
 
-docs: $(READY) ## Regenerate docs/runspec.md and docs/openapi.json
+docs: $(READY) ## Regenerate docs/runspec.md and its schema, docs/models.md and docs/openapi.json
 	$(BIN)/python -m services.controller.api.openapi > docs/openapi.json
 	$(BIN)/python -m services.cli.spec_docs > docs/runspec.md
+	$(BIN)/python -m services.cli.spec_schema > docs/runspec.schema.json
+	$(BIN)/python -m services.cli.model_docs > docs/models.md
 
-docs-check: $(READY) ## The generated documentation is current
+site: $(READY) ## The documentation as a site that is read without a network, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-check: $(READY) ## The generated documentation is current, and its site has no dead link
 	$(BIN)/python -m services.cli.spec_docs | diff docs/runspec.md -
+	$(BIN)/python -m services.cli.spec_schema | diff docs/runspec.schema.json -
+	$(BIN)/python -m services.cli.model_docs | diff docs/models.md -
+	out=$$(mktemp -d) && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir $$out && rm -rf $$out
 
 clean: ## Remove what make made
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 -include bench/bench.mk deploy/deploy.mk tests/engines/engines.mk

@@ -1,5 +1,5 @@
 # Benchmarks; included by the Makefile.
-.PHONY: bench-asynchrony bench-controller bench-dataplane bench-learning bench-trainer bench-rollout bench-weightsync bench-recovery
+.PHONY: bench-abuse bench-page bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-trainer bench-rollout bench-weightsync bench-recovery
 bench-dataplane: $(READY) ## The data plane next to its peer, minutes (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.dataplane $(OPTIONS)
 
@@ -7,8 +7,8 @@ bench-learning: $(READY) ## sort4 with every algorithm through the whole system,
 	$(BIN)/python -m bench.learning $(OPTIONS)
 	$(BIN)/python -m bench.learning.overlap $(OPTIONS)
 
-bench-asynchrony: $(READY) ## Synchronous against one step off with a model of real size, two GPUs (OPTIONS=--smoke without any)
-	$(BIN)/python -m bench.learning.asynchrony $(OPTIONS)
+bench-e2e: $(READY) ## The whole system synchronous and asynchronous beside its limit, two GPUs (OPTIONS=--smoke without any)
+	$(BIN)/python -m bench.e2e $(OPTIONS)
 
 bench-trainer: $(READY) ## Packed against padded training steps (OPTIONS=--smoke on a machine without a GPU)
 	$(BIN)/python -m bench.trainer $(OPTIONS)
@@ -25,7 +25,16 @@ bench-weightsync: $(READY) ## Weight sync against the raw wire (OPTIONS=--smoke 
 	$(BIN)/python -m bench.weightsync.end_to_end $(OPTIONS)
 
 bench-recovery: $(READY) ## Rollouts killed at random: how soon the others serve the new version
-	$(BIN)/python -m bench.weightsync.recovery
+	$(BIN)/python -m tests.faults.weight_kills
 
 bench-controller: $(READY) ## One controller process between fakes: rates, latencies, memory (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.controller $(OPTIONS)
+
+bench-page: $(READY) ## How soon each view of the run page is there, with 3 runs of 10,000 steps, in Chromium; a minute
+	$(BIN)/python -m bench.page $(OPTIONS)
+
+bench-pace: $(READY) ## How fast a run can be, with a real controller and fakes that take a GPU's time, minutes
+	$(BIN)/python -m bench.pace $(OPTIONS)
+
+bench-abuse: $(READY) ## Two honest projects while a third identity abuses every port, ten minutes (OPTIONS=--smoke for half of one)
+	$(BIN)/python -m bench.abuse $(OPTIONS)

