@@ -815,7 +815,7 @@ class ReadLogsRequest(_message.Message):
     component: _builtins.str
     """Names one worker; empty takes all."""
     tail_lines: _builtins.int
-    """Bounds the lines of each worker: 0 means 100."""
+    """Bounds the lines of each worker: 0 means 1000, or 100 with follow."""
     follow: _builtins.bool
     """Goes on with the lines that come, until the run has ended."""
     def __init__(
@@ -870,6 +870,7 @@ class ListMetricsRequest(_message.Message):
     METRIC_FIELD_NUMBER: _builtins.int
     FROM_STEP_FIELD_NUMBER: _builtins.int
     MAX_POINTS_FIELD_NUMBER: _builtins.int
+    TO_STEP_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Names the run: "runs/{run_id}"."""
     metric: _builtins.str
@@ -877,7 +878,9 @@ class ListMetricsRequest(_message.Message):
     from_step: _builtins.int
     """Begins at this step."""
     max_points: _builtins.int
-    """Bounds the answer: 0 means 1000."""
+    """Bounds the steps: 0 means 2000."""
+    to_step: _builtins.int
+    """Ends with this step; 0 is the newest."""
     def __init__(
         self,
         *,
@@ -885,10 +888,11 @@ class ListMetricsRequest(_message.Message):
         metric: _builtins.str = ...,
         from_step: _builtins.int = ...,
         max_points: _builtins.int = ...,
+        to_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_step", b"from_step", "max_points", b"max_points", "metric", b"metric", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_step", b"from_step", "max_points", b"max_points", "metric", b"metric", "name", b"name", "to_step", b"to_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -896,64 +900,68 @@ Global___ListMetricsRequest: _TypeAlias = ListMetricsRequest  # noqa: Y015
 
 @_typing.final
 class ListMetricsResponse(_message.Message):
-    """Holds numbers of a run's steps, in order."""
+    """Holds numbers of a run's steps, as columns."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
-    class Point(_message.Message):
-        """Is a number of one step."""
+    class Metric(_message.Message):
+        """Is a number of each step."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
-        STEP_FIELD_NUMBER: _builtins.int
-        TIME_FIELD_NUMBER: _builtins.int
         NAME_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        step: _builtins.int
-        """Names the step."""
+        VALUES_FIELD_NUMBER: _builtins.int
         name: _builtins.str
         """Names the number."""
-        value: _builtins.float
-        """Gives it."""
         @_builtins.property
-        def time(self) -> _timestamp_pb2.Timestamp:
-            """Says when it was trained."""
+        def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+            """Gives it for each step; NaN where there is none."""
 
         def __init__(
             self,
             *,
-            step: _builtins.int = ...,
-            time: _timestamp_pb2.Timestamp | None = ...,
             name: _builtins.str = ...,
-            value: _builtins.float = ...,
+            values: _abc.Iterable[_builtins.float] | None = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "step", b"step", "time", b"time", "value", b"value"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "values", b"values"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-    POINTS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    TIMES_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def points(self) -> _containers.RepeatedCompositeFieldContainer[Global___ListMetricsResponse.Point]:
+    def steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Names the steps, in order."""
+
+    @_builtins.property
+    def times(self) -> _containers.RepeatedCompositeFieldContainer[_timestamp_pb2.Timestamp]:
+        """Says when each was trained."""
+
+    @_builtins.property
+    def metrics(self) -> _containers.RepeatedCompositeFieldContainer[Global___ListMetricsResponse.Metric]:
         """Holds the numbers."""
 
     def __init__(
         self,
         *,
-        points: _abc.Iterable[Global___ListMetricsResponse.Point] | None = ...,
+        steps: _abc.Iterable[_builtins.int] | None = ...,
+        times: _abc.Iterable[_timestamp_pb2.Timestamp] | None = ...,
+        metrics: _abc.Iterable[Global___ListMetricsResponse.Metric] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["points", b"points"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "steps", b"steps", "times", b"times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListMetricsResponse: _TypeAlias = ListMetricsResponse  # noqa: Y015
 
 @_typing.final
-class ListSamplesRequest(_message.Message):
+class ListGroupsRequest(_message.Message):
     """Asks for groups of samples."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -980,16 +988,16 @@ class ListSamplesRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListSamplesRequest: _TypeAlias = ListSamplesRequest  # noqa: Y015
+Global___ListGroupsRequest: _TypeAlias = ListGroupsRequest  # noqa: Y015
 
 @_typing.final
-class ListSamplesResponse(_message.Message):
+class ListGroupsResponse(_message.Message):
     """Holds groups of a run."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
-    class Sample(_message.Message):
+    class Group(_message.Message):
         """Is a group of samples and what became of it."""
 
         DESCRIPTOR: _descriptor.Descriptor
@@ -1032,19 +1040,291 @@ class ListSamplesResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-    SAMPLES_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___ListSamplesResponse.Sample]:
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___ListGroupsResponse.Group]:
         """Holds the groups."""
 
     def __init__(
         self,
         *,
-        samples: _abc.Iterable[Global___ListSamplesResponse.Sample] | None = ...,
+        groups: _abc.Iterable[Global___ListGroupsResponse.Group] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListGroupsResponse: _TypeAlias = ListGroupsResponse  # noqa: Y015
+
+@_typing.final
+class ListSamplesRequest(_message.Message):
+    """Asks for kept samples."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SPLIT_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    ROW_FIELD_NUMBER: _builtins.int
+    MIN_REWARD_FIELD_NUMBER: _builtins.int
+    MAX_REWARD_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    ORDER_BY_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Names the run: "runs/{run_id}"."""
+    split: _builtins.str
+    """Says whether those of training or of evaluations: "train" or "heldout"; empty for both."""
+    step: _builtins.int
+    """Names the step that trained them, or the weight version that was evaluated."""
+    weight_version: _builtins.int
+    """Names a weight version that sampled one of their tokens."""
+    group_id: _builtins.str
+    """Names their group."""
+    row: _builtins.int
+    """Names the row of their prompt."""
+    min_reward: _builtins.float
+    """Bounds their reward from below."""
+    max_reward: _builtins.float
+    """Bounds their reward from above."""
+    finish_reason: _builtins.str
+    """Says how they ended: "stop", "length" or "failed"."""
+    text: _builtins.str
+    """Is part of their prompt or response."""
+    order_by: _builtins.str
+    """Says which come first: "newest", "best" or "worst"."""
+    page_size: _builtins.int
+    """Bounds the answer: 0 means 50."""
+    page_token: _builtins.str
+    """Goes on behind an earlier page."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        split: _builtins.str = ...,
+        step: _builtins.int | None = ...,
+        weight_version: _builtins.int | None = ...,
+        group_id: _builtins.str = ...,
+        row: _builtins.int | None = ...,
+        min_reward: _builtins.float | None = ...,
+        max_reward: _builtins.float | None = ...,
+        finish_reason: _builtins.str = ...,
+        text: _builtins.str = ...,
+        order_by: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_reward", b"_max_reward", "_min_reward", b"_min_reward", "_row", b"_row", "_step", b"_step", "_weight_version", b"_weight_version", "max_reward", b"max_reward", "min_reward", b"min_reward", "row", b"row", "step", b"step", "weight_version", b"weight_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_reward", b"_max_reward", "_min_reward", b"_min_reward", "_row", b"_row", "_step", b"_step", "_weight_version", b"_weight_version", "finish_reason", b"finish_reason", "group_id", b"group_id", "max_reward", b"max_reward", "min_reward", b"min_reward", "name", b"name", "order_by", b"order_by", "page_size", b"page_size", "page_token", b"page_token", "row", b"row", "split", b"split", "step", b"step", "text", b"text", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_reward: _TypeAlias = _typing.Literal["max_reward"]  # noqa: Y015
+    _WhichOneofArgType__max_reward: _TypeAlias = _typing.Literal["_max_reward", b"_max_reward"]  # noqa: Y015
+    _WhichOneofReturnType__min_reward: _TypeAlias = _typing.Literal["min_reward"]  # noqa: Y015
+    _WhichOneofArgType__min_reward: _TypeAlias = _typing.Literal["_min_reward", b"_min_reward"]  # noqa: Y015
+    _WhichOneofReturnType__row: _TypeAlias = _typing.Literal["row"]  # noqa: Y015
+    _WhichOneofArgType__row: _TypeAlias = _typing.Literal["_row", b"_row"]  # noqa: Y015
+    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
+    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    _WhichOneofReturnType__weight_version: _TypeAlias = _typing.Literal["weight_version"]  # noqa: Y015
+    _WhichOneofArgType__weight_version: _TypeAlias = _typing.Literal["_weight_version", b"_weight_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_reward) -> _WhichOneofReturnType__max_reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_reward) -> _WhichOneofReturnType__min_reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__row) -> _WhichOneofReturnType__row | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight_version) -> _WhichOneofReturnType__weight_version | None: ...
+
+Global___ListSamplesRequest: _TypeAlias = ListSamplesRequest  # noqa: Y015
+
+@_typing.final
+class ListSamplesResponse(_message.Message):
+    """Holds kept samples."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Sample(_message.Message):
+        """Is one kept sample, without its texts and tokens."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        @_typing.final
+        class TermsEntry(_message.Message):
+            DESCRIPTOR: _descriptor.Descriptor
+
+            KEY_FIELD_NUMBER: _builtins.int
+            VALUE_FIELD_NUMBER: _builtins.int
+            key: _builtins.str
+            value: _builtins.float
+            def __init__(
+                self,
+                *,
+                key: _builtins.str = ...,
+                value: _builtins.float = ...,
+            ) -> None: ...
+            _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+            def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+            _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+            def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+            def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+        ID_FIELD_NUMBER: _builtins.int
+        GROUP_ID_FIELD_NUMBER: _builtins.int
+        MEMBER_FIELD_NUMBER: _builtins.int
+        ATTEMPT_FIELD_NUMBER: _builtins.int
+        SPLIT_FIELD_NUMBER: _builtins.int
+        ROW_FIELD_NUMBER: _builtins.int
+        DATA_SOURCE_FIELD_NUMBER: _builtins.int
+        STEP_FIELD_NUMBER: _builtins.int
+        OLDEST_VERSION_FIELD_NUMBER: _builtins.int
+        NEWEST_VERSION_FIELD_NUMBER: _builtins.int
+        STALENESS_FIELD_NUMBER: _builtins.int
+        REWARD_FIELD_NUMBER: _builtins.int
+        TERMS_FIELD_NUMBER: _builtins.int
+        ADVANTAGE_FIELD_NUMBER: _builtins.int
+        RATIO_FIELD_NUMBER: _builtins.int
+        FINISH_REASON_FIELD_NUMBER: _builtins.int
+        IS_GREEDY_FIELD_NUMBER: _builtins.int
+        PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+        RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
+        NUM_TURNS_FIELD_NUMBER: _builtins.int
+        NUM_SEGMENTS_FIELD_NUMBER: _builtins.int
+        TIME_FIELD_NUMBER: _builtins.int
+        id: _builtins.str
+        """Names the sample."""
+        group_id: _builtins.str
+        """Names its group."""
+        member: _builtins.int
+        """Gives its place in the group."""
+        attempt: _builtins.int
+        """Counts the tries of its group."""
+        split: _builtins.str
+        """Says whether it is for training or of an evaluation."""
+        row: _builtins.int
+        """Names the row of its prompt."""
+        data_source: _builtins.str
+        """Names the origin of its prompt."""
+        step: _builtins.int
+        """Names the step that trained it, or the weight version that was evaluated."""
+        oldest_version: _builtins.int
+        """Gives the oldest weight version that sampled one of its tokens."""
+        newest_version: _builtins.int
+        """Gives the newest one."""
+        staleness: _builtins.int
+        """Counts the versions that the trainer was ahead when it trained it."""
+        reward: _builtins.float
+        """Gives its reward; absent if it failed."""
+        advantage: _builtins.float
+        """Gives the mean advantage of its trained tokens."""
+        ratio: _builtins.float
+        """Gives the mean of trainer's to rollout's probability over its trained tokens."""
+        finish_reason: _builtins.str
+        """Says how it ended: "stop", "length" or "failed"."""
+        is_greedy: _builtins.bool
+        """Says whether it was decoded greedily."""
+        prompt_tokens: _builtins.int
+        """Counts the tokens of its prompt."""
+        response_tokens: _builtins.int
+        """Counts the tokens of its response."""
+        num_turns: _builtins.int
+        """Counts its turns."""
+        num_segments: _builtins.int
+        """Counts the weight versions that it was sampled under, one after the other."""
+        @_builtins.property
+        def terms(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+            """Holds its named terms, before weights."""
+
+        @_builtins.property
+        def time(self) -> _timestamp_pb2.Timestamp:
+            """Says when it was finished."""
+
+        def __init__(
+            self,
+            *,
+            id: _builtins.str = ...,
+            group_id: _builtins.str = ...,
+            member: _builtins.int = ...,
+            attempt: _builtins.int = ...,
+            split: _builtins.str = ...,
+            row: _builtins.int = ...,
+            data_source: _builtins.str = ...,
+            step: _builtins.int | None = ...,
+            oldest_version: _builtins.int | None = ...,
+            newest_version: _builtins.int | None = ...,
+            staleness: _builtins.int | None = ...,
+            reward: _builtins.float | None = ...,
+            terms: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+            advantage: _builtins.float | None = ...,
+            ratio: _builtins.float | None = ...,
+            finish_reason: _builtins.str = ...,
+            is_greedy: _builtins.bool = ...,
+            prompt_tokens: _builtins.int = ...,
+            response_tokens: _builtins.int = ...,
+            num_turns: _builtins.int = ...,
+            num_segments: _builtins.int = ...,
+            time: _timestamp_pb2.Timestamp | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["_advantage", b"_advantage", "_newest_version", b"_newest_version", "_oldest_version", b"_oldest_version", "_ratio", b"_ratio", "_reward", b"_reward", "_staleness", b"_staleness", "_step", b"_step", "advantage", b"advantage", "newest_version", b"newest_version", "oldest_version", b"oldest_version", "ratio", b"ratio", "reward", b"reward", "staleness", b"staleness", "step", b"step", "time", b"time"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_advantage", b"_advantage", "_newest_version", b"_newest_version", "_oldest_version", b"_oldest_version", "_ratio", b"_ratio", "_reward", b"_reward", "_staleness", b"_staleness", "_step", b"_step", "advantage", b"advantage", "attempt", b"attempt", "data_source", b"data_source", "finish_reason", b"finish_reason", "group_id", b"group_id", "id", b"id", "is_greedy", b"is_greedy", "member", b"member", "newest_version", b"newest_version", "num_segments", b"num_segments", "num_turns", b"num_turns", "oldest_version", b"oldest_version", "prompt_tokens", b"prompt_tokens", "ratio", b"ratio", "response_tokens", b"response_tokens", "reward", b"reward", "row", b"row", "split", b"split", "staleness", b"staleness", "step", b"step", "terms", b"terms", "time", b"time"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        _WhichOneofReturnType__advantage: _TypeAlias = _typing.Literal["advantage"]  # noqa: Y015
+        _WhichOneofArgType__advantage: _TypeAlias = _typing.Literal["_advantage", b"_advantage"]  # noqa: Y015
+        _WhichOneofReturnType__newest_version: _TypeAlias = _typing.Literal["newest_version"]  # noqa: Y015
+        _WhichOneofArgType__newest_version: _TypeAlias = _typing.Literal["_newest_version", b"_newest_version"]  # noqa: Y015
+        _WhichOneofReturnType__oldest_version: _TypeAlias = _typing.Literal["oldest_version"]  # noqa: Y015
+        _WhichOneofArgType__oldest_version: _TypeAlias = _typing.Literal["_oldest_version", b"_oldest_version"]  # noqa: Y015
+        _WhichOneofReturnType__ratio: _TypeAlias = _typing.Literal["ratio"]  # noqa: Y015
+        _WhichOneofArgType__ratio: _TypeAlias = _typing.Literal["_ratio", b"_ratio"]  # noqa: Y015
+        _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
+        _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+        _WhichOneofReturnType__staleness: _TypeAlias = _typing.Literal["staleness"]  # noqa: Y015
+        _WhichOneofArgType__staleness: _TypeAlias = _typing.Literal["_staleness", b"_staleness"]  # noqa: Y015
+        _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
+        _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+        @_typing.overload
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__advantage) -> _WhichOneofReturnType__advantage | None: ...
+        @_typing.overload
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__newest_version) -> _WhichOneofReturnType__newest_version | None: ...
+        @_typing.overload
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__oldest_version) -> _WhichOneofReturnType__oldest_version | None: ...
+        @_typing.overload
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__ratio) -> _WhichOneofReturnType__ratio | None: ...
+        @_typing.overload
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
+        @_typing.overload
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__staleness) -> _WhichOneofReturnType__staleness | None: ...
+        @_typing.overload
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
+
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Goes on behind them; empty at the end."""
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___ListSamplesResponse.Sample]:
+        """Holds the samples."""
+
+    def __init__(
+        self,
+        *,
+        samples: _abc.Iterable[Global___ListSamplesResponse.Sample] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -115,6 +115,11 @@ class RunServiceStub:
                 request_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListMetricsRequest.SerializeToString,
                 response_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListMetricsResponse.FromString,
                 _registered_method=True)
+        self.ListGroups = channel.unary_unary(
+                '/slipstream.controller.v1.RunService/ListGroups',
+                request_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListGroupsRequest.SerializeToString,
+                response_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListGroupsResponse.FromString,
+                _registered_method=True)
         self.ListSamples = channel.unary_unary(
                 '/slipstream.controller.v1.RunService/ListSamples',
                 request_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListSamplesRequest.SerializeToString,
@@ -268,8 +273,15 @@ class RunServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ListSamples(self, request, context):
+    def ListGroups(self, request, context):
         """Lists groups that steps trained, those in flight, and those that were given up.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSamples(self, request, context):
+        """Lists kept samples of a run: their facts; REST has their texts and tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -399,6 +411,11 @@ def add_RunServiceServicer_to_server(servicer, server):
                     servicer.ListMetrics,
                     request_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListMetricsRequest.FromString,
                     response_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListMetricsResponse.SerializeToString,
+            ),
+            'ListGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListGroups,
+                    request_deserializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListGroupsRequest.FromString,
+                    response_serializer=slipstream_dot_controller_dot_v1_dot_run__pb2.ListGroupsResponse.SerializeToString,
             ),
             'ListSamples': grpc.unary_unary_rpc_method_handler(
                     servicer.ListSamples,
@@ -869,6 +886,33 @@ class RunService:
             '/slipstream.controller.v1.RunService/ListMetrics',
             slipstream_dot_controller_dot_v1_dot_run__pb2.ListMetricsRequest.SerializeToString,
             slipstream_dot_controller_dot_v1_dot_run__pb2.ListMetricsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.controller.v1.RunService/ListGroups',
+            slipstream_dot_controller_dot_v1_dot_run__pb2.ListGroupsRequest.SerializeToString,
+            slipstream_dot_controller_dot_v1_dot_run__pb2.ListGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

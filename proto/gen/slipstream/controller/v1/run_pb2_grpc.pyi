@@ -65,8 +65,10 @@ class RunServiceStub:
     """Returns the ends of the workers' logs, and with follow the lines that come."""
     ListMetrics: _grpc.UnaryUnaryMultiCallable[_run_pb2.ListMetricsRequest, _run_pb2.ListMetricsResponse]
     """Lists numbers of a run's steps, in order."""
-    ListSamples: _grpc.UnaryUnaryMultiCallable[_run_pb2.ListSamplesRequest, _run_pb2.ListSamplesResponse]
+    ListGroups: _grpc.UnaryUnaryMultiCallable[_run_pb2.ListGroupsRequest, _run_pb2.ListGroupsResponse]
     """Lists groups that steps trained, those in flight, and those that were given up."""
+    ListSamples: _grpc.UnaryUnaryMultiCallable[_run_pb2.ListSamplesRequest, _run_pb2.ListSamplesResponse]
+    """Lists kept samples of a run: their facts; REST has their texts and tokens."""
     ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_run_pb2.ListCheckpointsRequest, _run_pb2.ListCheckpointsResponse]
     """Lists checkpoints of a run, newest first."""
     GetCheckpoint: _grpc.UnaryUnaryMultiCallable[_run_pb2.GetCheckpointRequest, _run_pb2.Checkpoint]
@@ -117,8 +119,10 @@ class RunServiceAsyncStub(RunServiceStub):
     """Returns the ends of the workers' logs, and with follow the lines that come."""
     ListMetrics: _aio.UnaryUnaryMultiCallable[_run_pb2.ListMetricsRequest, _run_pb2.ListMetricsResponse]  # type: ignore[assignment]
     """Lists numbers of a run's steps, in order."""
-    ListSamples: _aio.UnaryUnaryMultiCallable[_run_pb2.ListSamplesRequest, _run_pb2.ListSamplesResponse]  # type: ignore[assignment]
+    ListGroups: _aio.UnaryUnaryMultiCallable[_run_pb2.ListGroupsRequest, _run_pb2.ListGroupsResponse]  # type: ignore[assignment]
     """Lists groups that steps trained, those in flight, and those that were given up."""
+    ListSamples: _aio.UnaryUnaryMultiCallable[_run_pb2.ListSamplesRequest, _run_pb2.ListSamplesResponse]  # type: ignore[assignment]
+    """Lists kept samples of a run: their facts; REST has their texts and tokens."""
     ListCheckpoints: _aio.UnaryUnaryMultiCallable[_run_pb2.ListCheckpointsRequest, _run_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
     """Lists checkpoints of a run, newest first."""
     GetCheckpoint: _aio.UnaryUnaryMultiCallable[_run_pb2.GetCheckpointRequest, _run_pb2.Checkpoint]  # type: ignore[assignment]
@@ -264,12 +268,20 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         """Lists numbers of a run's steps, in order."""
 
     @_abc_1.abstractmethod
+    def ListGroups(
+        self,
+        request: _run_pb2.ListGroupsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.ListGroupsResponse, _abc.Awaitable[_run_pb2.ListGroupsResponse]]:
+        """Lists groups that steps trained, those in flight, and those that were given up."""
+
+    @_abc_1.abstractmethod
     def ListSamples(
         self,
         request: _run_pb2.ListSamplesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.ListSamplesResponse, _abc.Awaitable[_run_pb2.ListSamplesResponse]]:
-        """Lists groups that steps trained, those in flight, and those that were given up."""
+        """Lists kept samples of a run: their facts; REST has their texts and tokens."""
 
     @_abc_1.abstractmethod
     def ListCheckpoints(

@@ -24,17 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!slipstream/reward/v1/reward.proto\x12\x14slipstream.reward.v1\"_\n\x14ScoreResponseRequest\x12\x0e\n\x06prompt\x18\x01 \x01(\t\x12\x10\n\x08response\x18\x02 \x01(\t\x12\x13\n\x0b\x61nswer_json\x18\x03 \x01(\t\x12\x10\n\x08row_json\x18\x04 \x01(\t\"&\n\x15ScoreResponseResponse\x12\r\n\x05score\x18\x01 \x01(\x01\x32y\n\rRewardService\x12h\n\rScoreResponse\x12*.slipstream.reward.v1.ScoreResponseRequest\x1a+.slipstream.reward.v1.ScoreResponseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!slipstream/reward/v1/reward.proto\x12\x14slipstream.reward.v1\"u\n\x14ScoreResponseRequest\x12\x0e\n\x06prompt\x18\x01 \x01(\t\x12\x10\n\x08response\x18\x02 \x01(\t\x12\x13\n\x0b\x61nswer_json\x18\x03 \x01(\t\x12\x10\n\x08row_json\x18\x04 \x01(\t\x12\x14\n\x0c\x65pisode_json\x18\x05 \x01(\t\"\x9b\x01\n\x15ScoreResponseResponse\x12\r\n\x05score\x18\x01 \x01(\x01\x12\x45\n\x05terms\x18\x02 \x03(\x0b\x32\x36.slipstream.reward.v1.ScoreResponseResponse.TermsEntry\x1a,\n\nTermsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32y\n\rRewardService\x12h\n\rScoreResponse\x12*.slipstream.reward.v1.ScoreResponseRequest\x1a+.slipstream.reward.v1.ScoreResponseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slipstream.reward.v1.reward_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SCORERESPONSERESPONSE_TERMSENTRY']._loaded_options = None
+  _globals['_SCORERESPONSERESPONSE_TERMSENTRY']._serialized_options = b'8\001'
   _globals['_SCORERESPONSEREQUEST']._serialized_start=59
-  _globals['_SCORERESPONSEREQUEST']._serialized_end=154
-  _globals['_SCORERESPONSERESPONSE']._serialized_start=156
-  _globals['_SCORERESPONSERESPONSE']._serialized_end=194
-  _globals['_REWARDSERVICE']._serialized_start=196
-  _globals['_REWARDSERVICE']._serialized_end=317
+  _globals['_SCORERESPONSEREQUEST']._serialized_end=176
+  _globals['_SCORERESPONSERESPONSE']._serialized_start=179
+  _globals['_SCORERESPONSERESPONSE']._serialized_end=334
+  _globals['_SCORERESPONSERESPONSE_TERMSENTRY']._serialized_start=290
+  _globals['_SCORERESPONSERESPONSE_TERMSENTRY']._serialized_end=334
+  _globals['_REWARDSERVICE']._serialized_start=336
+  _globals['_REWARDSERVICE']._serialized_end=457
 # @@protoc_insertion_point(module_scope)

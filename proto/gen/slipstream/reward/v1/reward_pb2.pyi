@@ -3,8 +3,10 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -26,6 +28,7 @@ class ScoreResponseRequest(_message.Message):
     RESPONSE_FIELD_NUMBER: _builtins.int
     ANSWER_JSON_FIELD_NUMBER: _builtins.int
     ROW_JSON_FIELD_NUMBER: _builtins.int
+    EPISODE_JSON_FIELD_NUMBER: _builtins.int
     prompt: _builtins.str
     """Holds the text of the prompt."""
     response: _builtins.str
@@ -34,6 +37,8 @@ class ScoreResponseRequest(_message.Message):
     """Holds the expected answer as JSON; "null" if the data has none."""
     row_json: _builtins.str
     """Holds the whole row of the prompt as a JSON object."""
+    episode_json: _builtins.str
+    """Holds the whole episode as a JSON object, if the run's specification says that the reward sees it."""
     def __init__(
         self,
         *,
@@ -41,10 +46,11 @@ class ScoreResponseRequest(_message.Message):
         response: _builtins.str = ...,
         answer_json: _builtins.str = ...,
         row_json: _builtins.str = ...,
+        episode_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_json", b"answer_json", "prompt", b"prompt", "response", b"response", "row_json", b"row_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_json", b"answer_json", "episode_json", b"episode_json", "prompt", b"prompt", "response", b"response", "row_json", b"row_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -56,17 +62,43 @@ class ScoreResponseResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class TermsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SCORE_FIELD_NUMBER: _builtins.int
+    TERMS_FIELD_NUMBER: _builtins.int
     score: _builtins.float
-    """Holds the score; it must be finite."""
+    """Holds the score; it must be finite. Unused if there are terms."""
+    @_builtins.property
+    def terms(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Holds the terms of the score by name; each must be finite."""
+
     def __init__(
         self,
         *,
         score: _builtins.float = ...,
+        terms: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["score", b"score"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["score", b"score", "terms", b"terms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -50,11 +50,6 @@ class RolloutServiceStub:
                 request_serializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.InterruptGroupsRequest.SerializeToString,
                 response_deserializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.InterruptGroupsResponse.FromString,
                 _registered_method=True)
-        self.GetStatus = channel.unary_unary(
-                '/slipstream.rollout.v1.RolloutService/GetStatus',
-                request_serializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.GetStatusRequest.SerializeToString,
-                response_deserializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.GetStatusResponse.FromString,
-                _registered_method=True)
 
 
 class RolloutServiceServicer:
@@ -84,13 +79,6 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetStatus(self, request, context):
-        """Returns what the worker is doing.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_RolloutServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -108,11 +96,6 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.InterruptGroups,
                     request_deserializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.InterruptGroupsRequest.FromString,
                     response_serializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.InterruptGroupsResponse.SerializeToString,
-            ),
-            'GetStatus': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetStatus,
-                    request_deserializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.GetStatusRequest.FromString,
-                    response_serializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.GetStatusResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -197,33 +180,6 @@ class RolloutService:
             '/slipstream.rollout.v1.RolloutService/InterruptGroups',
             slipstream_dot_rollout_dot_v1_dot_rollout__pb2.InterruptGroupsRequest.SerializeToString,
             slipstream_dot_rollout_dot_v1_dot_rollout__pb2.InterruptGroupsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetStatus(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/slipstream.rollout.v1.RolloutService/GetStatus',
-            slipstream_dot_rollout_dot_v1_dot_rollout__pb2.GetStatusRequest.SerializeToString,
-            slipstream_dot_rollout_dot_v1_dot_rollout__pb2.GetStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

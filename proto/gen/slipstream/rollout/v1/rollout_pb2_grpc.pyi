@@ -42,8 +42,6 @@ class RolloutServiceStub:
     controller as failed with reason "interrupted" before this returns; the next attempt, on any
     worker, goes on where they stopped. Unknown groups are ignored. Safe to repeat.
     """
-    GetStatus: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GetStatusRequest, _rollout_pb2.GetStatusResponse]
-    """Returns what the worker is doing."""
 
 @_typing.type_check_only
 class RolloutServiceAsyncStub(RolloutServiceStub):
@@ -59,8 +57,6 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     controller as failed with reason "interrupted" before this returns; the next attempt, on any
     worker, goes on where they stopped. Unknown groups are ignored. Safe to repeat.
     """
-    GetStatus: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetStatusRequest, _rollout_pb2.GetStatusResponse]  # type: ignore[assignment]
-    """Returns what the worker is doing."""
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     """Generates and scores groups of samples. Results go to the transferqueue, never over this service."""
@@ -91,13 +87,5 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         controller as failed with reason "interrupted" before this returns; the next attempt, on any
         worker, goes on where they stopped. Unknown groups are ignored. Safe to repeat.
         """
-
-    @_abc_1.abstractmethod
-    def GetStatus(
-        self,
-        request: _rollout_pb2.GetStatusRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_rollout_pb2.GetStatusResponse, _abc.Awaitable[_rollout_pb2.GetStatusResponse]]:
-        """Returns what the worker is doing."""
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

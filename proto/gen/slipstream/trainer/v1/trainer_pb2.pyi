@@ -132,6 +132,55 @@ class TrainStepResponse(_message.Message):
 Global___TrainStepResponse: _TypeAlias = TrainStepResponse  # noqa: Y015
 
 @_typing.final
+class AccumulateStepRequest(_message.Message):
+    """Brings some groups of a step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """Numbers the step, which must be the one behind the newest."""
+    weight_version: _builtins.int
+    """Numbers the weights that the step starts from."""
+    @_builtins.property
+    def batch(self) -> _batch_pb2.KVBatchMeta:
+        """Describes the samples: whole groups."""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        batch: _batch_pb2.KVBatchMeta | None = ...,
+        weight_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "step", b"step", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AccumulateStepRequest: _TypeAlias = AccumulateStepRequest  # noqa: Y015
+
+@_typing.final
+class AccumulateStepResponse(_message.Message):
+    """Says that their gradients are added up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AccumulateStepResponse: _TypeAlias = AccumulateStepResponse  # noqa: Y015
+
+@_typing.final
 class GetNewestStepRequest(_message.Message):
     """Asks for the newest step."""
 

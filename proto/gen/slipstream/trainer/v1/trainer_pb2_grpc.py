@@ -40,6 +40,11 @@ class TrainerServiceStub:
                 request_serializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.TrainStepRequest.SerializeToString,
                 response_deserializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.TrainStepResponse.FromString,
                 _registered_method=True)
+        self.AccumulateStep = channel.unary_unary(
+                '/slipstream.trainer.v1.TrainerService/AccumulateStep',
+                request_serializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.AccumulateStepRequest.SerializeToString,
+                response_deserializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.AccumulateStepResponse.FromString,
+                _registered_method=True)
         self.GetNewestStep = channel.unary_unary(
                 '/slipstream.trainer.v1.TrainerService/GetNewestStep',
                 request_serializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.GetNewestStepRequest.SerializeToString,
@@ -59,6 +64,14 @@ class TrainerServiceServicer:
     def TrainStep(self, request, context):
         """Trains one batch and returns its metrics. Safe to repeat: a step is trained once, and repeating
         the newest step returns the same answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AccumulateStep(self, request, context):
+        """Trains some groups of the next step ahead: their gradients wait for the TrainStep that has all groups of
+        the step, which then trains the others and updates the weights. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,6 +98,11 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.TrainStep,
                     request_deserializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.TrainStepRequest.FromString,
                     response_serializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.TrainStepResponse.SerializeToString,
+            ),
+            'AccumulateStep': grpc.unary_unary_rpc_method_handler(
+                    servicer.AccumulateStep,
+                    request_deserializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.AccumulateStepRequest.FromString,
+                    response_serializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.AccumulateStepResponse.SerializeToString,
             ),
             'GetNewestStep': grpc.unary_unary_rpc_method_handler(
                     servicer.GetNewestStep,
@@ -125,6 +143,33 @@ class TrainerService:
             '/slipstream.trainer.v1.TrainerService/TrainStep',
             slipstream_dot_trainer_dot_v1_dot_trainer__pb2.TrainStepRequest.SerializeToString,
             slipstream_dot_trainer_dot_v1_dot_trainer__pb2.TrainStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AccumulateStep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.trainer.v1.TrainerService/AccumulateStep',
+            slipstream_dot_trainer_dot_v1_dot_trainer__pb2.AccumulateStepRequest.SerializeToString,
+            slipstream_dot_trainer_dot_v1_dot_trainer__pb2.AccumulateStepResponse.FromString,
             options,
             channel_credentials,
             insecure,

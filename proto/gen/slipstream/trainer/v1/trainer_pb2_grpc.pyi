@@ -37,6 +37,10 @@ class TrainerServiceStub:
     """Trains one batch and returns its metrics. Safe to repeat: a step is trained once, and repeating
     the newest step returns the same answer.
     """
+    AccumulateStep: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.AccumulateStepRequest, _trainer_pb2.AccumulateStepResponse]
+    """Trains some groups of the next step ahead: their gradients wait for the TrainStep that has all groups of
+    the step, which then trains the others and updates the weights. Safe to repeat.
+    """
     GetNewestStep: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.GetNewestStepRequest, _trainer_pb2.GetNewestStepResponse]
     """Returns the newest trained step; waits for the one that is being trained."""
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
@@ -50,6 +54,10 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     TrainStep: _aio.UnaryUnaryMultiCallable[_trainer_pb2.TrainStepRequest, _trainer_pb2.TrainStepResponse]  # type: ignore[assignment]
     """Trains one batch and returns its metrics. Safe to repeat: a step is trained once, and repeating
     the newest step returns the same answer.
+    """
+    AccumulateStep: _aio.UnaryUnaryMultiCallable[_trainer_pb2.AccumulateStepRequest, _trainer_pb2.AccumulateStepResponse]  # type: ignore[assignment]
+    """Trains some groups of the next step ahead: their gradients wait for the TrainStep that has all groups of
+    the step, which then trains the others and updates the weights. Safe to repeat.
     """
     GetNewestStep: _aio.UnaryUnaryMultiCallable[_trainer_pb2.GetNewestStepRequest, _trainer_pb2.GetNewestStepResponse]  # type: ignore[assignment]
     """Returns the newest trained step; waits for the one that is being trained."""
@@ -67,6 +75,16 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_trainer_pb2.TrainStepResponse, _abc.Awaitable[_trainer_pb2.TrainStepResponse]]:
         """Trains one batch and returns its metrics. Safe to repeat: a step is trained once, and repeating
         the newest step returns the same answer.
+        """
+
+    @_abc_1.abstractmethod
+    def AccumulateStep(
+        self,
+        request: _trainer_pb2.AccumulateStepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.AccumulateStepResponse, _abc.Awaitable[_trainer_pb2.AccumulateStepResponse]]:
+        """Trains some groups of the next step ahead: their gradients wait for the TrainStep that has all groups of
+        the step, which then trains the others and updates the weights. Safe to repeat.
         """
 
     @_abc_1.abstractmethod

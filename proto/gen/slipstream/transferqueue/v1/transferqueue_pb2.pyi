@@ -25,30 +25,9 @@ class CreatePartitionRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    @_typing.final
-    class FieldTtlsSEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.float
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.float = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
     PARTITION_ID_FIELD_NUMBER: _builtins.int
     REQUIRED_FIELDS_FIELD_NUMBER: _builtins.int
     QUOTA_BYTES_FIELD_NUMBER: _builtins.int
-    FIELD_TTLS_S_FIELD_NUMBER: _builtins.int
     partition_id: _builtins.str
     """Names the partition: one run and one purpose, for example "run_1/train"."""
     quota_bytes: _builtins.int
@@ -59,21 +38,16 @@ class CreatePartitionRequest(_message.Message):
     def required_fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names the fields that a sample needs before it is pushed to watchers."""
 
-    @_builtins.property
-    def field_ttls_s(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Gives the seconds after which the values of a field may go once their samples are acknowledged."""
-
     def __init__(
         self,
         *,
         partition_id: _builtins.str = ...,
         required_fields: _abc.Iterable[_builtins.str] | None = ...,
         quota_bytes: _builtins.int = ...,
-        field_ttls_s: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["field_ttls_s", b"field_ttls_s", "partition_id", b"partition_id", "quota_bytes", b"quota_bytes", "required_fields", b"required_fields"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["partition_id", b"partition_id", "quota_bytes", b"quota_bytes", "required_fields", b"required_fields"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -303,8 +277,6 @@ class AcquireBatchRequest(_message.Message):
     FIELDS_FIELD_NUMBER: _builtins.int
     KEY_COUNT_FIELD_NUMBER: _builtins.int
     GROUP_SIZE_FIELD_NUMBER: _builtins.int
-    OLDEST_WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
-    RANK_COUNT_FIELD_NUMBER: _builtins.int
     LEASE_S_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
     partition_id: _builtins.str
@@ -315,12 +287,6 @@ class AcquireBatchRequest(_message.Message):
     """Gives the number of samples."""
     group_size: _builtins.int
     """Gives the samples per group: only whole groups are handed out. 0 ignores groups."""
-    oldest_weight_version: _builtins.int
-    """Gives the least "v_min" tag of a sample. Older ones are passed over and reported as stale."""
-    rank_count: _builtins.int
-    """Gives the number of data-parallel ranks; above 1, the samples are ordered so that equal
-    consecutive parts have about equal token counts.
-    """
     lease_s: _builtins.float
     """Gives the seconds that the lease lasts."""
     wait_s: _builtins.float
@@ -337,14 +303,12 @@ class AcquireBatchRequest(_message.Message):
         fields: _abc.Iterable[_builtins.str] | None = ...,
         key_count: _builtins.int = ...,
         group_size: _builtins.int = ...,
-        oldest_weight_version: _builtins.int = ...,
-        rank_count: _builtins.int = ...,
         lease_s: _builtins.float = ...,
         wait_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "fields", b"fields", "group_size", b"group_size", "key_count", b"key_count", "lease_s", b"lease_s", "oldest_weight_version", b"oldest_weight_version", "partition_id", b"partition_id", "rank_count", b"rank_count", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "fields", b"fields", "group_size", b"group_size", "key_count", b"key_count", "lease_s", b"lease_s", "partition_id", b"partition_id", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -357,24 +321,18 @@ class AcquireBatchResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BATCH_FIELD_NUMBER: _builtins.int
-    STALE_KEYS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def batch(self) -> _batch_pb2.KVBatchMeta:
         """Describes them and holds the lease."""
-
-    @_builtins.property
-    def stale_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names samples that were passed over because they are too old."""
 
     def __init__(
         self,
         *,
         batch: _batch_pb2.KVBatchMeta | None = ...,
-        stale_keys: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "stale_keys", b"stale_keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -422,49 +380,6 @@ class AckLeaseResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AckLeaseResponse: _TypeAlias = AckLeaseResponse  # noqa: Y015
-
-@_typing.final
-class NackLeaseRequest(_message.Message):
-    """Names a lease."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PARTITION_ID_FIELD_NUMBER: _builtins.int
-    LEASE_ID_FIELD_NUMBER: _builtins.int
-    partition_id: _builtins.str
-    """Names the partition."""
-    lease_id: _builtins.str
-    """Names the lease."""
-    def __init__(
-        self,
-        *,
-        partition_id: _builtins.str = ...,
-        lease_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "partition_id", b"partition_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___NackLeaseRequest: _TypeAlias = NackLeaseRequest  # noqa: Y015
-
-@_typing.final
-class NackLeaseResponse(_message.Message):
-    """Is empty."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___NackLeaseResponse: _TypeAlias = NackLeaseResponse  # noqa: Y015
 
 @_typing.final
 class ReleaseKeysRequest(_message.Message):
@@ -618,26 +533,22 @@ class ShardStats(_message.Message):
     SHARD_ID_FIELD_NUMBER: _builtins.int
     STORED_BYTES_FIELD_NUMBER: _builtins.int
     CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
-    DRAINING_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.str
     """Names the shard."""
     stored_bytes: _builtins.int
     """Gives the bytes in use, reservations included."""
     capacity_bytes: _builtins.int
     """Gives the bytes that it can hold in memory."""
-    draining: _builtins.bool
-    """Says whether it takes no new samples."""
     def __init__(
         self,
         *,
         shard_id: _builtins.str = ...,
         stored_bytes: _builtins.int = ...,
         capacity_bytes: _builtins.int = ...,
-        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "draining", b"draining", "shard_id", b"shard_id", "stored_bytes", b"stored_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "shard_id", b"shard_id", "stored_bytes", b"stored_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -700,7 +611,6 @@ class Shard(_message.Message):
     PUBLIC_KEY_FIELD_NUMBER: _builtins.int
     ARENA_SOCKET_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
-    DRAINING_FIELD_NUMBER: _builtins.int
     OBJECT_STORE_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.str
     """Names the shard."""
@@ -712,8 +622,6 @@ class Shard(_message.Message):
     """Gives the path of the unix socket that hands out the memory; empty if there is none."""
     instance_id: _builtins.str
     """Names this life of the shard's process."""
-    draining: _builtins.bool
-    """Says whether it takes no new samples."""
     @_builtins.property
     def object_store(self) -> Global___ObjectStoreAddress:
         """Says where its bytes are when they are in Mooncake Store."""
@@ -726,12 +634,11 @@ class Shard(_message.Message):
         public_key: _builtins.str = ...,
         arena_socket: _builtins.str = ...,
         instance_id: _builtins.str = ...,
-        draining: _builtins.bool = ...,
         object_store: Global___ObjectStoreAddress | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["object_store", b"object_store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_socket", b"arena_socket", "draining", b"draining", "endpoint", b"endpoint", "instance_id", b"instance_id", "object_store", b"object_store", "public_key", b"public_key", "shard_id", b"shard_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_socket", b"arena_socket", "endpoint", b"endpoint", "instance_id", b"instance_id", "object_store", b"object_store", "public_key", b"public_key", "shard_id", b"shard_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -868,29 +775,37 @@ class RestoreSnapshotResponse(_message.Message):
 Global___RestoreSnapshotResponse: _TypeAlias = RestoreSnapshotResponse  # noqa: Y015
 
 @_typing.final
-class DrainShardRequest(_message.Message):
-    """Names a shard to drain."""
+class KeepSamplesRequest(_message.Message):
+    """Says what of a run's kept samples stays."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SHARD_ID_FIELD_NUMBER: _builtins.int
-    shard_id: _builtins.str
-    """Names the shard."""
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    MAX_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_STEPS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Names the run."""
+    max_bytes: _builtins.int
+    """Gives the bytes that they may take; the oldest go first."""
+    max_steps: _builtins.int
+    """Counts the newest steps whose samples stay; 0 for all."""
     def __init__(
         self,
         *,
-        shard_id: _builtins.str = ...,
+        run_id: _builtins.str = ...,
+        max_bytes: _builtins.int = ...,
+        max_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["shard_id", b"shard_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_bytes", b"max_bytes", "max_steps", b"max_steps", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DrainShardRequest: _TypeAlias = DrainShardRequest  # noqa: Y015
+Global___KeepSamplesRequest: _TypeAlias = KeepSamplesRequest  # noqa: Y015
 
 @_typing.final
-class DrainShardResponse(_message.Message):
+class KeepSamplesResponse(_message.Message):
     """Is empty."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -904,7 +819,177 @@ class DrainShardResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DrainShardResponse: _TypeAlias = DrainShardResponse  # noqa: Y015
+Global___KeepSamplesResponse: _TypeAlias = KeepSamplesResponse  # noqa: Y015
+
+@_typing.final
+class ReadSamplesRequest(_message.Message):
+    """Asks for kept samples."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    SPLIT_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    ROW_FIELD_NUMBER: _builtins.int
+    MIN_REWARD_FIELD_NUMBER: _builtins.int
+    MAX_REWARD_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    ORDER_BY_FIELD_NUMBER: _builtins.int
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    EXCERPT_FIELD_NUMBER: _builtins.int
+    WITH_TURNS_FIELD_NUMBER: _builtins.int
+    WITH_TOKENS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Names the run."""
+    split: _builtins.str
+    """Says whether those of training or of evaluations: "train" or "heldout"; empty for both."""
+    step: _builtins.int
+    """Names the step that trained them, or the weight version that was evaluated."""
+    weight_version: _builtins.int
+    """Names a weight version that sampled one of their tokens."""
+    group_id: _builtins.str
+    """Names their group."""
+    row: _builtins.int
+    """Names the row of their prompt."""
+    min_reward: _builtins.float
+    """Bounds their reward from below."""
+    max_reward: _builtins.float
+    """Bounds their reward from above."""
+    finish_reason: _builtins.str
+    """Says how they ended: "stop", "length" or "failed"."""
+    text: _builtins.str
+    """Is part of their prompt or response."""
+    order_by: _builtins.str
+    """Says which come first: "newest", "best" or "worst"."""
+    sample_id: _builtins.str
+    """Names one sample; empty for all."""
+    after: _builtins.str
+    """Begins behind this sample."""
+    limit: _builtins.int
+    """Bounds their number; 0 for all."""
+    excerpt: _builtins.int
+    """Bounds the characters of prompt and response; absent for all of them."""
+    with_turns: _builtins.bool
+    """Says whether turns and answer are part of them."""
+    with_tokens: _builtins.bool
+    """Says whether tokens are part of them."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        split: _builtins.str = ...,
+        step: _builtins.int | None = ...,
+        weight_version: _builtins.int | None = ...,
+        group_id: _builtins.str = ...,
+        row: _builtins.int | None = ...,
+        min_reward: _builtins.float | None = ...,
+        max_reward: _builtins.float | None = ...,
+        finish_reason: _builtins.str = ...,
+        text: _builtins.str = ...,
+        order_by: _builtins.str = ...,
+        sample_id: _builtins.str = ...,
+        after: _builtins.str = ...,
+        limit: _builtins.int = ...,
+        excerpt: _builtins.int | None = ...,
+        with_turns: _builtins.bool = ...,
+        with_tokens: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_excerpt", b"_excerpt", "_max_reward", b"_max_reward", "_min_reward", b"_min_reward", "_row", b"_row", "_step", b"_step", "_weight_version", b"_weight_version", "excerpt", b"excerpt", "max_reward", b"max_reward", "min_reward", b"min_reward", "row", b"row", "step", b"step", "weight_version", b"weight_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_excerpt", b"_excerpt", "_max_reward", b"_max_reward", "_min_reward", b"_min_reward", "_row", b"_row", "_step", b"_step", "_weight_version", b"_weight_version", "after", b"after", "excerpt", b"excerpt", "finish_reason", b"finish_reason", "group_id", b"group_id", "limit", b"limit", "max_reward", b"max_reward", "min_reward", b"min_reward", "order_by", b"order_by", "row", b"row", "run_id", b"run_id", "sample_id", b"sample_id", "split", b"split", "step", b"step", "text", b"text", "weight_version", b"weight_version", "with_tokens", b"with_tokens", "with_turns", b"with_turns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__excerpt: _TypeAlias = _typing.Literal["excerpt"]  # noqa: Y015
+    _WhichOneofArgType__excerpt: _TypeAlias = _typing.Literal["_excerpt", b"_excerpt"]  # noqa: Y015
+    _WhichOneofReturnType__max_reward: _TypeAlias = _typing.Literal["max_reward"]  # noqa: Y015
+    _WhichOneofArgType__max_reward: _TypeAlias = _typing.Literal["_max_reward", b"_max_reward"]  # noqa: Y015
+    _WhichOneofReturnType__min_reward: _TypeAlias = _typing.Literal["min_reward"]  # noqa: Y015
+    _WhichOneofArgType__min_reward: _TypeAlias = _typing.Literal["_min_reward", b"_min_reward"]  # noqa: Y015
+    _WhichOneofReturnType__row: _TypeAlias = _typing.Literal["row"]  # noqa: Y015
+    _WhichOneofArgType__row: _TypeAlias = _typing.Literal["_row", b"_row"]  # noqa: Y015
+    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
+    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    _WhichOneofReturnType__weight_version: _TypeAlias = _typing.Literal["weight_version"]  # noqa: Y015
+    _WhichOneofArgType__weight_version: _TypeAlias = _typing.Literal["_weight_version", b"_weight_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__excerpt) -> _WhichOneofReturnType__excerpt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_reward) -> _WhichOneofReturnType__max_reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_reward) -> _WhichOneofReturnType__min_reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__row) -> _WhichOneofReturnType__row | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight_version) -> _WhichOneofReturnType__weight_version | None: ...
+
+Global___ReadSamplesRequest: _TypeAlias = ReadSamplesRequest  # noqa: Y015
+
+@_typing.final
+class ReadSamplesResponse(_message.Message):
+    """Is a stretch of the JSON lines, which may end within a line."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINES_FIELD_NUMBER: _builtins.int
+    lines: _builtins.bytes
+    """Holds the stretch."""
+    def __init__(
+        self,
+        *,
+        lines: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lines", b"lines"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadSamplesResponse: _TypeAlias = ReadSamplesResponse  # noqa: Y015
+
+@_typing.final
+class ForgetSamplesRequest(_message.Message):
+    """Names a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Names the run."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetSamplesRequest: _TypeAlias = ForgetSamplesRequest  # noqa: Y015
+
+@_typing.final
+class ForgetSamplesResponse(_message.Message):
+    """Is empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetSamplesResponse: _TypeAlias = ForgetSamplesResponse  # noqa: Y015
 
 @_typing.final
 class RegisterShardRequest(_message.Message):

@@ -70,11 +70,6 @@ class TransferQueueServiceStub:
                 request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.AckLeaseRequest.SerializeToString,
                 response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.AckLeaseResponse.FromString,
                 _registered_method=True)
-        self.NackLease = channel.unary_unary(
-                '/slipstream.transferqueue.v1.TransferQueueService/NackLease',
-                request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.NackLeaseRequest.SerializeToString,
-                response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.NackLeaseResponse.FromString,
-                _registered_method=True)
         self.ReleaseKeys = channel.unary_unary(
                 '/slipstream.transferqueue.v1.TransferQueueService/ReleaseKeys',
                 request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReleaseKeysRequest.SerializeToString,
@@ -99,11 +94,6 @@ class TransferQueueServiceStub:
                 '/slipstream.transferqueue.v1.TransferQueueService/RestoreSnapshot',
                 request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RestoreSnapshotRequest.SerializeToString,
                 response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RestoreSnapshotResponse.FromString,
-                _registered_method=True)
-        self.DrainShard = channel.unary_unary(
-                '/slipstream.transferqueue.v1.TransferQueueService/DrainShard',
-                request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.DrainShardRequest.SerializeToString,
-                response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.DrainShardResponse.FromString,
                 _registered_method=True)
 
 
@@ -163,13 +153,6 @@ class TransferQueueServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def NackLease(self, request, context):
-        """Gives the samples of a lease back; they are handed out again first.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def ReleaseKeys(self, request, context):
         """Deletes samples. Safe to repeat: keys that do not exist are not counted.
         """
@@ -201,14 +184,6 @@ class TransferQueueServiceServicer:
 
     def RestoreSnapshot(self, request, context):
         """Restores the samples of a run, which must have none. Leased samples are handed out again.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def DrainShard(self, request, context):
-        """Lets a shard take no new samples, so that it can be removed once the old ones are released. Safe
-        to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -252,11 +227,6 @@ def add_TransferQueueServiceServicer_to_server(servicer, server):
                     request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.AckLeaseRequest.FromString,
                     response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.AckLeaseResponse.SerializeToString,
             ),
-            'NackLease': grpc.unary_unary_rpc_method_handler(
-                    servicer.NackLease,
-                    request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.NackLeaseRequest.FromString,
-                    response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.NackLeaseResponse.SerializeToString,
-            ),
             'ReleaseKeys': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseKeys,
                     request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReleaseKeysRequest.FromString,
@@ -281,11 +251,6 @@ def add_TransferQueueServiceServicer_to_server(servicer, server):
                     servicer.RestoreSnapshot,
                     request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RestoreSnapshotRequest.FromString,
                     response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.RestoreSnapshotResponse.SerializeToString,
-            ),
-            'DrainShard': grpc.unary_unary_rpc_method_handler(
-                    servicer.DrainShard,
-                    request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.DrainShardRequest.FromString,
-                    response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.DrainShardResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -489,33 +454,6 @@ class TransferQueueService:
             _registered_method=True)
 
     @staticmethod
-    def NackLease(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/slipstream.transferqueue.v1.TransferQueueService/NackLease',
-            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.NackLeaseRequest.SerializeToString,
-            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.NackLeaseResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def ReleaseKeys(request,
             target,
             options=(),
@@ -650,8 +588,91 @@ class TransferQueueService:
             metadata,
             _registered_method=True)
 
+
+class KeptSampleServiceStub:
+    """Keeps some samples of each run to be read, with their texts, beyond the life of their keys.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.KeepSamples = channel.unary_unary(
+                '/slipstream.transferqueue.v1.KeptSampleService/KeepSamples',
+                request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.KeepSamplesRequest.SerializeToString,
+                response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.KeepSamplesResponse.FromString,
+                _registered_method=True)
+        self.ReadSamples = channel.unary_stream(
+                '/slipstream.transferqueue.v1.KeptSampleService/ReadSamples',
+                request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReadSamplesRequest.SerializeToString,
+                response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReadSamplesResponse.FromString,
+                _registered_method=True)
+        self.ForgetSamples = channel.unary_unary(
+                '/slipstream.transferqueue.v1.KeptSampleService/ForgetSamples',
+                request_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ForgetSamplesRequest.SerializeToString,
+                response_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ForgetSamplesResponse.FromString,
+                _registered_method=True)
+
+
+class KeptSampleServiceServicer:
+    """Keeps some samples of each run to be read, with their texts, beyond the life of their keys.
+    """
+
+    def KeepSamples(self, request, context):
+        """Begins to keep what is put into the partition "kept" of a run. Safe to repeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadSamples(self, request, context):
+        """Streams kept samples as JSON lines.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForgetSamples(self, request, context):
+        """Deletes what is kept of a run. Safe to repeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_KeptSampleServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'KeepSamples': grpc.unary_unary_rpc_method_handler(
+                    servicer.KeepSamples,
+                    request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.KeepSamplesRequest.FromString,
+                    response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.KeepSamplesResponse.SerializeToString,
+            ),
+            'ReadSamples': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadSamples,
+                    request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReadSamplesRequest.FromString,
+                    response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReadSamplesResponse.SerializeToString,
+            ),
+            'ForgetSamples': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetSamples,
+                    request_deserializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ForgetSamplesRequest.FromString,
+                    response_serializer=slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ForgetSamplesResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'slipstream.transferqueue.v1.KeptSampleService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('slipstream.transferqueue.v1.KeptSampleService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class KeptSampleService:
+    """Keeps some samples of each run to be read, with their texts, beyond the life of their keys.
+    """
+
     @staticmethod
-    def DrainShard(request,
+    def KeepSamples(request,
             target,
             options=(),
             channel_credentials=None,
@@ -664,9 +685,63 @@ class TransferQueueService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/slipstream.transferqueue.v1.TransferQueueService/DrainShard',
-            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.DrainShardRequest.SerializeToString,
-            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.DrainShardResponse.FromString,
+            '/slipstream.transferqueue.v1.KeptSampleService/KeepSamples',
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.KeepSamplesRequest.SerializeToString,
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.KeepSamplesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadSamples(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/slipstream.transferqueue.v1.KeptSampleService/ReadSamples',
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReadSamplesRequest.SerializeToString,
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ReadSamplesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetSamples(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.transferqueue.v1.KeptSampleService/ForgetSamples',
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ForgetSamplesRequest.SerializeToString,
+            slipstream_dot_transferqueue_dot_v1_dot_transferqueue__pb2.ForgetSamplesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,8 +53,6 @@ class TransferQueueServiceStub:
     """Says that the samples of a lease were used; they are not handed to this consumer again. Safe to
     repeat. Fails with FAILED_PRECONDITION if the lease expired.
     """
-    NackLease: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.NackLeaseRequest, _transferqueue_pb2.NackLeaseResponse]
-    """Gives the samples of a lease back; they are handed out again first."""
     ReleaseKeys: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.ReleaseKeysRequest, _transferqueue_pb2.ReleaseKeysResponse]
     """Deletes samples. Safe to repeat: keys that do not exist are not counted."""
     GetStats: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.GetStatsRequest, _transferqueue_pb2.GetStatsResponse]
@@ -67,10 +65,6 @@ class TransferQueueServiceStub:
     """Saves the samples of a run in the service's snapshot folder."""
     RestoreSnapshot: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.RestoreSnapshotRequest, _transferqueue_pb2.RestoreSnapshotResponse]
     """Restores the samples of a run, which must have none. Leased samples are handed out again."""
-    DrainShard: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.DrainShardRequest, _transferqueue_pb2.DrainShardResponse]
-    """Lets a shard take no new samples, so that it can be removed once the old ones are released. Safe
-    to repeat.
-    """
 
 @_typing.type_check_only
 class TransferQueueServiceAsyncStub(TransferQueueServiceStub):
@@ -97,8 +91,6 @@ class TransferQueueServiceAsyncStub(TransferQueueServiceStub):
     """Says that the samples of a lease were used; they are not handed to this consumer again. Safe to
     repeat. Fails with FAILED_PRECONDITION if the lease expired.
     """
-    NackLease: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.NackLeaseRequest, _transferqueue_pb2.NackLeaseResponse]  # type: ignore[assignment]
-    """Gives the samples of a lease back; they are handed out again first."""
     ReleaseKeys: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.ReleaseKeysRequest, _transferqueue_pb2.ReleaseKeysResponse]  # type: ignore[assignment]
     """Deletes samples. Safe to repeat: keys that do not exist are not counted."""
     GetStats: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.GetStatsRequest, _transferqueue_pb2.GetStatsResponse]  # type: ignore[assignment]
@@ -111,10 +103,6 @@ class TransferQueueServiceAsyncStub(TransferQueueServiceStub):
     """Saves the samples of a run in the service's snapshot folder."""
     RestoreSnapshot: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.RestoreSnapshotRequest, _transferqueue_pb2.RestoreSnapshotResponse]  # type: ignore[assignment]
     """Restores the samples of a run, which must have none. Leased samples are handed out again."""
-    DrainShard: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.DrainShardRequest, _transferqueue_pb2.DrainShardResponse]  # type: ignore[assignment]
-    """Lets a shard take no new samples, so that it can be removed once the old ones are released. Safe
-    to repeat.
-    """
 
 class TransferQueueServiceServicer(metaclass=_abc_1.ABCMeta):
     """Holds what is known about the stored samples. The samples' bytes never pass through it."""
@@ -182,14 +170,6 @@ class TransferQueueServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def NackLease(
-        self,
-        request: _transferqueue_pb2.NackLeaseRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_transferqueue_pb2.NackLeaseResponse, _abc.Awaitable[_transferqueue_pb2.NackLeaseResponse]]:
-        """Gives the samples of a lease back; they are handed out again first."""
-
-    @_abc_1.abstractmethod
     def ReleaseKeys(
         self,
         request: _transferqueue_pb2.ReleaseKeysRequest,
@@ -231,17 +211,62 @@ class TransferQueueServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_transferqueue_pb2.RestoreSnapshotResponse, _abc.Awaitable[_transferqueue_pb2.RestoreSnapshotResponse]]:
         """Restores the samples of a run, which must have none. Leased samples are handed out again."""
 
-    @_abc_1.abstractmethod
-    def DrainShard(
-        self,
-        request: _transferqueue_pb2.DrainShardRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_transferqueue_pb2.DrainShardResponse, _abc.Awaitable[_transferqueue_pb2.DrainShardResponse]]:
-        """Lets a shard take no new samples, so that it can be removed once the old ones are released. Safe
-        to repeat.
-        """
-
 def add_TransferQueueServiceServicer_to_server(servicer: TransferQueueServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class KeptSampleServiceStub:
+    """Keeps some samples of each run to be read, with their texts, beyond the life of their keys."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> KeptSampleServiceAsyncStub: ...
+    KeepSamples: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.KeepSamplesRequest, _transferqueue_pb2.KeepSamplesResponse]
+    """Begins to keep what is put into the partition "kept" of a run. Safe to repeat."""
+    ReadSamples: _grpc.UnaryStreamMultiCallable[_transferqueue_pb2.ReadSamplesRequest, _transferqueue_pb2.ReadSamplesResponse]
+    """Streams kept samples as JSON lines."""
+    ForgetSamples: _grpc.UnaryUnaryMultiCallable[_transferqueue_pb2.ForgetSamplesRequest, _transferqueue_pb2.ForgetSamplesResponse]
+    """Deletes what is kept of a run. Safe to repeat."""
+
+@_typing.type_check_only
+class KeptSampleServiceAsyncStub(KeptSampleServiceStub):
+    """Keeps some samples of each run to be read, with their texts, beyond the life of their keys."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    KeepSamples: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.KeepSamplesRequest, _transferqueue_pb2.KeepSamplesResponse]  # type: ignore[assignment]
+    """Begins to keep what is put into the partition "kept" of a run. Safe to repeat."""
+    ReadSamples: _aio.UnaryStreamMultiCallable[_transferqueue_pb2.ReadSamplesRequest, _transferqueue_pb2.ReadSamplesResponse]  # type: ignore[assignment]
+    """Streams kept samples as JSON lines."""
+    ForgetSamples: _aio.UnaryUnaryMultiCallable[_transferqueue_pb2.ForgetSamplesRequest, _transferqueue_pb2.ForgetSamplesResponse]  # type: ignore[assignment]
+    """Deletes what is kept of a run. Safe to repeat."""
+
+class KeptSampleServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Keeps some samples of each run to be read, with their texts, beyond the life of their keys."""
+
+    @_abc_1.abstractmethod
+    def KeepSamples(
+        self,
+        request: _transferqueue_pb2.KeepSamplesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transferqueue_pb2.KeepSamplesResponse, _abc.Awaitable[_transferqueue_pb2.KeepSamplesResponse]]:
+        """Begins to keep what is put into the partition "kept" of a run. Safe to repeat."""
+
+    @_abc_1.abstractmethod
+    def ReadSamples(
+        self,
+        request: _transferqueue_pb2.ReadSamplesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_transferqueue_pb2.ReadSamplesResponse], _abc.AsyncIterator[_transferqueue_pb2.ReadSamplesResponse]]:
+        """Streams kept samples as JSON lines."""
+
+    @_abc_1.abstractmethod
+    def ForgetSamples(
+        self,
+        request: _transferqueue_pb2.ForgetSamplesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transferqueue_pb2.ForgetSamplesResponse, _abc.Awaitable[_transferqueue_pb2.ForgetSamplesResponse]]:
+        """Deletes what is kept of a run. Safe to repeat."""
+
+def add_KeptSampleServiceServicer_to_server(servicer: KeptSampleServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class ShardRegistryServiceStub:
     """Lets storage shards in other processes take part. Called by shards only."""
