@@ -1,17 +1,19 @@
 """``shadow``: received into a second copy while generation goes on, adopted by one copy between two steps."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from services.common.weightsync.arena import WeightArena, whole_tensors
-from services.common.weightsync.endpoints import WeightSink, WeightSource, on_device
-from services.common.weightsync.group import WeightGroup
-from services.common.weightsync.modes.base import pack_weights
-from services.common.weightsync.plan import WeightPlan
-from services.common.weightsync.transfer import (
+from services.weightsync.arena import WeightArena, merged_tensors, whole_tensors
+from services.weightsync.endpoints import WeightSink, WeightSource, on_device
+from services.weightsync.group import WeightGroup
+from services.weightsync.modes.base import Receiver, pack_weights
+from services.weightsync.modes.placing import Placer, whole_buffers
+from services.weightsync.modes.staged import Slots, receive_staged
+from services.weightsync.plan import WeightPlan
+from services.weightsync.transfer import (
     TransferError,
     TransferOrder,
     Transferred,
@@ -48,10 +50,50 @@ class ShadowSender:
         return done
 
 
+def shadow_receiver(
+    plan: WeightPlan, devices: Sequence[torch.device], sink: WeightSink
+) -> Receiver:
+    """The receiver that needs one copy of the weights, and no copy of that on one device."""
+    is_divided = len(plan.sources) > 1 or len(devices) > 1
+    return (DividedReceiver if is_divided else ShadowReceiver)(plan, devices, sink)
+
+
+class DividedReceiver:
+    """Receives rows from several sources, each to its place in the whole tensors of one shadow.
+
+    A source's bucket holds rows of many tensors, so buckets travel through two slots per source. Where the
+    engine has several GPUs, each of them holds some of the tensors.
+    """
+
+    def __init__(self, plan: WeightPlan, devices: Sequence[torch.device], sink: WeightSink) -> None:
+        self.plan = plan
+        self.held_version = -1
+        self._sink = sink
+        self._slots = Slots(plan, devices[0])
+        flat, self._tensors = whole_buffers(plan, devices)
+        self._place = Placer(plan, flat)
+
+    async def prepare(self) -> None:
+        """The shadow is always ready."""
+
+    def receive(self, group: WeightGroup, order: TransferOrder) -> Transferred:
+        """Receive into the shadow."""
+        return receive_staged(group, self._slots, order, self._place)
+
+    async def adopt(self, version: int) -> float:
+        """Copy the shadow into the live weights."""
+        return await self._sink.adopt_weights(version, merged_tensors(self._tensors))
+
+    async def give_up(self) -> None:
+        """Collectives that were given up may still write, so they keep the old slots."""
+        self._slots = self._slots.renewed()
+
+
 class ShadowReceiver:
     """Receives into a shadow on the engine's device."""
 
-    def __init__(self, plan: WeightPlan, device: torch.device, sink: WeightSink) -> None:
+    def __init__(self, plan: WeightPlan, devices: Sequence[torch.device], sink: WeightSink) -> None:
+        device = devices[0]
         self.plan = plan
         self.held_version = -1
         self._sink = sink

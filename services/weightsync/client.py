@@ -7,8 +7,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.grpc_client import call
-from services.common.weightsync.canary import Canary
-from services.common.weightsync.plan import TensorSpec
+from services.weightsync.canary import Canary
+from services.weightsync.plan import TensorSpec
 from slipstream.weightsync.v1 import weightsync_pb2 as pb
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
 

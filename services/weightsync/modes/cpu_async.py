@@ -3,17 +3,19 @@
 Other zones, or CPUs beside GPUs. Copies to and from the host run beside the wire, training and generation.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from services.common.weightsync.arena import WeightArena
-from services.common.weightsync.endpoints import WeightSink, WeightSource
-from services.common.weightsync.group import WeightGroup
-from services.common.weightsync.modes.base import pack_weights
-from services.common.weightsync.modes.shadow import ShadowReceiver
-from services.common.weightsync.modes.staged import Slots, receive_staged, send_staged
-from services.common.weightsync.plan import WeightPlan
-from services.common.weightsync.transfer import TransferOrder, Transferred
+from services.weightsync.arena import WeightArena
+from services.weightsync.endpoints import WeightSink, WeightSource
+from services.weightsync.group import WeightGroup
+from services.weightsync.modes.base import pack_weights
+from services.weightsync.modes.shadow import ShadowReceiver
+from services.weightsync.modes.staged import Slots, receive_staged, send_staged
+from services.weightsync.plan import WeightPlan
+from services.weightsync.transfer import TransferOrder, Transferred
 
 _HOST = torch.device("cpu")
 
@@ -43,9 +45,9 @@ class HostSender:
 class HostReceiver(ShadowReceiver):
     """Receives into two pinned buffers, and from there into the shadow on the engine's device."""
 
-    def __init__(self, plan: WeightPlan, device: torch.device, sink: WeightSink) -> None:
-        super().__init__(plan, device, sink)
-        self._slots = Slots(plan, _HOST, pinned=device.type == "cuda")
+    def __init__(self, plan: WeightPlan, devices: Sequence[torch.device], sink: WeightSink) -> None:
+        super().__init__(plan, devices, sink)
+        self._slots = Slots(plan, _HOST, pinned=devices[0].type == "cuda")
 
     async def give_up(self) -> None:
         """Collectives that were given up may still write, so they keep the old buffers."""

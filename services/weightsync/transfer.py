@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.common.weightsync.arena import WeightArena, source_digest
-from services.common.weightsync.checksum import write_checksum
-from services.common.weightsync.group import Channel, WeightGroup, Work
-from services.common.weightsync.plan import WeightPlan
+from services.weightsync.arena import WeightArena, source_digest
+from services.weightsync.checksum import write_checksum
+from services.weightsync.group import Channel, WeightGroup, Work
+from services.weightsync.plan import WeightPlan
 
 _HEADER = struct.Struct("<8sqqqqq32s")
 _MAGIC = b"SLIPSYNC"

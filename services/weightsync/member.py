@@ -14,21 +14,23 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from services.common.callables import load_callable
 from services.common.errors import (
     DataLossError,
     FailedPreconditionError,
     UnavailableError,
 )
-from services.common.weightsync import metrics
-from services.common.weightsync.canary import Canary, difference
-from services.common.weightsync.endpoints import WeightSink, WeightSource, on_device
-from services.common.weightsync.epochs import Epochs
-from services.common.weightsync.group import KeyValueStore, Seat, WeightGroup
-from services.common.weightsync.modes.base import Receiver, Sender
-from services.common.weightsync.modes.build import build_receiver, build_sender, wire_device
-from services.common.weightsync.outcomes import TransferReport, explained
-from services.common.weightsync.plan import TensorSpec, fsdp_shards, make_plan, version_digest
-from services.common.weightsync.transfer import TransferOrder, Transferred
+from services.common.phases import Phases
+from services.common.spec.weight_modes import weight_mode
+from services.weightsync import metrics
+from services.weightsync.canary import Canary, difference
+from services.weightsync.endpoints import WeightSink, WeightSource, on_device
+from services.weightsync.epochs import Epochs
+from services.weightsync.group import KeyValueStore, Seat, WeightGroup
+from services.weightsync.modes.base import Receiver, Sender
+from services.weightsync.outcomes import TransferReport, explained
+from services.weightsync.plan import TensorSpec, fsdp_shards, make_plan, version_digest
+from services.weightsync.transfer import TransferOrder, Transferred
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ class WeightMember:
         source: The weights that are sent; None for a receiver.
         sink: Takes the weights; None for a sender.
         device: Where they lie.
+        peers: Other devices of a receiver's engine, which hold parts of what was received.
         host: Address of this host, as the other members reach it.
         rendezvous: The store of a scope, in which members meet.
         on_ready: Hears of each version that is in service, verified and checked.
@@ -51,6 +54,7 @@ class WeightMember:
         source: WeightSource | None = None,
         sink: WeightSink | None = None,
         device: torch.device,
+        peers: Sequence[torch.device] = (),
         host: str,
         rendezvous: Callable[[str], KeyValueStore],
         on_ready: Callable[[int], None] = lambda version: None,
@@ -60,6 +64,7 @@ class WeightMember:
         self._source = source
         self._sink = sink
         self._device = device
+        self._peers = tuple(peers)
         self._on_ready = on_ready
         self._epochs = Epochs(device, host, rendezvous)
         self._agreed: tuple[str, int | None, str] | None = None
@@ -118,11 +123,13 @@ class WeightMember:
         agreed = (plan.plan_hash, source, mode)
         if self._agreed == agreed:
             return plan.plan_hash
+        kind = weight_mode(mode)
         self._sender = self._receiver = self._staged = self._agreed = None
         if self._source is not None and source is not None:
-            self._sender = build_sender(mode, plan, self._device, source)
+            self._sender = load_callable(kind.sender)(plan, self._device, source)
         elif self._sink is not None and source is None:
-            self._receiver = build_receiver(mode, plan, self._device, self._sink)
+            devices = (self._device, *self._peers)
+            self._receiver = load_callable(kind.receiver)(plan, devices, self._sink)
         else:
             raise ValueError("a member with a source sends, and only that; sides are mixed up")
         self._agreed = agreed
@@ -163,7 +170,7 @@ class WeightMember:
             epoch,
             seat,
             backend=backend,
-            device=wire_device(mode, self._device),
+            device=torch.device("cpu") if weight_mode(mode).through_host else self._device,
             scope=scope,
             timeout_s=timeout_s,
         )
@@ -210,10 +217,15 @@ class WeightMember:
             metrics.SUPERSEDED.inc()
             self._staged = None
         start = time.perf_counter()
+        phases = Phases(metrics.MEMBER_SECONDS)
         async with self._adopting:
             try:
                 async with asyncio.timeout(order.timeout_s):
-                    done = await self._epochs.thread.run(lambda: self._exchange(group, order))
+                    phases.done("turn")
+                    done = await self._epochs.thread.run(
+                        lambda: self._exchange(group, order, phases)
+                    )
+                    phases.done("reply")
             except BaseException as error:
                 await self._leave()
                 raise explained(error, order) from error
@@ -221,6 +233,9 @@ class WeightMember:
             raise UnavailableError(f"epoch {order.epoch} was aborted during its transfer")
         seconds = time.perf_counter() - start
         metrics.MEMBER_SECONDS.labels("transfer").observe(seconds)
+        logger.info(
+            "weights transferred", extra={"version": order.version, **phases.milliseconds()}
+        )
         metrics.MEMBER_BYTES.inc(done.num_bytes)
         if self._sink is not None:
             self._staged = (order.version, version_digest(done.digests))
@@ -300,15 +315,19 @@ class WeightMember:
         with self._buffers:
             self._sender.pack(self._source, version)
 
-    def _exchange(self, group: WeightGroup, order: TransferOrder) -> Transferred:
+    def _exchange(self, group: WeightGroup, order: TransferOrder, phases: Phases) -> Transferred:
         """Send or receive, on a stream of its own beside whatever else the device does."""
+        phases.done("thread")
         if self._stream is None and self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = torch.cuda.Stream(self._device, priority=-1)
         with self._buffers, on_device(self._device), torch.cuda.stream(self._stream):
             if self._sender is not None:
-                return self._sender.send(group, order)
-            assert self._receiver is not None
-            return self._receiver.receive(group, order)
+                done = self._sender.send(group, order)
+            else:
+                assert self._receiver is not None
+                done = self._receiver.receive(group, order)
+        phases.done("wire")
+        return done
 
     async def _leave(self, epoch: int | None = None) -> bool:
         """Leave the group; returns whether there was one."""

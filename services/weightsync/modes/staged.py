@@ -9,11 +9,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from services.common.weightsync.arena import WeightArena, source_digest
-from services.common.weightsync.checksum import write_checksum
-from services.common.weightsync.group import Channel, WeightGroup, Work
-from services.common.weightsync.plan import WeightPlan
-from services.common.weightsync.transfer import (
+from services.weightsync.arena import WeightArena, source_digest
+from services.weightsync.checksum import write_checksum
+from services.weightsync.group import Channel, WeightGroup, Work
+from services.weightsync.plan import WeightPlan
+from services.weightsync.transfer import (
     TransferOrder,
     Transferred,
     check_statement,
@@ -60,7 +60,7 @@ class Slots:
 def send_staged(
     group: WeightGroup, arena: WeightArena, slots: Slots, order: TransferOrder
 ) -> Transferred:
-    """Send an arena through the slots; see :func:`services.common.weightsync.transfer.send_version`."""
+    """Send an arena through the slots; see :func:`services.weightsync.transfer.send_version`."""
     ((source, channel),) = group.channels.items()
     plan = arena.plan
     group.bound(plan)
@@ -87,7 +87,7 @@ def send_staged(
 def receive_staged(
     group: WeightGroup, slots: Slots, order: TransferOrder, place: Place
 ) -> Transferred:
-    """Receive through the slots and verify; see :func:`services.common.weightsync.transfer.receive_version`.
+    """Receive through the slots and verify; see :func:`services.weightsync.transfer.receive_version`.
 
     A bucket is placed before its checksum can be compared: the source states them at the end. Where it was
     placed must not be used if this raises.

@@ -10,8 +10,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from services.common.weightsync.canary import Canary
-from services.common.weightsync.plan import TensorSpec
+from services.weightsync.canary import Canary
+from services.weightsync.plan import TensorSpec
 
 T = TypeVar("T")
 

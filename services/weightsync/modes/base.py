@@ -5,11 +5,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from services.common.weightsync.arena import WeightArena
-from services.common.weightsync.endpoints import WeightSource, on_device
-from services.common.weightsync.group import WeightGroup
-from services.common.weightsync.plan import WeightPlan, is_adapter
-from services.common.weightsync.transfer import TransferOrder, Transferred
+from services.weightsync.arena import WeightArena
+from services.weightsync.endpoints import WeightSource, on_device
+from services.weightsync.group import WeightGroup
+from services.weightsync.plan import WeightPlan, is_adapter
+from services.weightsync.transfer import TransferOrder, Transferred
 
 
 class Sender(Protocol):

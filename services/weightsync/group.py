@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.common.weightsync.plan import WeightPlan
+from services.common.callables import load_callable
+from services.common.spec.weight_modes import TRANSPORTS
+from services.weightsync.plan import WeightPlan
 
 # Deadlines are ours: we wait and abort ourselves. This one only keeps torch's own watchdog out of the way.
 _NCCL_TIMEOUT = timedelta(hours=1)
@@ -184,11 +186,15 @@ def form_group(
         ValueError: If the backend is unknown.
         RuntimeError: If not all members came in time.
     """
+    if backend not in TRANSPORTS:
+        raise ValueError(
+            f"weight_sync.backend must be one of {', '.join(TRANSPORTS)}, but is {backend!r}"
+        )
+    opened = load_callable(TRANSPORTS[backend].opener)
     store = RendezvousStore(values, timeout_s)
     channels = {
         source: Channel(
-            _backend(
-                backend,
+            opened(
                 dist.PrefixStore(f"source{source}", store),  # type: ignore[attr-defined]
                 seat,
                 host=host,
@@ -206,17 +212,20 @@ def form_group(
     return group
 
 
-def _backend(name: str, store: Any, seat: Seat, *, host: str, timeout_s: float) -> Any:
-    world_size = seat.num_receivers + 1
-    if name == "gloo":
-        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
-        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
-        gloo._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
-        return dist.ProcessGroupGloo(store, seat.rank, world_size, gloo)
-    if name == "nccl":
-        nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = _NCCL_TIMEOUT  # noqa: SLF001
-        if seat.num_sources > 1:
-            nccl.config.max_ctas = max(1, _NCCL_BLOCKS // seat.num_sources)
-        return dist.ProcessGroupNCCL(store, seat.rank, world_size, nccl)
-    raise ValueError(f"weight_sync.backend must be 'gloo' or 'nccl', but is {name!r}")
+def open_gloo(store: Any, seat: Seat, *, host: str, timeout_s: float) -> Any:
+    """A channel's process group between hosts' memories."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
+    options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
+    return dist.ProcessGroupGloo(store, seat.rank, seat.num_receivers + 1, options)
+
+
+def open_nccl(store: Any, seat: Seat, *, host: str, timeout_s: float) -> Any:
+    """A channel's process group between GPUs."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = _NCCL_TIMEOUT  # noqa: SLF001
+    # Behind the kernels of a training step that is queued already, a transfer would take as long as it.
+    options.is_high_priority_stream = True
+    if seat.num_sources > 1:
+        options.config.max_ctas = max(1, _NCCL_BLOCKS // seat.num_sources)
+    return dist.ProcessGroupNCCL(store, seat.rank, seat.num_receivers + 1, options)

@@ -7,9 +7,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from services.common.weightsync.checksum import write_checksum
-from services.common.weightsync.copying import copy_all
-from services.common.weightsync.plan import LORA_DOWN, LORA_UP, WeightPlan, is_adapter
+from services.weightsync.checksum import write_checksum
+from services.weightsync.copying import copy_all
+from services.weightsync.plan import LORA_DOWN, LORA_UP, WeightPlan, is_adapter
 
 
 class WeightArena:
@@ -113,7 +113,11 @@ def whole_tensors(arena: WeightArena) -> Mapping[str, Tensor]:
 
     Views where one source holds a tensor whole, else put together.
     """
-    tensors = arena.put_together()
+    return merged_tensors(arena.put_together())
+
+
+def merged_tensors(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Tensors by name, adapters merged into their weights."""
     merged = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
     for name in tensors.keys() - merged.keys():
         owner, part, _ = name.partition(LORA_UP)

@@ -61,6 +61,6 @@ def _block_rows(device: torch.device) -> int:
 @cache
 def _weighted_sums() -> Any:
     """The GPU kernel. Triton comes with torch's GPU builds only, so it is imported at first use."""
-    from services.common.weightsync.checksum_kernel import weighted_sums
+    from services.weightsync.checksum_kernel import weighted_sums
 
     return weighted_sums

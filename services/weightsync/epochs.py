@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 
 from services.common.errors import FailedPreconditionError, UnavailableError
-from services.common.weightsync.checksum import write_checksum
-from services.common.weightsync.endpoints import OwnThread, on_device
-from services.common.weightsync.group import KeyValueStore, Seat, WeightGroup, form_group
-from services.common.weightsync.plan import BUCKET_ALIGNMENT
+from services.weightsync.checksum import write_checksum
+from services.weightsync.endpoints import OwnThread, on_device
+from services.weightsync.group import KeyValueStore, Seat, WeightGroup, form_group
+from services.weightsync.plan import BUCKET_ALIGNMENT
 
 logger = logging.getLogger(__name__)
 

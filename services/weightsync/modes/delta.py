@@ -9,13 +9,13 @@ If more than a third of the words changed, or somebody does not hold the base, e
 import torch
 from torch import Tensor
 
-from services.common.weightsync.arena import WeightArena, source_digest
-from services.common.weightsync.endpoints import WeightSource
-from services.common.weightsync.group import Channel, WeightGroup
-from services.common.weightsync.modes.base import pack_weights
-from services.common.weightsync.modes.shadow import ShadowReceiver
-from services.common.weightsync.plan import WeightPlan
-from services.common.weightsync.transfer import (
+from services.weightsync.arena import WeightArena, source_digest
+from services.weightsync.endpoints import WeightSource
+from services.weightsync.group import Channel, WeightGroup
+from services.weightsync.modes.base import pack_weights
+from services.weightsync.modes.shadow import ShadowReceiver
+from services.weightsync.plan import WeightPlan
+from services.weightsync.transfer import (
     HEADER_BYTES,
     TransferError,
     TransferOrder,

@@ -3,28 +3,29 @@
 A failed transfer leaves the live weights torn: the engine stays paused until a whole version is in place.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from services.common.weightsync.endpoints import WeightSink
-from services.common.weightsync.group import WeightGroup
-from services.common.weightsync.modes.staged import Slots, receive_staged
-from services.common.weightsync.plan import WeightPlan
-from services.common.weightsync.transfer import TransferOrder, Transferred
+from services.weightsync.endpoints import WeightSink
+from services.weightsync.group import WeightGroup
+from services.weightsync.modes.placing import Placer
+from services.weightsync.modes.staged import Slots, receive_staged
+from services.weightsync.plan import WeightPlan
+from services.weightsync.transfer import TransferOrder, Transferred
 
 
 class InplaceReceiver:
     """Receives into the engine's own tensors."""
 
-    def __init__(self, plan: WeightPlan, device: torch.device, sink: WeightSink) -> None:
+    def __init__(self, plan: WeightPlan, devices: Sequence[torch.device], sink: WeightSink) -> None:
         self.plan = plan
         self.held_version = -1
         self._sink = sink
-        self._slots = Slots(plan, device)
+        self._slots = Slots(plan, devices[0])
         self._live: Mapping[str, Tensor] = {}
-        self._flat: dict[int, Tensor] = {}
+        self._place = Placer(plan, ())
         self._is_torn = False
 
     async def prepare(self) -> None:
@@ -34,10 +35,13 @@ class InplaceReceiver:
             ValueError: If it keeps its tensors to itself, or they are not those of the plan.
         """
         self._live = await self._sink.open_weights()
-        self._flat = {
-            index: _flat_bytes(spec.name, self._live, spec.dtype, spec.shape)
-            for index, spec in enumerate(self.plan.tensors)
-        }
+        self._place = Placer(
+            self.plan,
+            [
+                _flat_bytes(spec.name, self._live, spec.dtype, spec.shape)
+                for spec in self.plan.tensors
+            ],
+        )
 
     def receive(self, group: WeightGroup, order: TransferOrder) -> Transferred:
         """Receive into the live weights; they are torn until this has returned."""
@@ -55,19 +59,6 @@ class InplaceReceiver:
         self._slots = self._slots.renewed()
         if self._live and not self._is_torn:
             await self._sink.close_weights()
-
-    @torch.no_grad()
-    def _place(self, source: int, index: int, received: Tensor) -> None:
-        layout = self.plan.sources[source]
-        bucket = layout.buckets[index]
-        for shard, offset in zip(layout.shards, layout.offsets, strict=True):
-            spec = self.plan.tensors[shard.tensor]
-            size = (shard.stop - shard.start) * spec.row_bytes
-            begin, end = max(offset, bucket.start), min(offset + size, bucket.stop)
-            if begin < end:
-                first = shard.start * spec.row_bytes + begin - offset
-                target = self._flat[shard.tensor][first : first + end - begin]
-                target.copy_(received[begin - bucket.start : end - bucket.start])
 
 
 def _flat_bytes(

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from services.common.errors import DataLossError, DeadlineExceededError, UnavailableError
-from services.common.weightsync import metrics
-from services.common.weightsync.transfer import TransferError, TransferOrder
+from services.weightsync import metrics
+from services.weightsync.transfer import TransferError, TransferOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

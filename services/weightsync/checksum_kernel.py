@@ -1,4 +1,4 @@
-"""The GPU kernel of :mod:`services.common.weightsync.checksum`: both sums in one pass over the bytes."""
+"""The GPU kernel of :mod:`services.weightsync.checksum`: both sums in one pass over the bytes."""
 
 import triton
 import triton.language as tl

@@ -6,10 +6,10 @@ import grpc
 
 from services.common import tracing
 from services.common.errors import InvalidArgumentError
-from services.common.weightsync.canary import Canary
-from services.common.weightsync.member import WeightMember
-from services.common.weightsync.plan import TensorSpec
-from services.common.weightsync.transfer import TransferOrder
+from services.weightsync.canary import Canary
+from services.weightsync.member import WeightMember
+from services.weightsync.plan import TensorSpec
+from services.weightsync.transfer import TransferOrder
 from slipstream.weightsync.v1 import weightsync_pb2 as pb
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
 
