@@ -4,6 +4,7 @@ The rule is about requests, not about methods, so a method added tomorrow is cov
 names no run is closed to workers unless it is listed here.
 """
 
+import logging
 from contextvars import ContextVar
 from typing import Any
 
@@ -12,7 +13,10 @@ from prometheus_client import Counter
 from services.common.credentials import Identity
 from services.common.errors import PermissionDeniedError, UnauthenticatedError
 from services.common.fields import run_of
+from services.common.rare_log import RareLog
 from services.common.run_tokens import SERVICES
+
+logger = logging.getLogger(__name__)
 
 AUTH_FAILURES = Counter(
     "slipstream_auth_failures_total",
@@ -24,8 +28,19 @@ for _reason in ("unauthenticated", "permission_denied"):
 
 # Their requests name no run; what they give is restricted to the caller's run elsewhere.
 _OPEN_TO_RUNS = frozenset({"/slipstream.transferqueue.v1.TransferQueueService/ConnectClient"})
+# They name a run, but belong to the one who drives it: a run does not set its own quota.
+_CLOSED_TO_RUNS = frozenset(
+    f"/slipstream.transferqueue.v1.{name}"
+    for name in (
+        *("TransferQueueService/CreatePartition", "TransferQueueService/DropPartition"),
+        *("TransferQueueService/SaveSnapshot", "TransferQueueService/RestoreSnapshot"),
+        *("KeptSampleService/KeepSamples", "KeptSampleService/ReadSamples"),
+        "KeptSampleService/ForgetSamples",
+    )
+)
 _HEALTH = "/grpc.health.v1.Health/"
 
+_refusals = RareLog(logger)
 _caller: ContextVar[str] = ContextVar("caller", default=SERVICES)
 
 
@@ -35,32 +50,52 @@ def caller_run() -> str | None:
     return None if caller == SERVICES else caller
 
 
-def admit(identity: Identity, method: str, request: Any, authorization: str) -> None:
-    """See that a caller may make a request, and remember who it is while the request is served.
+def know(identity: Identity, method: str, authorization: str) -> None:
+    """See who calls, before the request is read, and remember it while that is served.
 
     Args:
         identity: Of the process that serves.
         method: Full name of the method.
-        request: The request.
         authorization: The header of that name; empty if none came.
 
     Raises:
         UnauthenticatedError: If the caller is not known.
-        PermissionDeniedError: If it belongs to another run.
     """
     if not identity.is_known or method.startswith(_HEALTH):
         return
     try:
-        bearer = identity.bearer(authorization)
+        _caller.set(identity.bearer(authorization))
     except UnauthenticatedError:
         AUTH_FAILURES.labels("unauthenticated").inc()
+        _refusals.warning("a call without a known token was refused", method=method)
         raise
-    if bearer != SERVICES and method not in _OPEN_TO_RUNS and run_named_by(request) != bearer:
+
+
+def admit(method: str, request: Any) -> None:
+    """See that the caller that is known may make a request.
+
+    Args:
+        method: Full name of the method.
+        request: The request.
+
+    Raises:
+        PermissionDeniedError: If it belongs to another run.
+    """
+    bearer = _caller.get()
+    if bearer != SERVICES and not _is_open(method, request, bearer):
         AUTH_FAILURES.labels("permission_denied").inc()
+        _refusals.warning("a worker's call was refused", method=method, run=bearer)
         raise PermissionDeniedError(
-            f"a worker of {bearer} may not call {method} for another run or for none", method=method
+            f"a worker of {bearer} may not call {method}, or not for another run or for none",
+            method=method,
         )
-    _caller.set(bearer)
+
+
+def _is_open(method: str, request: Any, run_id: str) -> bool:
+    """Whether a worker of a run may make a request."""
+    if method in _CLOSED_TO_RUNS:
+        return False
+    return method in _OPEN_TO_RUNS or run_named_by(request) == run_id
 
 
 def run_named_by(request: Any) -> str | None:

@@ -99,27 +99,6 @@ class KVBatchMeta:
         )
         return _without_unused_blobs(selected)
 
-    def reorder(self, indexes: Sequence[int]) -> "KVBatchMeta":
-        """The same samples in another order.
-
-        Raises:
-            ValueError: If ``indexes`` is not a permutation.
-        """
-        if sorted(indexes) != list(range(self.num_keys)):
-            raise ValueError(f"indexes must be a permutation of 0..{self.num_keys - 1}")
-        return self.select(indexes)
-
-    def chunk(self, num_chunks: int) -> list["KVBatchMeta"]:
-        """Consecutive parts of equal size.
-
-        Raises:
-            ValueError: If the samples cannot be divided equally.
-        """
-        if num_chunks < 1 or self.num_keys % num_chunks:
-            raise ValueError(f"{self.num_keys} samples cannot be cut into {num_chunks} equal parts")
-        size = self.num_keys // num_chunks
-        return [self.select(range(i * size, (i + 1) * size)) for i in range(num_chunks)]
-
     @classmethod
     def concat(cls, metas: Sequence["KVBatchMeta"]) -> "KVBatchMeta":
         """The samples of several, one after the other.

@@ -3,8 +3,10 @@
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,6 +41,34 @@ def load_callable(reference: str) -> Callable[..., Any]:
             f"{reference!r}: {name} is a {type(target).__name__}; name a function or a class"
         )
     return target  # type: ignore[no-any-return]
+
+
+def bind_callable(
+    reference: str, arguments: Mapping[str, Any], *, key: str
+) -> Callable[[Any], Any]:
+    """Import a function of one positional argument and give it its keyword arguments.
+
+    Args:
+        reference: As :func:`load_callable` takes it.
+        arguments: Keyword arguments.
+        key: Key of the specification, for messages.
+
+    Raises:
+        ValueError: If there is no such function, or it does not take the arguments.
+    """
+    try:
+        function = load_callable(reference)
+        inspect.signature(function).bind(None, **arguments)
+    except ImportError as error:
+        raise ValueError(f"{key}: {reference!r} cannot be imported: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+    except TypeError as error:
+        raise ValueError(
+            f"{key}: {reference!r} does not take one argument and {sorted(arguments)}: {error}; change the "
+            f"function, or {key}_arguments"
+        ) from error
+    return partial(function, **arguments)
 
 
 def source_digest(reference: str) -> str:

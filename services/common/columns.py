@@ -33,7 +33,7 @@ class FieldColumn:
     name: str
     """Field, as in the data dictionary."""
     dtype: str
-    """Element type, for example ``float32``; ``msgpack`` for values that are not tensors."""
+    """Element type, for example ``float32``."""
     row_rank: int
     """Number of dimensions of one sample; 0 for scalars."""
     tail_shape: tuple[int, ...]

@@ -1,69 +1,147 @@
-"""Keeps what a specification names inside what an installation allows: its folders, and secrets by name.
+"""The gate for specifications: what they may start and load, on one list of the installation.
 
-The controller checks what a user submits by its text. Workers check it again where the files are, with links
+Whatever a specification names passes here: data, models, tokenizers, checkpoints, code, commands. The
+controller judges by the text what a user submits. Workers judge again where the files are, with links
 followed, because only there links and modules can be seen.
 """
 
 import importlib.util
 import os.path
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from services.common.spec.run import RunSpec
 
+Kind = Literal["path", "model", "code", "package", "command", "text"]
+"""How a name is judged. ``model``: the id of a hub or a folder. ``package``: a plugin that is imported by its
+name. ``text``: anything, which may be a path."""
+
 # Free text, in which a slash means nothing.
-_TEXT = frozenset({"name", "stop"})
-_PATH_STARTS = ("/", "~", "./", "../", "file:")
-_RUN = re.compile(r"run_[0-9a-f]{32}")
+_FREE = re.compile(
+    r"name|rollout\.(answer_pattern|sampling\.stop\.\d+|workflow_arguments\.result_template)"
+    r"|data\.(prompt_template|prompt_column|answer_column)|data\.\w+\.(split|subset|source)"
+)
+_CODE = re.compile(
+    r"rollout\.(workflow|rewards\.\d+\.name|workflow_arguments\.(agent|environment|tools\.\d+))"
+    r"|model\.warm_start\.examples|algorithm\.(loss|advantage)"
+)
+_MODEL = re.compile(r"model\.(path|tokenizer)")
+_PATH = re.compile(r"trainer\.checkpoint\.(directory|start_from)")
+_DATA_KINDS: Mapping[str, Kind] = {
+    "jsonl": "path",
+    "parquet": "path",
+    "huggingface": "model",
+    "python": "code",
+    "verifiers": "package",
+}
+_URLS = ("http://", "https://", "grpc://", "grpcs://", "openenv+http://", "openenv+https://")
 # What is made on the spot: presets of models and of tokenizers.
 _PRESETS = ("tiny:", "chars:")
-_FILE_CALLABLE = re.compile(r"^(?P<file>.+\.py):[A-Za-z_]\w*$")
-_MODULE_CALLABLE = re.compile(r"^(?P<module>[A-Za-z_]\w*)(\.\w+)*:[A-Za-z_]\w*$")
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_PATH_STARTS = ("/", "~", "./", "../", "file:")
+_RUN = re.compile(r"run_[0-9a-f]{32}")
+_FILE_CALLABLE = re.compile(r"(?P<file>.+\.py):[A-Za-z_]\w*")
+_MODULE_CALLABLE = re.compile(r"(?P<module>[A-Za-z_]\w*)(\.\w+)*:[A-Za-z_]\w*")
 _SECRET_KEY = re.compile(
     r"(api|access|auth|private|secret|hf)_?(key|token)$|passw|_secret$", re.IGNORECASE
 )
 
 
-def strays(spec: RunSpec, roots: Sequence[Path]) -> list[str]:
-    """Paths of a specification that lead out of the allowed folders, judged by their text.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowance:
+    """What specifications may name. Without folders, everything: a machine that only its owner uses."""
 
-    Args:
-        spec: The specification.
-        roots: The folders; none allows everything.
+    roots: tuple[Path, ...] = ()
+    """Folders with data, models and checkpoints."""
+    code_roots: tuple[Path, ...] = ()
+    """Folders with Python code that may run."""
+    commands: tuple[tuple[str, ...], ...] = ()
+    """Programs that may be started, each with all its arguments."""
 
-    Returns:
-        One line per path: its key, what it is, what is allowed.
-    """
-    return [
-        f"{key}: {path!r} is outside of {_listed(roots)}; name something inside"
-        for key, path in _paths(spec).items()
-        if roots and not _is_inside(Path(os.path.normpath(_plain(path))), roots)
-    ]
+    def problems(self, spec: RunSpec) -> list[str]:
+        """What a specification names and may not, judged by its text.
+
+        Returns:
+            One line per name: its key, what it is, what is allowed.
+        """
+        judge = _Judge(self, lambda path: Path(os.path.normpath(path)), is_here=False)
+        return judge.all_problems(spec)
+
+    def problems_here(self, spec: RunSpec) -> list[str]:
+        """As :meth:`problems`, on the host where the files are: links are followed, modules looked up."""
+        return _Judge(self, Path.resolve, is_here=True).all_problems(spec)
 
 
-def strays_here(spec: RunSpec, roots: Sequence[Path]) -> list[str]:
-    """As :func:`strays`, with links followed, and with the modules whose functions are named."""
-    if not roots:
-        return []
-    followed = [root.resolve() for root in roots]
-    found = [
-        f"{key}: {path!r} leads to {Path(_plain(path)).resolve()}, outside of {_listed(roots)}"
-        for key, path in _paths(spec).items()
-        if not _is_inside(Path(_plain(path)).resolve(), followed)
-    ]
-    for key, value in _texts(spec.model_dump(mode="json")):
-        named = _MODULE_CALLABLE.match(value)
-        if (
-            named
-            and not value.startswith(_PRESETS)
-            and not _is_module_inside(named["module"], followed)
-        ):
-            found.append(
-                f"{key}: module {named['module']!r} is outside of {_listed(roots)}; put the file there"
+@dataclass(frozen=True, slots=True)
+class _Judge:
+    allowance: Allowance
+    resolved: Callable[[Path], Path]
+    is_here: bool
+
+    def all_problems(self, spec: RunSpec) -> list[str]:
+        if not self.allowance.roots:
+            return []
+        return [
+            f"{key}: {problem}"
+            for key, kind, value in _names(spec)
+            for problem in self._problems(kind, value)
+        ]
+
+    def _problems(self, kind: Kind, value: Any) -> Iterator[str]:
+        made_elsewhere = {"model": _PRESETS, "code": _URLS, "text": _URLS}
+        if kind == "command":
+            yield from self._command(value)
+        elif kind == "package":
+            module = value.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
+            yield from self._module(module.partition(".")[0], must_exist=True)
+        elif value.startswith(made_elsewhere.get(kind, ())):
+            return
+        elif "\0" in value:
+            yield "holds a zero byte; remove it"
+        elif named := _FILE_CALLABLE.fullmatch(value):
+            yield from self._path(named["file"], self.allowance.code_roots)
+        elif kind != "path" and (named := _MODULE_CALLABLE.fullmatch(value)):
+            yield from self._module(named["module"], must_exist=kind == "code" and self.is_here)
+        elif kind == "path" or _is_path(value) or (kind == "model" and not self._is_hub_id(value)):
+            yield from self._path(value, self.allowance.roots)
+
+    def _path(self, text: str, roots: Sequence[Path]) -> Iterator[str]:
+        path = self.resolved(_plain(text))
+        if not _is_inside(path, [self.resolved(root) for root in roots]):
+            leads = "" if str(path) == text else f" leads to {path}, which"
+            yield f"{text!r}{leads} is outside of {_listed(roots)}; name something inside"
+
+    def _module(self, module: str, *, must_exist: bool) -> Iterator[str]:
+        # The outermost package only: to look inside it would be to run it.
+        try:
+            found = importlib.util.find_spec(module)
+        except (ImportError, ValueError):
+            found = None
+        places: Sequence[str] = []
+        if found is not None:
+            own = [found.origin] if found.has_location and found.origin else []
+            places = found.submodule_search_locations or own
+        roots = [root.resolve() for root in self.allowance.code_roots]
+        is_inside = bool(places) and all(_is_inside(Path(p).resolve(), roots) for p in places)
+        if not is_inside and (found is not None or must_exist):
+            yield f"module {module!r} is outside of {_listed(roots)}; put the file there"
+
+    def _command(self, command: Any) -> Iterator[str]:
+        if not isinstance(command, list) or tuple(command) not in self.allowance.commands:
+            allowed = [" ".join(known) for known in self.allowance.commands]
+            yield (
+                f"{command!r} is none of the commands of this installation ({', '.join(allowed) or 'none'}); "
+                "ask for it to be added to allowed_commands"
             )
-    return found
+
+    def _is_hub_id(self, value: str) -> bool:
+        """Whether it names something of a hub; a folder of that name would win."""
+        if _HUB_ID.fullmatch(value) is None:
+            return False
+        return not (self.is_here and Path(value).exists())
 
 
 def runs_named(spec: RunSpec) -> set[str]:
@@ -86,20 +164,47 @@ def plain_secrets(spec: RunSpec) -> list[str]:
     ]
 
 
-def _paths(spec: RunSpec) -> dict[str, str]:
-    """Paths by key."""
+def _names(spec: RunSpec) -> Iterator[tuple[str, Kind, Any]]:
+    """What a specification names, by key, and how it is judged: what is not known to be free is looked at."""
     document = spec.model_dump(mode="json")
-    found = {}
+    servers = document["rollout"]["workflow_arguments"].pop("mcp_servers", [])
+    for index, command in enumerate(servers if isinstance(servers, list) else [servers]):
+        yield f"rollout.workflow_arguments.mcp_servers.{index}", "command", command
+    yield from _data_names(document)
     for key, value in _texts(document):
-        if named := _FILE_CALLABLE.match(value):
-            found[key] = named["file"]
-        elif value.startswith(_PATH_STARTS):
-            found[key] = value
+        if _MODEL.fullmatch(key):
+            yield key, "model", value
+        elif _PATH.fullmatch(key):
+            yield key, "path", value
+        elif _CODE.fullmatch(key):
+            yield key, "code", value
+        elif not _FREE.fullmatch(key):
+            yield key, "text", value
+
+
+def _data_names(document: dict[str, Any]) -> Iterator[tuple[str, Kind, Any]]:
+    """What the sources of data name; those names are taken out of the document."""
+    is_played = document["rollout"]["workflow_arguments"].get("agent") == "verifiers"
     for split in ("train", "heldout"):
         source = document["data"][split]
-        if source and source["source"] in ("jsonl", "parquet"):
-            found[f"data.{split}.path"] = source["path"]
-    return found
+        if not source:
+            continue
+        if source["source"] == "verifiers":
+            yield from _verifiers_names(f"data.{split}.arguments", source.pop("arguments"))
+        elif is_played:  # then rows say what runs
+            yield f"data.{split}.source", "command", ["verifiers", source["source"]]
+        if kind := _DATA_KINDS.get(source["source"]):
+            yield f"data.{split}.path", kind, source.pop("path")
+
+
+def _verifiers_names(key: str, arguments: Any) -> Iterator[tuple[str, Kind, Any]]:
+    """What a configuration of verifiers names: plugins, functions, and where programs run."""
+    for name, value in _texts(arguments, key):
+        leaf = name.rpartition(".")[2]
+        if leaf == "type":
+            yield name, "command", ["verifiers", value]
+        else:
+            yield name, "package" if leaf in ("id", "fn") else "text", value
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -108,35 +213,24 @@ def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield key.removeprefix("."), value
     elif isinstance(value, Mapping):
         for name, inner in value.items():
-            if name not in _TEXT or isinstance(inner, Mapping) or _is_reward(key):
-                yield from _texts(inner, f"{key}.{name}")
+            yield from _texts(inner, f"{key}.{name}")
     elif isinstance(value, Sequence):
         for index, inner in enumerate(value):
             yield from _texts(inner, f"{key}.{index}")
 
 
-def _is_reward(key: str) -> bool:
-    """Rewards are called by their name, which is a reference to code."""
-    return key.startswith(".rollout.rewards.")
+def _is_path(text: str) -> bool:
+    return text.startswith(_PATH_STARTS) or ".." in text.split("/")
 
 
-def _plain(path: str) -> str:
-    return os.path.expanduser(path.removeprefix("file://").removeprefix("file:"))  # noqa: PTH111
+def _plain(path: str) -> Path:
+    # Path.expanduser raises for a user that is not there.
+    return Path(os.path.expanduser(path.removeprefix("file://").removeprefix("file:")))  # noqa: PTH111
 
 
 def _is_inside(path: Path, roots: Sequence[Path]) -> bool:
     return any(path.is_relative_to(root) for root in roots)
 
 
-def _is_module_inside(module: str, roots: Sequence[Path]) -> bool:
-    try:
-        found = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return False
-    places = [] if found is None else [found.origin, *(found.submodule_search_locations or ())]
-    files = [Path(place).resolve() for place in places if place]
-    return bool(files) and all(_is_inside(file, roots) for file in files)
-
-
 def _listed(roots: Sequence[Path]) -> str:
-    return ", ".join(str(root) for root in roots)
+    return ", ".join(str(root) for root in roots) or "any folder of this installation"

@@ -17,7 +17,8 @@ class Field:
     dtype: str
     """Element type."""
     shape: str
-    """Shape of one sample; ``P`` prompt tokens, ``R`` response tokens, ``K`` runs of versions."""
+    """Shape of one sample; ``P`` prompt tokens, ``R`` response tokens, ``K`` runs of versions, ``L`` layers
+    of experts, of which ``E`` are chosen."""
     producer: str
     """Who writes it: ``rollout``, ``logp``, ``ref_logp`` or ``critic``."""
     meaning: str
@@ -38,6 +39,11 @@ FIELDS: Final = tuple(
             "version_runs", "int32", "[K, 2]", "rollout",
             "run-length weight versions: (weight_version, num_tokens); tool tokens have version -1",
         ),
+        (
+            "routed_experts", "uint8 or int16", "[P + R - 1, L, E]", "rollout",
+            "experts that the engine chose for each token but the last, in each layer that has some; the "
+            "highest value of the type where they are not known; only with rollout.routing_replay",
+        ),
         ("rewards", "float32", "[]", "rollout", "task reward of the whole response"),
         ("ref_logprobs", "float32", "[R]", "ref_logp", "log-probability under the frozen reference"),
         (
@@ -49,7 +55,14 @@ FIELDS: Final = tuple(
     )
 )  # fmt: skip
 
-ROLLOUT_FIELDS: Final = tuple(field.name for field in FIELDS if field.producer == "rollout")
+KEPT_RECORDS: Final = ("kept_record", "trained_record")
+"""JSON, uint8 ``[B]``, of a rollout and of the trainer; in the partition ``kept``, beside columns."""
+
+ROUTED_EXPERTS: Final = "routed_experts"
+ROLLOUT_FIELDS: Final = tuple(
+    field.name for field in FIELDS if field.producer == "rollout" and field.name != ROUTED_EXPERTS
+)
+"""What every sample has."""
 
 TAGS: Final = {
     "group_id": "text: the group, one prompt's samples",
@@ -62,6 +75,7 @@ TAGS: Final = {
     "prompt_tokens": "int: length of the prompt",
     "response_tokens": "int: length of the response",
     "reward": "float: task reward",
+    "terms": "text: its named terms and what was only measured, a JSON object of numbers before weights",
     "finish_reason": "text: stop, length or failed",
     "data_source": "text: origin of the prompt, for scores per source",
     "greedy": "int: 1 if the response was decoded greedily",
@@ -69,7 +83,7 @@ TAGS: Final = {
 }
 
 
-def partition_id(run_id: str, purpose: Literal["train", "validation", "partial"]) -> str:
+def partition_id(run_id: str, purpose: Literal["train", "validation", "partial", "kept"]) -> str:
     """Name of a run's partition in the transferqueue."""
     return f"{run_id}/{purpose}"
 

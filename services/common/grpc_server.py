@@ -1,16 +1,17 @@
 """One way to serve gRPC: limits, health, error mapping, graceful stop."""
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from services.common import grpc_metrics, tracing
-from services.common.access import admit
+from services.common.access import admit, know
 from services.common.credentials import Identity, current_identity
 from services.common.errors import InternalError, InvalidArgumentError, ServiceError, to_status
 
@@ -21,10 +22,15 @@ MAX_MESSAGE_BYTES = 64 << 20
 STOP_GRACE_S = 1.0
 
 _Context = grpc.aio.ServicerContext[Any, Any]
-_Check = Callable[[str, Any, _Context], None]
+_Check = Callable[[str, Any], None]
+Know = Callable[[str], Awaitable[None]]
+"""Sees who calls by the ``authorization`` header, or raises a ServiceError."""
 SERVER_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A connection that says nothing, or does not end its handshake, is ended.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    # Channels connect again when they are used again.
+    ("grpc.max_connection_idle_ms", 600_000),
     ("grpc.so_reuseport", 0),
     # Clients ping every 10 s, also while nothing is under way.
     ("grpc.keepalive_permit_without_calls", 1),
@@ -34,16 +40,22 @@ SERVER_OPTIONS = (
 
 @asynccontextmanager
 async def serve(
-    bind: str, register: Callable[[grpc.aio.Server], None], *, open_service: str = ""
+    bind: str,
+    register: Callable[[grpc.aio.Server], None],
+    *,
+    users: Mapping[str, Know] | None = None,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> AsyncIterator[int]:
     """Serve until the block ends, then stop gracefully.
 
-    Callers are known by this process's identity: by certificates of its authority, and by tokens.
+    Callers are known by this process's identity: by certificates of its authority, and by tokens. Of one that
+    is not known nothing is read.
 
     Args:
         bind: ``host:port``; port 0 takes a free one.
         register: Adds the servicers to the server.
-        open_service: Full name of a service that finds out by itself who calls.
+        users: Services whose callers are known otherwise, by full name.
+        max_message_bytes: Size of a request; a larger one is RESOURCE_EXHAUSTED.
 
     Yields:
         The port that is served.
@@ -53,8 +65,8 @@ async def serve(
     """
     identity = current_identity()
     server = grpc.aio.server(
-        interceptors=[_Edge(identity, open_service)],
-        options=SERVER_OPTIONS,
+        interceptors=[_Edge(identity, users or {})],
+        options=(*SERVER_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)),
     )
     register(server)
     health = health_aio.HealthServicer()
@@ -84,12 +96,12 @@ class _Edge(grpc.aio.ServerInterceptor):
 
     Args:
         identity: By what callers are known.
-        open_service: Service that finds out by itself who calls.
+        users: Services whose callers are known otherwise.
     """
 
-    def __init__(self, identity: Identity, open_service: str) -> None:
+    def __init__(self, identity: Identity, users: Mapping[str, Know]) -> None:
         self._identity = identity
-        self._open_prefix = f"/{open_service}/"
+        self._users = users
         self._guarded: dict[str, Any] = {}
 
     async def intercept_service(
@@ -98,38 +110,76 @@ class _Edge(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         method = handler_call_details.method
+        user = self._users.get(method[1:].partition("/")[0])
         # Made once for each method, as services may have thousands of calls a second.
         guarded = self._guarded.get(method)
-        if guarded is not None:
-            return guarded
-        handler: Any = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming:
-            return handler
-        guarded = self._guarded[method] = self._guard(handler, method)
+        if guarded is None:
+            handler: Any = await continuation(handler_call_details)
+            if handler is None or handler.request_streaming:
+                return handler
+            guarded = self._guard(handler, method, is_users=user is not None)
+            self._guarded[method] = guarded
+        authorization = _header(handler_call_details.invocation_metadata, "authorization")
+        try:
+            if user is not None:
+                await user(authorization)
+            else:
+                know(self._identity, method, authorization)
+        except Exception as error:  # noqa: BLE001  the edge: an unforeseen fault must reach the caller
+            return _refusal(method, error)
         return guarded
 
-    def _guard(self, handler: Any, method: str) -> Any:
+    def _guard(self, handler: Any, method: str, *, is_users: bool) -> Any:
+        check = _read if is_users else _check
         if handler.response_streaming:
-            wrapped = _guard_stream(handler.unary_stream, method, self._check)
+            wrapped = _guard_stream(handler.unary_stream, method, check)
             factory: Any = grpc.unary_stream_rpc_method_handler
         else:
-            wrapped = _guard_unary(handler.unary_unary, method, self._check)
+            wrapped = _guard_unary(handler.unary_unary, method, check)
             factory = grpc.unary_unary_rpc_method_handler
         return factory(
             wrapped,
-            request_deserializer=handler.request_deserializer,
+            request_deserializer=_or_none(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
 
-    def _check(self, method: str, request: Any, context: _Context) -> None:
-        """See that the caller may make the request."""
-        grpc_metrics.received(method, request)
-        if not method.startswith(self._open_prefix):
-            admit(self._identity, method, request, _header(context, "authorization"))
+
+def _or_none(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """None for what is no message: gRPC would say of it that the server failed."""
+
+    def deserialized(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            return None
+
+    return deserialized
 
 
-def _header(context: _Context, name: str) -> str:
-    for key, value in context.invocation_metadata() or ():
+def _read(method: str, request: Any) -> None:
+    """See that the request is one."""
+    if request is None:
+        raise InvalidArgumentError(f"what came is no request of {method}", method=method)
+    grpc_metrics.received(method, request)
+
+
+def _check(method: str, request: Any) -> None:
+    """See that the request is one, and that the caller may make it."""
+    _read(method, request)
+    admit(method, request)
+
+
+def _refusal(method: str, error: Exception) -> Any:
+    """A handler that refuses a call without reading its request."""
+
+    async def refuse(requests: Any, context: _Context) -> None:
+        await _refuse(context, method, error)
+
+    return grpc.stream_unary_rpc_method_handler(refuse)
+
+
+def _header(metadata: Any, name: str) -> str:
+    for key, value in metadata or ():
         if key == name:
             return value if isinstance(value, str) else value.decode("latin-1")
     return ""
@@ -137,9 +187,9 @@ def _header(context: _Context, name: str) -> str:
 
 def _guard_unary(behavior: Any, method: str, check: _Check) -> Any:
     async def guarded(request: Any, context: _Context) -> Any:
-        with tracing.within(tracing.parse(_header(context, "traceparent"))):
+        with tracing.within(tracing.parse(_header(context.invocation_metadata(), "traceparent"))):
             try:
-                check(method, request, context)
+                check(method, request)
                 response = await behavior(request, context)
                 grpc_metrics.sent(method, response)
                 return response
@@ -152,7 +202,7 @@ def _guard_unary(behavior: Any, method: str, check: _Check) -> Any:
 def _guard_stream(behavior: Any, method: str, check: _Check) -> Any:
     async def guarded(request: Any, context: _Context) -> Any:
         try:
-            check(method, request, context)
+            check(method, request)
             async for response in behavior(request, context):
                 grpc_metrics.sent(method, response)
                 yield response
@@ -166,7 +216,7 @@ async def _refuse(context: _Context, method: str, error: Exception) -> None:
     """End a call with the status of what was raised; a fault that nobody foresaw is logged."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    trace = tracing.parse(_header(context, "traceparent")) or tracing.fresh()
+    trace = tracing.parse(_header(context.invocation_metadata(), "traceparent")) or tracing.fresh()
     if not isinstance(error, ServiceError):
         with tracing.within(trace):
             logger.error("request failed", exc_info=error, extra={"method": method})

@@ -1,68 +1,96 @@
 """Serves an ASGI application with uvicorn inside this process's event loop."""
 
+import asyncio
+import logging
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from services.common.errors import InvalidArgumentError
+from services.common.http_limits import (
+    HEADER_DEADLINE_S,
+    Connections,
+    OncePerMinute,
+    counted,
+    limited,
+)
 from services.common.task_group import TaskGroup
 
 _STOP_GRACE_S = 1
+_BACKLOG = 1024
+_ACCEPTS = OncePerMinute()
 
 
 @asynccontextmanager
 async def serve_http(
-    bind: str, app: ASGIApp, *, certificate: Path | None = None, key: Path | None = None
+    bind: str,
+    app: ASGIApp,
+    *,
+    certificate: Path | None = None,
+    key: Path | None = None,
+    connections_per_peer: int = 0,
+    header_deadline_s: float = HEADER_DEADLINE_S,
 ) -> AsyncIterator[int]:
     """Serve until the block ends.
 
     Args:
-        bind: ``host:port``; port 0 takes a free one.
+        bind: As :func:`listen` takes it.
         app: The application.
         certificate: PEM file with a certificate chain, to serve HTTPS; read again when it changes.
         key: PEM file with its key.
+        connections_per_peer: Connections of one address at once; 0 for no bound.
+        header_deadline_s: Seconds in which a connection must say what it wants, and those of a handshake.
 
     Yields:
-        The port that is served.
+        The port that is served; 0 for a Unix socket.
 
     Raises:
         InvalidArgumentError: If the address cannot be bound.
     """
-    listener = listen(bind)
+    connections = Connections(connections_per_peer)
+    listener = counted(listen(bind), connections)
+    logging.getLogger("asyncio").addFilter(_ACCEPTS)
     config = uvicorn.Config(
         app,
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=_STOP_GRACE_S,
         lifespan="off",
+        http=limited(connections, header_deadline_s),
         ssl_certfile=certificate,
         ssl_keyfile=key,
     )
     if certificate is not None:
         config.load()
         _renew(config, certificate, key)
-    server = _Server(config)
+    server = _Server(config, header_deadline_s)
     async with TaskGroup() as tasks:
         tasks.create_task(server.serve(sockets=[listener]))
         try:
-            yield listener.getsockname()[1]
+            yield 0 if listener.family == socket.AF_UNIX else listener.getsockname()[1]
         finally:
             server.should_exit = True
 
 
 def listen(bind: str) -> socket.socket:
-    """A listening socket for ``host:port`` whose connections send what is written at once.
+    """A listening socket whose connections send what is written at once.
+
+    Args:
+        bind: ``host:port``, where port 0 takes a free one, or ``unix:PATH``.
 
     Raises:
         InvalidArgumentError: If the address cannot be bound.
     """
     host, _, port = bind.rpartition(":")
     try:
+        if host == "unix":
+            return _listen_here(port)
         listener = socket.create_server((host, int(port)), reuse_port=False)
     except OSError as error:
         raise InvalidArgumentError(
@@ -71,6 +99,14 @@ def listen(bind: str) -> socket.socket:
         ) from error
     # Connections inherit it. Without it a body waits for the client to acknowledge the headers, 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def _listen_here(path: str) -> socket.socket:
+    """A listening socket for processes of this machine that may open its file."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(_BACKLOG)
     return listener
 
 
@@ -89,9 +125,34 @@ def _renew(config: uvicorn.Config, certificate: Path, key: Path | None) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process."""
+    """Leaves signals to the process, and waits for handshakes of TLS no longer than for headers."""
+
+    def __init__(self, config: uvicorn.Config, deadline_s: float) -> None:
+        super().__init__(config)
+        self._deadline_s = deadline_s
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve on the sockets."""
+        await super().startup(sockets=[])
+        loop, given = asyncio.get_running_loop(), self.config.ssl
+        for listener in sockets or ():
+            server = await loop.create_server(
+                self._protocol,
+                sock=listener,
+                ssl=given,
+                ssl_handshake_timeout=self._deadline_s if given else None,
+                backlog=self.config.backlog,
+            )
+            self.servers.append(server)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Capture none."""
         yield
+
+    def _protocol(self) -> asyncio.Protocol:
+        kind: Any = self.config.http_protocol_class
+        protocol: asyncio.Protocol = kind(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return protocol

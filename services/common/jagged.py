@@ -78,19 +78,6 @@ class Jagged:
             return cls(tensor, lengths, is_scalar=True)
         return cls(tensor.reshape(num_rows * length, *tensor.shape[2:]), lengths)
 
-    @classmethod
-    def cat(cls, parts: Sequence["Jagged"]) -> "Jagged":
-        """Lay the rows of several end to end."""
-        if not parts:
-            raise ValueError("there is nothing to concatenate")
-        if len({part.is_scalar for part in parts}) != 1:
-            raise ValueError("scalar rows and rows with a length cannot be mixed")
-        return cls(
-            torch.cat([part.values for part in parts]),
-            torch.cat([part.lengths for part in parts]),
-            is_scalar=parts[0].is_scalar,
-        )
-
     def __len__(self) -> int:
         """Number of rows."""
         return len(self.lengths)

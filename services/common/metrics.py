@@ -7,7 +7,6 @@ from typing import Final
 from prometheus_client import REGISTRY, start_http_server
 
 # Upper bounds; the 0.3 s bound of `SYNC` makes "syncs under 300 ms" a direct ratio.
-STALENESS: Final = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 SPANS: Final = (1, 2, 3, 4, 5, 8, 12, 16)
 SYNC: Final = (
     0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 20, 30, 60, 120, 300,

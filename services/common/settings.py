@@ -9,6 +9,7 @@ from typing import Literal, Self
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from services.common.confinement import Allowance
 from services.common.credentials import Identity, TlsFiles, read_key
 from services.common.errors import InvalidArgumentError
 
@@ -123,7 +124,26 @@ class KeySettings(ServiceSettings):
         return Identity(tls=self.tls, key=key)
 
 
-class WorkerSettings(ServiceSettings):
+class SpecSettings(ServiceSettings):
+    """Settings of whoever reads specifications: the controller and workers."""
+
+    allowed_roots: tuple[Path, ...] = ()
+    """Folders, as workers see them, that a specification may name files in; none allows all."""
+    code_roots: tuple[Path, ...] = ()
+    """Folders with Python code that a specification may name; only with ``allowed_roots``."""
+    allowed_commands: tuple[tuple[str, ...], ...] = ()
+    """Commands that a specification may start, such as those of MCP servers, each with all its arguments;
+    only with ``allowed_roots``."""
+
+    @property
+    def allowance(self) -> Allowance:
+        """What specifications may name."""
+        return Allowance(
+            roots=self.allowed_roots, code_roots=self.code_roots, commands=self.allowed_commands
+        )
+
+
+class WorkerSettings(SpecSettings):
     """Settings of the workers of a run: trainer and rollout."""
 
     controller_address: str
@@ -138,8 +158,6 @@ class WorkerSettings(ServiceSettings):
     """Token of the run; the controller gives it to the workers that it starts. Required unless gRPC is bound
     to a loopback address."""
 
-    allowed_roots: tuple[Path, ...] = ()
-    """Folders that the run's specification may name files in; none allows all."""
     secrets_directory: Path | None = None
     """Folder with a file per secret, for specifications that say ``{"secret": "NAME"}``."""
 

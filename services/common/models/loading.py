@@ -5,9 +5,10 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from services.common.models import presets
+from services.common.models.configs import load_problem, read_config
 from services.common.models.tokenizer import Tokenizer
 from services.common.spec.model import ModelSpec
 
@@ -19,19 +20,13 @@ def load_config(model: ModelSpec, tokenizer: Tokenizer) -> PretrainedConfig:
         ValueError: If ``model.path`` names none.
     """
     if model.is_tiny:
-        values = presets.preset_config(
-            model.path,
-            vocab_size=tokenizer.vocab_size,
-            eos_id=tokenizer.eos_id,
-            pad_id=tokenizer.pad_id,
-        )
-        return AutoConfig.for_model(**values)
+        return AutoConfig.for_model(**read_config(model, tokenizer))
     try:
         config = AutoConfig.from_pretrained(
             model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError) as error:
-        raise ValueError(_problem(model, error)) from error
+        raise ValueError(load_problem(model, error)) from error
     return cast("PretrainedConfig", config)
 
 
@@ -41,7 +36,7 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device | str,
     seed: int = 0,
-    attention: str = "sdpa",
+    attention: str | None = None,
 ) -> PreTrainedModel:
     """A causal language model with random weights, the same for the same seed.
 
@@ -52,7 +47,7 @@ def build_model(
         dtype: Of the weights.
         device: Where the weights are made.
         seed: Of the weights; the global random state stays as it was.
-        attention: Name of the attention implementation.
+        attention: Name of the attention implementation; None is torch's fused one where the model has it.
     """
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device):
@@ -62,7 +57,25 @@ def build_model(
         )
     if devices:
         compute_frequencies(model, device=device)
+    for buffer in stored_buffers(model).values():
+        # Models that are loaded from a folder keep them so too.
+        buffer.data = buffer.data.float()
     return cast("PreTrainedModel", model.eval())
+
+
+def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds besides parameters, such as what balances the choice of experts."""
+    return {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if name.rpartition(".")[2]
+        not in model.get_submodule(name.rpartition(".")[0])._non_persistent_buffers_set  # noqa: SLF001
+    }
+
+
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All that a checkpoint holds, by name; tied weights once. Live, and without gradients of its own."""
+    return {**dict(model.named_parameters()), **stored_buffers(model)}
 
 
 def compute_frequencies(model: PreTrainedModel, *, device: torch.device | str) -> None:
@@ -83,7 +96,7 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str,
     seed: int = 0,
-    attention: str = "sdpa",
+    attention: str | None = None,
 ) -> PreTrainedModel:
     """A causal language model with its weights.
 
@@ -114,12 +127,12 @@ def find_folder(model: ModelSpec) -> Path:
     try:
         found = snapshot_download(model.path, revision=model.revision, allow_patterns=patterns)
     except (OSError, ValueError) as error:
-        raise ValueError(_problem(model, error)) from error
+        raise ValueError(load_problem(model, error)) from error
     return Path(found)
 
 
 def load_folder(
-    folder: Path, *, dtype: torch.dtype, device: torch.device | str, attention: str = "sdpa"
+    folder: Path, *, dtype: torch.dtype, device: torch.device | str, attention: str | None = None
 ) -> PreTrainedModel:
     """A model that :meth:`PreTrainedModel.save_pretrained` wrote."""
     return _from_pretrained(ModelSpec(path=str(folder)), {}, dtype, device, attention)
@@ -130,7 +143,7 @@ def _from_pretrained(
     arguments: dict[str, Any],
     dtype: torch.dtype,
     device: torch.device | str,
-    attention: str,
+    attention: str | None,
 ) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -141,14 +154,5 @@ def _from_pretrained(
             **arguments,
         )
     except (OSError, ValueError) as error:
-        raise ValueError(_problem(model, error)) from error
+        raise ValueError(load_problem(model, error)) from error
     return cast("PreTrainedModel", loaded.to(device).eval())
-
-
-def _problem(model: ModelSpec, error: Exception) -> str:
-    text = str(error).strip()
-    reason = text.splitlines()[0] if text else type(error).__name__
-    return (
-        f"model.path {model.path!r} does not load ({reason}); name a folder with config.json and "
-        f"safetensors weights, a Hugging Face id, or one of {', '.join(presets.preset_names())}"
-    )

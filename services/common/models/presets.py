@@ -11,11 +11,23 @@ _SHAPES = {
     "qwen2-3m": ("qwen2", 256, 4, 4, 4, 672),
     "qwen3-0.4m": ("qwen3", 128, 2, 4, 2, 352),
     "llama-0.4m": ("llama", 128, 2, 4, 2, 352),
+    "qwen3_moe-0.7m": ("qwen3_moe", 128, 2, 4, 2, 352),
 }
+_EXPERTS = {
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.001,
+    },
+}
+"""What mixtures of experts have besides."""
 _CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 _MAX_POSITIONS = 32_768
 
@@ -60,4 +72,5 @@ def preset_config(path: str, *, vocab_size: int, eos_id: int, pad_id: int) -> di
         "bos_token_id": None,
         "eos_token_id": eos_id,
         "pad_token_id": pad_id,
+        **_EXPERTS.get(model_type, {}),
     }

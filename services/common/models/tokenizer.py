@@ -1,15 +1,22 @@
 """Tokenizers behind one small protocol: a model's own, ``chars:SYMBOLS``, or ``bytes``."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
+from services.common.models.files import find_file
+from services.common.models.made_tokenizers import (
+    CHARS_PREFIX,
+    EOS,
+    PAD,
+    make_tokenizer,
+    tokenizer_name,
+)
 from services.common.spec.model import ModelSpec
 
-_CHARS_PREFIX = "chars:"
-_PAD, _EOS = "<pad>", "<eos>"
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -22,6 +29,11 @@ class Tokenizer(Protocol):
     @property
     def eos_id(self) -> int:
         """Token that ends a response."""
+        ...
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Every token that ends a response: the end token, and those of the model's ``generation_config``."""
         ...
 
     @property
@@ -39,8 +51,17 @@ class Tokenizer(Protocol):
         """Number of tokens, added ones included."""
         ...
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether it renders chats."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens around it."""
+        ...
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a text that begins a context: after the first token that the model expects."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -68,9 +89,23 @@ class Tokenizer(Protocol):
 
 
 class HuggingFaceTokenizer:
-    """A ``PreTrainedTokenizerFast`` as our :class:`Tokenizer`."""
+    """A ``PreTrainedTokenizerFast`` as our :class:`Tokenizer`.
 
-    def __init__(self, inner: Any, *, name: str) -> None:
+    Args:
+        inner: The tokenizer.
+        name: What it is called in messages.
+        stop_ids: Further tokens that end a response.
+        template_arguments: What the chat template reads besides messages and tools.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        *,
+        name: str,
+        stop_ids: Collection[int] = (),
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
         if inner.eos_token_id is None:
             raise ValueError(
                 f"tokenizer {name!r} has no end-of-sequence token, so no response could end; use "
@@ -78,11 +113,20 @@ class HuggingFaceTokenizer:
             )
         self._inner = inner
         self._name = name
+        self._stop_ids = frozenset({int(inner.eos_token_id), *stop_ids})
+        self._template_arguments = dict(template_arguments or {})
+        first = inner.encode("", add_special_tokens=True)[:1]
+        self._first_ids = first if first == [inner.bos_token_id] else []
 
     @property
     def eos_id(self) -> int:
         """Token that ends a response."""
         return int(self._inner.eos_token_id)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Every token that ends a response: the end token, and those of the model's ``generation_config``."""
+        return self._stop_ids
 
     @property
     def pad_id(self) -> int:
@@ -100,13 +144,18 @@ class HuggingFaceTokenizer:
         """Number of tokens, added ones included."""
         return len(self._inner)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether it renders chats."""
+        return self._inner.chat_template is not None
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens around it.
 
         Raises:
             ValueError: If a ``chars:`` tokenizer has no token for one of the characters.
         """
-        if self._name.startswith(_CHARS_PREFIX):
+        if self._name.startswith(CHARS_PREFIX):
             unknown = sorted(set(text) - set(self._inner.get_vocab()))
             if unknown:
                 raise ValueError(
@@ -114,6 +163,13 @@ class HuggingFaceTokenizer:
                     f"{text[:80]!r}; add the characters to model.tokenizer, or use 'bytes'"
                 )
         return list(self._inner.encode(text, add_special_tokens=False))
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a text that begins a context: after the first token that the model expects.
+
+        Llama's base models, for one, know no context without their beginning-of-sequence token.
+        """
+        return [*self._first_ids, *self.encode(text)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
@@ -150,6 +206,7 @@ class HuggingFaceTokenizer:
                 tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=True,
+                **self._template_arguments,
             )
         except TemplateError as error:
             raise ValueError(
@@ -162,24 +219,36 @@ class HuggingFaceTokenizer:
         self._inner.save_pretrained(folder)
 
 
-def load_tokenizer(model: ModelSpec) -> Tokenizer:
+def load_tokenizer(
+    model: ModelSpec, template_arguments: Mapping[str, Any] | None = None
+) -> Tokenizer:
     """The tokenizer of a model.
 
-    ``chars:SYMBOLS`` has ``<pad>`` (0), ``<eos>`` (1), then one token for each symbol; ``bytes`` has
-    ``<pad>``, ``<eos>``, then one token for each byte value.
+    Args:
+        model: The model.
+        template_arguments: What its chat template reads besides messages and tools.
 
     Raises:
         ValueError: If there is no such tokenizer; the message names the key and the fix.
     """
-    default = "bytes" if model.is_tiny else model.path
-    name = model.tokenizer or default
-    if name == "bytes":
-        inner = _bytes_tokenizer()
-    elif name.startswith(_CHARS_PREFIX):
-        inner = _chars_tokenizer(name.removeprefix(_CHARS_PREFIX))
-    else:
-        inner = _pretrained(name, model)
-    return HuggingFaceTokenizer(inner, name=name)
+    name = tokenizer_name(model)
+    made = make_tokenizer(name)
+    inner = _pretrained(name, model) if made is None else _fast(made)
+    stop_ids = [] if model.is_tiny else _end_ids(model)
+    return HuggingFaceTokenizer(
+        inner, name=name, stop_ids=stop_ids, template_arguments=template_arguments
+    )
+
+
+def _end_ids(model: ModelSpec) -> list[int]:
+    """What a model's ``generation_config.json`` ends a response with; instruct models list several tokens."""
+    path = find_file(model, "generation_config.json")
+    found = (
+        None if path is None else json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    )
+    if found is None:
+        return []
+    return [found] if isinstance(found, int) else list(found)
 
 
 def _pretrained(name: str, model: ModelSpec) -> Any:
@@ -197,37 +266,11 @@ def _pretrained(name: str, model: ModelSpec) -> Any:
         ) from error
 
 
-def _chars_tokenizer(symbols: str) -> Any:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    if not symbols or len(set(symbols)) != len(symbols):
-        raise ValueError(
-            f"model.tokenizer 'chars:{symbols}' must list at least one symbol, each once; remove "
-            "the repeated ones"
-        )
-    vocabulary = {token: index for index, token in enumerate([_PAD, _EOS, *symbols])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=_PAD))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    backend.decoder = decoders.Fuse()
-    return _fast(backend)
-
-
-def _bytes_tokenizer() -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate([_PAD, _EOS, *alphabet])}
-    backend = Tokenizer(models.BPE(vocabulary, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    return _fast(backend)
-
-
 def _fast(backend: Any) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=backend, pad_token=_PAD, eos_token=_EOS, clean_up_tokenization_spaces=False
+        tokenizer_object=backend, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False
     )
     tokenizer.chat_template = _CHAT_TEMPLATE
     return tokenizer

@@ -1,12 +1,12 @@
 """How rewards become a gradient, and how stale a sample may be."""
 
-import math
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from services.common.spec.base import SpecPart
+from services.common.spec.formulas import ADVANTAGES, LOSSES, AdvantageKind, LossKind
 
 
 class KlSpec(SpecPart):
@@ -50,31 +50,21 @@ class RejectionSpec(SpecPart):
     """Whether only tokens with a negative advantage may be rejected."""
 
 
-_LOSS_DEFAULTS: dict[str, dict[str, object]] = {
-    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq-mean-token-mean"},
-    "sapo": {"aggregation": "seq-mean-token-mean"},
-}
-"""Defaults that a loss brings with it, because it was defined with them."""
-
-
 class AlgorithmSpec(SpecPart):
     """Advantage, loss, off-policy correction and staleness."""
 
-    advantage: Literal[
-        "grpo",
-        "dr_grpo",
-        "rloo",
-        "opo",
-        "pass_at_k",
-        "reinforce_pp",
-        "reinforce_pp_baseline",
-        "remax",
-        "gae",
-    ] = "grpo"
-    """Advantage estimator."""
-    loss: Literal["ppo", "gspo", "cispo", "aipo", "sapo", "reinforce"] = "ppo"
-    """Policy loss. ``gspo`` (whose clip distances default to 3e-4 and 4e-4) and ``sapo`` default to the
-    aggregation ``seq-mean-token-mean``."""
+    advantage: str = Field("grpo", json_schema_extra={"examples": [*ADVANTAGES]})
+    """Advantage estimator: ``grpo``, ``dr_grpo``, ``rloo``, ``opo``, ``pass_at_k``, ``reinforce_pp``,
+    ``reinforce_pp_baseline``, ``remax``, ``gae``, or ``module:function`` / ``file.py:function`` called with a
+    ``ScoredBatch``."""
+    advantage_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of an advantage of your own; the others have keys here."""
+    loss: str = Field("ppo", json_schema_extra={"examples": [*LOSSES]})
+    """Policy loss: ``ppo``, ``gspo``, ``cispo``, ``aipo``, ``sapo``, ``reinforce``, or ``module:function`` /
+    ``file.py:function`` called with ``LossTokens``. ``gspo`` (whose clip distances default to 3e-4 and 4e-4)
+    and ``sapo`` default to the aggregation ``seq-mean-token-mean``."""
+    loss_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of a loss of your own; the others have keys here."""
     aggregation: Literal[
         "token-mean",
         "token-sum",
@@ -84,7 +74,7 @@ class AlgorithmSpec(SpecPart):
     ] = "token-mean"
     """How token losses become one number; denominators are global over ranks and micro-batches."""
     clip_low: float = Field(0.2, ge=0)
-    """Lower clip distance: the ratio is clipped at ``1 - clip_low``."""
+    """Lower clip distance: the ratio is clipped at ``1 - clip_low``. ``cispo`` has none: its default is 1."""
     clip_high: float = Field(0.28, ge=0)
     """Upper clip distance: the ratio is clipped at ``1 + clip_high`` (DAPO's clip-higher)."""
     dual_clip: float | None = Field(3.0, gt=1)
@@ -110,6 +100,9 @@ class AlgorithmSpec(SpecPart):
     """Off-policy correction. ``bypass``: the sampling policy is the PPO baseline. ``decoupled``: weight
     from sampling to proximal policy, clip around the proximal one. ``auto``: ``bypass`` with one update
     per batch, else ``decoupled``. ``none`` is refused when training is asynchronous."""
+    proximal: Literal["computed", "interpolated"] = "computed"
+    """Logprobs of the proximal policy under ``decoupled``: a forward pass over the batch, or, for nothing, on
+    the line between the policy that sampled a token and the current one (A-3PO, arXiv:2512.06547)."""
     correction_level: Literal["token", "sequence"] = "token"
     """Whether the weight of ``decoupled`` is taken per token or per sequence."""
     correction_cap: float = Field(2.0, gt=0)
@@ -133,7 +126,7 @@ class AlgorithmSpec(SpecPart):
 
     max_staleness: int = Field(1, ge=0, le=64)
     """Most weight versions a sample may lag behind when it is trained. 0 is synchronous, 1 one step
-    off. ``generate_ahead_steps`` is accepted as another name."""
+    off. ``generate_ahead_steps`` is accepted as another name, under ``trainer`` too."""
     on_stale: Literal["wait", "mask", "restart", "drop"] = "wait"
     """What happens to a group that grew too stale before it was trained."""
     mask_older_tokens: bool = False
@@ -144,6 +137,27 @@ class AlgorithmSpec(SpecPart):
     max_nonfinite_steps: int = Field(3, ge=0)
     """Steps in a row that may be skipped because a number was not finite; one more goes back to the newest
     checkpoint, or ends the run if there is none or that did not help."""
+
+    @property
+    def loss_kind(self) -> LossKind:
+        """What is known of the loss."""
+        return LOSSES.get(self.loss) or LossKind(function=self.loss)
+
+    @property
+    def advantage_kind(self) -> AdvantageKind:
+        """What is known of the advantage."""
+        return ADVANTAGES.get(self.advantage) or AdvantageKind(function=self.advantage)
+
+    @property
+    def arguments_of_loss(self) -> dict[str, Any]:
+        """Keyword arguments of the loss."""
+        return {**{key: getattr(self, key) for key in self.loss_kind.keys}, **self.loss_arguments}
+
+    @property
+    def arguments_of_advantage(self) -> dict[str, Any]:
+        """Keyword arguments of the advantage."""
+        given = {key: getattr(self, key) for key in self.advantage_kind.keys}
+        return {**given, **self.advantage_arguments}
 
     def resolved_correction(
         self, *, updates_per_step: int
@@ -158,21 +172,5 @@ class AlgorithmSpec(SpecPart):
     def _loss_brings_its_defaults(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        return {**_LOSS_DEFAULTS.get(str(values.get("loss")), {}), **values}
-
-    @model_validator(mode="after")
-    def _asynchronous_needs_a_correction(self) -> Self:
-        if self.correction == "none" and self.max_staleness > 0:
-            raise ValueError(
-                "algorithm.correction is 'none' but algorithm.max_staleness is "
-                f"{self.max_staleness}: training on stale samples without a correction loses accuracy; "
-                "set algorithm.correction to 'auto' or algorithm.max_staleness to 0"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _numbers_are_finite(self) -> Self:
-        for name, value in self:
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"algorithm.{name} must be finite, but is {value}")
-        return self
+        kind = LOSSES.get(str(values.get("loss")))
+        return values if kind is None else {**kind.defaults, **values}

@@ -1,8 +1,8 @@
 """Where prompts come from."""
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from services.common.spec.base import SpecPart
 
@@ -10,17 +10,22 @@ from services.common.spec.base import SpecPart
 class PromptSourceSpec(SpecPart):
     """One set of prompts."""
 
-    source: Literal["jsonl", "parquet", "huggingface", "python", "reasoning_gym"]
-    """Kind of source."""
+    source: Literal[
+        "jsonl", "parquet", "huggingface", "python", "reasoning_gym", "verifiers", "environment"
+    ]
+    """Kind of source. ``environment`` has ``limit`` rows ``{split, index}``, for an environment that makes
+    prompts itself (``rollout.workflow: environment``)."""
     path: str
     """A file (``jsonl``, ``parquet``), a dataset id (``huggingface``), ``module:function`` or
-    ``file.py:function`` (``python``), or the task's name (``reasoning_gym``)."""
+    ``file.py:function`` (``python``), a task's name (``reasoning_gym``), a taskset's id (``verifiers``), or
+    what the environment calls its split (``environment``)."""
     split: str = "train"
     """Split of a ``huggingface`` dataset. Unused otherwise."""
     subset: str | None = None
     """Configuration of a ``huggingface`` dataset. Unused otherwise."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of a ``python`` function or a ``reasoning_gym`` task."""
+    """Keyword arguments of a ``python`` function or a ``reasoning_gym`` task; of ``verifiers``, what its
+    ``EnvConfig`` says."""
     limit: int | None = Field(None, ge=1)
     """Use only this many rows, from the start."""
 
@@ -41,16 +46,9 @@ class DataSpec(SpecPart):
     """Text around each prompt; ``{prompt}`` stands for the column's text."""
     chat_template: bool = False
     """Whether prompts go through the tokenizer's chat template."""
+    chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """What the chat template reads besides messages and tools, for example ``enable_thinking: false``."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """A longer prompt is refused one by one: it is quarantined and counted, never cut."""
     shuffle: bool = True
     """Whether each epoch has its own order."""
-
-    @model_validator(mode="after")
-    def _template_names_the_prompt(self) -> Self:
-        if "{prompt}" not in self.prompt_template:
-            raise ValueError(
-                "data.prompt_template must contain '{prompt}', but is "
-                f"{self.prompt_template!r}; add '{{prompt}}' where the prompt belongs"
-            )
-        return self

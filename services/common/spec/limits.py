@@ -16,7 +16,8 @@ class LimitsSpec(SpecPart):
     step_timeout_s: float = Field(1800.0, gt=0)
     """Deadline of one trainer step."""
     stall_timeout_s: float = Field(600.0, gt=0)
-    """A group without a result for this long is taken from its replica and generated again."""
+    """An episode that makes no token and no call for this long is stopped, and goes on from what is stored
+    on any replica; an engine that makes no token is replaced. Age alone never ends a response."""
     max_restarts: int = Field(3, ge=0)
     """Times in a row, without a finished step between them, that a run goes on after it lost a worker or
     the transferqueue; one more loss fails it. A lost trainer goes on from the newest checkpoint."""

@@ -2,16 +2,19 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
+from services.common.spec.aliases import without_aliases
+from services.common.spec.bounds import shape_problem
+from services.common.spec.examining import Examined, examine
 from services.common.spec.run import RunSpec
-from services.common.spec.topology import SPELLINGS
 
+_MERGE = "tag:yaml.org,2002:merge"
 _SCALARS = (str, int, float, bool, type(None))
 
 
@@ -23,8 +26,17 @@ class SpecError(ValueError):
         super().__init__("\n".join(problems))
 
 
-def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
-    """Read a specification file.
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A specification file that was read, whatever is wrong with it."""
+
+    examined: Examined
+    notes: tuple[str, ...] = ()
+    """Other names of keys that it uses."""
+
+
+def read_draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
+    """Read a specification file and find all that is wrong with its keys.
 
     Paths inside it (model, data, Python files) are relative to the file, and absolute in the result.
 
@@ -33,23 +45,31 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
         overrides: Assignments such as ``algorithm.max_staleness=2``, applied in order.
 
     Raises:
+        SpecError: If the file is missing or is not a mapping, or an assignment is none.
+    """
+    document = _read(path)
+    refused: list[str] = []
+    for assignment in overrides:
+        try:
+            _apply_override(document, assignment)
+        except SpecError as error:
+            refused += error.problems
+    if refused:
+        raise SpecError(refused)
+    renamed = without_aliases(document)
+    found = examine(renamed.document)
+    spec = None if found.spec is None else resolve_paths(found.spec, path.resolve().parent)
+    problems = (*renamed.problems, *found.problems)
+    return Draft(replace(found, spec=spec, problems=problems), tuple(renamed.notes))
+
+
+def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:
+    """Read a specification file, as :func:`read_draft`.
+
+    Raises:
         SpecError: If the file is missing, is not a mapping, or breaks a rule.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SpecError(
-            [f"{path}: cannot be read ({error.strerror}); name a file such as examples/sort4.yaml"]
-        ) from error
-    try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise SpecError([f"{path}: is not valid YAML: {error}"]) from error
-    if not isinstance(document, dict):
-        raise SpecError([f"{path}: expected a mapping of keys, got {type(document).__name__}"])
-    for assignment in overrides:
-        _apply_override(document, assignment)
-    return resolve_paths(parse_spec(document), path.resolve().parent)
+    return _right(read_draft(path, overrides).examined)
 
 
 def parse_spec(document: Mapping[str, Any] | str) -> RunSpec:
@@ -58,18 +78,63 @@ def parse_spec(document: Mapping[str, Any] | str) -> RunSpec:
     Raises:
         SpecError: With one line per problem: the key, what was expected, what came.
     """
+    if isinstance(document, str):
+        document = _parse_json(document)
+    if problem := shape_problem(document):
+        raise SpecError([f"the specification {problem}"])
+    renamed = without_aliases(document)
+    found = examine(renamed.document)
+    return _right(replace(found, problems=(*renamed.problems, *found.problems)))
+
+
+def _right(found: Examined) -> RunSpec:
+    if found.problems:
+        raise SpecError(found.problems)
+    assert found.spec is not None
+    return found.spec
+
+
+def _parse_json(text: str) -> Mapping[str, Any]:
     try:
-        if isinstance(document, str):
-            spec = RunSpec.model_validate_json(document)
-        else:
-            spec = RunSpec.model_validate(_with_aliases(document))
-    except ValidationError as error:
-        raise SpecError([_problem(item) for item in error.errors()]) from error
-    if too_large := list(_too_large(spec.model_dump(mode="json"))):
+        document = json.loads(text)
+    except ValueError as error:
+        raise SpecError([f"the specification is not JSON: {error}"]) from error
+    if not isinstance(document, dict):
+        raise SpecError([f"the specification must be an object, got {type(document).__name__}"])
+    return document
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise SpecError(
-            [f"{key}: must be a number below 2**63, but is larger" for key in too_large]
-        )
-    return spec
+            [f"{path}: cannot be read ({reason}); name a file such as examples/sort4.yaml"]
+        ) from error
+    try:
+        document = yaml.load(text, Loader=_Loader)  # noqa: S506 -- it is a SafeLoader
+    except yaml.YAMLError as error:
+        raise SpecError([f"{path}: is not valid YAML: {error}"]) from error
+    if not isinstance(document, dict):
+        raise SpecError([f"{path}: expected a mapping of keys, got {type(document).__name__}"])
+    if problem := shape_problem(document):
+        raise SpecError([f"{path}: {problem}"])
+    return document
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses keys that are given twice, of which YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE and key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} is given twice; keep one", key.start_mark
+                )
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
 
 
 def canonical_json(spec: RunSpec) -> str:
@@ -95,24 +160,36 @@ def resolve_paths(spec: RunSpec, folder: Path) -> RunSpec:
         model["warm_start"]["examples"] = _absolute_callable(
             model["warm_start"]["examples"], folder
         )
+    checkpoint = document["trainer"]["checkpoint"]
+    for key in {"directory", "start_from"} & {key for key, value in checkpoint.items() if value}:
+        checkpoint[key] = str((folder / checkpoint[key]).resolve())
+    _resolve_sources(document["data"], folder)
+    for reward in document["rollout"]["rewards"]:
+        reward["name"] = _absolute_callable(reward["name"], folder)
+    rollout = document["rollout"]
+    rollout["workflow"] = _absolute_callable(rollout["workflow"], folder)
+    _resolve_arguments(rollout["workflow_arguments"], folder)
+    return RunSpec.model_validate(document)
+
+
+def _resolve_arguments(arguments: dict[str, Any], folder: Path) -> None:
+    """Make what a workflow is given to call absolute."""
+    for key in ("agent", "environment"):
+        if isinstance(arguments.get(key), str):
+            arguments[key] = _absolute_callable(arguments[key], folder)
+    if isinstance(tools := arguments.get("tools"), list):
+        arguments["tools"] = [_absolute_callable(str(tool), folder) for tool in tools]
+
+
+def _resolve_sources(data: dict[str, Any], folder: Path) -> None:
     for key in ("train", "heldout"):
-        source = document["data"][key]
+        source = data[key]
         if source is None:
             continue
         if source["source"] in ("jsonl", "parquet"):
             source["path"] = str((folder / source["path"]).resolve())
         elif source["source"] == "python":
             source["path"] = _absolute_callable(source["path"], folder)
-    for reward in document["rollout"]["rewards"]:
-        reward["name"] = _absolute_callable(reward["name"], folder)
-    rollout = document["rollout"]
-    rollout["workflow"] = _absolute_callable(rollout["workflow"], folder)
-    arguments = rollout["workflow_arguments"]
-    if isinstance(agent := arguments.get("agent"), str):
-        arguments["agent"] = _absolute_callable(agent, folder)
-    if isinstance(tools := arguments.get("tools"), list):
-        arguments["tools"] = [_absolute_callable(str(tool), folder) for tool in tools]
-    return RunSpec.model_validate(document)
 
 
 def _absolute_callable(reference: str, folder: Path) -> str:
@@ -152,71 +229,3 @@ def _apply_override(document: dict[str, Any], assignment: str) -> None:
                 target = target.setdefault(part, {})
                 if target is None or isinstance(target, _SCALARS):
                     raise SpecError([f"--set {key}: {part!r} holds a value, not a group of keys"])
-
-
-def _with_aliases(document: Mapping[str, Any]) -> dict[str, Any]:
-    result = dict(document)
-    algorithm = result.get("algorithm")
-    if isinstance(algorithm, dict) and "generate_ahead_steps" in algorithm:
-        algorithm = dict(algorithm)
-        ahead = algorithm.pop("generate_ahead_steps")
-        if algorithm.setdefault("max_staleness", ahead) != ahead:
-            raise SpecError(
-                [
-                    "algorithm.generate_ahead_steps is another name of algorithm.max_staleness, but they "
-                    f"differ ({ahead} and {algorithm['max_staleness']}); keep one"
-                ]
-            )
-        result["algorithm"] = algorithm
-    trainer = result.get("trainer")
-    topology = result.get("topology", {})
-    if (
-        isinstance(trainer, dict)
-        and isinstance(topology, dict)
-        and SPELLINGS.keys() & trainer.keys()
-    ):
-        result["trainer"], result["topology"] = _moved(trainer, topology)
-    return result
-
-
-def _too_large(value: Any, key: str = "") -> Iterator[str]:
-    """Keys of whole numbers that neither a database nor another language holds."""
-    if isinstance(value, int) and abs(value) >= 1 << 63:
-        yield key
-    if isinstance(value, list):
-        value = dict(enumerate(value))
-    for name, inner in value.items() if isinstance(value, dict) else ():
-        yield from _too_large(inner, f"{key}.{name}" if key else str(name))
-
-
-def _moved(
-    trainer: dict[str, Any], topology: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Task groups as dots.rl has them, among the options of the trainer."""
-    trainer, moved = dict(trainer), dict(topology)
-    for name in SPELLINGS.keys() & trainer.keys():
-        moved[name] = trainer.pop(name)
-    nodes, per_node = trainer.pop("nnodes", 1), trainer.pop("n_gpus_per_node", None)
-    if per_node is not None:
-        if not (isinstance(nodes, int) and isinstance(per_node, int)):
-            raise SpecError(
-                [
-                    "trainer.nnodes and trainer.n_gpus_per_node must be whole numbers, but are "
-                    f"{nodes!r} and {per_node!r}"
-                ]
-            )
-        moved = {"gpus": nodes * per_node, "gpus_per_node": per_node, **moved}
-    return trainer, moved
-
-
-def _problem(error: Any) -> str:
-    key = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "missing":
-        return f"{key}: is required, but missing"
-    if error["type"] == "extra_forbidden":
-        return f"{key}: is not a known key; see docs/runspec.md for the keys there are"
-    if error["type"] == "value_error":
-        return str(error["ctx"]["error"])
-    shown = repr(error["input"])
-    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-    return f"{key}: {error['msg'][0].lower()}{error['msg'][1:]}, got {shown}"

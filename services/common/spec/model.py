@@ -1,8 +1,6 @@
 """Which model is trained, and how a tiny one is made on the spot."""
 
-from typing import Self
-
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from services.common.spec.base import SpecPart
 
@@ -45,12 +43,3 @@ class ModelSpec(SpecPart):
     def is_tiny(self) -> bool:
         """Whether the model is a preset made on the spot."""
         return self.path.startswith(TINY_PREFIX)
-
-    @model_validator(mode="after")
-    def _warm_start_is_for_presets(self) -> Self:
-        if self.warm_start is not None and not self.is_tiny:
-            raise ValueError(
-                f"model.warm_start is only for '{TINY_PREFIX}' presets, but model.path is "
-                f"{self.path!r}; remove model.warm_start or name a preset"
-            )
-        return self

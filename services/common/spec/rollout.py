@@ -1,11 +1,12 @@
 """How responses are generated and scored."""
 
 import re
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from services.common.spec.base import SpecPart
+from services.common.spec.engines import ENGINES, engine_kind
 
 
 class SamplingSpec(SpecPart):
@@ -18,22 +19,40 @@ class SamplingSpec(SpecPart):
     top_k: int = Field(0, ge=0)
     """Keeps this many tokens; 0 keeps all. Training needs 0."""
     stop: tuple[str, ...] = ()
-    """Texts that end a response, besides the end-of-sequence token."""
+    """Texts that end a response, besides the end-of-sequence tokens of the model."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, besides the end-of-sequence tokens of the model."""
+
+
+class TermSpec(SpecPart):
+    """One named term of a reward that has several."""
+
+    weight: float = 1.0
+    """Factor of this term in the reward's sum; 0 only measures it."""
+    bounds: tuple[float, float] | None = None
+    """Least and largest value that counts; anything outside fails as ``invalid_value``."""
 
 
 class RewardSpec(SpecPart):
-    """One term of the reward."""
+    """One reward; training sees the sum of all."""
 
     name: str
     """``exact_match``, ``math_verify``, ``reasoning_gym``, ``code_tests``, the URL of a reward service
     (``http://``, ``https://``, ``grpc://``, ``grpcs://``), or ``module:function`` / ``file.py:function``
-    called with ``(prompt, response, answer, row)``."""
+    called with ``(prompt, response, answer, row)``. Gives a number, or named terms that are added up."""
     weight: float = 1.0
-    """Factor of this term in the sum."""
+    """Factor of this reward in the sum."""
     timeout_s: float = Field(30.0, gt=0)
     """Deadline of one evaluation; past it the sample fails as ``timeout`` and is not scored 0."""
     bounds: tuple[float, float] | None = None
-    """Least and largest value that counts as a score; anything outside fails as ``invalid_value``."""
+    """Least and largest value that counts as a score, of named terms their sum; anything outside fails as
+    ``invalid_value``."""
+    terms: dict[str, TermSpec] = Field(default_factory=dict)
+    """Weights and bounds of named terms; a term that is not here has weight 1. A reward that leaves one of
+    these out fails as ``invalid_value``."""
+    sees_episode: bool = False
+    """Whether it is also given the whole episode, as the keyword ``episode``: messages, tokens, versions and
+    times."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments handed to the reward."""
 
@@ -41,8 +60,8 @@ class RewardSpec(SpecPart):
 class RolloutSpec(SpecPart):
     """Engine, sampling and group handling."""
 
-    engine: Literal["torch", "vllm", "sglang", "fake"] = "torch"
-    """Generation engine."""
+    engine: str = Field("torch", json_schema_extra={"enum": [*ENGINES]})
+    """Generation engine. ``vllm`` and ``sglang`` must be installed; ``fake`` has no model."""
     engine_arguments: dict[str, Any] = Field(default_factory=dict)
     """Settings of the engine itself, by its own names."""
     replicas: int = Field(2, ge=1, le=4096)
@@ -50,30 +69,41 @@ class RolloutSpec(SpecPart):
     group_size: int = Field(8, ge=1, le=1024)
     """Responses per prompt."""
     max_response_tokens: int = Field(256, ge=1)
-    """Longest response; a longer one is truncated and flagged."""
+    """Longest response; a longer one is truncated and flagged. After a prompt that leaves less of the model's
+    context, the longest one is what is left."""
     max_running_samples: int = Field(256, ge=1)
-    """Samples decoded at once in one replica. A group of more than these is shared by several replicas."""
+    """Samples decoded at once in one replica. A group of more than these is shared by several replicas.
+    Default: its share of what ``algorithm.max_staleness`` lets in, from 64 to 1,024 (256 with ``torch``)."""
+    reproducible: bool = False
+    """Whether the same seed, weights and context draw the same tokens in ``vllm`` and ``sglang`` too, as they
+    do in ``torch``. Each request then has random numbers of its own, which makes every step slower."""
     sampling: SamplingSpec = SamplingSpec()
     """How training responses are drawn."""
     kv_policy: Literal["recompute", "keep"] = "recompute"
     """Whether a weight update recomputes the KV cache of running responses or keeps the old one."""
+    routing_replay: Literal["off", "compare", "replay"] = "off"
+    """For mixtures of experts: ``replay`` lets the trainer choose the experts that the engine chose (R3,
+    arXiv:2510.11370), ``compare`` only reports for how many tokens they differ."""
     partial_rollout: bool = False
-    """Whether a weight update interrupts responses and continues them under the new weights."""
+    """Whether new weights are adopted between two decode steps, and running responses go on under them.
+    Otherwise rollouts finish what they generate first, and nothing new starts meanwhile. Default: true, but
+    false with ``algorithm.max_staleness`` 0."""
     segment_tokens: int | None = Field(None, ge=1)
     """With partial rollout, tokens after which a response is put aside, so that others get its place; any
     replica continues it, under the weights of then. None interrupts only when it has to."""
-    max_segments: int = Field(16, ge=1)
-    """Most weight versions in one response before it is finished or dropped."""
+    max_segments: int | None = Field(None, ge=1)
+    """Most weight versions in one response; one with more fails. None leaves that to
+    ``algorithm.max_staleness``."""
     workflow: str = "single_turn"
     """``single_turn``, ``multi_turn``, ``agent`` (your agent over an OpenAI-compatible endpoint), or
     ``module:Class`` of your own."""
     workflow_arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the workflow."""
     rewards: tuple[RewardSpec, ...] = Field(min_length=1)
-    """Terms of the reward; the sum is what training sees."""
+    """What scores a response; training sees the weighted sum."""
     reward_concurrency: int = Field(8, ge=1)
     """Reward evaluations at once in one replica."""
-    answer_pattern: str = ""
+    answer_pattern: str = Field("", max_length=1000)
     """Regular expression whose last match in a response is its answer, or the match's first group; without a
     match, all of the response is. maj@k of an evaluation votes over answers."""
     on_reward_failure: Literal["regenerate", "mask"] = "regenerate"
@@ -81,22 +111,19 @@ class RolloutSpec(SpecPart):
     max_attempts: int = Field(3, ge=1)
     """Times a group is tried before its prompt is quarantined."""
 
+    @field_validator("engine")
+    @classmethod
+    def _is_an_engine(cls, engine: str) -> str:
+        engine_kind(engine)
+        return engine
+
     @field_validator("answer_pattern")
     @classmethod
     def _is_a_pattern(cls, pattern: str) -> str:
         try:
             re.compile(pattern)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(
                 f"rollout.answer_pattern is no regular expression: {error}; try '#### (.*)'"
             ) from error
         return pattern
-
-    @model_validator(mode="after")
-    def _segments_need_partial_rollout(self) -> Self:
-        if self.segment_tokens is not None and not self.partial_rollout:
-            raise ValueError(
-                f"rollout.segment_tokens is {self.segment_tokens} but rollout.partial_rollout is false; set "
-                "it to true, or remove rollout.segment_tokens"
-            )
-        return self

@@ -1,23 +1,12 @@
 """Which tasks of a run have GPUs of their own, and how many."""
 
-import logging
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from services.common.spec.base import SpecPart
 from services.common.spec.task_groups import ALIASES, Placement, place_groups
-
-logger = logging.getLogger(__name__)
-
-SPELLINGS = {
-    "separated_node_tasks": "task_groups",
-    "sperated_node_tasks": "task_groups",
-    "separated_node_ratios": "ratios",
-    "sperated_node_ratios": "ratios",
-}
-"""dots.rl's names of the two lists, its misspelt ones included."""
 
 
 class TopologySpec(SpecPart):
@@ -45,22 +34,6 @@ class TopologySpec(SpecPart):
     granularity: Literal["gpu", "node"] = "gpu"
     """Whether single GPUs or whole nodes are split."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _other_spellings(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping):
-            return values
-        result = dict(values)
-        for spelling, name in SPELLINGS.items():
-            if spelling in result:
-                logger.warning("another name of an option", extra={"used": spelling, "is": name})
-                if name in result:
-                    raise ValueError(
-                        f"topology.{spelling} is another name of topology.{name}; keep one of them"
-                    )
-                result[name] = result.pop(spelling)
-        return result
-
     @field_validator("task_groups", mode="before")
     @classmethod
     def _task_or_tasks(cls, value: Any) -> Any:
@@ -73,29 +46,6 @@ class TopologySpec(SpecPart):
             else group
             for group in groups
         ]
-
-    @model_validator(mode="after")
-    def _groups_have_gpus(self) -> Self:
-        if not self.task_groups:
-            if self.ratios or self.gpus:
-                raise ValueError(
-                    "topology.ratios and topology.gpus are for task groups, but topology.task_groups is "
-                    "empty; name the groups, or set trainer.world_size and rollout.replicas instead"
-                )
-            return self
-        if self.gpus == 0:
-            raise ValueError("topology.task_groups needs topology.gpus: the number that is split")
-        self.place()
-        return self
-
-    @model_validator(mode="after")
-    def _somebody_is_sharded(self) -> Self:
-        if self.scoring_ranks > 1 and not (self.own_gpus("logp") or self.own_gpus("ref_logp")):
-            raise ValueError(
-                f"topology.scoring_ranks is {self.scoring_ranks}, but neither logp nor ref_logp has GPUs of "
-                "its own; give one a group in topology.task_groups, or leave scoring_ranks out"
-            )
-        return self
 
     def place(self, parallelism: Mapping[str, int] | None = None) -> Placement:
         """The groups with their GPUs.

@@ -1,8 +1,8 @@
 """How the model is optimized, sharded and saved."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from services.common.spec.base import SpecPart
 
@@ -38,6 +38,27 @@ class LoraSpec(SpecPart):
     once, then adapters alone, which each rollout merges; a few per cent of the bytes and of the gather."""
 
 
+class CriticSpec(SpecPart):
+    """How the critic of GAE is trained; what is not said here is as for the policy."""
+
+    learning_rate: float | None = Field(None, gt=0)
+    """Peak learning rate; null is that of the policy. Critics are usually given more."""
+    warmup_steps: int = Field(0, ge=0)
+    """First steps, in which the critic alone is trained: advantages of an untrained critic only disturb."""
+
+
+class BalancingSpec(SpecPart):
+    """How the choice of a mixture's experts is kept even."""
+
+    kind: Literal["none", "loss", "bias"] = "none"
+    """``loss``: the auxiliary loss of Qwen's, Mixtral's and gpt-oss's own training. ``bias``: experts that
+    are chosen less get a bias in the choice, as in DeepSeek-V3 and GLM-4.5 (``e_score_correction_bias``)."""
+    coefficient: float | None = Field(None, gt=0)
+    """Factor of the loss; null is ``router_aux_loss_coef`` of the model."""
+    bias_rate: float = Field(1e-3, gt=0)
+    """By how much a bias moves in an update."""
+
+
 class CheckpointSpec(SpecPart):
     """When a run is saved, and how much is kept."""
 
@@ -61,8 +82,15 @@ class TrainerSpec(SpecPart):
     """Groups that form one batch."""
     updates_per_step: int = Field(1, ge=1)
     """Mini-batches, each with one optimizer update, that a batch is split into."""
+    accumulate_early: bool = False
+    """Whether groups of a synchronous step are trained as they finish, while others of it are generated
+    (arXiv:2511.18871): their gradients are added up, and one update follows when all are in. It is that of
+    the whole batch, exactly on-policy."""
     tokens_per_micro_batch: int = Field(16_384, ge=1)
     """Packed tokens of one forward pass."""
+    share_prefixes: bool = True
+    """Whether tokens that samples of a micro-batch have in common from their beginnings on, such as the
+    prompt of a group, are computed once. Logprobs and gradients stay what they are without."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """AdamW and its schedule."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -71,6 +99,11 @@ class TrainerSpec(SpecPart):
     """Trainer processes, one per GPU."""
     tensor_parallel: int = Field(1, ge=1)
     """Processes that share each layer."""
+    expert_parallel: int = Field(1, ge=1)
+    """Data-parallel processes that share the experts of each layer: tokens travel to those that hold their
+    experts, and back. Divides the data-parallel processes and the experts of a layer."""
+    balancing: BalancingSpec = BalancingSpec()
+    """How the choice of a mixture's experts is kept even."""
     zero_stage: Literal[1, 3] = 3
     """What the processes share out (arXiv:1910.02054): 3, weights, gradients and optimizer; 1, only the
     optimizer, so that weights and gradients are exchanged once per update and not in every micro-batch, for
@@ -85,21 +118,7 @@ class TrainerSpec(SpecPart):
     """Low-rank adapters instead of full fine-tuning."""
     checkpoint: CheckpointSpec = CheckpointSpec()
     """When the run is saved."""
-
-    @model_validator(mode="after")
-    def _offloaded_weights_are_not_kept(self) -> Self:
-        if self.zero_stage == 1 and self.cpu_offload:
-            raise ValueError(
-                "trainer.zero_stage 1 keeps whole weights on the GPU, which trainer.cpu_offload moves away; "
-                "set trainer.zero_stage to 3 or trainer.cpu_offload to false"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_are_not_divided(self) -> Self:
-        if self.lora is not None and self.tensor_parallel > 1:
-            raise ValueError(
-                f"trainer.lora cannot be combined with trainer.tensor_parallel {self.tensor_parallel}; "
-                "set trainer.tensor_parallel to 1 and shard over more data-parallel ranks"
-            )
-        return self
+    profile_steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Steps of which each trainer process writes a profile for Perfetto or chrome://tracing,
+    ``profiles/step-<step>-rank-<rank>.json.gz`` in the run's folder. They take longer than others; the first
+    also has what only a first step has."""

@@ -1,8 +1,8 @@
 """How new weights reach the rollouts."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from services.common.spec.base import SpecPart
 
@@ -32,15 +32,6 @@ class WeightSyncSpec(SpecPart):
     answer_timeout_s: float = Field(1.0, gt=0)
     """A member that gives no sign of life for so long is lost. Longer where hosts are overloaded; a stopped
     rollout holds up the others for about three times as long."""
-    adopt_timeout_s: float = Field(300.0, gt=0)
-    """Deadline for a rollout to put a received version into service. Without partial rollout it finishes
-    its running responses first, so this bounds the longest response."""
-
-    @model_validator(mode="after")
-    def _backend_fits_mode(self) -> Self:
-        if self.mode == "cpu_async" and self.backend == "nccl":
-            raise ValueError(
-                "weight_sync.mode cpu_async goes through host memory, which NCCL does not reach; set "
-                "weight_sync.backend to auto"
-            )
-        return self
+    adopt_timeout_s: float = Field(60.0, gt=0)
+    """A rollout that has not put a received version into service by then is replaced. Without
+    ``rollout.partial_rollout`` it finishes its running responses first, for as long as that takes."""

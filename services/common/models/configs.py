@@ -1,0 +1,42 @@
+"""The ``config.json`` of a model, read without torch."""
+
+import json
+from typing import Any
+
+from services.common.models.files import find_file
+from services.common.models.made_tokenizers import Vocabulary
+from services.common.models.presets import preset_config, preset_names
+from services.common.spec.model import ModelSpec
+
+
+def read_config(model: ModelSpec, tokenizer: Vocabulary) -> dict[str, Any]:
+    """What a model says of itself: a preset's shape, a folder's file, or that of a Hugging Face id.
+
+    Raises:
+        ValueError: If ``model.path`` names none.
+    """
+    if model.is_tiny:
+        return preset_config(
+            model.path,
+            vocab_size=tokenizer.vocab_size,
+            eos_id=tokenizer.eos_id,
+            pad_id=tokenizer.pad_id,
+        )
+    try:
+        path = find_file(model, "config.json")
+        if path is None:
+            raise FileNotFoundError("it has no config.json")
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(load_problem(model, error)) from error
+    return config
+
+
+def load_problem(model: ModelSpec, error: Exception) -> str:
+    """Why a model does not load, and what to name instead."""
+    text = str(error).strip()
+    reason = text.splitlines()[0] if text else type(error).__name__
+    return (
+        f"model.path {model.path!r} does not load ({reason}); name a folder with config.json and "
+        f"safetensors weights, a Hugging Face id, or one of {', '.join(preset_names())}"
+    )

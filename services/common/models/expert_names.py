@@ -1,0 +1,53 @@
+"""The experts of a layer: fused in memory, one by one in checkpoints.
+
+transformers keeps all experts of a layer in ``experts.gate_up_proj`` ``[E, 2 I, H]`` and
+``experts.down_proj`` ``[E, H, I]``; checkpoints of most families have matrices of their own for every expert.
+Those are views of the fused tensors. gpt-oss is fused in its checkpoints as well.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from services.common.models.families import FAMILIES, ExpertParts, Family
+
+
+def checkpoint_names(
+    name: str, value: Tensor, config: Mapping[str, Any], *, first: int = 0
+) -> Iterator[tuple[str, Tensor]]:
+    """A tensor of a model under the names that its checkpoint has.
+
+    Args:
+        name: As transformers names it in memory.
+        value: The tensor, or some of its experts.
+        config: The model's ``config.json``.
+        first: Number of the first expert in ``value``.
+
+    Yields:
+        Names and views.
+    """
+    parts = _parts(config)
+    owner, is_expert, leaf = name.partition(".mlp.experts.")
+    if parts is None:
+        yield name, value
+    elif not is_expert:
+        yield name.replace(".mlp.", f".{parts.block}."), value
+    else:
+        for number, matrix in enumerate(value.unbind(), start=first):
+            stem = f"{owner}.{parts.block}.experts.{number}"
+            if leaf == "down_proj":
+                yield f"{stem}.{parts.down}.weight", matrix
+            else:
+                gate, up = matrix.chunk(2)
+                yield f"{stem}.{parts.gate}.weight", gate
+                yield f"{stem}.{parts.up}.weight", up
+
+
+def is_fused(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a tensor has other names in the checkpoint, one for each expert."""
+    return _parts(config) is not None and ".mlp.experts." in name
+
+
+def _parts(config: Mapping[str, Any]) -> ExpertParts | None:
+    return FAMILIES.get(str(config.get("model_type")), Family()).expert_parts

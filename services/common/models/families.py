@@ -1,0 +1,162 @@
+"""Which models are computed exactly everywhere, judged by their ``config.json`` alone: nothing is loaded.
+
+A family is here because a test compares its packed forward and backward pass, and the torch engine's
+decoding, with the model's own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Routing = Literal["softmax", "softmax_of_chosen", "sigmoid"]
+"""How a router makes weights of its logits: over all experts, over the chosen ones, or of each for itself."""
+
+_FULL, _WINDOW = "full_attention", "sliding_attention"
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
+"""Kinds of rotary embedding whose frequencies do not depend on the longest sequence of a batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParts:
+    """How a checkpoint names an expert: ``LAYER.block.experts.NUMBER.gate.weight``."""
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What is done with an architecture, beyond training and serving it."""
+
+    tensor_parallel: bool = False
+    """Whether its layers can be divided: separate projections, and norms of single heads if any."""
+    windowed: bool = False
+    """Whether ``sliding_window`` holds for all layers; else only for those that ``layer_types`` names."""
+    routing: Routing | None = None
+    """How its mixtures of experts weight the chosen ones; None for a dense family."""
+    expert_parts: ExpertParts | None = None
+    """Names of single experts in checkpoints; None if they are fused there too."""
+    sinks: bool = False
+    """Whether a score of each attention head takes weight and gives nothing."""
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(tensor_parallel=True),
+    "qwen2": Family(tensor_parallel=True),
+    "qwen3": Family(tensor_parallel=True),
+    "mistral": Family(tensor_parallel=True, windowed=True),
+    "ministral": Family(tensor_parallel=True),
+    "phi3": Family(windowed=True),
+    "olmo2": Family(),
+    "olmo3": Family(),
+    "glm": Family(),
+    "glm4": Family(),
+    "smollm3": Family(tensor_parallel=True),
+    "starcoder2": Family(windowed=True),
+    "seed_oss": Family(tensor_parallel=True),
+    "ernie4_5": Family(tensor_parallel=True),
+    "hunyuan_v1_dense": Family(),
+    "exaone4": Family(tensor_parallel=True),
+    "gemma": Family(tensor_parallel=True),
+    "gemma2": Family(tensor_parallel=True),
+    "gemma3_text": Family(tensor_parallel=True),
+    "cohere": Family(),
+    "cohere2": Family(),
+    "granite": Family(tensor_parallel=True),
+    "qwen2_moe": Family(routing="softmax", expert_parts=ExpertParts()),
+    "qwen3_moe": Family(windowed=True, routing="softmax", expert_parts=ExpertParts()),
+    "mixtral": Family(
+        windowed=True,
+        routing="softmax",
+        expert_parts=ExpertParts("block_sparse_moe", "w1", "w3", "w2"),
+    ),
+    "glm4_moe": Family(routing="sigmoid", expert_parts=ExpertParts()),
+    "deepseek_v3": Family(routing="sigmoid", expert_parts=ExpertParts()),
+    "gpt_oss": Family(routing="softmax_of_chosen", sinks=True),
+}
+
+
+def check_trainer(
+    config: Mapping[str, Any], *, tensor_parallel: int = 1, expert_parallel: int = 1
+) -> list[str]:
+    """Why the trainer would not compute a model exactly; empty if it does.
+
+    Args:
+        config: A ``config.json``.
+        tensor_parallel: Ranks that share each layer.
+        expert_parallel: Ranks that share the experts of each layer.
+    """
+    model_type = config.get("model_type")
+    family = FAMILIES.get(str(model_type))
+    if family is None:
+        return [
+            f"model.path is of type {model_type!r}, which was not compared with its own forward pass; use "
+            f"one of {', '.join(FAMILIES)}"
+        ]
+    problems = []
+    kinds = set(config.get("layer_types") or ()) - {_FULL, _WINDOW}
+    if kinds:
+        problems.append(
+            f"model.path: layer_types of its config.json has {', '.join(sorted(kinds))}; the packed "
+            f"attention knows {_FULL} and {_WINDOW}"
+        )
+    problems += [
+        f"model.path: rope_type {kind!r} of its config.json depends on the longest sequence of a batch, so "
+        "packed sequences would change one another; use a model with fixed frequencies"
+        for kind in sorted(_rope_types(config) - set(_STATIC_ROPE))
+    ]
+    if tensor_parallel > 1 and not family.tensor_parallel:
+        known = ", ".join(name for name, each in FAMILIES.items() if each.tensor_parallel)
+        problems.append(
+            f"trainer.tensor_parallel is {tensor_parallel}, but layers of {model_type!r} cannot be divided; "
+            f"set it to 1 (FSDP shards over all ranks), or use one of {known}"
+        )
+    count = num_experts(config) if family.routing is not None else 0
+    if expert_parallel > 1 and (count == 0 or count % expert_parallel):
+        problems.append(
+            f"trainer.expert_parallel is {expert_parallel}, but layers of model.path have {count} experts, "
+            "which must be a multiple of it; set it to 1 or to a divisor"
+        )
+    return problems
+
+
+def num_experts(config: Mapping[str, Any]) -> int:
+    """Routed experts of a layer, by whatever name a configuration has for them; 0 if it says none."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((int(config[name]) for name in names if config.get(name) is not None), 0)
+
+
+def is_mixture(config: Mapping[str, Any]) -> bool:
+    """Whether a model has layers of experts."""
+    return FAMILIES.get(str(config.get("model_type")), Family()).routing is not None
+
+
+def has_plain_scores(config: Mapping[str, Any]) -> bool:
+    """Whether fused attention kernels compute a model's scores: without caps and sinks."""
+    family = FAMILIES.get(str(config.get("model_type")), Family())
+    return config.get("attn_logit_softcapping") is None and not family.sinks
+
+
+def windows_of(config: Mapping[str, Any]) -> dict[str, int | None]:
+    """Tokens that a layer attends to, itself included, by kind of layer; None is all earlier ones.
+
+    Args:
+        config: A ``config.json``. A model with one kind of layers has the entry ``full_attention`` or
+            ``sliding_attention``.
+    """
+    kinds = config.get("layer_types")
+    if not kinds:
+        family = FAMILIES.get(str(config.get("model_type")), Family())
+        is_windowed = family.windowed and config.get("sliding_window") is not None
+        kinds = [_WINDOW if is_windowed else _FULL]
+    return {kind: config["sliding_window"] if kind == _WINDOW else None for kind in kinds}
+
+
+def _rope_types(config: Mapping[str, Any]) -> set[str]:
+    """Kinds of rotary embedding, one for the model or one for each kind of layer."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    tables = [found, *(value for value in found.values() if isinstance(value, Mapping))]
+    kinds = {table.get("rope_type") or table.get("type") for table in tables}
+    return {str(kind) for kind in kinds if kind is not None}

@@ -1,0 +1,106 @@
+"""Tokenizers that are made on the spot, ``chars:SYMBOLS`` and ``bytes``, and what is known of any."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from services.common.spec.model import ModelSpec
+
+CHARS_PREFIX = "chars:"
+PAD, EOS = "<pad>", "<eos>"
+
+
+class Vocabulary(Protocol):
+    """What a model's shape and a run's rules need of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+        ...
+
+    @property
+    def eos_id(self) -> int:
+        """Token that ends a response."""
+        ...
+
+    @property
+    def pad_id(self) -> int:
+        """Token that fills up."""
+        ...
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether it renders chats."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MadeVocabulary:
+    """That of a tokenizer that is made on the spot, known without making it."""
+
+    vocab_size: int
+    eos_id: int
+    pad_id: int
+    has_chat_template: bool = True
+
+
+def tokenizer_name(model: ModelSpec) -> str:
+    """Folder, id, ``chars:SYMBOLS`` or ``bytes``."""
+    return model.tokenizer or ("bytes" if model.is_tiny else model.path)
+
+
+def is_made(name: str) -> bool:
+    """Whether a tokenizer is made on the spot."""
+    return name == "bytes" or name.startswith(CHARS_PREFIX)
+
+
+def make_tokenizer(name: str) -> Tokenizer | None:
+    """The tokenizer of a name; None if it is not made here.
+
+    ``chars:SYMBOLS`` has ``<pad>`` (0), ``<eos>`` (1), then one token for each symbol; ``bytes`` has
+    ``<pad>``, ``<eos>``, then one token for each byte value.
+
+    Raises:
+        ValueError: If symbols are missing or repeated.
+    """
+    if name == "bytes":
+        return _bytes()
+    return _chars(name.removeprefix(CHARS_PREFIX)) if name.startswith(CHARS_PREFIX) else None
+
+
+def made_vocabulary(name: str) -> MadeVocabulary | None:
+    """What is known of a tokenizer that is made here; None if it is another one.
+
+    Raises:
+        ValueError: As :func:`make_tokenizer`.
+    """
+    made = make_tokenizer(name)
+    if made is None:
+        return None
+    eos_id, pad_id = made.token_to_id(EOS), made.token_to_id(PAD)
+    assert eos_id is not None
+    assert pad_id is not None
+    return MadeVocabulary(made.get_vocab_size(), eos_id, pad_id)
+
+
+def _chars(symbols: str) -> Tokenizer:
+    if not symbols or len(set(symbols)) != len(symbols):
+        raise ValueError(
+            f"model.tokenizer 'chars:{symbols}' must list at least one symbol, each once; remove "
+            "the repeated ones"
+        )
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *symbols])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return backend
+
+
+def _bytes() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *alphabet])}
+    backend = Tokenizer(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend

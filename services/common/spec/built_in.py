@@ -1,0 +1,38 @@
+"""Rewards and workflows that come with Slipstream, by name.
+
+By reference, because a process loads only what its run names: math-verify alone takes seconds.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+_REWARDS: Final = "services.rollout.rewards"
+_WORKFLOWS: Final = "services.rollout.workflows"
+
+REWARDS: Final[Mapping[str, str]] = {
+    "exact_match": f"{_REWARDS}.exact_match:exact_match",
+    "math_verify": f"{_REWARDS}.math_answer:math_answer",
+    "reasoning_gym": f"{_REWARDS}.gym_answer:gym_answer",
+    "code_tests": f"{_REWARDS}.code_tests:code_tests",
+}
+"""By the value of ``rollout.rewards.N.name``."""
+
+EARNED: Final = "environment"
+"""What the episode itself was given by its environment or its agent, named like a reward."""
+
+NEED_ANSWERS: Final = frozenset({"exact_match", "math_verify", "code_tests"})
+"""Rewards that compare with the expected answer."""
+
+WORKFLOWS: Final[Mapping[str, str]] = {
+    "single_turn": f"{_WORKFLOWS}.single_turn:SingleTurn",
+    "multi_turn": f"{_WORKFLOWS}.multi_turn:MultiTurn",
+    "agent": "services.rollout.openai.agent:Agent",
+    "environment": "services.rollout.environments.workflow:Environments",
+}
+"""By the value of ``rollout.workflow``."""
+
+AGENTS: Final[Mapping[str, str]] = {"verifiers": "services.rollout.environments.verifiers:play"}
+"""By the value of ``rollout.workflow_arguments.agent``."""
+
+SERVICES: Final = ("http://", "https://", "grpc://", "grpcs://")
+"""How the address of a reward service begins."""

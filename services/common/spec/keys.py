@@ -1,0 +1,77 @@
+"""What somebody may have meant who wrote a key that there is not, and which keys there are."""
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+from functools import cache
+from typing import get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from services.common.spec.run import RunSpec
+
+_ELSEWHERE = {
+    "lr": "trainer.optimizer.learning_rate",
+    "batch_size": "trainer.prompts_per_step",
+    "train_batch_size": "trainer.prompts_per_step",
+    "max_steps": "trainer.steps",
+    "total_training_steps": "trainer.steps",
+    "ppo_epochs": "trainer.updates_per_step",
+    "num_generations": "rollout.group_size",
+    "n_samples": "rollout.group_size",
+    "n": "rollout.group_size",
+    "max_tokens": "rollout.max_response_tokens",
+    "max_new_tokens": "rollout.max_response_tokens",
+    "max_completion_length": "rollout.max_response_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "reward": "rollout.rewards",
+    "beta": "algorithm.kl.coefficient",
+    "kl_coef": "algorithm.kl.coefficient",
+    "entropy_coef": "algorithm.entropy_coefficient",
+    "adv_estimator": "algorithm.advantage",
+    "model_name": "model.path",
+    "num_gpus": "trainer.world_size",
+    "save_freq": "trainer.checkpoint.every",
+    "test_freq": "validation.every",
+}
+"""What others call a key."""
+
+
+def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key below a part of the specification, dotted, a group before its own; ``N`` is an index."""
+    for name, info in model.model_fields.items():
+        yield f"{prefix}{name}", info
+        part = part_of(info)
+        if part is not None:
+            is_list = str(info.annotation).startswith("tuple[")
+            yield from fields_of(part, f"{prefix}{name}.{'N.' if is_list else ''}")
+
+
+def part_of(info: FieldInfo) -> type[BaseModel] | None:
+    """The part that a field holds, one or several; None if it holds a value."""
+    for candidate in (info.annotation, *get_args(info.annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def did_you_mean_key(key: str) -> str:
+    """The same for an unknown key: one beside it, or of its name elsewhere."""
+    known = _keys()
+    parent, _, leaf = key.rpartition(".")
+    top = key.partition(".")[0]
+    # Of several with one name, that of the same part of the specification.
+    ordered = sorted(known, key=lambda name: name.partition(".")[0] == top)
+    by_leaf = {name.rpartition(".")[2]: name for name in ordered}
+    beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == parent}
+    if meant := _ELSEWHERE.get(leaf) or by_leaf.get(leaf):
+        return f" Did you mean {meant!r}?"
+    for names, cutoff in ((beside, 0.6), (by_leaf, 0.75)):
+        if found := get_close_matches(leaf, names, n=1, cutoff=cutoff):
+            return f" Did you mean {names[found[0]]!r}?"
+    return ""
+
+
+@cache
+def _keys() -> tuple[str, ...]:
+    return tuple(key for key, _ in fields_of(RunSpec))

@@ -1,0 +1,143 @@
+"""How the tasks of a run may share its GPUs."""
+
+from collections.abc import Iterator
+
+from services.common.spec.run import RunSpec
+from services.common.spec.weight_modes import HOST_MODE, MODES
+
+
+def placement(spec: RunSpec) -> Iterator[str]:
+    """What is wrong with the task groups."""
+    topology = spec.topology
+    if not topology.task_groups:
+        if topology.ratios or topology.gpus:
+            yield (
+                "topology.ratios and topology.gpus are for task groups, but topology.task_groups is "
+                "empty; name the groups, or set trainer.world_size and rollout.replicas instead"
+            )
+        if topology.scoring_ranks > 1:
+            yield _NOBODY_SHARDED.format(topology.scoring_ranks)
+        return
+    if topology.gpus == 0:
+        yield "topology.task_groups needs topology.gpus: the number that is split"
+        return
+    try:
+        topology.place()
+        engine_gpus = spec.engine_gpus
+    except ValueError as error:
+        yield f"topology.task_groups: {error}"
+        return
+    if topology.scoring_ranks > 1 and not (
+        topology.own_gpus("logp") or topology.own_gpus("ref_logp")
+    ):
+        yield _NOBODY_SHARDED.format(topology.scoring_ranks)
+    yield from _counts(spec, engine_gpus)
+    yield from _roles(spec)
+
+
+_NOBODY_SHARDED = (
+    "topology.scoring_ranks is {}, but neither logp nor ref_logp has GPUs of its own; give one a group in "
+    "topology.task_groups, or leave scoring_ranks out"
+)
+
+
+def _counts(spec: RunSpec, engine_gpus: int) -> Iterator[str]:
+    """Processes must be those that the task groups give."""
+    scoring = [task for task in ("logp", "ref_logp") if spec.topology.own_gpus(task)]
+    parallelism = {
+        "train": spec.trainer.tensor_parallel,
+        "generate": engine_gpus,
+        **dict.fromkeys(scoring, spec.topology.scoring_ranks),
+    }
+    try:
+        placed = spec.topology.place(parallelism)
+    except ValueError as error:
+        yield f"topology.ratios: {error}"
+        return
+    given = {
+        "trainer.world_size": (spec.trainer.world_size, spec.topology.gpus_of("train")),
+        "rollout.replicas": (
+            spec.rollout.replicas,
+            spec.topology.gpus_of("generate") // engine_gpus,
+        ),
+    }
+    for key, (stated, follows) in given.items():
+        if stated != follows:
+            yield (
+                f"{key} is {stated}, but topology gives {follows}; leave it out, or change "
+                "topology.ratios"
+            )
+    for group in placed.groups:
+        if "generate" in group.tasks and set(group.tasks) - {"generate", "reward"}:
+            yield (
+                f"topology.task_groups puts {', '.join(group.tasks)} on the same GPUs, but an engine "
+                "needs its GPUs for itself; give generate a group of its own"
+            )
+
+
+def _roles(spec: RunSpec) -> Iterator[str]:
+    """Tasks with GPUs of their own must have something to do, and get what they need."""
+    topology = spec.topology
+    if topology.own_gpus("ref_logp") and not spec.needs_reference:
+        yield (
+            "topology.task_groups gives ref_logp GPUs of its own, but algorithm.kl.coefficient is 0, "
+            "so nothing is compared with the reference; set it above 0, or leave ref_logp out"
+        )
+    if topology.own_gpus("logp") and not spec.needs_proximal:
+        yield (
+            "topology.task_groups gives logp GPUs of its own, but with trainer.updates_per_step "
+            f"{spec.trainer.updates_per_step} and algorithm.correction {spec.algorithm.correction!r} "
+            "nothing needs proximal logprobs; let it share the group of train"
+        )
+    if topology.own_gpus("logp") and spec.weight_sync.publish_every > 1:
+        yield (
+            "topology.task_groups gives logp GPUs of its own, which must get the weights of every step, but "
+            f"weight_sync.publish_every is {spec.weight_sync.publish_every}; set it to 1, or let logp share "
+            "the group of train"
+        )
+    if topology.own_gpus("logp") and spec.trainer.accumulate_early:
+        yield (
+            "topology.task_groups gives logp GPUs of its own, which scores whole batches, but "
+            "trainer.accumulate_early is true; set it to false, or let logp share the group of train"
+        )
+    if topology.scoring_ranks > 1 and topology.own_gpus("logp"):
+        yield from _sharded_logp(spec)
+    if topology.own_gpus("critic"):
+        yield from _critic(spec)
+    group = next((group for group in topology.task_groups if "reward" in group), ())
+    if group and "generate" not in group:
+        yield (
+            "topology.task_groups gives reward GPUs of its own, but it runs inside the processes of "
+            "generate; put it into the group of generate, or leave it out"
+        )
+
+
+def _sharded_logp(spec: RunSpec) -> Iterator[str]:
+    """A sharded policy has no GPU that could take the weights whole."""
+    if not MODES[spec.weight_sync.mode].through_host:
+        yield (
+            f"topology.scoring_ranks is {spec.topology.scoring_ranks}, so logp is sharded and gets its "
+            f"weights through host memory, but weight_sync.mode is {spec.weight_sync.mode!r}; set it to "
+            f"{HOST_MODE!r}, or let logp share the group of train"
+        )
+
+
+def _critic(spec: RunSpec) -> Iterator[str]:
+    """A critic with GPUs of its own computes returns by itself, from what is stored."""
+    if not spec.algorithm.advantage_kind.needs_critic:
+        yield (
+            "topology.task_groups gives critic GPUs of its own, but algorithm.advantage "
+            f"{spec.algorithm.advantage!r} has no critic; set it to 'gae', or leave critic out"
+        )
+    if spec.needs_reference and spec.algorithm.kl.placement == "reward":
+        yield (
+            "topology.task_groups gives critic GPUs of its own, but algorithm.kl.placement 'reward' changes "
+            "rewards inside the trainer, where the critic does not see them; set it to 'loss', or let critic "
+            "share the group of train"
+        )
+    group = spec.topology.place().group_of("critic")
+    if group is not None and len(group.tasks) > 1:
+        yield (
+            f"topology.task_groups puts {', '.join(group.tasks)} on the same GPUs, but a critic outside of "
+            "train needs its GPUs for itself; give it a group of its own"
+        )

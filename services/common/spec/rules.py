@@ -1,0 +1,269 @@
+"""What the keys of a RunSpec must be to one another. Each rule yields its problems; all are told at once.
+
+A message begins with a key, and names all keys that it is about, what they are, and what would do.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+from services.common.spec.built_in import EARNED, NEED_ANSWERS, REWARDS, SERVICES, WORKFLOWS
+from services.common.spec.engines import engine_kind
+from services.common.spec.formulas import ADVANTAGES, LOSSES
+from services.common.spec.model import TINY_PREFIX
+from services.common.spec.placement_rules import placement
+from services.common.spec.run import RunSpec
+from services.common.spec.similar import did_you_mean
+from services.common.spec.trainer import CriticSpec
+from services.common.spec.weight_modes import MODES, transport_of
+
+
+def problems(spec: RunSpec) -> Iterator[str]:
+    """Everything that is wrong with a specification whose keys are each right by themselves."""
+    return chain.from_iterable(rule(spec) for rule in _RULES)
+
+
+def _model(spec: RunSpec) -> Iterator[str]:
+    if spec.model.warm_start is not None and not spec.model.is_tiny:
+        yield (
+            f"model.warm_start is only for '{TINY_PREFIX}' presets, but model.path is "
+            f"{spec.model.path!r}; remove model.warm_start or name a preset"
+        )
+
+
+def _data(spec: RunSpec) -> Iterator[str]:
+    template = spec.data.prompt_template
+    if "{prompt}" not in template:
+        yield (
+            f"data.prompt_template must contain '{{prompt}}', but is {template!r}; add '{{prompt}}' where "
+            "the prompt belongs"
+        )
+    for key, source in (("data.train", spec.data.train), ("data.heldout", spec.data.heldout)):
+        if source is not None and source.source == "environment" and source.limit is None:
+            yield (
+                f"{key}.limit is missing: the number of tasks of an environment that make an epoch; set it, "
+                "for example to 1000"
+            )
+    if spec.validation.only and spec.data.heldout is None:
+        yield "validation.only needs data.heldout; name the held-out prompts"
+
+
+def _rewards(spec: RunSpec) -> Iterator[str]:
+    known = (*REWARDS, EARNED)
+    for index, reward in enumerate(spec.rollout.rewards):
+        key = f"rollout.rewards.{index}"
+        if reward.name not in known and ":" not in reward.name:
+            yield (
+                f"{key}.name: {reward.name!r} is no reward; take one of {', '.join(known)}, the URL of a "
+                f"reward service ({', '.join(SERVICES)}), or 'module:function' or 'file.py:function'."
+                + did_you_mean(reward.name, known)
+            )
+        if reward.name in NEED_ANSWERS and spec.data.answer_column is None:
+            yield (
+                f"{key}.name: {reward.name!r} compares with the expected answer, but data.answer_column is "
+                "null; name the column, or take another reward"
+            )
+        if reward.bounds is not None and reward.bounds[0] >= reward.bounds[1]:
+            yield (
+                f"{key}.bounds must be the least and the largest value, but are {reward.bounds[0]:g} and "
+                f"{reward.bounds[1]:g}; put the smaller one first"
+            )
+
+
+def _rollout(spec: RunSpec) -> Iterator[str]:
+    rollout, sampling = spec.rollout, spec.rollout.sampling
+    if rollout.workflow not in WORKFLOWS and ":" not in rollout.workflow:
+        yield (
+            f"rollout.workflow: {rollout.workflow!r} is no workflow; take one of {', '.join(WORKFLOWS)}, or "
+            "'module:Class' or 'file.py:Class'." + did_you_mean(rollout.workflow, tuple(WORKFLOWS))
+        )
+    if rollout.segment_tokens is not None and not rollout.partial_rollout:
+        yield (
+            f"rollout.segment_tokens is {rollout.segment_tokens} but rollout.partial_rollout is false; set "
+            "it to true, or remove rollout.segment_tokens"
+        )
+    if sampling.temperature == 0:
+        yield (
+            "rollout.sampling.temperature is 0 (greedy), so all members of a group would be equal; "
+            "training needs a temperature above 0"
+        )
+    if sampling.top_p < 1 or sampling.top_k > 0:
+        yield (
+            "rollout.sampling.top_p must be 1 and top_k 0 for training, because the trainer's "
+            f"logprobs cover all tokens, but they are {sampling.top_p} and {sampling.top_k}"
+        )
+    if "" in sampling.stop:
+        yield "rollout.sampling.stop has an empty text, which would end every response; remove it"
+    overlong = spec.algorithm.overlong.buffer_tokens
+    if overlong > rollout.max_response_tokens:
+        yield (
+            f"algorithm.overlong.buffer_tokens ({overlong}) must not exceed rollout.max_response_tokens "
+            f"({rollout.max_response_tokens}), the limit before which the penalty grows; lower it"
+        )
+
+
+def _engine(spec: RunSpec) -> Iterator[str]:
+    name, rollout = spec.rollout.engine, spec.rollout
+    if MODES[spec.weight_sync.mode].is_in_place and not engine_kind(name).is_writable:
+        yield (
+            f"weight_sync.mode inplace writes into live weights, which engine {name!r} keeps to itself; "
+            "choose mode shadow, or another rollout.engine"
+        )
+    most_tokens = spec.data.max_prompt_tokens + rollout.max_response_tokens
+    try:
+        engine_kind(name).check(rollout.engine_arguments, most_tokens=most_tokens)
+    except ValueError as error:
+        yield str(error)
+
+
+def _formulas(spec: RunSpec) -> Iterator[str]:
+    algorithm = spec.algorithm
+    for key, name, table, arguments in (
+        ("advantage", algorithm.advantage, ADVANTAGES, algorithm.advantage_arguments),
+        ("loss", algorithm.loss, LOSSES, algorithm.loss_arguments),
+    ):
+        if name not in table and ":" not in name:
+            yield (
+                f"algorithm.{key} {name!r} is unknown; take one of {', '.join(table)}, or a function of "
+                "yours, 'module:function' or 'file.py:function'." + did_you_mean(name, tuple(table))
+            )
+        if name in table and arguments:
+            yield (
+                f"algorithm.{key}_arguments {sorted(arguments)} are for a function of your own; the "
+                f"settings of {name!r} are keys of algorithm: {', '.join(table[name].keys) or 'none'}"
+            )
+    if spec.critic != CriticSpec() and not algorithm.advantage_kind.needs_critic:
+        yield (
+            f"critic is given, but algorithm.advantage {algorithm.advantage!r} has none; remove it, "
+            "or set algorithm.advantage to 'gae'"
+        )
+    if spec.critic.warmup_steps >= spec.trainer.steps:
+        yield (
+            f"critic.warmup_steps ({spec.critic.warmup_steps}) must be below trainer.steps "
+            f"({spec.trainer.steps}), or the policy is never trained; lower the first or raise the second"
+        )
+
+
+def _correction(spec: RunSpec) -> Iterator[str]:
+    algorithm = spec.algorithm
+    if algorithm.correction == "none" and algorithm.max_staleness > 0:
+        yield (
+            f"algorithm.correction is 'none' but algorithm.max_staleness is {algorithm.max_staleness}: "
+            "training on stale samples without a correction loses accuracy; set algorithm.correction to "
+            "'auto' or algorithm.max_staleness to 0"
+        )
+    if algorithm.proximal == "interpolated" and spec.correction != "decoupled":
+        yield (
+            f"algorithm.proximal is 'interpolated', but algorithm.correction {spec.correction!r} has "
+            "no proximal policy; set algorithm.correction to 'decoupled'"
+        )
+    for index, mask in enumerate(algorithm.rejection):
+        key = f"algorithm.rejection.{index}"
+        if mask.lower is None and mask.upper is None:
+            yield f"{key} rejects nothing; set {key}.lower, {key}.upper or both, or remove it"
+        elif mask.lower is not None and mask.upper is not None and mask.lower >= mask.upper:
+            yield f"{key}.lower ({mask.lower:g}) must be below {key}.upper ({mask.upper:g})"
+
+
+def _batch(spec: RunSpec) -> Iterator[str]:
+    trainer = spec.trainer
+    if trainer.updates_per_step > trainer.prompts_per_step:
+        yield (
+            f"trainer.updates_per_step ({trainer.updates_per_step}) must not exceed "
+            f"trainer.prompts_per_step ({trainer.prompts_per_step}): each mini-batch needs a group"
+        )
+    if beyond := [step for step in trainer.profile_steps if step > trainer.steps]:
+        yield (
+            f"trainer.profile_steps has {beyond}, but trainer.steps is {trainer.steps}; name steps from 1 to "
+            "that"
+        )
+    group_size, least = spec.rollout.group_size, spec.algorithm.min_group_size
+    if group_size < least:
+        yield (
+            f"rollout.group_size ({group_size}) is below algorithm.min_group_size ({least}), so no "
+            "group could ever be trained; raise the first or lower the second"
+        )
+    if not all(0 <= beta < 1 for beta in trainer.optimizer.betas):
+        yield (
+            f"trainer.optimizer.betas must be from 0 to below 1, but are {list(trainer.optimizer.betas)}; "
+            "take [0.9, 0.99]"
+        )
+    if spec.validation.replicas >= spec.rollout.replicas:
+        yield (
+            f"validation.replicas ({spec.validation.replicas}) must be below rollout.replicas "
+            f"({spec.rollout.replicas}), because somebody has to generate meanwhile; 0 shares all of them"
+        )
+
+
+def _early_groups(spec: RunSpec) -> Iterator[str]:
+    if not spec.trainer.accumulate_early:
+        return
+    begins = "trainer.accumulate_early adds up one on-policy update from groups:"
+    algorithm, updates = spec.algorithm, spec.trainer.updates_per_step
+    if algorithm.max_staleness:
+        yield f"{begins} algorithm.max_staleness is {algorithm.max_staleness}; set it to 0"
+    if updates > 1:
+        yield f"{begins} trainer.updates_per_step is {updates}; set it to 1"
+    if not algorithm.advantage_kind.is_per_group:
+        yield (
+            f"{begins} algorithm.advantage {algorithm.advantage!r} may compare samples of different groups; "
+            f"take one of {', '.join(name for name, kind in ADVANTAGES.items() if kind.is_per_group)}"
+        )
+
+
+def _parallelism(spec: RunSpec) -> Iterator[str]:
+    trainer, lora = spec.trainer, spec.trainer.lora
+    if trainer.world_size % trainer.tensor_parallel:
+        yield (
+            f"trainer.world_size ({trainer.world_size}) must be a multiple of "
+            f"trainer.tensor_parallel ({trainer.tensor_parallel})"
+        )
+    data_parallel = trainer.world_size // trainer.tensor_parallel
+    if data_parallel % trainer.expert_parallel:
+        yield (
+            f"trainer.expert_parallel is {trainer.expert_parallel}, which does not divide the "
+            f"{data_parallel} data-parallel processes (trainer.world_size / trainer.tensor_parallel); "
+            "set it to a divisor"
+        )
+    if trainer.zero_stage == 1 and trainer.cpu_offload:
+        yield (
+            "trainer.zero_stage 1 keeps whole weights on the GPU, which trainer.cpu_offload moves away; "
+            "set trainer.zero_stage to 3 or trainer.cpu_offload to false"
+        )
+    if lora is not None and trainer.tensor_parallel > 1:
+        yield (
+            f"trainer.lora cannot be combined with trainer.tensor_parallel {trainer.tensor_parallel}; "
+            "set trainer.tensor_parallel to 1 and shard over more data-parallel ranks"
+        )
+    if lora is not None and not lora.target_modules:
+        yield "trainer.lora.target_modules is empty, so nothing would be trained; name modules such as q_proj"
+
+
+def _weight_sync(spec: RunSpec) -> Iterator[str]:
+    sync, lora = spec.weight_sync, spec.trainer.lora
+    mode = MODES[sync.mode]
+    if mode.through_host and sync.backend not in ("auto", transport_of("cpu")):
+        yield (
+            f"weight_sync.mode {sync.mode} goes through host memory, which {sync.backend} does not "
+            "reach; set weight_sync.backend to auto"
+        )
+    if lora is not None and lora.sync == "adapter" and mode.is_in_place:
+        yield (
+            "trainer.lora.sync adapter keeps what adapters are merged into beside the live weights, but "
+            "weight_sync.mode inplace has no second copy; choose mode shadow, or sync merged"
+        )
+
+
+_RULES: tuple[Callable[[RunSpec], Iterator[str]], ...] = (
+    _model,
+    _data,
+    _rewards,
+    _rollout,
+    _engine,
+    _formulas,
+    _correction,
+    _batch,
+    _early_groups,
+    _parallelism,
+    _weight_sync,
+    placement,
+)
