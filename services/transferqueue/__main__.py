@@ -16,17 +16,19 @@ from services.common.ids import new_id
 from services.common.lifetime import announce, until_told_to_stop
 from services.common.logging import configure
 from services.common.metrics import serve_metrics
+from services.transferqueue import metrics
+from services.transferqueue.channels.allocator import keep_freed_memory
 from services.transferqueue.facts import Shard
 from services.transferqueue.index.index import Index
-from services.transferqueue.server import TransferQueueServicer
+from services.transferqueue.kept.keeper import Keeper
+from services.transferqueue.registry_client import ShardRegistryClient
+from services.transferqueue.server import KeptSampleServicer, TransferQueueServicer
 from services.transferqueue.settings import TransferQueueSettings
 from services.transferqueue.shards.membership import RemoteIndex
-from services.transferqueue.shards.registry_client import ShardRegistryClient
 from services.transferqueue.shards.registry_server import ShardRegistryServicer
 from services.transferqueue.shards.shards import Shards
 from services.transferqueue.snapshots.snapshots import Snapshots
 from services.transferqueue.storage.shard import storage_shard
-from services.transferqueue.transport.allocator import keep_freed_memory
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
 
 logger = logging.getLogger(__name__)
@@ -44,12 +46,17 @@ async def transferqueue(settings: TransferQueueSettings) -> AsyncIterator[str]:
             yield settings.index_address
         return
     index = Index(lambda blobs: shards.free(blobs), SystemClock())
+    metrics.SAMPLES.set_function(index.num_samples)
     shards = Shards(index)
     snapshots = Snapshots(settings.snapshot_folder, index, shards)
-    async with storage_shard(settings, index, shards, instance_id=new_id("shard")) as (
-        shard,
-        storage,
-        puts,
+    keeper = Keeper(settings.kept_folder, settings.kept_bytes, index=index, shards=shards)
+    async with (
+        storage_shard(settings, index, shards, instance_id=new_id("shard")) as (
+            shard,
+            storage,
+            puts,
+        ),
+        keeper,
     ):
         shards.add_local(
             shard,
@@ -60,8 +67,9 @@ async def transferqueue(settings: TransferQueueSettings) -> AsyncIterator[str]:
 
         def register(server: grpc.aio.Server) -> None:
             pb_grpc.add_TransferQueueServiceServicer_to_server(
-                TransferQueueServicer(index, shards, snapshots), server
+                TransferQueueServicer(index, shards, snapshots, keeper), server
             )
+            pb_grpc.add_KeptSampleServiceServicer_to_server(KeptSampleServicer(keeper), server)
             pb_grpc.add_ShardRegistryServiceServicer_to_server(
                 ShardRegistryServicer(index, shards), server
             )

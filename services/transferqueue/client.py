@@ -1,7 +1,8 @@
 """Typed client of the metadata service; knows no tensors."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 
 import grpc
 
@@ -10,18 +11,21 @@ from services.common.errors import from_rpc_error
 from services.common.grpc_client import call, open_channel
 from services.transferqueue.facts import (
     AcquireRequest,
+    KeptSampleQuery,
     Loss,
     PartitionStats,
     Shard,
     ShardStats,
     Stats,
 )
-from services.transferqueue.shards.registry_client import shard_from_proto
+from services.transferqueue.registry_client import shard_from_proto
 from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
 
 _TIMEOUT_S = 30.0
 _SNAPSHOT_TIMEOUT_S = 600.0
+# Of a whole export.
+_READ_TIMEOUT_S = 3600.0
 
 
 class TransferQueueClient:
@@ -33,6 +37,7 @@ class TransferQueueClient:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = pb_grpc.TransferQueueServiceStub(channel)
+        self._kept = pb_grpc.KeptSampleServiceStub(channel)
 
     @classmethod
     @asynccontextmanager
@@ -47,7 +52,6 @@ class TransferQueueClient:
         *,
         required_fields: Sequence[str],
         quota_bytes: int = 0,
-        field_ttls_s: Mapping[str, float] | None = None,
     ) -> None:
         """Create a partition; repeating it changes nothing.
 
@@ -56,8 +60,6 @@ class TransferQueueClient:
             required_fields: Fields that a sample needs before watchers see it.
             quota_bytes: Bytes that the run's samples may take; 0 states no quota. The partitions of
                 a run share the largest quota that one of them states.
-            field_ttls_s: Seconds after which a field's values may go once their samples are
-                acknowledged by all consumers.
 
         Raises:
             FailedPreconditionError: If it exists with other required fields.
@@ -66,7 +68,6 @@ class TransferQueueClient:
             partition_id=partition_id,
             required_fields=required_fields,
             quota_bytes=quota_bytes,
-            field_ttls_s=field_ttls_s,
         )
         await call(self._stub.CreatePartition, request, timeout_s=_TIMEOUT_S, idempotent=True)
 
@@ -122,7 +123,7 @@ class TransferQueueClient:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, "WatchLosses") from error
 
-    async def acquire(self, request: AcquireRequest) -> tuple[KVBatchMeta, tuple[str, ...]]:
+    async def acquire(self, request: AcquireRequest) -> KVBatchMeta:
         """Lease samples, waiting until there are enough.
 
         Returns:
@@ -137,15 +138,13 @@ class TransferQueueClient:
             fields=request.fields,
             key_count=request.num_keys,
             group_size=request.group_size,
-            oldest_weight_version=request.oldest_weight_version,
-            rank_count=request.num_ranks,
             lease_s=request.lease_s,
             wait_s=request.wait_s,
         )
         response = await call(
             self._stub.AcquireBatch, message, timeout_s=request.wait_s + _TIMEOUT_S
         )
-        return KVBatchMeta.from_proto(response.batch), tuple(response.stale_keys)
+        return KVBatchMeta.from_proto(response.batch)
 
     async def ack(self, meta: KVBatchMeta) -> None:
         """Say that the samples of an acquired batch were used.
@@ -155,15 +154,6 @@ class TransferQueueClient:
         """
         request = pb.AckLeaseRequest(partition_id=meta.partition_id, lease_id=meta.lease_id)
         await call(self._stub.AckLease, request, timeout_s=_TIMEOUT_S, idempotent=True)
-
-    async def nack(self, meta: KVBatchMeta) -> None:
-        """Give the samples of an acquired batch back, to be handed out again first.
-
-        Raises:
-            FailedPreconditionError: If the lease expired.
-        """
-        request = pb.NackLeaseRequest(partition_id=meta.partition_id, lease_id=meta.lease_id)
-        await call(self._stub.NackLease, request, timeout_s=_TIMEOUT_S)
 
     async def release(self, partition_id: str, keys: Sequence[str]) -> int:
         """Delete samples; returns how many of the keys existed."""
@@ -196,7 +186,6 @@ class TransferQueueClient:
                     shard_id=shard.shard_id,
                     stored_bytes=shard.stored_bytes,
                     capacity_bytes=shard.capacity_bytes,
-                    is_draining=shard.draining,
                 )
                 for shard in response.shards
             ),
@@ -220,15 +209,6 @@ class TransferQueueClient:
                 yield tuple(map(shard_from_proto, response.shards))
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, "ConnectClient") from error
-
-    async def drain_shard(self, shard_id: str) -> None:
-        """Let a shard take no new samples, so that it can go once the old ones are released.
-
-        Raises:
-            NotFoundError: If there is no such shard.
-        """
-        request = pb.DrainShardRequest(shard_id=shard_id)
-        await call(self._stub.DrainShard, request, timeout_s=_TIMEOUT_S, idempotent=True)
 
     async def save_snapshot(self, run_id: str, snapshot_id: str) -> int:
         """Save the samples of a run in the service's snapshot folder; returns how many.
@@ -256,3 +236,34 @@ class TransferQueueClient:
         request = pb.RestoreSnapshotRequest(run_id=run_id, snapshot_id=snapshot_id)
         response = await call(self._stub.RestoreSnapshot, request, timeout_s=_SNAPSHOT_TIMEOUT_S)
         return response.key_count
+
+    async def keep_samples(self, run_id: str, *, max_bytes: int, max_steps: int) -> None:
+        """Begin to keep what is put into the partition ``kept`` of a run; repeating it changes the bounds.
+
+        Args:
+            run_id: The run.
+            max_bytes: Bytes that its kept samples may take; the oldest go first.
+            max_steps: Newest steps whose samples stay; 0 for all.
+        """
+        request = pb.KeepSamplesRequest(run_id=run_id, max_bytes=max_bytes, max_steps=max_steps)
+        await call(self._kept.KeepSamples, request, timeout_s=_TIMEOUT_S, idempotent=True)
+
+    async def read_samples(self, run_id: str, query: KeptSampleQuery) -> AsyncIterator[bytes]:
+        """Kept samples as JSON lines, in stretches that may end within a line.
+
+        Raises:
+            NotFoundError: If the sample that the reading begins behind is not kept any more.
+            UnavailableError: If the connection breaks.
+        """
+        fields = {name: value for name, value in asdict(query).items() if value is not None}
+        request = pb.ReadSamplesRequest(run_id=run_id, **fields)
+        try:
+            async for response in self._kept.ReadSamples(request, timeout=_READ_TIMEOUT_S):
+                yield response.lines
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, "ReadSamples") from error
+
+    async def forget_samples(self, run_id: str) -> None:
+        """Delete what is kept of a run."""
+        request = pb.ForgetSamplesRequest(run_id=run_id)
+        await call(self._kept.ForgetSamples, request, timeout_s=_TIMEOUT_S, idempotent=True)

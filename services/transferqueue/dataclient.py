@@ -20,20 +20,19 @@ from services.common.ids import new_id
 from services.common.jagged import Jagged
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.concurrency import meanwhile, run_all
-from services.transferqueue.facts import Shard
-from services.transferqueue.shards.placement import place
-from services.transferqueue.tensors.buffers import BufferPool
-from services.transferqueue.tensors.packing import (
+from services.transferqueue.encoding import codec
+from services.transferqueue.encoding.packing import (
     PackedColumn,
     Values,
     pack,
     select_rows,
     share,
     unpack,
-    unpack_objects,
 )
-from services.transferqueue.tensors.readplan import Extent, ReadPlan, plan_read
-from services.transferqueue.transport import codec
+from services.transferqueue.encoding.readplan import Extent, plan_read
+from services.transferqueue.facts import Shard
+from services.transferqueue.placement import place
+from services.transferqueue.transport.buffers import BufferPool
 from services.transferqueue.transport.connection import ShardConnection
 from services.transferqueue.transport.links import Links
 from services.transferqueue.transport.socket_transport import TIMEOUT_S
@@ -150,7 +149,7 @@ class DataClient:
 
         Args:
             meta: The samples.
-            fields: Fields to fetch; each must hold tensors.
+            fields: Fields to fetch.
 
         Returns:
             Each field's rows. Their memory is the caller's.
@@ -160,20 +159,18 @@ class DataClient:
             DataLossError: If bytes are damaged.
             ValueError: If a field does not exist.
         """
-        plan, data = await self._fetch(meta, fields)
+        plan = plan_read(meta, fields)
+        data = self._pool.take(plan.size_bytes)
+        by_shard: dict[str, list[Extent]] = {}
+        for extent in plan.extents:
+            by_shard.setdefault(extent.blob.shard_id, []).append(extent)
+        links = [await self._links.to(shard_id) for shard_id in by_shard]
+        reads = zip(links, by_shard.values(), strict=True)
+        await run_all([link.transport.read(extents, data) for link, extents in reads])
+        view = data.numpy().data
+        for source, target, size in plan.copies:
+            view[target : target + size] = view[source : source + size]
         return {column.name: unpack(column, data[begin:end]) for column, begin, end in plan.columns}
-
-    async def get_objects(self, meta: KVBatchMeta, field: str) -> list[object]:
-        """Fetch the values of a field that does not hold tensors.
-
-        Raises:
-            ServiceError: As ``get``.
-        """
-        plan, data = await self._fetch(meta, [field])
-        column, begin, end = plan.columns[0]
-        if column.dtype != "msgpack":
-            raise InvalidArgumentError(f"field {field!r} holds tensors; use get")
-        return unpack_objects(column, data[begin:end])
 
     async def _put_on(
         self, shard_id: str, meta: KVBatchMeta, columns: Sequence[PackedColumn]
@@ -224,20 +221,6 @@ class DataClient:
         stored = _expect(codec.Stored, answer)
         blobs = _blobs(connection.shard.shard_id, stored.blob_ids, sizes, checksums)
         return replace(meta, blobs=blobs, revision=stored.revision)
-
-    async def _fetch(self, meta: KVBatchMeta, fields: Sequence[str]) -> tuple[ReadPlan, Tensor]:
-        plan = plan_read(meta, fields)
-        data = self._pool.take(plan.size_bytes)
-        by_shard: dict[str, list[Extent]] = {}
-        for extent in plan.extents:
-            by_shard.setdefault(extent.blob.shard_id, []).append(extent)
-        links = [await self._links.to(shard_id) for shard_id in by_shard]
-        reads = zip(links, by_shard.values(), strict=True)
-        await run_all([link.transport.read(extents, data) for link, extents in reads])
-        view = data.numpy().data
-        for source, target, size in plan.copies:
-            view[target : target + size] = view[source : source + size]
-        return plan, data
 
 
 def _pack_all(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from services.common.batch import KVBatchMeta
 
@@ -19,10 +20,6 @@ class AcquireRequest:
     """Samples wanted; all or none are leased."""
     group_size: int = 0
     """Samples per group if only whole groups count; 0 ignores groups."""
-    oldest_weight_version: int = 0
-    """Least ``v_min`` tag; older samples are passed over and reported."""
-    num_ranks: int = 1
-    """Above 1, equal consecutive parts get about equal numbers of tokens."""
     lease_s: float = 600.0
     """Seconds until the samples are handed out again unless they are acknowledged."""
     wait_s: float = 0.0
@@ -68,8 +65,6 @@ class Shard:
     """Unix socket that hands out the memory; empty if there is none."""
     instance_id: str = ""
     """This life of the shard's process."""
-    is_draining: bool = False
-    """Whether it takes no new samples."""
     object_store: ObjectStoreAddress | None = None
     """Where its bytes are, when they are in Mooncake Store."""
 
@@ -82,7 +77,6 @@ class ShardStats:
     stored_bytes: int
     """Bytes in use, reservations included."""
     capacity_bytes: int
-    is_draining: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +103,38 @@ class PartitionImage:
     partition_id: str
     required_fields: tuple[str, ...]
     quota_bytes: int
-    field_ttls_s: Mapping[str, float]
     puts: tuple[KVBatchMeta, ...]
     """The samples; in each of these metas a field lies in one blob."""
     acked: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
     """By consumer: the fields that it asks for and the keys that it acknowledged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptSampleQuery:
+    """Which kept samples of a run are read, and what of them."""
+
+    split: str = ""
+    """``train`` or ``heldout``; empty for both."""
+    step: int | None = None
+    """Step that trained them, or the weight version that was evaluated."""
+    weight_version: int | None = None
+    """Version that sampled one of their tokens."""
+    group_id: str = ""
+    row: int | None = None
+    """Row of their prompt in the data."""
+    min_reward: float | None = None
+    max_reward: float | None = None
+    finish_reason: str = ""
+    text: str = ""
+    """Part of prompt or response."""
+    order_by: Literal["newest", "best", "worst"] = "newest"
+    sample_id: str = ""
+    """One sample; empty for all."""
+    after: str = ""
+    """Sample behind which the reading begins."""
+    limit: int = 0
+    """Most samples; 0 for all."""
+    excerpt: int | None = None
+    """Most characters of prompt and response; None for all of them."""
+    with_turns: bool = False
+    with_tokens: bool = False

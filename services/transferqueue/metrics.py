@@ -14,6 +14,8 @@ STORED_BYTES = Gauge("slipstream_tq_stored_bytes", "Bytes in use on this shard."
 CAPACITY_BYTES = Gauge("slipstream_tq_capacity_bytes", "Bytes that this shard can hold.")
 SHARDS = Gauge("slipstream_tq_shards", "Shards that the index hears of; 0 on shards themselves.")
 SAMPLES = Gauge("slipstream_tq_samples", "Samples in the index.")
+KEPT = Counter("slipstream_kept_samples", "Samples that were kept to be read.")
+NOT_KEPT = Counter("slipstream_kept_samples_failed", "Records of samples that could not be kept.")
 BACKPRESSURE = Counter(
     "slipstream_tq_backpressure_seconds", "Time that producers waited for room.", ["run"]
 )

@@ -6,9 +6,12 @@ from typing import Any
 import grpc
 
 from services.common.access import caller_run
-from services.transferqueue.facts import AcquireRequest, ShardStats
+from services.common.errors import FailedPreconditionError
+from services.common.fields import partition_id, run_of
+from services.transferqueue.facts import AcquireRequest, KeptSampleQuery
 from services.transferqueue.index.index import Index
-from services.transferqueue.shards.registry_client import shard_to_proto
+from services.transferqueue.kept.keeper import Keeper
+from services.transferqueue.registry_client import shard_to_proto
 from services.transferqueue.shards.shards import Shards
 from services.transferqueue.snapshots.snapshots import Snapshots
 from services.transferqueue.storage.admission import ALL_RUNS
@@ -25,12 +28,14 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
         index: What is known about the samples.
         shards: Where their bytes are.
         snapshots: Saves and restores runs.
+        keeper: Keeps what is put to be read.
     """
 
-    def __init__(self, index: Index, shards: Shards, snapshots: Snapshots) -> None:
+    def __init__(self, index: Index, shards: Shards, snapshots: Snapshots, keeper: Keeper) -> None:
         self._index = index
         self._shards = shards
         self._snapshots = snapshots
+        self._keeper = keeper
 
     async def CreatePartition(  # noqa: N802
         self, request: pb.CreatePartitionRequest, context: Context
@@ -40,7 +45,6 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
             request.partition_id,
             required_fields=tuple(request.required_fields),
             quota_bytes=request.quota_bytes,
-            field_ttls_s=dict(request.field_ttls_s),
         )
         return pb.CreatePartitionResponse()
 
@@ -48,6 +52,8 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
         self, request: pb.DropPartitionRequest, context: Context
     ) -> pb.DropPartitionResponse:
         """Drop a partition."""
+        if request.partition_id == partition_id(run_of(request.partition_id), "kept"):
+            await self._keeper.end(run_of(request.partition_id))
         return pb.DropPartitionResponse(key_count=self._index.drop_partition(request.partition_id))
 
     async def GetBatch(  # noqa: N802
@@ -75,20 +81,18 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
         self, request: pb.AcquireBatchRequest, context: Context
     ) -> pb.AcquireBatchResponse:
         """Lease samples."""
-        meta, stale_keys = await self._index.leasing.acquire(
+        meta = await self._index.leasing.acquire(
             AcquireRequest(
                 partition_id=request.partition_id,
                 consumer=request.consumer,
                 fields=tuple(request.fields),
                 num_keys=request.key_count,
                 group_size=request.group_size,
-                oldest_weight_version=request.oldest_weight_version,
-                num_ranks=max(request.rank_count, 1),
                 lease_s=request.lease_s,
                 wait_s=request.wait_s,
             )
         )
-        return pb.AcquireBatchResponse(batch=meta.to_proto(), stale_keys=stale_keys)
+        return pb.AcquireBatchResponse(batch=meta.to_proto())
 
     async def AckLease(  # noqa: N802
         self, request: pb.AckLeaseRequest, context: Context
@@ -96,13 +100,6 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
         """Acknowledge a lease."""
         self._index.leasing.ack(request.partition_id, request.lease_id)
         return pb.AckLeaseResponse()
-
-    async def NackLease(  # noqa: N802
-        self, request: pb.NackLeaseRequest, context: Context
-    ) -> pb.NackLeaseResponse:
-        """Give a lease back."""
-        self._index.leasing.nack(request.partition_id, request.lease_id)
-        return pb.NackLeaseResponse()
 
     async def ReleaseKeys(  # noqa: N802
         self, request: pb.ReleaseKeysRequest, context: Context
@@ -127,22 +124,28 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
             )
             for stats in self._index.stats()
         ]
-        shards = [_shard_stats(stats) for stats in self._shards.stats()]
+        shards = [
+            pb.ShardStats(
+                shard_id=stats.shard_id,
+                stored_bytes=stats.stored_bytes,
+                capacity_bytes=stats.capacity_bytes,
+            )
+            for stats in self._shards.stats()
+        ]
         return pb.GetStatsResponse(partitions=partitions, shards=shards)
 
     async def ConnectClient(  # noqa: N802
         self, request: pb.ConnectClientRequest, context: Context
     ) -> AsyncIterator[pb.ConnectClientResponse]:
         """Admit a client and push the shards."""
-        async for shards in self._shards.connect(request.public_key, caller_run() or ALL_RUNS):
+        run_id = caller_run()
+        if run_id is not None and not self._index.has_run(run_id):
+            raise FailedPreconditionError(
+                f"{run_id} has no partitions here: it has not begun yet, or has ended",
+                run_id=run_id,
+            )
+        async for shards in self._shards.connect(request.public_key, run_id or ALL_RUNS):
             yield pb.ConnectClientResponse(shards=[shard_to_proto(shard) for shard in shards])
-
-    async def DrainShard(  # noqa: N802
-        self, request: pb.DrainShardRequest, context: Context
-    ) -> pb.DrainShardResponse:
-        """Let a shard take no new samples."""
-        self._shards.drain(request.shard_id)
-        return pb.DrainShardResponse()
 
     async def SaveSnapshot(  # noqa: N802
         self, request: pb.SaveSnapshotRequest, context: Context
@@ -159,10 +162,36 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
         return pb.RestoreSnapshotResponse(key_count=num_keys)
 
 
-def _shard_stats(stats: ShardStats) -> pb.ShardStats:
-    return pb.ShardStats(
-        shard_id=stats.shard_id,
-        stored_bytes=stats.stored_bytes,
-        capacity_bytes=stats.capacity_bytes,
-        draining=stats.is_draining,
-    )
+class KeptSampleServicer(pb_grpc.KeptSampleServiceServicer):
+    """Serves the samples that are kept to be read.
+
+    Args:
+        keeper: Has them.
+    """
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+
+    async def KeepSamples(  # noqa: N802
+        self, request: pb.KeepSamplesRequest, context: Context
+    ) -> pb.KeepSamplesResponse:
+        """Keep what a run puts."""
+        await self._keeper.keep(
+            request.run_id, max_bytes=request.max_bytes, max_steps=request.max_steps
+        )
+        return pb.KeepSamplesResponse()
+
+    async def ReadSamples(  # noqa: N802
+        self, request: pb.ReadSamplesRequest, context: Context
+    ) -> AsyncIterator[pb.ReadSamplesResponse]:
+        """Stream them."""
+        given = {field.name: value for field, value in request.ListFields()}
+        async for lines in self._keeper.read(given.pop("run_id", ""), KeptSampleQuery(**given)):
+            yield pb.ReadSamplesResponse(lines=lines)
+
+    async def ForgetSamples(  # noqa: N802
+        self, request: pb.ForgetSamplesRequest, context: Context
+    ) -> pb.ForgetSamplesResponse:
+        """Delete them."""
+        await self._keeper.forget(request.run_id)
+        return pb.ForgetSamplesResponse()

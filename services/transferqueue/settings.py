@@ -42,6 +42,10 @@ class TransferQueueSettings(KeySettings):
     """Folder for that room."""
     snapshot_folder: Path = Path(tempfile.gettempdir()) / "slipstream-snapshots"
     """Folder of the snapshots; on storage that outlives the process."""
+    kept_folder: Path = Path(tempfile.gettempdir()) / "slipstream-kept"
+    """Folder of the samples that are kept to be read; on storage that outlives the process."""
+    kept_bytes: int = Field(8 << 30, ge=1 << 20)
+    """Room for them. Those of runs that are over go first, the oldest first."""
     arena_folder: Path | None = Path(tempfile.gettempdir())
     """Folder of the unix socket through which processes of this host get at the memory; in a
     cluster a folder of the node that the pods mount. None serves the network only."""

@@ -8,9 +8,9 @@ from functools import partial
 from services.common.errors import FailedPreconditionError, InvalidArgumentError
 from services.transferqueue.facts import AcquireRequest
 from services.transferqueue.index.parts import Extension, Row
-from services.transferqueue.index.samplers import Candidate, fifo, whole_groups
+from services.transferqueue.index.samplers import fifo, whole_groups
 
-Sampler = Callable[[Iterable[Candidate]], list[int] | None]
+Sampler = Callable[[Iterable[str]], list[int] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Lease:
 class Consumer:
     """One kind of use of a partition's samples; it gets each sample once.
 
-    Each ready row is in exactly one place: in the queue, under a lease, acknowledged, or passed over
-    as stale. A lease that expires returns its rows to the head of the queue.
+    Each ready row is in exactly one place: in the queue, under a lease, or acknowledged. A lease that
+    expires returns its rows to the head of the queue.
 
     Args:
         fields: Fields that a row needs.
@@ -40,7 +40,6 @@ class Consumer:
         self.fields = fields
         self.acked = set(acked)
         self.leases: dict[str, Lease] = {}
-        self._stale: list[str] = []
         self._ended: deque[str] = deque(maxlen=1024)
         self._queue = deque(row for row in rows if row not in acked and fields <= row.field_names())
 
@@ -68,68 +67,41 @@ class Consumer:
         for lease in [lease for lease in self.leases.values() if lease.deadline <= now]:
             self._give_back(lease)
 
-    def take(
-        self, sampler: Sampler, *, num_rows: int, oldest_version: int
-    ) -> tuple[tuple[Row, ...], tuple[str, ...]]:
-        """Take ``num_rows`` rows out of the queue.
-
-        Returns:
-            The rows, none if the sampler is not satisfied, and with them the keys that were passed
-            over since the last time because they are too old.
-        """
+    def take(self, sampler: Sampler, *, num_rows: int) -> tuple[Row, ...]:
+        """Take ``num_rows`` rows out of the queue; none if the sampler is not satisfied."""
         if len(self._queue) < num_rows:
-            return (), ()
+            return ()
         scanned: list[Row] = []
-        chosen = sampler(self._scan(scanned, oldest_version)) or []
+        chosen = sampler(self._scan(scanned)) or []
         taken = set(chosen)
         self._queue.extendleft(
             scanned[index] for index in range(len(scanned) - 1, -1, -1) if index not in taken
         )
-        if not chosen:
-            return (), ()
-        stale, self._stale = tuple(self._stale), []
-        return tuple([scanned[index] for index in chosen]), stale
+        return tuple([scanned[index] for index in chosen])
 
     def lease(self, lease: Lease) -> None:
         """Record who uses rows that were taken."""
         self.leases[lease.lease_id] = lease
 
-    def ack(self, lease_id: str, now: float) -> list[Row] | None:
-        """Count the rows of a lease as used.
-
-        Returns:
-            The rows that were not acknowledged before; None if this consumer has no such lease.
-        """
+    def ack(self, lease_id: str, now: float) -> bool:
+        """Count the rows of a lease as used; returns whether this consumer has or had it."""
         if lease_id in self._ended:
-            return []
+            return True
         self.expire(now)
         lease = self.leases.pop(lease_id, None)
         if lease is None:
-            return None
-        rows = [row for row in lease.rows if row.revision != Row.DELETED]
-        self.acked.update(rows)
+            return False
+        self.acked.update(row for row in lease.rows if row.revision != Row.DELETED)
         self._ended.append(lease_id)
-        return rows
+        return True
 
-    def nack(self, lease_id: str) -> bool:
-        """Return the rows of a lease; says whether the lease is one of this consumer."""
-        lease = self.leases.get(lease_id)
-        if lease is not None:
-            self._give_back(lease)
-        return lease is not None
-
-    def _scan(self, scanned: list[Row], oldest_version: int) -> Iterator[Candidate]:
+    def _scan(self, scanned: list[Row]) -> Iterator[str]:
         while self._queue:
             row = self._queue.popleft()
             if row.revision == Row.DELETED:
                 continue
-            version = row.tag("v_min")
-            v_min = version if isinstance(version, int) else oldest_version
-            if v_min < oldest_version:
-                self._stale.append(row.key)
-                continue
             scanned.append(row)
-            yield Candidate(len(scanned) - 1, str(row.tag("group_id") or ""), v_min)
+            yield str(row.tag("group_id") or "")
 
     def _give_back(self, lease: Lease) -> None:
         del self.leases[lease.lease_id]
@@ -151,11 +123,8 @@ def sampler_of(request: AcquireRequest) -> Sampler:
     Raises:
         InvalidArgumentError: If its numbers do not fit together.
     """
-    if request.num_keys < 1 or request.num_ranks < 1 or request.num_keys % request.num_ranks:
-        raise InvalidArgumentError(
-            f"{request.num_keys} samples for {request.num_ranks} ranks: both must be positive and "
-            "divide equally"
-        )
+    if request.num_keys < 1:
+        raise InvalidArgumentError(f"{request.num_keys} samples were asked for; ask for at least 1")
     if request.group_size == 0:
         return partial(fifo, count=request.num_keys)
     if request.num_keys % request.group_size:

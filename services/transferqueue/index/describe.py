@@ -38,18 +38,14 @@ class MetaBuilder:
     def _add_field(
         self, part: Part, number: int, name: str, places: Sequence[int], puts: Sequence[int]
     ) -> None:
-        blobs = {put: self._number(part.blob(put, number)) for put in dict.fromkeys(puts)}
-        if all(blob == MISSING for blob in blobs.values()):
-            return
+        blobs = {
+            put: self.blob_numbers.setdefault(part.blob(put, number), len(self.blob_numbers))
+            for put in dict.fromkeys(puts)
+        }
         column = self._column(name)
         column[0].extend(map(part.lengths[number].__getitem__, places))
         column[1].extend(map(blobs.__getitem__, puts))
         column[2].extend(map(part.offsets[number].__getitem__, places))
-
-    def _number(self, blob: BlobRef | None) -> int:
-        if blob is None:
-            return MISSING
-        return self.blob_numbers.setdefault(blob, len(self.blob_numbers))
 
     def _column(self, name: str) -> tuple[list[int], list[int], list[int]]:
         lists = self._columns.setdefault(name, ([], [], []))

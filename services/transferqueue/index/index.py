@@ -6,7 +6,7 @@ handed to ``free``.
 """
 
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from services.common.batch import KVBatchMeta
 from services.common.clock import Clock
@@ -15,7 +15,6 @@ from services.common.errors import (
     FailedPreconditionError,
 )
 from services.common.fields import run_of
-from services.transferqueue import metrics
 from services.transferqueue.facts import Loss, PartitionImage, PartitionStats
 from services.transferqueue.index.leasing import Leasing
 from services.transferqueue.index.partition import Partition, find
@@ -44,7 +43,7 @@ class Index:
         self._committed: OrderedDict[str, None] = OrderedDict()
         self._quotas = Quotas(clock)
         self._waiters = Waiters()
-        self.leasing = Leasing(self._partitions, self._waiters, clock, self._discard)
+        self.leasing = Leasing(self._partitions, self._waiters, clock)
 
     def create_partition(
         self,
@@ -52,7 +51,6 @@ class Index:
         *,
         required_fields: Sequence[str],
         quota_bytes: int,
-        field_ttls_s: Mapping[str, float] | None = None,
     ) -> None:
         """Create a partition; repeating it with the same fields changes nothing.
 
@@ -68,9 +66,7 @@ class Index:
             )
         self._quotas.raise_to(run_of(partition_id), quota_bytes)
         if partition is None:
-            self._partitions[partition_id] = Partition(
-                partition_id, required_fields, field_ttls_s or {}
-            )
+            self._partitions[partition_id] = Partition(partition_id, required_fields)
             self.leasing.open(partition_id)
             self._losses[partition_id] = []
 
@@ -84,7 +80,7 @@ class Index:
         self.leasing.close(partition_id)
         del self._partitions[partition_id], self._losses[partition_id]
         run = run_of(partition_id)
-        if run not in map(run_of, self._partitions):
+        if not self.has_run(run):
             self._quotas.forget(run)
         self._waiters.wake(partition_id)
         return num_keys
@@ -122,8 +118,11 @@ class Index:
             self._committed.popitem(last=False)
         self.leasing.offer(meta.partition_id, extensions)
         self._waiters.wake(meta.partition_id)
-        self._count_samples()
         return partition.revision
+
+    def has_run(self, run_id: str) -> bool:
+        """Whether a run has a partition, which it has from its beginning to its end."""
+        return any(run_of(partition_id) == run_id for partition_id in self._partitions)
 
     def get(self, partition_id: str, keys: Sequence[str]) -> KVBatchMeta:
         """Describe samples by key, or all.
@@ -189,7 +188,6 @@ class Index:
                 partition_id=name,
                 required_fields=tuple(sorted(partition.required_fields)),
                 quota_bytes=self._quotas.limit(run_id),
-                field_ttls_s=partition.field_ttls_s,
                 puts=partition.describe_puts(),
                 acked=self.leasing.export(name),
             )
@@ -212,17 +210,15 @@ class Index:
             for name, partition in self._partitions.items()
         ]
 
+    def num_samples(self) -> int:
+        """Samples in all partitions; any thread may ask."""
+        return sum(len(partition.rows) for partition in list(self._partitions.values()))
+
     def _remove(self, partition: Partition, rows: Sequence[Row]) -> None:
         unused = partition.remove(rows)
         self.leasing.forget(partition.partition_id, rows)
         if unused:
-            self._discard(partition, unused)
-        self._count_samples()
-
-    def _count_samples(self) -> None:
-        metrics.SAMPLES.set(sum(len(partition.rows) for partition in self._partitions.values()))
-
-    def _discard(self, partition: Partition, blobs: Sequence[BlobRef]) -> None:
-        size = sum(blob.size_bytes for blob in blobs)
-        self._quotas.give_back(run_of(partition.partition_id), size)
-        self._free(blobs)
+            self._quotas.give_back(
+                run_of(partition.partition_id), sum(blob.size_bytes for blob in unused)
+            )
+            self._free(unused)

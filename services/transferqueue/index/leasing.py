@@ -1,18 +1,15 @@
 """Hands ready samples to consumers and takes their acknowledgements."""
 
-import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from services.common.batch import KVBatchMeta
 from services.common.clock import Clock
-from services.common.columns import BlobRef
 from services.common.errors import DeadlineExceededError, FailedPreconditionError
 from services.common.ids import new_id
 from services.transferqueue.facts import AcquireRequest
 from services.transferqueue.index.consumers import Consumer, Lease, lease_not_found, sampler_of
 from services.transferqueue.index.partition import Partition, find
-from services.transferqueue.index.parts import Extension, Part, Row
-from services.transferqueue.index.samplers import balanced_order
+from services.transferqueue.index.parts import Extension, Row
 from services.transferqueue.waiters import Waiters
 
 AckedKeys = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
@@ -26,7 +23,6 @@ class Leasing:
         partitions: The partitions, by id.
         waiters: Are woken when a partition changes.
         clock: Times leases.
-        discard: Takes blobs whose time to live is over.
     """
 
     def __init__(
@@ -34,12 +30,10 @@ class Leasing:
         partitions: Mapping[str, Partition],
         waiters: Waiters,
         clock: Clock,
-        discard: Callable[[Partition, Sequence[BlobRef]], None],
     ) -> None:
         self._partitions = partitions
         self._waiters = waiters
         self._clock = clock
-        self._discard = discard
         self._consumers: dict[str, dict[str, Consumer]] = {}
 
     def open(self, partition_id: str) -> None:
@@ -83,11 +77,11 @@ class Leasing:
             rows = partition.rows.values()
             self._consumers[partition_id][name] = Consumer(frozenset(fields), rows, acked)
 
-    async def acquire(self, request: AcquireRequest) -> tuple[KVBatchMeta, tuple[str, ...]]:
+    async def acquire(self, request: AcquireRequest) -> KVBatchMeta:
         """Lease samples, waiting until there are enough.
 
         Returns:
-            The samples with their lease, and the keys passed over as too old.
+            The samples with their lease.
 
         Raises:
             DeadlineExceededError: If there are not enough in time; nothing is leased.
@@ -101,13 +95,9 @@ class Leasing:
             consumer = self._consumer(partition, request)
             now = self._clock.monotonic()
             consumer.expire(now)
-            rows, stale = consumer.take(
-                sampler,
-                num_rows=request.num_keys,
-                oldest_version=request.oldest_weight_version,
-            )
+            rows = consumer.take(sampler, num_rows=request.num_keys)
             if rows:
-                return self._lease(partition, consumer, request, rows), stale
+                return self._lease(partition, consumer, request, rows)
             if now >= deadline:
                 raise DeadlineExceededError(
                     f"{request.partition_id} did not have {request.num_keys} samples ready for "
@@ -124,33 +114,11 @@ class Leasing:
         Raises:
             FailedPreconditionError: If the lease expired or never was.
         """
-        partition = find(self._partitions, partition_id)
+        find(self._partitions, partition_id)
         now = self._clock.monotonic()
         consumers = self._consumers[partition_id].values()
-        lease = next((rows for c in consumers if (rows := c.ack(lease_id, now)) is not None), None)
-        if lease is None:
+        if not any(consumer.ack(lease_id, now) for consumer in consumers):
             raise lease_not_found(lease_id)
-        done = [row for row in lease if all(row in c.acked for c in consumers)]
-        for part, put in partition.settle(done):
-            for field, ttl_s in partition.field_ttls_s.items():
-                loop = asyncio.get_running_loop()
-                loop.call_later(ttl_s, self._expire_field, partition, part, put, field)
-
-    def nack(self, partition_id: str, lease_id: str) -> None:
-        """Hand a lease's samples out again.
-
-        Raises:
-            FailedPreconditionError: If the lease expired or never was.
-        """
-        find(self._partitions, partition_id)
-        if not any(c.nack(lease_id) for c in self._consumers[partition_id].values()):
-            raise lease_not_found(lease_id)
-        self._waiters.wake(partition_id)
-
-    def _expire_field(self, partition: Partition, part: Part, put: int, field: str) -> None:
-        blob = partition.drop_field(part, put, field)
-        if blob is not None:
-            self._discard(partition, [blob])
 
     def _consumer(self, partition: Partition, request: AcquireRequest) -> Consumer:
         consumers = self._consumers[partition.partition_id]
@@ -175,8 +143,4 @@ class Leasing:
     ) -> KVBatchMeta:
         lease_id = new_id("lease")
         consumer.lease(Lease(lease_id, rows, self._clock.monotonic() + request.lease_s))
-        meta = partition.describe(rows, lease_id=lease_id)
-        if request.num_ranks == 1:
-            return meta
-        costs = [sum(lengths) for lengths in zip(*(c.lengths for c in meta.fields), strict=True)]
-        return meta.reorder(balanced_order(costs, num_ranks=request.num_ranks))
+        return partition.describe(rows, lease_id=lease_id)

@@ -2,7 +2,7 @@
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 
@@ -25,18 +25,11 @@ class Partition:
     Args:
         partition_id: Its name.
         required_fields: Fields that a complete sample has.
-        field_ttls_s: Seconds after which the values of a field may go once settled.
     """
 
-    def __init__(
-        self,
-        partition_id: str,
-        required_fields: Sequence[str],
-        field_ttls_s: Mapping[str, float],
-    ) -> None:
+    def __init__(self, partition_id: str, required_fields: Sequence[str]) -> None:
         self.partition_id = partition_id
         self.required_fields = frozenset(required_fields)
-        self.field_ttls_s = field_ttls_s
         self.revision = 0
         self.stored_bytes = 0
         self.rows: dict[str, Row] = {}
@@ -62,8 +55,7 @@ class Partition:
         self._schema.learn(meta)
         self.stored_bytes += sum(blob.size_bytes for blob in meta.blobs)
         alone = self._open_part(layout_of(meta))
-        num_settled = sum([row.is_settled for row, _ in known])
-        first = alone[0].append(meta, num_unsettled=meta.num_keys - num_settled)
+        first = alone[0].append(meta)
         places = map(first_place, range(first, first + meta.num_keys))
         new = [
             Row(key, alone, place)
@@ -107,25 +99,9 @@ class Partition:
             del self.rows[row.key]
             self.num_complete -= row.revision > 0
             row.revision = Row.DELETED
-        _settle([row for row in rows if not row.is_settled])
         unused = [blob for part, places in _by_part(rows) for blob in part.remove(places)]
         self.stored_bytes -= sum(blob.size_bytes for blob in unused)
         return unused
-
-    def settle(self, rows: Iterable[Row]) -> list[tuple[Part, int]]:
-        """Count rows as acknowledged by all consumers.
-
-        Returns:
-            The puts of which no row is unsettled any more: their part and number.
-        """
-        return _settle([row for row in rows if not row.is_settled])
-
-    def drop_field(self, part: Part, put: int, name: str) -> BlobRef | None:
-        """Forget a field's values of one put; returns their blob if it is still in use."""
-        blob = part.drop(put, name)
-        if blob is not None:
-            self.stored_bytes -= blob.size_bytes
-        return blob
 
     def rows_on(self, shard_id: str) -> list[Row]:
         """Rows with a value on a shard."""
@@ -227,22 +203,12 @@ def _by_part(rows: Sequence[Row]) -> Iterator[tuple[Part, list[int]]]:
             yield part, [of_row[number] for of_row in places]
 
 
-def _settle(rows: Sequence[Row]) -> list[tuple[Part, int]]:
-    for row in rows:
-        row.is_settled = True
-    return [(part, put) for part, places in _by_part(rows) for put in part.settle(places)]
-
-
 def _extend(known: Sequence[tuple[Row, int]], part: Part) -> list[Extension]:
-    # Rows share the tuple of their parts, and so have the same fields, unless some put lost one of them.
-    alike: dict[tuple[tuple[Part, ...], frozenset[str] | None], list[tuple[Row, int]]] = {}
+    alike: dict[tuple[Part, ...], list[tuple[Row, int]]] = {}
     for row, place in known:
-        is_uneven = any(one.has_dropped for one in row.parts)
-        alike.setdefault((row.parts, row.field_names() if is_uneven else None), []).append(
-            (row, place)
-        )
+        alike.setdefault(row.parts, []).append((row, place))
     extensions = []
-    for (parts, _), found in alike.items():
+    for parts, found in alike.items():
         before = found[0][0].field_names()
         extended = (*parts, part)
         for row, place in found:

@@ -14,7 +14,6 @@ Layout = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 """Fields, the shards of their blobs, tags."""
 Values: TypeAlias = "array[int] | array[float] | list[str]"
 _FULL_ROWS = 256
-_DROPPED = -1
 
 
 class Part:
@@ -28,8 +27,8 @@ class Part:
     """
 
     __slots__ = (
-        "_blob_ids", "_checksums", "_num_rows", "_num_unsettled", "_sizes", "fields", "has_dropped",
-        "lengths", "offsets", "puts", "shard_ids", "tag_values", "tags",
+        "_blob_ids", "_checksums", "_num_rows", "_sizes", "fields", "lengths", "offsets",
+        "puts", "shard_ids", "tag_values", "tags",
     )  # fmt: skip
 
     def __init__(self, layout: Layout) -> None:
@@ -45,21 +44,14 @@ class Part:
         self._sizes = array("i")
         self._checksums = array("Q")
         self._num_rows = array("i")
-        self._num_unsettled = array("i")
-        self.has_dropped = False
-        """Whether some put lost a field."""
 
     @property
     def is_full(self) -> bool:
         """Whether no further put belongs here."""
         return len(self.puts) >= _FULL_ROWS
 
-    def append(self, meta: KVBatchMeta, *, num_unsettled: int) -> int:
-        """Add a put of this layout, of which so many rows were not acknowledged by all consumers.
-
-        Returns:
-            The place of its first row.
-        """
+    def append(self, meta: KVBatchMeta) -> int:
+        """Add a put of this layout; returns the place of its first row."""
         first, put = len(self.puts), len(self._num_rows)
         for number, column in enumerate(meta.fields):
             self.lengths[number] = _grown(self.lengths[number], column.lengths)
@@ -75,21 +67,11 @@ class Part:
         ]
         self.puts.extend(array("h", (put,)) * meta.num_keys)
         self._num_rows.append(meta.num_keys)
-        self._num_unsettled.append(num_unsettled)
         return first
 
-    def fields_at(self, place: int) -> Sequence[str]:
-        """Fields that a row has here."""
-        if not self.has_dropped:
-            return self.fields
-        blobs = self._blobs(self.puts[place])
-        return [name for name, blob in zip(self.fields, blobs, strict=True) if blob]
-
-    def blob(self, put: int, number: int) -> BlobRef | None:
-        """Blob of a put's field, by the number of the field; None if it was dropped."""
+    def blob(self, put: int, number: int) -> BlobRef:
+        """Blob of a put's field, by the number of the field."""
         at = put * len(self.fields) + number
-        if self._sizes[at] == _DROPPED:
-            return None
         return BlobRef(
             shard_id=self.shard_ids[number],
             blob_id=self._blob_ids[at],
@@ -104,40 +86,11 @@ class Part:
     def remove(self, places: Iterable[int]) -> list[BlobRef]:
         """Forget rows; returns the blobs that no row needs any more."""
         unused: list[BlobRef] = []
-        for put, count in self._count(places):
+        for put, count in Counter(map(self.puts.__getitem__, places)).items():
             self._num_rows[put] -= count
             if self._num_rows[put] == 0:
-                unused += [blob for blob in self._blobs(put) if blob]
+                unused += [self.blob(put, number) for number in range(len(self.fields))]
         return unused
-
-    def settle(self, places: Iterable[int]) -> list[int]:
-        """Count rows as acknowledged by all; returns the puts of which these were the last ones."""
-        settled = []
-        for put, count in self._count(places):
-            self._num_unsettled[put] -= count
-            if self._num_unsettled[put] == 0:
-                settled.append(put)
-        return settled
-
-    def _count(self, places: Iterable[int]) -> Iterable[tuple[int, int]]:
-        """How many of some rows each put brought."""
-        return Counter(map(self.puts.__getitem__, places)).items()
-
-    def drop(self, put: int, name: str) -> BlobRef | None:
-        """Forget a put's field; returns its blob if there is still a row that has it."""
-        if self._num_rows[put] == 0 or name not in self.fields:
-            return None
-        number = self.fields.index(name)
-        blob = self.blob(put, number)
-        self._sizes[put * len(self.fields) + number] = _DROPPED
-        self.has_dropped = True
-        for place, of_place in enumerate(self.puts):
-            if of_place == put:
-                self.lengths[number][place] = self.offsets[number][place] = 0
-        return blob
-
-    def _blobs(self, put: int) -> list[BlobRef | None]:
-        return [self.blob(put, number) for number in range(len(self.fields))]
 
 
 def layout_of(meta: KVBatchMeta) -> Layout:
@@ -189,7 +142,7 @@ def first_place(place: int) -> tuple[int, ...]:
 class Row:
     """One sample: the parts that describe it, and its place in each."""
 
-    __slots__ = ("is_settled", "key", "parts", "places", "revision")
+    __slots__ = ("key", "parts", "places", "revision")
 
     DELETED: ClassVar = -1
 
@@ -197,15 +150,12 @@ class Row:
         self.key = key
         self.parts = parts
         self.places = places
-        self.is_settled = False
-        """Whether all consumers acknowledged it."""
         self.revision = 0
         """Newest change once complete; 0 before; ``DELETED`` after."""
 
     def field_names(self) -> frozenset[str]:
         """Fields that are there."""
-        found = zip(self.parts, self.places, strict=True)
-        return frozenset(name for part, place in found for name in part.fields_at(place))
+        return frozenset(name for part in self.parts for name in part.fields)
 
     def tag(self, name: str) -> int | float | str | None:
         """Value of a tag; the newest put that brought it counts."""

@@ -8,8 +8,8 @@ from operator import add
 from services.common.batch import KVBatchMeta
 from services.common.columns import BlobRef, FieldColumn
 from services.common.errors import AlreadyExistsError, InvalidArgumentError
+from services.transferqueue.encoding.codec import ITEM_BYTES
 from services.transferqueue.index.parts import Row
-from services.transferqueue.transport.codec import ITEM_BYTES
 
 Kind = tuple[str, int, tuple[int, ...]]
 """Type of a field: dtype, row rank, tail shape."""

@@ -9,7 +9,7 @@ from services.common.errors import ServiceError
 from services.common.task_group import TaskGroup
 from services.transferqueue.concurrency import unwrapped
 from services.transferqueue.facts import Shard
-from services.transferqueue.shards.registry_client import ShardRegistryClient
+from services.transferqueue.registry_client import ShardRegistryClient
 from services.transferqueue.storage.blobs import BlobStore
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import grpc
 from services.common.batch import KVBatchMeta
 from services.common.errors import NotFoundError
 from services.transferqueue.index.index import Index
-from services.transferqueue.shards.registry_client import shard_from_proto
+from services.transferqueue.registry_client import shard_from_proto
 from services.transferqueue.shards.shards import Shards
 from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc

@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from services.common.columns import BlobRef
 from services.common.errors import NotFoundError
@@ -115,16 +115,6 @@ class Shards:
         """
         self.demand_alive(shard_id, instance_id).charges[partition_id] += size_bytes
 
-    def drain(self, shard_id: str) -> None:
-        """Let a shard take no new samples.
-
-        Raises:
-            NotFoundError: If there is no such shard.
-        """
-        member = self._member(shard_id)
-        member.shard = replace(member.shard, is_draining=True)
-        self._tell_clients()
-
     async def connect(
         self, public_key: str, run_id: str = ALL_RUNS
     ) -> AsyncGenerator[list[Shard], None]:
@@ -160,7 +150,6 @@ class Shards:
                 shard_id=shard_id,
                 stored_bytes=member.stored_bytes(),
                 capacity_bytes=member.capacity_bytes,
-                is_draining=member.shard.is_draining,
             )
             for shard_id, member in self._members.items()
         ]
@@ -191,11 +180,6 @@ class Shards:
     def _tell_clients(self) -> None:
         metrics.SHARDS.set(len(self._members))
         self._waiters.wake(_CHANGED)
-
-    def _member(self, shard_id: str) -> _Member:
-        if shard_id not in self._members:
-            raise NotFoundError(f"there is no shard {shard_id!r}", shard_id=shard_id)
-        return self._members[shard_id]
 
     def demand_alive(self, shard_id: str, instance_id: str) -> _Member:
         """The shard, if this life of its process takes part.

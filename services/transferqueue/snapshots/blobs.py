@@ -9,8 +9,8 @@ from services.common.batch import KVBatchMeta
 from services.common.columns import BlobRef
 from services.common.errors import DataLossError, InternalError, NotFoundError
 from services.common.ids import new_id
+from services.transferqueue.encoding import codec
 from services.transferqueue.shards.shards import Shards
-from services.transferqueue.transport import codec
 from services.transferqueue.transport.connection import ShardConnection
 
 _TIMEOUT_S = 60.0

@@ -22,14 +22,14 @@ from services.common.errors import (
     NotFoundError,
 )
 from services.common.fields import group_of
+from services.transferqueue.encoding import codec
+from services.transferqueue.encoding.checksums import blob_checksum
 from services.transferqueue.facts import PartitionImage
 from services.transferqueue.index.index import Index
-from services.transferqueue.shards.placement import place
+from services.transferqueue.placement import place
 from services.transferqueue.shards.shards import Shards
 from services.transferqueue.snapshots.blobs import BlobClient
 from services.transferqueue.snapshots.records import RecordReader, RecordWriter
-from services.transferqueue.transport import codec
-from services.transferqueue.transport.checksums import blob_checksum
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
@@ -102,7 +102,6 @@ class Snapshots:
                     image.partition_id,
                     required_fields=image.required_fields,
                     quota_bytes=image.quota_bytes,
-                    field_ttls_s=image.field_ttls_s,
                 )
         if fields != [num_keys]:
             raise DataLossError(f"{path.name} holds {num_keys} samples, not {fields}")
@@ -172,18 +171,16 @@ def _describe(image: PartitionImage) -> list[object]:
         image.partition_id,
         list(image.required_fields),
         image.quota_bytes,
-        list(image.field_ttls_s.items()),
         acked,
     ]
 
 
 def _read_image(fields: Sequence[object]) -> PartitionImage:
-    partition_id, required_fields, quota_bytes, ttls, acked = fields
+    partition_id, required_fields, quota_bytes, acked = fields
     return PartitionImage(
         partition_id=str(partition_id),
         required_fields=tuple(required_fields),  # type: ignore[arg-type]  # the checksum vouches
         quota_bytes=int(quota_bytes),  # type: ignore[call-overload]
-        field_ttls_s=dict(ttls),  # type: ignore[call-overload]
         puts=(),
         acked={name: (tuple(f), tuple(keys)) for name, f, keys in acked},  # type: ignore[attr-defined]
     )

@@ -9,7 +9,7 @@ import os
 from bisect import bisect_left
 from pathlib import Path
 
-from services.transferqueue.transport.codec import ALIGNMENT
+from services.transferqueue.encoding.codec import aligned
 
 
 class Arena:
@@ -81,8 +81,3 @@ class Arena:
         else:
             self._starts.insert(index, start)
             self._sizes.insert(index, size)
-
-
-def aligned(size_bytes: int) -> int:
-    """``size_bytes`` rounded up to the alignment; at least one unit."""
-    return max(-(-size_bytes // ALIGNMENT), 1) * ALIGNMENT

@@ -1,5 +1,6 @@
 """The blobs of one shard: room is reserved, written, sealed, read, and given back."""
 
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -14,9 +15,11 @@ from services.common.errors import (
     NotFoundError,
 )
 from services.transferqueue.concurrency import in_thread
-from services.transferqueue.storage.arena import Arena, aligned
-from services.transferqueue.transport.checksums import combine
-from services.transferqueue.transport.codec import FRAME_BYTES, checksum
+from services.transferqueue.encoding.checksums import combine
+from services.transferqueue.encoding.codec import FRAME_BYTES, aligned, checksum
+from services.transferqueue.storage.arena import Arena
+
+_PIN_BITS = 62
 
 
 @dataclass(slots=True)
@@ -92,7 +95,6 @@ class Storage:
         self._spill = spill
         self._blobs: dict[int, _Blob] = {}
         self._pins: dict[int, tuple[int, ...]] = {}
-        self._pin_ids = count(1)
         self._blob_ids = count(first_blob_id)
 
     @property
@@ -222,7 +224,8 @@ class Storage:
         Raises:
             NotFoundError: If there is no such blob.
         """
-        pin_id = next(self._pin_ids)
+        # Whoever knows the number may end the hold, so it is nothing that another run could guess.
+        pin_id = 1 + secrets.randbits(_PIN_BITS)
         blob_ids = tuple({blob_id for blob_id, _, _ in ranges})
         for blob_id in blob_ids:
             self._find(blob_id, 0, 0)

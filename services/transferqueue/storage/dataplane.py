@@ -24,14 +24,14 @@ from services.common.errors import (
 )
 from services.common.task_group import TaskGroup
 from services.transferqueue import metrics
+from services.transferqueue.channels.arena_socket import serve_arena
+from services.transferqueue.channels.local_channel import LocalChannel
+from services.transferqueue.channels.sockets import MessageSocket, set_limits
 from services.transferqueue.concurrency import unwrapped
+from services.transferqueue.encoding import codec
 from services.transferqueue.storage import admission
-from services.transferqueue.storage.arena_socket import serve_arena
 from services.transferqueue.storage.blobs import BlobStore
 from services.transferqueue.storage.puts import Puts
-from services.transferqueue.transport import codec
-from services.transferqueue.transport.local_channel import LocalChannel
-from services.transferqueue.transport.sockets import MessageSocket, set_limits
 
 logger = logging.getLogger(__name__)
 

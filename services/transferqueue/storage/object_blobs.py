@@ -12,18 +12,18 @@ from itertools import accumulate, count
 
 from services.common.columns import BlobRef
 from services.common.errors import InvalidArgumentError, NotFoundError
-from services.transferqueue.storage.arena import aligned
+from services.transferqueue.channels.object_store import (
+    PLACE_BITS,
+    ObjectStore,
+    object_place,
+    object_range,
+)
+from services.transferqueue.encoding.checksums import blob_checksum
+from services.transferqueue.encoding.codec import ALIGNMENT, aligned
 from services.transferqueue.storage.blobs import Grant, check_arrived
-from services.transferqueue.storage.object_store import ObjectStore, Range
-from services.transferqueue.transport.checksums import blob_checksum
-from services.transferqueue.transport.codec import ALIGNMENT
 
 _USABLE_SHARE = 0.9
 """Share of the memory that is given out: the store's allocator refuses before all of it is used."""
-
-
-_PLACE_BITS = 34
-"""Bits of a blob's id that give its place in the object, in units of ALIGNMENT: up to 1 TiB."""
 
 
 class ObjectStorage:
@@ -69,7 +69,7 @@ class ObjectStorage:
         self.used_bytes += total
         number = next(self._numbers)
         starts = accumulate(map(aligned, sizes[:-1]), initial=0)
-        blob_ids = tuple((number << _PLACE_BITS) + start // ALIGNMENT for start in starts)
+        blob_ids = tuple((number << PLACE_BITS) + start // ALIGNMENT for start in starts)
         self._alive[number] = len(blob_ids)
         self._sizes.update(zip(blob_ids, sizes, strict=True))
         return Grant(blob_ids, (0,) * len(sizes))
@@ -108,7 +108,7 @@ class ObjectStorage:
             self.used_bytes -= aligned(self._sizes.pop(blob_id))
             self._sealed.discard(blob_id)
             self._received.pop(blob_id, None)
-        numbers = [blob_id >> _PLACE_BITS for blob_id in known]
+        numbers = [blob_id >> PLACE_BITS for blob_id in known]
         self._alive.subtract(numbers)
         for number in {number for number in numbers if self._alive[number] == 0}:
             del self._alive[number]
@@ -147,18 +147,6 @@ class ObjectStorage:
 
     async def _run(self, work: Callable[..., None], *arguments: object) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
-
-
-def object_place(instance_id: str, blob_id: int) -> tuple[str, int]:
-    """Key of the object that a blob is in, and the blob's first byte there."""
-    number, place = divmod(blob_id, 1 << _PLACE_BITS)
-    return f"{instance_id}/{number}", place * ALIGNMENT
-
-
-def object_range(instance_id: str, blob_id: int, offset: int, size: int) -> Range:
-    """A range of a blob as a range of its object."""
-    key, begin = object_place(instance_id, blob_id)
-    return key, begin + offset, size
 
 
 def _store_all(store: ObjectStore, key: str, blobs: Sequence[bytes | bytearray]) -> None:

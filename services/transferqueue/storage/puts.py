@@ -27,9 +27,9 @@ from services.common.errors import (
 )
 from services.common.fields import run_of
 from services.transferqueue import metrics
+from services.transferqueue.encoding import codec
 from services.transferqueue.storage.blobs import BlobStore, Grant
 from services.transferqueue.storage.ownership import Ownership, demand_run
-from services.transferqueue.transport import codec
 from services.transferqueue.waiters import Waiters
 
 _ROOM = "room"

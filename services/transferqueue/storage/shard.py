@@ -70,8 +70,8 @@ def _mooncake(
     settings: TransferQueueSettings, shard: Shard, stack: AsyncExitStack
 ) -> tuple[Shard, BlobStore]:
     # Imported only where it is used: the package is an optional extra.
+    from services.transferqueue.channels.object_store import ObjectStore
     from services.transferqueue.storage.object_blobs import ObjectStorage
-    from services.transferqueue.storage.object_store import ObjectStore
 
     address = ObjectStoreAddress(
         master=settings.mooncake_master,

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from services.common.errors import DeadlineExceededError, InternalError
 from services.transferqueue.concurrency import map_in_threads
-from services.transferqueue.tensors.packing import PackedColumn, Part
-from services.transferqueue.tensors.readplan import Extent, check_whole
-from services.transferqueue.transport import codec
-from services.transferqueue.transport.checksums import combine
+from services.transferqueue.encoding import codec
+from services.transferqueue.encoding.checksums import combine
+from services.transferqueue.encoding.packing import PackedColumn, Part
+from services.transferqueue.encoding.readplan import Extent, check_whole
 from services.transferqueue.transport.connection import ShardConnection
 from services.transferqueue.transport.socket_transport import TIMEOUT_S, Transport, Writing
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import xxhash
 
 from services.common.errors import DataLossError
-from services.transferqueue.tensors.readplan import Extent
-from services.transferqueue.transport import codec
+from services.transferqueue.encoding import codec
+from services.transferqueue.encoding.readplan import Extent
 
 
 class Arrival:

@@ -16,10 +16,10 @@ from services.common.errors import (
     UnavailableError,
     from_reason,
 )
+from services.transferqueue.channels.local_channel import LocalChannel
+from services.transferqueue.channels.sockets import Frame, MessageSocket, set_limits
+from services.transferqueue.encoding import codec
 from services.transferqueue.facts import Shard
-from services.transferqueue.transport import codec
-from services.transferqueue.transport.local_channel import LocalChannel
-from services.transferqueue.transport.sockets import Frame, MessageSocket, set_limits
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import zmq
 
-from services.common.errors import NotFoundError, UnavailableError
+from services.common.errors import FailedPreconditionError, NotFoundError, UnavailableError
 from services.common.task_group import TaskGroup
+from services.transferqueue.channels.allocator import keep_freed_memory
+from services.transferqueue.channels.arena_socket import open_arena
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.concurrency import unwrapped
 from services.transferqueue.facts import Shard
-from services.transferqueue.storage.arena_socket import open_arena
-from services.transferqueue.transport.allocator import keep_freed_memory
 from services.transferqueue.transport.arena_transport import ArenaTransport
 from services.transferqueue.transport.connection import ShardConnection
 from services.transferqueue.transport.socket_transport import SocketTransport, Transport
@@ -97,7 +97,7 @@ class Links:
                     await self._update(shards)
                     connected.set()
                     is_known_to_be_away = False
-            except UnavailableError as error:
+            except (UnavailableError, FailedPreconditionError) as error:
                 if not is_known_to_be_away:
                     logger.warning("index out of reach", extra={"error": str(error)})
                 is_known_to_be_away = True

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from services.transferqueue.channels.object_store import ObjectStore, object_place, object_range
+from services.transferqueue.encoding import codec
+from services.transferqueue.encoding.checksums import combine, parts_of
+from services.transferqueue.encoding.packing import PackedColumn
+from services.transferqueue.encoding.readplan import Extent
 from services.transferqueue.facts import Shard
-from services.transferqueue.storage.object_blobs import object_place, object_range
-from services.transferqueue.storage.object_store import ObjectStore
-from services.transferqueue.tensors.packing import PackedColumn
-from services.transferqueue.tensors.readplan import Extent
-from services.transferqueue.transport import codec
-from services.transferqueue.transport.checksums import combine, parts_of
 from services.transferqueue.transport.socket_transport import Writing
 
 

@@ -10,11 +10,11 @@ import zmq
 from torch import Tensor
 
 from services.transferqueue.concurrency import run_all
-from services.transferqueue.tensors.packing import PackedColumn, Part
-from services.transferqueue.tensors.readplan import Extent, check_whole
-from services.transferqueue.transport import codec
+from services.transferqueue.encoding import codec
+from services.transferqueue.encoding.checksums import combine
+from services.transferqueue.encoding.packing import PackedColumn, Part
+from services.transferqueue.encoding.readplan import Extent, check_whole
 from services.transferqueue.transport.arrival import Arrival
-from services.transferqueue.transport.checksums import combine
 from services.transferqueue.transport.connection import ShardConnection
 
 TIMEOUT_S = 60.0

@@ -8,9 +8,8 @@ from math import prod
 from services.common.batch import KVBatchMeta
 from services.common.columns import MISSING, BlobRef, FieldColumn
 from services.common.errors import DataLossError, NotFoundError
-from services.transferqueue.storage.arena import aligned
-from services.transferqueue.transport.checksums import combine, parts_of
-from services.transferqueue.transport.codec import ITEM_BYTES
+from services.transferqueue.encoding.checksums import combine, parts_of
+from services.transferqueue.encoding.codec import ITEM_BYTES, aligned
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ the cache.
 import struct
 from collections.abc import Iterator, Sequence
 
-from services.transferqueue.transport.codec import FRAME_BYTES, checksum
+from services.transferqueue.encoding.codec import FRAME_BYTES, checksum
 
 
 def parts_of(size_bytes: int) -> Iterator[tuple[int, int]]:

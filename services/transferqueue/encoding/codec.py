@@ -42,12 +42,12 @@ ALIGNMENT: Final = 64
 """Blobs begin at multiples of this, so that any dtype can be viewed in place."""
 
 ITEM_BYTES: Final = {
-    "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "msgpack": 1,
+    "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
     "int32": 4, "uint32": 4, "float32": 4,
     "int64": 8, "uint64": 8, "float64": 8,
 }  # fmt: skip
-"""Size of one element by dtype; a msgpack row is a string of bytes."""
+"""Size of one element by dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +217,11 @@ def decode(header: bytes | memoryview) -> tuple[Message, int]:
     if not _is_count(op) or not 1 <= op <= len(_TYPES) or not _is_count(request_id):
         raise ValueError("a header begins with a known op and a request id")
     return _build(_TYPES[op - 1], fields), request_id
+
+
+def aligned(size_bytes: int) -> int:
+    """``size_bytes`` rounded up to the alignment; at least one unit."""
+    return max(-(-size_bytes // ALIGNMENT), 1) * ALIGNMENT
 
 
 def checksum(data: bytes | bytearray | memoryview) -> int:

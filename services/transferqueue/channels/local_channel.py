@@ -9,8 +9,8 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from services.transferqueue.transport.codec import MAX_HEADER_BYTES, MAX_READ_BYTES
-from services.transferqueue.transport.sockets import Frame
+from services.transferqueue.channels.sockets import Frame
+from services.transferqueue.encoding.codec import MAX_HEADER_BYTES, MAX_READ_BYTES
 
 _PREFIX = struct.Struct("<Iq")
 _NO_PAYLOAD = -1

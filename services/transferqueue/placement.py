@@ -14,11 +14,11 @@ def place(group: str, shards: Sequence[Shard]) -> str:
     own share of the groups.
 
     Raises:
-        ValueError: If no shard takes samples.
+        ValueError: If there is no shard.
     """
-    open_ids = [shard.shard_id for shard in shards if not shard.is_draining]
-    if not open_ids:
-        raise ValueError("no shard takes samples; add one or wait for one to start")
+    if not shards:
+        raise ValueError("there is no shard; add one or wait for one to start")
     return max(
-        open_ids, key=lambda shard_id: xxhash.xxh3_64_intdigest(f"{shard_id}/{group}".encode())
+        [shard.shard_id for shard in shards],
+        key=lambda shard_id: xxhash.xxh3_64_intdigest(f"{shard_id}/{group}".encode()),
     )

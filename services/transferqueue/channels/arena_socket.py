@@ -7,12 +7,16 @@ import asyncio
 import mmap
 import os
 import socket
+import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 _TIMEOUT_S = 2.0
 _MAX_NAME_BYTES = 256
+# Between a socket's making and its listening, nobody listens either.
+_NEW_S = 60.0
 
 
 @contextmanager
@@ -22,12 +26,16 @@ def serve_arena(
     """Give ``fd`` to each process that connects, until the block ends.
 
     Args:
-        path: Where the socket is; replaced if a dead process left it.
+        path: Where the socket is; those that processes of this user left in its folder, which were killed,
+            are removed.
         instance_id: Sent along, so that a client notices a socket of another shard.
         fd: Descriptor of the arena.
         welcome: Takes the connection over.
     """
     path.unlink(missing_ok=True)
+    for other in path.parent.glob(f"slipstream-*{path.suffix}"):
+        if _is_left_behind(other):
+            other.unlink(missing_ok=True)
     loop = asyncio.get_running_loop()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.setblocking(False)
@@ -88,6 +96,23 @@ def open_arena(path: str, *, instance_id: str) -> tuple[mmap.mmap, socket.socket
             os.close(fd)
     peer.close()
     return None
+
+
+def _is_left_behind(path: Path) -> bool:
+    """Whether it is a socket of this user at which nobody listens, and not one that is just being made."""
+    try:
+        found = path.lstat()
+        is_own = stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
+        if not is_own or time.time() - found.st_mtime < _NEW_S:
+            return False
+        with _short(path) as short, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+            peer.settimeout(_TIMEOUT_S)
+            peer.connect(short)
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 @contextmanager

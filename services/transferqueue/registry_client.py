@@ -82,7 +82,6 @@ def shard_to_proto(shard: Shard) -> pb.Shard:
         public_key=shard.public_key,
         arena_socket=shard.arena_socket,
         instance_id=shard.instance_id,
-        draining=shard.is_draining,
         object_store=_store_to_proto(shard.object_store),
     )
 
@@ -95,7 +94,6 @@ def shard_from_proto(proto: pb.Shard) -> Shard:
         public_key=proto.public_key,
         arena_socket=proto.arena_socket,
         instance_id=proto.instance_id,
-        is_draining=proto.draining,
         object_store=_store_from_proto(proto.object_store),
     )
 

@@ -5,9 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import cast
 
-import msgpack
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,12 +13,12 @@ from torch import Tensor
 from services.common.columns import FieldColumn
 from services.common.errors import InvalidArgumentError
 from services.common.jagged import Jagged
-from services.transferqueue.transport.checksums import combine, parts_of
-from services.transferqueue.transport.codec import ITEM_BYTES, checksum
+from services.transferqueue.encoding.checksums import combine, parts_of
+from services.transferqueue.encoding.codec import ITEM_BYTES, checksum
 
-Values = Jagged | Tensor | Sequence[Tensor] | Sequence[object]
-"""Values of one field: rows as ``Jagged``, a tensor whose first dimension counts the samples, a list
-of tensors, or a list of values that msgpack can hold."""
+Values = Jagged | Tensor | Sequence[Tensor]
+"""Values of one field: rows as ``Jagged``, a tensor whose first dimension counts the samples, or a list
+of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +118,13 @@ def pack(name: str, values: Values) -> PackedColumn:
         rank = 0 if values.is_scalar else values.values.dim()
         lengths = values.lengths.tolist()
         return _column(name, [values.values], lengths, rank, tuple(values.values.shape[1:]))
-    are_tensors = {issubclass(kind, Tensor) for kind in set(map(type, values))}
-    if are_tensors == {True}:
-        return _pack_rows(name, cast("Sequence[Tensor]", values))
-    if True in are_tensors:
-        raise InvalidArgumentError(f"field {name!r} mixes tensors and other values")
-    return _pack_objects(name, values)
+    others = {kind.__name__ for kind in set(map(type, values)) if not issubclass(kind, Tensor)}
+    if others or not values:
+        raise InvalidArgumentError(
+            f"field {name!r} holds {', '.join(sorted(others)) or 'nothing'}; expected one tensor per key",
+            field=name,
+        )
+    return _pack_rows(name, values)
 
 
 def share(name: str, row: Tensor, num_keys: int) -> PackedColumn:
@@ -159,22 +158,11 @@ def unpack(column: FieldColumn, data: Tensor) -> Jagged:
         column: Type and lengths.
         data: uint8, the rows one after the other, aligned for the dtype.
     """
-    dtype = torch.uint8 if column.dtype == "msgpack" else getattr(torch, column.dtype)
-    values = data.view(dtype)
+    values = data.view(getattr(torch, column.dtype))
     if column.tail_shape:
         values = values.view(sum(column.lengths), *column.tail_shape)
     lengths = torch.from_numpy(np.array(column.lengths, dtype=np.int64))
     return Jagged(values, lengths, is_scalar=column.row_rank == 0)
-
-
-def unpack_objects(column: FieldColumn, data: Tensor) -> list[object]:
-    """Decode the values of a field that does not hold tensors."""
-    view = data.numpy().data
-    ends = list(accumulate(column.lengths))
-    return [
-        msgpack.unpackb(view[end - length : end])
-        for end, length in zip(ends, column.lengths, strict=True)
-    ]
 
 
 def _pack_dense(name: str, tensor: Tensor) -> PackedColumn:
@@ -202,29 +190,6 @@ def _pack_rows(name: str, rows: Sequence[Tensor]) -> PackedColumn:
 def _text_of(rows: Sequence[Tensor]) -> str:
     kinds = dict.fromkeys(f"{row.dtype} {['*', *row.shape[1:]]}" for row in rows)
     return ", ".join(list(kinds)[:5])
-
-
-def _pack_objects(name: str, values: Sequence[object]) -> PackedColumn:
-    try:
-        packed = [msgpack.packb(value) for value in values]
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidArgumentError(
-            f"field {name!r} holds a value that msgpack cannot: {error}; use numbers, text, bytes, "
-            "lists and dicts",
-            field=name,
-        ) from error
-    data = torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.uint8)
-    lengths = tuple(len(row) for row in packed)
-    return PackedColumn(
-        name=name,
-        dtype="msgpack",
-        row_rank=1,
-        tail_shape=(),
-        lengths=lengths,
-        offsets=tuple(accumulate(lengths[:-1], initial=0)),
-        pieces=(data,),
-        bounds=(0, len(data)),
-    )
 
 
 def _column(

@@ -17,13 +17,15 @@ from typing import TypeVar
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
 from services.common.errors import InternalError, NotFoundError, ResourceExhaustedError
+from services.transferqueue.encoding.codec import ALIGNMENT, aligned
 from services.transferqueue.facts import ObjectStoreAddress
-from services.transferqueue.storage.arena import aligned
 
 T = TypeVar("T")
 Range = tuple[str, int, int]
 """Key of an object, offset, size."""
 
+PLACE_BITS = 34
+"""Bits of a blob's id that give its place in the object, in units of ALIGNMENT: up to 1 TiB."""
 _FULL = -200
 _TRANSFER_FAILED = -800
 _FAILOVER_S = 20.0
@@ -215,3 +217,15 @@ def _batches(ranges: Sequence[Range]) -> list[list[Range]]:
             done += step
             room -= step
     return [batch for batch in batches if batch]
+
+
+def object_place(instance_id: str, blob_id: int) -> tuple[str, int]:
+    """Key of the object that a blob is in, and the blob's first byte there."""
+    number, place = divmod(blob_id, 1 << PLACE_BITS)
+    return f"{instance_id}/{number}", place * ALIGNMENT
+
+
+def object_range(instance_id: str, blob_id: int, offset: int, size: int) -> Range:
+    """A range of a blob as a range of its object."""
+    key, begin = object_place(instance_id, blob_id)
+    return key, begin + offset, size

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from services.transferqueue.transport.codec import FRAME_BYTES, MAX_HEADER_BYTES
+from services.transferqueue.encoding.codec import FRAME_BYTES, MAX_HEADER_BYTES
 
 _SEND_BUFFER_BYTES = 128 << 10
 """The kernel would let its queue outgrow the cache, in which the receiver should still find the bytes."""

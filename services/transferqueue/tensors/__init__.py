@@ -1,1 +1,0 @@
-"""Tensors to columns of bytes and back."""
