@@ -22,25 +22,24 @@ from services.common.lifetime import announce
 from services.common.logging import configure
 from services.common.metrics import serve_metrics
 from services.common.spec.loader import parse_spec
-from services.common.weightsync.member import WeightMember
-from services.common.weightsync.server import WeightSyncServicer
 from services.controller.client import WorkerSession, open_rendezvous
 from services.trainer import metrics
-from services.trainer.critic.worker import serve_critic
-from services.trainer.ending import until_stopped
+from services.trainer.critic import serve_critic
 from services.trainer.model.parallel import join_processes
 from services.trainer.ranks.build import build_critic, build_rank, device_of
 from services.trainer.ranks.crew import Crew
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
-from services.trainer.ranks.start import Build, connect_data, load
-from services.trainer.ranks.transfers import Transfers
+from services.trainer.ranks.start import Build, connect_data, load, until_stopped
 from services.trainer.scoring.build import build_scorer
 from services.trainer.scoring.leader import follow
 from services.trainer.scoring.worker import serve_logp, serve_ref_logp
 from services.trainer.server import TrainerServicer
 from services.trainer.settings import TrainerSettings
-from services.trainer.step import StepResult
+from services.trainer.steps.step import StepResult
+from services.trainer.transfers import Transfers
+from services.weightsync.member import WeightMember
+from services.weightsync.server import WeightSyncServicer
 from slipstream.trainer.v1 import trainer_pb2_grpc
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
 
@@ -93,12 +92,13 @@ async def run_follower(settings: TrainerSettings) -> None:
     start = json.loads(order.payload)
     spec = parse_spec(start["spec"])
     async with connect_data(start["transferqueue_address"], spec) as data:
+        transfers = Transfers(data, loop)
 
         def build(build_part: Build[_T]) -> _T:
             return build_part(
                 spec,
                 settings,
-                transfers=Transfers(data, loop),
+                transfers=transfers,
                 progress=lambda step, steps: None,
             )
 
@@ -116,6 +116,7 @@ async def run_follower(settings: TrainerSettings) -> None:
         async with _serve_rows(settings, follower) as address:
             await asyncio.to_thread(crew.gather, address)
             await asyncio.to_thread(follower.follow)
+        await transfers.finish()
 
 
 @asynccontextmanager

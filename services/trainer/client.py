@@ -64,6 +64,31 @@ class TrainerClient:
             step=response.step, metrics=dict(response.metrics), skipped=response.skipped
         )
 
+    async def accumulate(
+        self, step: int, groups: KVBatchMeta, *, weight_version: int, timeout_s: float
+    ) -> None:
+        """Begin with some groups of the next step; :meth:`train_step` then needs less time. Safe to repeat.
+
+        Args:
+            step: Number of the step that they belong to.
+            groups: Whole groups.
+            weight_version: Number of the weights that the step starts from.
+            timeout_s: Deadline.
+
+        Raises:
+            InvalidArgumentError: If the groups lack what the algorithm needs.
+            FailedPreconditionError: If ``step`` does not follow the newest one.
+            UnavailableError: If the trainer still loads.
+        """
+        await call(
+            self._stub.AccumulateStep,
+            pb.AccumulateStepRequest(
+                step=step, batch=groups.to_proto(), weight_version=weight_version
+            ),
+            timeout_s=timeout_s,
+            idempotent=True,
+        )
+
     async def newest_step(self, *, timeout_s: float) -> int:
         """The newest trained step, once no step is being trained; 0 before the first."""
         response = await call(

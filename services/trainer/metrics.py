@@ -67,6 +67,7 @@ _GAUGES = {
         ("learning_rate", "learning_rate", "Learning rate."),
         ("rejected_fraction", "rejected_ratio", "Tokens that a rejection mask took out."),
         ("zero_advantage_fraction", "zero_advantage_ratio", "Tokens without an advantage."),
+        ("shared_token_fraction", "shared_token_ratio", "Tokens that another sample's pass covered."),
         ("rollout_logprob_abs_diff_max", "logprob_abs_diff", "Largest rollout-to-trainer gap."),
     )
 }  # fmt: skip

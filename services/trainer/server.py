@@ -12,7 +12,7 @@ from services.common.errors import InvalidArgumentError
 from services.common.fields import group_of
 from services.trainer import metrics
 from services.trainer.ranks.leader import Leader
-from services.trainer.step import StepResult
+from services.trainer.steps.step import StepResult
 from slipstream.trainer.v1 import trainer_pb2 as pb
 from slipstream.trainer.v1 import trainer_pb2_grpc
 
@@ -76,6 +76,18 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             weight_version=weight_version,
         )
         return result
+
+    async def AccumulateStep(  # noqa: N802
+        self, request: pb.AccumulateStepRequest, context: _Context
+    ) -> pb.AccumulateStepResponse:
+        """Begin with some groups of the next step."""
+        try:
+            meta = KVBatchMeta.from_proto(request.batch)
+        except ValueError as error:
+            raise InvalidArgumentError(f"groups of step {request.step}: {error}") from error
+        if meta.num_keys:
+            await self._leader.accumulate(request.step, meta, weight_version=request.weight_version)
+        return pb.AccumulateStepResponse()
 
     async def GetNewestStep(  # noqa: N802
         self, request: pb.GetNewestStepRequest, context: _Context

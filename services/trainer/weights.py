@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from services.common.jagged import Jagged
-from services.common.weightsync.canary import Canary, canary_text
-from services.common.weightsync.plan import TensorSpec
+from services.common.models.loading import stored_buffers, stored_tensors
 from services.trainer.batch.packing import pack
+from services.trainer.collectives import Ranks
 from services.trainer.model.lora import (
     adapter_parameters,
     adapter_shapes,
@@ -19,8 +19,11 @@ from services.trainer.model.lora import (
 )
 from services.trainer.model.parallel import free_gathered
 from services.trainer.model.policy import Policy
+from services.weightsync.canary import Canary, canary_text
+from services.weightsync.plan import TensorSpec
 
 _CPU = torch.device("cpu")
+_ALONE = Ranks()
 
 
 class WeightExport:
@@ -30,6 +33,7 @@ class WeightExport:
         policy: The policy, sharded or not.
         dtype: Element type on the wire.
         device: Of the policy.
+        ranks: Data-parallel ranks.
         senders: Value of ``weight_sync.senders``.
         lora_sync: Value of ``trainer.lora.sync``.
     """
@@ -40,6 +44,7 @@ class WeightExport:
         *,
         dtype: torch.dtype,
         device: torch.device = _CPU,
+        ranks: Ranks = _ALONE,
         senders: str = "ranks",
         lora_sync: str = "merged",
     ) -> None:
@@ -48,28 +53,33 @@ class WeightExport:
         self._device = device
         self._sends_adapters = lora_sync == "adapter"
         # They stay the same objects; a search through all modules takes longer than a GPU's copy.
-        self._parameters = tuple(policy.model.named_parameters())
+        self._tensors = stored_tensors(policy.model)
+        self._buffers = stored_buffers(policy.model).keys()
+        self._ranks = ranks
         self.sends_rows = senders == "ranks" and _is_divided_by_rows(policy)
         """Whether every rank sends its own rows; otherwise rank 0 gathers and sends all."""
 
     def weight_specs(self) -> list[TensorSpec]:
         """What is sent, in sending order."""
-        dtype, model = str(self._dtype).removeprefix("torch."), self._policy.model
+        model = self._policy.model
         shapes = merged_shapes(model)
         if self._sends_adapters:
             shapes += adapter_shapes(model)
-        return [TensorSpec(name, tuple(shape), dtype) for name, shape in shapes]
+        return [
+            TensorSpec(name, tuple(shape), str(self._dtype_of(name)).removeprefix("torch."))
+            for name, shape in shapes
+        ]
 
     @torch.no_grad()
     def weight_tensors(self, *, only_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Gather the weights one by one; tied weights come once, without buffers.
+        """Gather the weights one by one; tied weights come once, buffers as they are stored.
 
         Where they are sharded, every rank must iterate.
         """
         model = self._policy.model
         if not only_adapters:
             for name, value in merged_parameters(model, merges=not self._sends_adapters):
-                yield name, value.to(self._dtype)
+                yield name, value.to(self._dtype_of(name))
         if self._sends_adapters:
             for name, value in adapter_parameters(model):
                 yield name, value.to(self._dtype)
@@ -77,11 +87,18 @@ class WeightExport:
     def weight_rows(self) -> Iterator[tuple[str, Tensor]]:
         """The rows that this rank holds, without a gather; what it has no row of is left out."""
         with torch.no_grad():
-            rows = [
-                (name, value.to_local() if isinstance(value, DTensor) else value)
-                for name, value in self._parameters
-            ]
+            rows = [(name, self._own_rows(value)) for name, value in self._tensors.items()]
         return ((name, value) for name, value in rows if value.numel() > 0)
+
+    def _own_rows(self, value: Tensor) -> Tensor:
+        if isinstance(value, DTensor):
+            return value.to_local()
+        count = -(-len(value) // self._ranks.size)
+        return value[self._ranks.rank * count :][:count]
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        """Buffers are few numbers that training moves by less than half precision can say."""
+        return self._tensors[name].dtype if name in self._buffers else self._dtype
 
     @torch.no_grad()
     def score_canary(self) -> Canary:
@@ -100,6 +117,13 @@ class WeightExport:
 def _is_divided_by_rows(policy: Policy) -> bool:
     """Whether each parameter is whole or divided by FSDP2 alone, in whole rows, and sent as it is."""
     return not any("lora_" in name for name, _ in policy.named_parameters()) and all(
-        not isinstance(parameter, DTensor) or tuple(parameter.placements) == (Shard(0),)
-        for parameter in policy.parameters()
+        _has_rows(parameter) for parameter in policy.parameters()
     )
+
+
+def _has_rows(parameter: Tensor) -> bool:
+    if not isinstance(parameter, DTensor):
+        return True
+    sizes = parameter.device_mesh.shape
+    divided = [p for p, size in zip(parameter.placements, sizes, strict=True) if size > 1]
+    return divided in ([], [Shard(0)])

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from services.trainer.algorithm.segments import Segments
+from services.trainer.batch.segments import Segments
 
 _STD_EPSILON = 1e-6
 _WHITEN_EPSILON = 1e-8

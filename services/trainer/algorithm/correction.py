@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.algorithm.loss import MAX_LOG_RATIO
-from services.trainer.algorithm.segments import Segments
+from services.trainer.batch.segments import Segments
 
 
 def importance_weights(
@@ -57,6 +57,25 @@ def importance_weights(
     return weights / torch.where(mean > 0, mean, 1.0)
 
 
+def interpolated_proximal(logprobs: Tensor, rollout_logprobs: Tensor, age: Tensor) -> Tensor:
+    """Approximate proximal logprobs, without the forward pass that they cost (A-3PO, arXiv:2512.06547).
+
+    On the straight line from the sampling policy, ``age`` versions before the start of the step, to the
+    current one, which becomes the version after it. A token of the step's own version keeps its rollout
+    logprob.
+
+    Args:
+        logprobs: ``[T]``, current policy.
+        rollout_logprobs: ``[T]``, policy that sampled the tokens.
+        age: ``[T]`` weight versions between the sampling policy and the start of the step.
+
+    Returns:
+        ``[T]`` without gradient.
+    """
+    share = age / (age + 1.0)
+    return rollout_logprobs + share * (logprobs.detach() - rollout_logprobs)
+
+
 def raw_weights(log_ratio: Tensor, mask: Tensor, segments: Segments, *, level: str) -> Tensor:
     """``[T]`` ratio of each token, or of its sequence, before any bound; 0 outside ``mask``."""
     log_ratio = torch.where(mask, log_ratio.detach(), 0.0)
@@ -68,12 +87,6 @@ def raw_weights(log_ratio: Tensor, mask: Tensor, segments: Segments, *, level: s
         raise ValueError(f"unknown level {level!r}; expected token, sequence or geometric")
     bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.where(mask, torch.exp(bounded), 0.0)
-
-
-def effective_sample_fraction(weights: Tensor, mask: Tensor) -> Tensor:
-    """Scalar in (0, 1]: ``mean(w)^2 / mean(w^2)`` over ``mask``; 1 where all weights are equal."""
-    kept = weights[mask]
-    return kept.mean().square() / kept.square().mean()
 
 
 def rejection_mask(

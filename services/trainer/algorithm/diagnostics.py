@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.algorithm.loss import MAX_LOG_RATIO
-from services.trainer.algorithm.segments import Segments
+from services.trainer.batch.segments import Segments
 
 
 def token_terms(proximal_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ with tokens x vocabulary. On a GPU the two reductions are compiled into one kern
 would otherwise read and write the chunk a dozen times.
 """
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -19,14 +20,29 @@ _TILE = 128
 """Rows that a matrix kernel works on at a time: chunks are multiples of it."""
 
 
+@dataclass(frozen=True, slots=True)
+class OutputHead:
+    """What turns final hidden states into logits: ``cap * tanh(scale * (hidden @ weight.T) / cap)``."""
+
+    weight: Tensor
+    """``[V, H]`` output embedding."""
+    scale: float = 1.0
+    """Factor of the logits: Granite divides them, Cohere multiplies."""
+    cap: float | None = None
+    """Bound of the logits (Gemma 2); None is none."""
+    in_float32: bool = True
+    """Whether logits are never rounded to the dtype of hidden states and weight. Rounded to bfloat16, they
+    move a logprob by .02 in the mean (ScaleRL, arXiv:2510.13786; MiniMax-M1, arXiv:2506.13585)."""
+
+
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float
+    hidden: Tensor, head: OutputHead, targets: Tensor, *, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Logprob of each target and entropy of its distribution, both differentiable.
 
     Args:
         hidden: ``[T, H]`` final hidden states, of the model's dtype.
-        weight: ``[V, H]`` output embedding.
+        head: The output head.
         targets: ``[T]`` int64 tokens whose logprobs are wanted.
         temperature: Divides the logits, as the engine did when it sampled.
 
@@ -34,14 +50,37 @@ def token_logprobs(
         ``[T]`` float32 logprobs and ``[T]`` float32 entropies in nats.
     """
     result: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, temperature
+        hidden, head.weight, targets, head, temperature
     )
     return result
 
 
-def _reduce(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprob of the target, log-normalizer and entropy, each ``[C]``, of ``[C, V]`` logits."""
-    scaled = logits.float() / temperature
+def _products(hidden: Tensor, weight: Tensor, *, in_float32: bool) -> Tensor:
+    """``[C, V]`` products of ``[C, H]`` hidden states with the output embedding."""
+    if not in_float32 or hidden.dtype == torch.float32:
+        return functional.linear(hidden, weight)
+    if hidden.is_cuda:
+        # Sums are kept in float32 by the kernel anyway; here they are also stored so.
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    return functional.linear(hidden.float(), weight.float())
+
+
+def _bounded(
+    products: Tensor, scale: float, cap: float | None, temperature: float
+) -> tuple[Tensor, Tensor | float]:
+    """``[C, V]`` float32 logits over the temperature, and their derivative by the products."""
+    logits = products.float() * scale
+    if cap is None:
+        return logits / temperature, scale / temperature
+    share = torch.tanh(logits / cap)
+    return share * (cap / temperature), (1.0 - share.square()) * (scale / temperature)
+
+
+def _reduce(
+    products: Tensor, targets: Tensor, scale: float, cap: float | None, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprob of the target, log-normalizer and entropy, each ``[C]``."""
+    scaled, _ = _bounded(products, scale, cap, temperature)
     normalizer = torch.logsumexp(scaled, -1)
     logprobs = scaled.gather(1, targets[:, None]).squeeze(1) - normalizer
     expected = (torch.exp(scaled - normalizer[:, None]) * scaled).sum(-1)
@@ -49,25 +88,29 @@ def _reduce(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor
 
 
 def _gradient(
-    logits: Tensor,
+    products: Tensor,
     targets: Tensor,
     saved: tuple[Tensor, Tensor],
     grads: tuple[Tensor, Tensor],
+    scale: float,
+    cap: float | None,
     temperature: float,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient of ``[C, V]`` logits, in their place.
+    """Gradient of ``[C, V]`` products, of a dtype.
 
     ``d logprob = onehot - p`` and ``d entropy = -p (log p + entropy)``.
     """
     normalizer, entropy = saved
     grad_logprobs, grad_entropy = grads
-    log_p = logits.float() / temperature - normalizer[:, None]
+    scaled, slope = _bounded(products, scale, cap, temperature)
+    log_p = scaled - normalizer[:, None]
     p = torch.exp(log_p)
-    tokens = torch.arange(logits.shape[1], device=logits.device)
+    tokens = torch.arange(products.shape[1], device=products.device)
     hit = (tokens == targets[:, None]).to(p.dtype)
     grad = (hit - p) * grad_logprobs[:, None]
     grad = grad - p * (log_p + entropy[:, None]) * grad_entropy[:, None]
-    return logits.copy_(grad / temperature)
+    return (grad * slope).to(dtype)
 
 
 @cache
@@ -88,41 +131,49 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        head: OutputHead,
+        temperature: float,
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         normalizer, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for part in _chunks(hidden, weight):
-            logits = functional.linear(hidden[part], weight)
-            numbers = _fused(_reduce, logits)(logits, targets[part], temperature)
-            logprobs[part], normalizer[part], entropy[part] = numbers
+        numbers = head.scale, head.cap, temperature
+        for part in _chunks(hidden, weight, head):
+            products = _products(hidden[part], weight, in_float32=head.in_float32)
+            reduced = _fused(_reduce, products)(products, targets[part], *numbers)
+            logprobs[part], normalizer[part], entropy[part] = reduced
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
-        ctx.temperature = temperature
+        ctx.head, ctx.numbers = head, numbers
         return logprobs, entropy
 
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
-    ) -> tuple[Tensor, Tensor, None, None]:
+    ) -> tuple[Tensor, Tensor, None, None, None]:
         hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         # Summed over chunks, so it is kept in float32 whatever the model's dtype is.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for part in _chunks(hidden, weight):
-            logits = functional.linear(hidden[part], weight)
-            grad = _fused(_gradient, logits)(
-                logits,
+        for part in _chunks(hidden, weight, ctx.head):
+            products = _products(hidden[part], weight, in_float32=ctx.head.in_float32)
+            grad = _fused(_gradient, products)(
+                products,
                 targets[part],
                 (normalizer[part], entropy[part]),
                 (grad_logprobs[part], grad_entropy[part]),
-                ctx.temperature,
+                *ctx.numbers,
+                hidden.dtype,
             )
             grad_hidden[part] = grad @ weight
             grad_weight += grad.T @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
-def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    size = max(1, _CHUNK_BYTES // (weight.shape[0] * hidden.element_size()))
+def _chunks(hidden: Tensor, weight: Tensor, head: OutputHead) -> list[slice]:
+    element_bytes = 4 if head.in_float32 else hidden.element_size()
+    size = max(1, _CHUNK_BYTES // (weight.shape[0] * element_bytes))
     size = size - size % _TILE or size
     return [slice(start, start + size) for start in range(0, hidden.shape[0], size)]

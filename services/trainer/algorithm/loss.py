@@ -1,8 +1,6 @@
 """Policy losses, penalties and their aggregation: pure functions on flat tokens.
 
-A policy loss maps ``[T]`` logprobs and advantages to a ``[T]`` token loss. What it was compared with
-(``old_logprobs``) is decided by the off-policy correction: the sampling policy under ``bypass``, the
-proximal one under ``decoupled``.
+A policy loss maps the tokens of a micro-batch to a loss for each of them; ``spec/formulas.py`` names them.
 """
 
 from dataclasses import dataclass, field
@@ -10,11 +8,29 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from services.trainer.algorithm.segments import Segments
+from services.trainer.batch.segments import Segments
 
 MAX_LOG_RATIO = 20.0
 _GSPO_MAX_LOG_RATIO = 10.0
 _K3_MAX = 10.0
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LossTokens:
+    """The ``T`` tokens of a micro-batch, of whole sequences; only ``logprobs`` has a gradient."""
+
+    logprobs: Tensor
+    """``[T]`` float32, current policy; 0 where ``mask`` is not set."""
+    old_logprobs: Tensor
+    """``[T]`` float32, what the loss compares with: the sampling policy (``bypass``) or the proximal one."""
+    rollout_logprobs: Tensor
+    """``[T]`` float32, policy that sampled the tokens."""
+    advantages: Tensor
+    """``[T]`` float32."""
+    mask: Tensor
+    """``[T]`` bool, tokens that train."""
+    segments: Segments
+    """Sequences of the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,26 +43,23 @@ class TokenLoss:
     """``[T]`` facts about each token, by metric name; their mean over trained tokens is reported."""
 
 
+def log_ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """``logprobs - old_logprobs`` kept within +-20. Shape as the inputs."""
+    return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
 def ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """``exp(logprobs - old_logprobs)`` with the exponent kept within +-20. Shape as the inputs."""
-    return torch.exp((logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    """``exp(log_ratio_of(logprobs, old_logprobs))``."""
+    return torch.exp(log_ratio_of(logprobs, old_logprobs))
 
 
 def ppo(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
+    tokens: LossTokens, *, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> TokenLoss:
     """Clipped surrogate (arXiv:1707.06347), with clip-higher (DAPO) and dual clip (arXiv:1912.09729).
 
     Args:
-        logprobs: ``[T]``, current policy.
-        old_logprobs: ``[T]``, baseline policy, without gradient.
-        advantages: ``[T]``.
+        tokens: What is trained.
         clip_low: The ratio is clipped at ``1 - clip_low``.
         clip_high: The ratio is clipped at ``1 + clip_high``.
         dual_clip: Bound on the loss of tokens with a negative advantage, in advantages; None is no
@@ -55,142 +68,100 @@ def ppo(
     Returns:
         Token loss with ``clip_fraction`` and ``clip_fraction_lower``.
     """
-    return _clipped(
-        ratio_of(logprobs, old_logprobs),
-        advantages,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
+    ratio, advantages = ratio_of(tokens.logprobs, tokens.old_logprobs), tokens.advantages
+    clipped = _clipped(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
+    if dual_clip is None:
+        return clipped
+    values, bound, negative = clipped.values, -advantages * dual_clip, advantages < 0
+    is_bound = ((values > bound) & negative).to(values.dtype)
+    return TokenLoss(
+        torch.where(negative, torch.minimum(values, bound), values),
+        {**clipped.indicators, "clip_fraction_lower": is_bound},
     )
 
 
-def _clipped(
-    ratio: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-) -> TokenLoss:
+def _clipped(ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> TokenLoss:
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     values = torch.maximum(unclipped, clipped)
-    indicators = {"clip_fraction": (clipped > unclipped).to(values.dtype)}
-    if dual_clip is not None:
-        bound = -advantages * dual_clip
-        negative = advantages < 0
-        indicators["clip_fraction_lower"] = ((values > bound) & negative).to(values.dtype)
-        values = torch.where(negative, torch.minimum(values, bound), values)
-    return TokenLoss(values, indicators)
+    return TokenLoss(values, {"clip_fraction": (clipped > unclipped).to(values.dtype)})
 
 
-def gspo(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    segments: Segments,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> TokenLoss:
+def gspo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> TokenLoss:
     """Clipped surrogate with the sequence's geometric mean ratio (arXiv:2507.18071, GSPO-token).
 
-    The gradient flows as if each token had the sequence's ratio.
+    The ratio is taken over trained tokens; the gradient flows as if each token had the sequence's ratio.
 
     Args:
-        logprobs: ``[T]``, current policy.
-        old_logprobs: ``[T]``, baseline policy, without gradient.
-        advantages: ``[T]``.
-        mask: ``[T]`` bool, trained tokens; the ratio is taken over them.
-        segments: Sequences of the tokens.
+        tokens: What is trained.
         clip_low: Lower clip distance, for example 3e-4.
         clip_high: Upper clip distance, for example 4e-4.
 
     Returns:
         Token loss with ``clip_fraction``.
     """
-    mean = segments.mean((logprobs - old_logprobs).detach(), mask)
+    logprobs, segments = tokens.logprobs, tokens.segments
+    mean = segments.mean((logprobs - tokens.old_logprobs).detach(), tokens.mask)
     log_ratio = segments.spread(mean) + logprobs - logprobs.detach()
     ratio = torch.exp(log_ratio.clamp(max=_GSPO_MAX_LOG_RATIO))
-    return _clipped(ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=None)
+    return _clipped(ratio, tokens.advantages, clip_low=clip_low, clip_high=clip_high)
 
 
-def cispo(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> TokenLoss:
+def cispo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> TokenLoss:
     """REINFORCE with a clipped weight, so that every token keeps a gradient (arXiv:2506.13585).
 
     Args:
-        logprobs: ``[T]``, current policy.
-        old_logprobs: ``[T]``, baseline policy, without gradient.
-        advantages: ``[T]``.
+        tokens: What is trained.
         clip_low: The weight is at least ``1 - clip_low``.
         clip_high: The weight is at most ``1 + clip_high``.
 
     Returns:
         Token loss with ``clip_fraction``.
     """
-    ratio = ratio_of(logprobs.detach(), old_logprobs)
+    ratio = ratio_of(tokens.logprobs.detach(), tokens.old_logprobs)
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    values = -weight * advantages * logprobs
+    values = -weight * tokens.advantages * tokens.logprobs
     return TokenLoss(values, {"clip_fraction": (weight != ratio).to(values.dtype)})
 
 
-def aipo(
-    logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, *, ratio_max: float
-) -> TokenLoss:
+def aipo(tokens: LossTokens, *, ratio_max: float) -> TokenLoss:
     """REINFORCE weighted by the ratio to the sampling policy, cut from above (arXiv:2505.24034).
 
     Args:
-        logprobs: ``[T]``, current policy.
-        rollout_logprobs: ``[T]``, policy that sampled the tokens.
-        advantages: ``[T]``.
+        tokens: What is trained.
         ratio_max: Largest weight, for example 2 to 10.
 
     Returns:
         Token loss with ``clip_fraction``.
     """
-    ratio = ratio_of(logprobs.detach(), rollout_logprobs)
-    values = -ratio.clamp(max=ratio_max) * advantages * logprobs
+    ratio = ratio_of(tokens.logprobs.detach(), tokens.rollout_logprobs)
+    values = -ratio.clamp(max=ratio_max) * tokens.advantages * tokens.logprobs
     return TokenLoss(values, {"clip_fraction": (ratio > ratio_max).to(values.dtype)})
 
 
 def sapo(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    temperature_positive: float,
-    temperature_negative: float,
+    tokens: LossTokens, *, sapo_temperature_positive: float, sapo_temperature_negative: float
 ) -> TokenLoss:
     """Surrogate with a smooth sigmoid gate in place of the clip (arXiv:2511.20347).
 
     Args:
-        logprobs: ``[T]``, current policy.
-        old_logprobs: ``[T]``, baseline policy, without gradient.
-        advantages: ``[T]``.
-        temperature_positive: Steepness of the gate for positive advantages.
-        temperature_negative: Steepness of the gate for the others.
+        tokens: What is trained.
+        sapo_temperature_positive: Steepness of the gate for positive advantages.
+        sapo_temperature_negative: Steepness of the gate for the others.
 
     Returns:
         Token loss.
     """
-    ratio = ratio_of(logprobs, old_logprobs)
-    temperature = torch.full_like(ratio, temperature_negative)
-    temperature = temperature.masked_fill(advantages > 0, temperature_positive)
+    ratio, advantages = ratio_of(tokens.logprobs, tokens.old_logprobs), tokens.advantages
+    temperature = torch.full_like(ratio, sapo_temperature_negative)
+    temperature = temperature.masked_fill(advantages > 0, sapo_temperature_positive)
     gate = torch.sigmoid(temperature * (ratio - 1.0)) * 4.0 / temperature
     return TokenLoss(-gate * advantages)
 
 
-def reinforce(logprobs: Tensor, advantages: Tensor) -> TokenLoss:
-    """The policy gradient itself: ``-advantage * logprob``. Both ``[T]``."""
-    return TokenLoss(-advantages * logprobs)
+def reinforce(tokens: LossTokens) -> TokenLoss:
+    """The policy gradient itself: ``-advantage * logprob``."""
+    return TokenLoss(-tokens.advantages * tokens.logprobs)
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: str) -> Tensor:
@@ -267,17 +238,21 @@ def aggregate(
         Scalar.
     """
     values = torch.where(mask, token_loss, 0.0)
-    tokens = denominators.tokens.clamp(min=1).to(values.dtype)
-    sequences = denominators.sequences.clamp(min=1).to(values.dtype)
+    if mode == "seq-mean-token-mean":
+        values = segments.mean(values, mask)
+    return values.sum() / divisor(mode, denominators).to(values.dtype)
+
+
+def divisor(mode: str, denominators: Denominators) -> Tensor:
+    """Scalar that an aggregation divides an update's sum by; 1 at least."""
+    tokens, sequences = denominators.tokens.clamp(min=1), denominators.sequences.clamp(min=1)
     match mode:
         case "token-sum":
-            return values.sum()
+            return torch.ones_like(tokens)
         case "token-mean":
-            return values.sum() / tokens
-        case "seq-mean-token-sum":
-            return values.sum() / sequences
+            return tokens
         case "seq-mean-token-sum-norm":
-            return values.sum() / sequences / denominators.horizon
-        case "seq-mean-token-mean":
-            return segments.mean(values, mask).sum() / sequences
+            return sequences * denominators.horizon
+        case "seq-mean-token-sum" | "seq-mean-token-mean":
+            return sequences
     raise ValueError(f"unknown aggregation {mode!r}")

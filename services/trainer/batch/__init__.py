@@ -1,1 +1,1 @@
-"""From a batch in the transferqueue to packed micro-batches, and what is reported of it."""
+"""From a batch in the transferqueue to packed micro-batches, and the attention over them."""

@@ -1,58 +1,39 @@
-"""Which samples go to which rank and micro-batch, and how a micro-batch is laid out."""
+"""How a micro-batch is laid out: without padding, and what its sequences share only once."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from services.common.jagged import Jagged
-from services.trainer.model.attention import AttentionLayout, build_layout
-from services.trainer.transfer import on_device
+from services.trainer.batch.layout import AttentionLayout, build_layout
+from services.trainer.batch.prefixes import Branch, branches, joined, unshared, worthwhile
+from services.trainer.batch.segments import on_device
 
 
-def balance(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
-    """Deal samples to ranks so that the summed costs are close: largest first, to the least loaded.
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a pack costs."""
 
-    Args:
-        costs: Cost of each sample.
-        num_ranks: Data-parallel ranks.
+    sequence_tokens: int = 0
+    """Tokens of its sequences."""
+    tokens: int = 0
+    """Tokens that the model computes: those, without what is shared."""
+    squares: float = 0.0
+    """Twice the pairs of a token and one that it attends to: the square of each sequence's length, less
+    that of what it shares."""
+    predictions: int = 0
+    """Predictions, each of which costs a row of logits."""
 
-    Returns:
-        Ascending sample indexes of each rank.
-    """
-    loads = [0.0] * num_ranks
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        rank = min(range(num_ranks), key=lambda r: (loads[r], len(shares[r]), r))
-        loads[rank] += costs[index]
-        shares[rank].append(index)
-    return [sorted(share) for share in shares]
-
-
-def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Pack samples into micro-batches: longest first, into the first one with room.
-
-    A sample longer than ``max_tokens`` is a micro-batch of its own.
-
-    Args:
-        lengths: Tokens of each sample.
-        max_tokens: Token budget of a micro-batch.
-
-    Returns:
-        Sample indexes of each micro-batch.
-    """
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        place = next((b for b, free in enumerate(room) if lengths[index] <= free), None)
-        if place is None:
-            bins.append([index])
-            room.append(max_tokens - lengths[index])
-        else:
-            bins[place].append(index)
-            room[place] -= lengths[index]
-    return [sorted(members) for members in bins]
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            self.sequence_tokens + other.sequence_tokens,
+            self.tokens + other.tokens,
+            self.squares + other.squares,
+            self.predictions + other.predictions,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,65 +48,121 @@ class PackedTokens:
     position_ids: Tensor
     """``[T]`` int64, from 0 in each sequence."""
     predictors: Tensor
-    """``[R]`` int64: position from which each response token is predicted."""
+    """``[P]`` int64: position from which each target is predicted. The last token of a shared prompt has as
+    many targets as its responses have first tokens."""
     targets: Tensor
-    """``[R]`` int64 response tokens."""
+    """``[P]`` int64 tokens."""
+    predictions: Tensor | None
+    """``[R]`` int64: which of the ``P`` predictions each response token has; None if they are the same."""
     layout: AttentionLayout
-    """Boundaries for the attention."""
+    """What the tokens attend to."""
+    work: Work
+    """What it costs."""
+    experts: Tensor | None = None
+    """``[T, layers, K]`` int64 experts that the engine chose, -1 where they are not known."""
+
+    def of_responses(self, values: Tensor) -> Tensor:
+        """``[P]`` to ``[R]``: what was computed for each prediction, for each response token."""
+        return values if self.predictions is None else values[self.predictions]
 
 
-def pack(prompts: Jagged, responses: Jagged, *, device: torch.device) -> PackedTokens:
+def pack(
+    prompts: Jagged,
+    responses: Jagged,
+    *,
+    device: torch.device,
+    shares_prefixes: bool = False,
+    experts: Jagged | None = None,
+) -> PackedTokens:
     """Lay out prompts and their responses.
 
     Args:
         prompts: ``N`` rows of token ids, each with at least one token.
         responses: ``N`` rows of token ids.
         device: Of the model.
+        shares_prefixes: Whether tokens that sequences have in common, from their beginnings on, are laid out
+            once. Where that would save little they are not.
+        experts: ``N`` rows, one entry for each token but the last.
 
     Raises:
         ValueError: If a prompt is empty, so that its first response token has no predictor.
     """
     if len(prompts.lengths) and int(prompts.lengths.min()) < 1:
         raise ValueError("a prompt has no token; a response needs at least one to follow")
-    totals = prompts.lengths + responses.lengths
-    starts = torch.cumsum(totals, 0) - totals
-    whole = torch.empty(int(totals.sum()), dtype=torch.int64)
-    whole[_places(starts, prompts.lengths)] = prompts.values.to(torch.int64)
-    response_places = _places(starts + prompts.lengths, responses.lengths)
-    targets = responses.values.to(torch.int64)
-    whole[response_places] = targets
-    lengths = totals - 1
-    if int(lengths.sum()) == 0:
+    answered = torch.nonzero(responses.lengths).flatten()
+    if not len(answered):
         # Nothing is predicted, but a model cannot run on nothing, and other ranks may wait for it.
-        return _one_idle_token(device)
-    # Sequence i moves i places to the front, because i last tokens before it are gone.
-    owners = torch.repeat_interleave(torch.arange(len(totals)), responses.lengths)
-    kept = torch.ones(len(whole), dtype=torch.bool)
-    kept[starts + totals - 1] = False
-    new_starts = torch.cumsum(lengths, 0) - lengths
-    positions = torch.arange(int(lengths.sum())) - torch.repeat_interleave(new_starts, lengths)
+        return _idle_tokens(device)
+    prompt_lengths = prompts.lengths[answered].tolist()
+    sequences = joined(prompts.select(answered).unbind(), responses.select(answered).unbind())
+    inputs = [sequence[:-1] for sequence in sequences]
+    lengths = [len(sequence) for sequence in inputs]
+    prefixes = worthwhile(inputs) if shares_prefixes else unshared(len(inputs))
+    found = branches(prefixes, lengths)
+    input_ids = np.concatenate(
+        [inputs[index][branch.depth :] for index, branch in zip(prefixes.order, found, strict=True)]
+    )
+    paths = dict(zip(prefixes.order, (branch.path for branch in found), strict=True))
+    predictors = np.concatenate(
+        [paths[index][prompt - 1 :] for index, prompt in enumerate(prompt_lengths)]
+    )
+    targets = responses.values.to(torch.int64).numpy()
+    predictions = None
+    if any(prefixes.shared):
+        predictors, targets, predictions = _distinct(predictors, targets)
+    layout = build_layout(found, device)
+    told = None
+    if experts is not None:
+        rows = experts.select(answered).unbind()
+        told = torch.cat([rows[i][b.depth :] for i, b in zip(prefixes.order, found, strict=True)])
     return PackedTokens(
-        input_ids=on_device(whole[kept], device),
-        position_ids=on_device(positions, device),
-        predictors=on_device(response_places - 1 - owners, device),
-        targets=on_device(targets, device),
-        layout=build_layout(lengths.tolist(), device),
+        input_ids=_on_device(input_ids, device),
+        position_ids=layout.depths,
+        predictors=_on_device(predictors, device),
+        targets=_on_device(targets, device),
+        predictions=None if predictions is None else _on_device(predictions, device),
+        layout=layout,
+        work=_work(found, len(predictors)),
+        experts=None if told is None else _known(on_device(told, device)),
     )
 
 
-def _one_idle_token(device: torch.device) -> PackedTokens:
-    """A pack from which nothing is predicted."""
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    return PackedTokens(
-        input_ids=zero,
-        position_ids=zero,
-        predictors=zero[:0],
-        targets=zero[:0],
-        layout=build_layout([1], device),
+def _distinct(
+    predictors: NDArray[np.int64], targets: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Predictions without repetition, and which one each of the given ones is."""
+    # Sorting rows of two numbers would take ten times as long.
+    distinct, places = np.unique(predictors << 32 | targets, return_inverse=True)
+    return distinct >> 32, distinct & 0xFFFFFFFF, places
+
+
+def _work(found: list[Branch], num_predictions: int) -> Work:
+    return Work(
+        sequence_tokens=sum(len(branch.path) for branch in found),
+        tokens=sum(branch.length for branch in found),
+        squares=float(sum(len(branch.path) ** 2 - branch.depth**2 for branch in found)),
+        predictions=num_predictions,
     )
 
 
-def _places(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Positions ``starts[i] .. starts[i] + lengths[i] - 1`` of all rows, laid end to end."""
-    offsets = torch.cumsum(lengths, 0) - lengths
-    return torch.arange(int(lengths.sum())) + torch.repeat_interleave(starts - offsets, lengths)
+def _known(experts: Tensor) -> Tensor:
+    """Numbers of experts; the highest value of their type says that one is not known."""
+    return experts.long().masked_fill(experts == torch.iinfo(experts.dtype).max, -1)
+
+
+def _idle_tokens(device: torch.device) -> PackedTokens:
+    """A pack from which nothing is predicted; of two tokens, because compiled code is made anew for one."""
+    zeros = torch.zeros(2, dtype=torch.int64, device=device)
+    return PackedTokens(
+        input_ids=zeros,
+        position_ids=zeros,
+        predictors=zeros[:0],
+        targets=zeros[:0],
+        predictions=None,
+        layout=build_layout(branches(unshared(1), [2]), device),
+        work=Work(),
+    )
+
+
+def _on_device(values: NDArray[np.int64], device: torch.device) -> Tensor:
+    return on_device(torch.from_numpy(np.ascontiguousarray(values)), device)

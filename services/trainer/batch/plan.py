@@ -1,43 +1,70 @@
-"""The work of one step: mini-batches, ranks and micro-batches, the same plan on every rank."""
+"""The work of one step: mini-batches, ranks and micro-batches.
 
-from collections.abc import Callable
+What each rank gets follows from the lengths of all samples, which every rank knows; how it divides that into
+micro-batches follows from their tokens, which it alone has.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 
-from services.trainer.batch.packing import balance, micro_batches
-from services.trainer.batch.samples import Cohort
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from services.trainer.batch.prefixes import (
+    Prefixes,
+    families,
+    find_prefixes,
+    joined,
+    part,
+    unshared,
+)
+from services.trainer.batch.samples import Cohort, Samples
+from services.trainer.collectives import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A rank's samples of a step."""
+
+    rows: tuple[int, ...]
+    """The rank's samples, by index in the whole batch."""
+    updates: tuple[tuple[int, ...], ...]
+    """For each optimizer update its samples, by position in ``rows``."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What one rank does in a step."""
 
-    rows: tuple[int, ...]
-    """The rank's samples, by index in the whole batch."""
     updates: tuple[tuple[tuple[int, ...], ...], ...]
-    """For each optimizer update its micro-batches, each a tuple of positions in ``rows``. All ranks
+    """For each optimizer update its micro-batches, each a tuple of positions in the rank's samples. All ranks
     have the same number of micro-batches; one without work has an empty one."""
 
 
-def plan_step(
+def share_of(
     cohort: Cohort,
     *,
     num_updates: int,
     rank: int,
     num_ranks: int,
-    max_tokens: int,
     cost: Callable[[int], float] = float,
-) -> StepPlan:
-    """Split a batch into updates by whole groups, then over ranks by cost, then by tokens.
+    shares_prefixes: bool,
+) -> Share:
+    """Split a batch into updates by whole groups, then over ranks by cost.
 
     A batch of fewer groups than updates gives one update for each group.
 
     Args:
         cohort: The whole batch.
         num_updates: Optimizer updates.
-        rank: Data-parallel rank whose plan is wanted.
+        rank: Data-parallel rank whose share is wanted.
         num_ranks: Data-parallel ranks.
-        max_tokens: Token budget of a micro-batch.
         cost: Cost of a sequence by its length.
+        shares_prefixes: Whether a prompt is computed once for those members of its group that are on one
+            rank; then they stay together, as far as that balances the ranks.
     """
     num_groups = int(cohort.groups.max()) + 1
     num_updates = min(num_updates, num_groups)
@@ -47,16 +74,145 @@ def plan_step(
     for update in range(num_updates):
         first = update * num_groups // num_updates
         last = (update + 1) * num_groups // num_updates
-        members = [index for index, group in enumerate(groups) if first <= group < last]
-        shares = balance([cost(cohort.lengths[index]) for index in members], num_ranks)
-        packed = [
-            micro_batches([cohort.lengths[members[i]] for i in share], max_tokens)
-            for share in shares
-        ]
-        own = packed[rank]
-        start = len(rows)
-        rows += [members[i] for i in shares[rank]]
-        work = [tuple(start + position for position in micro) for micro in own]
-        work += [()] * (max(map(len, packed)) - len(own))
-        updates.append(tuple(work))
-    return StepPlan(rows=tuple(rows), updates=tuple(updates))
+        members: list[list[int]] = [[] for _ in range(first, last)]
+        for index, group in enumerate(groups):
+            if first <= group < last:
+                members[group - first].append(index)
+        if not shares_prefixes:
+            members = [[index] for group in members for index in group]
+        own = _deal(cohort, members, num_ranks, cost)[rank]
+        updates.append(tuple(range(len(rows), len(rows) + len(own))))
+        rows += own
+    return Share(rows=tuple(rows), updates=tuple(updates))
+
+
+def plan_step(
+    share: Share, samples: Samples, *, max_tokens: int, ranks: Ranks, shares_prefixes: bool
+) -> StepPlan:
+    """Divide a rank's samples into micro-batches. Every rank calls it.
+
+    Args:
+        share: Of this rank.
+        samples: This rank's, in the order of ``share.rows``.
+        max_tokens: Token budget of a micro-batch.
+        ranks: Data-parallel ranks.
+        shares_prefixes: Whether what samples of a micro-batch have in common counts once.
+    """
+    sequences = joined(samples.prompts.unbind(), samples.responses.unbind())
+    divided = []
+    for own in share.updates:
+        micros = micro_batches([sequences[i] for i in own], max_tokens, shares=shares_prefixes)
+        divided.append([tuple(own[i] for i in micro) for micro in micros])
+    most = ranks.max(torch.tensor([len(micros) for micros in divided])).tolist()
+    updates = zip(divided, most, strict=True)
+    return StepPlan(tuple((*micros, *[()] * (count - len(micros))) for micros, count in updates))
+
+
+def micro_batches(
+    sequences: Sequence[NDArray[np.int64]], max_tokens: int, *, shares: bool
+) -> list[list[int]]:
+    """Pack sequences into micro-batches: as few as first fit, longest first, needs; then of like size.
+
+    Those that share tokens stay together, as far as the budget allows. A remainder much smaller than the
+    others would leave the device idle, and compiled code may differ for it. A sequence longer than
+    ``max_tokens`` is a micro-batch of its own.
+
+    Args:
+        sequences: Tokens of each.
+        max_tokens: Token budget of a micro-batch.
+        shares: Whether tokens that sequences have in common, from their beginnings on, count once.
+
+    Returns:
+        Indexes of the sequences of each micro-batch.
+    """
+    lengths = [len(sequence) for sequence in sequences]
+    if shares and sequences:
+        found = families(find_prefixes(sequences), lengths)
+        units = [unit for family in found for unit in _evenly_cut(family, lengths, max_tokens)]
+    else:
+        units = [Prefixes((index,), (0,)) for index in unshared(len(sequences)).order]
+    sizes = [_num_tokens(unit, lengths) for unit in units]
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(units)), key=lambda i: (-sizes[i], i)):
+        place = next((b for b, free in enumerate(room) if sizes[index] <= free), None)
+        if place is None:
+            bins.append([index])
+            room.append(max_tokens - sizes[index])
+        else:
+            bins[place].append(index)
+            room[place] -= sizes[index]
+    even = _balance(sizes, len(bins))
+    if all(sum(sizes[index] for index in members) <= max_tokens for members in even):
+        bins = even
+    return [sorted(i for index in members for i in units[index].order) for members in bins]
+
+
+def _deal(
+    cohort: Cohort, groups: list[list[int]], num_ranks: int, cost: Callable[[int], float]
+) -> list[list[int]]:
+    """Ascending samples of each rank: whole groups, or the largest parts of them that give the least load."""
+
+    def work(unit: Sequence[int]) -> float:
+        common = cost(min(cohort.prompt_lengths[index] for index in unit)) if len(unit) > 1 else 0.0
+        return common + sum(cost(cohort.lengths[index]) - common for index in unit)
+
+    dealt, least, num_parts = None, 0.0, 1
+    while dealt is None or (num_ranks > 1 and num_parts < 2 * max(map(len, groups))):
+        units = [part for group in groups for part in _parts(group, num_parts)]
+        costs = [work(unit) for unit in units]
+        shares = _balance(costs, num_ranks)
+        load = max(sum(costs[index] for index in share) for share in shares)
+        if dealt is None or load < least:
+            dealt = [sorted(i for index in share for i in units[index]) for share in shares]
+            least = load
+        num_parts *= 2
+    return dealt
+
+
+def _parts(members: list[int], count: int) -> list[list[int]]:
+    size = -(-len(members) // count)
+    return [members[start : start + size] for start in range(0, len(members), size)]
+
+
+def _balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
+    """Deal so that the summed costs are close: largest first, to the least loaded."""
+    shares: list[list[int]] = [[] for _ in range(num_parts)]
+    loads = [(0.0, 0, number) for number in range(num_parts)]
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, count, least = loads[0]
+        heapreplace(loads, (load + costs[index], count + 1, least))
+        shares[least].append(index)
+    return shares
+
+
+def _num_tokens(prefixes: Prefixes, lengths: Sequence[int]) -> int:
+    return sum(lengths[index] for index in prefixes.order) - sum(prefixes.shared)
+
+
+def _evenly_cut(family: Prefixes, lengths: Sequence[int], max_tokens: int) -> list[Prefixes]:
+    """As few parts of sequences as fit the budget, and of like size."""
+    count = len(_cut(family, lengths, max_tokens))
+    if count == 1:
+        return [family]
+    budgets = range(1, max_tokens)
+    least = bisect_left(budgets, True, key=lambda b: len(_cut(family, lengths, b)) <= count)
+    return _cut(family, lengths, least + 1)
+
+
+def _cut(family: Prefixes, lengths: Sequence[int], max_tokens: int) -> list[Prefixes]:
+    """Parts of sequences that fit a budget, cut where they share least in the second half of each."""
+    parts, start, end = [], 0, len(family.order)
+    while start < end:
+        stop, tokens = start + 1, lengths[family.order[start]]
+        while stop < end:
+            tokens += lengths[family.order[stop]] - family.shared[stop]
+            if tokens > max_tokens:
+                break
+            stop += 1
+        if stop < end:
+            halfway = (start + stop) // 2 + 1
+            stop = min(range(stop, halfway - 1, -1), key=family.shared.__getitem__)
+        parts.append(part(family, start, stop))
+        start = stop
+    return parts

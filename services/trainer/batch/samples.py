@@ -9,11 +9,12 @@ from torch import Tensor
 from services.common.batch import KVBatchMeta
 from services.common.columns import MISSING
 from services.common.errors import InvalidArgumentError
+from services.common.fields import ROUTED_EXPERTS
 from services.common.jagged import Jagged
 from services.common.spec.algorithm import AlgorithmSpec
 from services.common.spec.run import RunSpec
-from services.trainer.algorithm.segments import Segments
-from services.trainer.transfer import on_device
+from services.trainer.batch.packing import PackedTokens, pack
+from services.trainer.batch.segments import Segments, on_device
 
 _CORRECTION_FIELDS = ("rollout_logprobs", "version_runs")
 _REQUIRED_FIELDS = ("prompt_ids", "response_ids", "response_mask", "rewards")
@@ -41,6 +42,8 @@ class Samples:
     """``[n]`` float32 task rewards."""
     tokens: Mapping[str, Tensor]
     """Columns ``[R]`` over all response tokens: ``response_mask``, ``loss_mask`` and others."""
+    experts: Jagged | None = None
+    """``n`` rows ``[P + R - 1, layers, K]``: experts that the engine chose, as in the data dictionary."""
 
     @property
     def segments(self) -> Segments:
@@ -70,12 +73,24 @@ class Samples:
             responses=self.responses.select(chosen),
             rewards=self.rewards[chosen],
             tokens={name: column[kept] for name, column in self.tokens.items()},
+            experts=None if self.experts is None else self.experts.select(chosen),
         )
 
     def to(self, device: torch.device) -> "Samples":
         """The same samples with their columns on ``device``; token ids stay where they are."""
         columns = {name: on_device(column, device) for name, column in self.tokens.items()}
         return self.with_tokens(**columns)
+
+
+def pack_samples(samples: Samples, device: torch.device, *, shares_prefixes: bool) -> PackedTokens:
+    """Lay out samples as a micro-batch, with the experts that are known."""
+    return pack(
+        samples.prompts,
+        samples.responses,
+        device=device,
+        shares_prefixes=shares_prefixes,
+        experts=samples.experts,
+    )
 
 
 def empty_samples(fields: Sequence[str]) -> Samples:
@@ -103,7 +118,7 @@ def idle_samples() -> Samples:
     one_row = Jagged(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))
     zero, no = torch.zeros(1), torch.zeros(1, dtype=torch.bool)
     names = (
-        "rollout_logprobs", "proximal_logprobs", "ref_logprobs", "advantages", "values", "returns",
+        "rollout_logprobs", "proximal_logprobs", "ref_logprobs", "advantages", "values", "returns", "age",
     )  # fmt: skip
     tokens: dict[str, Tensor] = dict.fromkeys(names, zero)
     tokens |= {"response_mask": no, "loss_mask": no}
@@ -124,12 +139,23 @@ class Cohort:
     """``[N]`` int64 index of each sample's group, in order of appearance."""
     lengths: tuple[int, ...]
     """Tokens of each sample, prompt and response."""
+    prompt_lengths: tuple[int, ...]
+    """Those of its prompt."""
     is_truncated: Tensor
     """``[N]`` bool: the response ran into its limit."""
     is_member: Tensor
     """``[N]`` bool: the sample counts in its group. A greedy baseline and a failed one do not."""
     is_greedy: Tensor
     """``[N]`` bool: the response was decoded greedily, as a baseline."""
+    is_failed: Tensor
+    """``[N]`` bool: the sample has no reward."""
+
+    @property
+    def lost_baseline(self) -> Tensor:
+        """``[N]`` bool: the greedy response of the sample's group failed, so nothing is known to subtract."""
+        lost = torch.zeros(int(self.groups.max()) + 1, dtype=torch.bool)
+        lost[self.groups[self.is_greedy & self.is_failed]] = True
+        return lost[self.groups]
 
     @classmethod
     def from_meta(cls, meta: KVBatchMeta) -> "Cohort":
@@ -143,9 +169,11 @@ class Cohort:
         return cls(
             groups=torch.tensor([numbers[name] for name in meta.tag("group_id")]),
             lengths=tuple(p + r for p, r in zip(prompts.lengths, responses.lengths, strict=True)),
+            prompt_lengths=prompts.lengths,
             is_truncated=torch.tensor([reason == "length" for reason in reasons]),
             is_member=~(greedy | failed),
             is_greedy=greedy,
+            is_failed=failed,
         )
 
 
@@ -174,7 +202,8 @@ def wanted_fields(meta: KVBatchMeta, spec: RunSpec) -> tuple[str, ...]:
                 f"the batch lacks {name}, which the workers of the role {role} add; look at their logs",
                 missing=name,
             )
-    known = (*_REQUIRED_FIELDS, *_CORRECTION_FIELDS, *_SCORED_FIELDS, "proximal_version")
+    told = () if spec.rollout.routing_replay == "off" else (ROUTED_EXPERTS,)
+    known = (*_REQUIRED_FIELDS, *_CORRECTION_FIELDS, *_SCORED_FIELDS, "proximal_version", *told)
     return tuple(name for name in known if name in present)
 
 
@@ -190,7 +219,7 @@ def build_samples(
 
     A token trains if the policy sampled it, unless it is staler than allowed, older than its response's
     newest tokens under ``mask_older_tokens``, its response was truncated under ``overlong.mask_truncated``,
-    or its sample is no member of the group.
+    its sample is no member of the group, or ReMax has no score of the group's greedy response.
 
     Args:
         fields: Fetched fields of this rank's samples.
@@ -218,8 +247,11 @@ def build_samples(
         responses=responses,
         rewards=fields["rewards"].values.float(),
         tokens=tokens,
+        experts=fields.get(ROUTED_EXPERTS),
     )
     trains = cohort.is_member[chosen]
+    if spec.advantage_kind.needs_greedy:
+        trains = trains & ~cohort.lost_baseline[chosen]
     if spec.overlong.mask_truncated:
         trains = trains & ~cohort.is_truncated[chosen]
     loss_mask = tokens["response_mask"] & samples.segments.spread(trains)
@@ -241,6 +273,9 @@ def _check_lengths(fields: Mapping[str, Jagged]) -> None:
         runs = fields["version_runs"]
         counts = runs.values.reshape(-1, 2)[:, 1].to(torch.int64)
         found["version_runs"] = Segments.from_lengths(runs.lengths).sum(counts)
+    if ROUTED_EXPERTS in fields:
+        # Every token but the last is passed on to the experts, those of the prompt as well.
+        found[ROUTED_EXPERTS] = fields[ROUTED_EXPERTS].lengths - fields["prompt_ids"].lengths + 1
     for name, lengths in found.items():
         for row in torch.nonzero(lengths != expected).flatten().tolist():
             raise IncompleteBatchError(

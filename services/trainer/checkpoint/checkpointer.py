@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor
 
 from services.common.errors import FailedPreconditionError
+from services.common.models.loading import stored_tensors
 from services.trainer.checkpoint import manifest
+from services.trainer.checkpoint.writer import ShardWriter
 from services.trainer.model.parallel import Topology
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -77,7 +76,7 @@ class Checkpointer:
 
         Args:
             step: Newest trained step.
-            facts: Plain numbers to keep; ``num_updates`` among them.
+            facts: Plain numbers to keep; the ``num_updates`` of each part among them, after its prefix.
         """
         tensors = {name: self._copied(name, value) for name, value in self._state().items()}
         if torch.cuda.is_available():
@@ -109,10 +108,9 @@ class Checkpointer:
             unfinished.mkdir(parents=True)
         if self._group is not None:
             distributed.barrier(self._group)
-        writer = HuggingFaceStorageWriter(str(unfinished), save_distributed=True)
         save_shards(
             dict(snapshot.tensors),
-            storage_writer=writer,
+            storage_writer=ShardWriter(unfinished),
             process_group=self._group,
             no_dist=self._group is None,
         )
@@ -140,16 +138,16 @@ class Checkpointer:
             process_group=self._group,
             no_dist=self._group is None,
         )
-        for _, optimizer in self._parts.values():
+        for prefix, (_, optimizer) in self._parts.items():
             for state in optimizer.state.values():
-                state["step"].fill_(float(facts["num_updates"]))
+                state["step"].fill_(float(facts[f"{prefix}num_updates"]))
         return facts
 
     def _state(self) -> dict[str, Tensor]:
         """The live tensors by name: parameters, and both moments of trained ones."""
         state: dict[str, Tensor] = {}
         for prefix, (module, optimizer) in self._parts.items():
-            for name, parameter in module.named_parameters():
+            for name, parameter in stored_tensors(module).items():
                 state[prefix + name] = parameter.detach()
                 if parameter.requires_grad:
                     for moment in _MOMENTS:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
-from services.common.models.loading import build_model, load_config
+from services.common.models.loading import build_model, load_config, stored_tensors
 from services.common.models.tokenizer import load_tokenizer
 from services.common.spec.loader import load_spec
 from services.common.spec.run import RunSpec
@@ -38,7 +38,7 @@ def export_checkpoint(checkpoint: Path, spec: RunSpec, folder: Path) -> None:
     if spec.trainer.lora is not None:
         add_adapters(trained, spec.trainer.lora)
     load_shards(
-        {MODEL_PREFIX + name: value.detach() for name, value in trained.named_parameters()},
+        {MODEL_PREFIX + name: value.detach() for name, value in stored_tensors(trained).items()},
         storage_reader=HuggingFaceStorageReader(str(checkpoint)),
         no_dist=True,
     )

@@ -1,16 +1,38 @@
 """How much arithmetic a step needs, and how much its device could do: their ratio is the MFU."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig
+
+from services.common.models.families import num_experts
 
 _PEAKS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense bfloat16 operations per second, by a part of the device's name."""
 
 
-def training_flops(config: PretrainedConfig, lengths: Iterable[int], num_targets: int) -> float:
+def active_weights(model: nn.Module, config: PretrainedConfig) -> float:
+    """Weights of the layers that a token passes: of the experts, those that it chooses.
+
+    Args:
+        model: On any device, sharded or not.
+        config: Its shape.
+    """
+    shape: Any = config
+    counts = {True: 0, False: 0}
+    for name, parameter in model.named_parameters():
+        if ".layers." in name:
+            counts[".experts." in name] += parameter.numel()
+    if not counts[True]:
+        return float(counts[False])
+    share = float(shape.num_experts_per_tok) / num_experts(shape.to_dict())
+    return counts[False] + counts[True] * share
+
+
+def training_flops(
+    config: PretrainedConfig, weights: float, *, tokens: float, squares: float, predictions: float
+) -> float:
     """Operations of one forward and backward pass that are of use.
 
     Padding, recomputation and the optimizer do not count. Forward ``2 P`` per token in the layers' ``P``
@@ -19,8 +41,10 @@ def training_flops(config: PretrainedConfig, lengths: Iterable[int], num_targets
 
     Args:
         config: Shape of the model.
-        lengths: Tokens of each sequence.
-        num_targets: Tokens whose logprobs are computed.
+        weights: :func:`active_weights`.
+        tokens: Tokens that the layers compute; those that sequences share count once.
+        squares: Squares of the sequences' lengths, less what they share.
+        predictions: Logprobs that are computed.
     """
     shape: Any = config
     hidden, layers, heads = (
@@ -28,13 +52,13 @@ def training_flops(config: PretrainedConfig, lengths: Iterable[int], num_targets
         shape.num_hidden_layers,
         shape.num_attention_heads,
     )
-    head = getattr(shape, "head_dim", None) or hidden // heads
-    attention = 2 * hidden * head * (heads + shape.num_key_value_heads)
-    weights = layers * (attention + 3 * hidden * shape.intermediate_size)
-    counts = list(lengths)
-    forward = 2.0 * weights * sum(counts)
-    forward += 2.0 * layers * heads * head * sum(count**2 for count in counts)
-    forward += 2.0 * shape.vocab_size * hidden * num_targets
+    if hasattr(shape, "qk_head_dim"):
+        head = (shape.qk_head_dim + shape.v_head_dim) / 2
+    else:
+        head = getattr(shape, "head_dim", None) or hidden // heads
+    forward = 2.0 * weights * tokens
+    forward += 2.0 * layers * heads * head * squares
+    forward += 2.0 * shape.vocab_size * hidden * predictions
     return 3.0 * float(forward)
 
 

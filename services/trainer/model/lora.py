@@ -1,15 +1,18 @@
 """Low-rank adapters: put into a model through peft, merged when the weights leave the trainer."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from services.common.models.loading import stored_tensors
 from services.common.spec.trainer import LoraSpec
-from services.common.weightsync.plan import LORA_DOWN, LORA_UP
+from services.weightsync.plan import LORA_DOWN, LORA_UP
 
 _BASE = ".base_layer."
 _ADAPTER = ".lora_"
@@ -17,6 +20,8 @@ _ADAPTER = ".lora_"
 
 def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> None:
     """Give the target modules an adapter each, and freeze everything else, in place.
+
+    What the adapters begin with is for :func:`begin_adapters` to say.
 
     Raises:
         ValueError: If the model has none of the target modules.
@@ -41,6 +46,32 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> None:
         parameter.requires_grad_(_ADAPTER in name)
 
 
+@torch.no_grad()
+def begin_adapters(module: nn.Module, *, seed: int) -> None:
+    """Set adapters to what they begin with, in place: random rows below as in peft, 0 above.
+
+    The same for the same seed, however the parameters are sharded.
+    """
+    for name, parameter in module.named_parameters():
+        if not is_adapter(name):
+            continue
+        start = torch.zeros(parameter.shape)
+        if "lora_A" in name:
+            bound = 1.0 / math.sqrt(parameter.shape[1])
+            generator = torch.Generator().manual_seed(seed ^ crc32(plain_name(name).encode()))
+            start.uniform_(-bound, bound, generator=generator)
+        if isinstance(parameter, DTensor):
+            shards = distribute_tensor(
+                start.to(parameter.device),
+                parameter.device_mesh,
+                parameter.placements,
+                src_data_rank=None,
+            )
+            parameter.to_local().copy_(shards.to_local())
+        else:
+            parameter.copy_(start)
+
+
 def merged_parameters(model: nn.Module, *, merges: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Whole parameters under their Hugging Face names, adapters merged into their weights.
 
@@ -50,7 +81,7 @@ def merged_parameters(model: nn.Module, *, merges: bool = True) -> Iterator[tupl
         model: The model.
         merges: Whether adapters are merged, or left out.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in stored_tensors(model).items():
         if _ADAPTER in name:
             continue
         value = whole(parameter)
@@ -67,7 +98,7 @@ def merged_shapes(model: nn.Module) -> list[tuple[str, torch.Size]]:
     """Names and shapes of what :func:`merged_parameters` yields, in its order."""
     return [
         (plain_name(name), parameter.shape)
-        for name, parameter in model.named_parameters()
+        for name, parameter in stored_tensors(model).items()
         if _ADAPTER not in name
     ]
 

@@ -14,8 +14,13 @@ _FINAL_FRACTION = 0.1
 
 def build_optimizer(parameters: Sequence[nn.Parameter], spec: OptimizerSpec) -> torch.optim.AdamW:
     """AdamW in one fused kernel. Its learning rate is set before every update."""
+    by_mesh: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        by_mesh.setdefault(mesh, []).append(parameter)
     return torch.optim.AdamW(
-        parameters,
+        # The kernel does not take parameters of several meshes at once.
+        [{"params": group} for group in by_mesh.values()],
         lr=spec.learning_rate,
         betas=spec.betas,
         weight_decay=spec.weight_decay,
@@ -83,10 +88,14 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     return total.sqrt()
 
 
-@torch.no_grad()
-def scale_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Scale all gradients down so that their global norm is at most ``max_norm``."""
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    scale_gradients(parameters, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
+    """Multiply all gradients by a scalar."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
     if shards:

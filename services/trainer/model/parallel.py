@@ -1,10 +1,11 @@
 """How the model is spread over processes: meshes, FSDP2, tensor parallelism, recomputation.
 
-mesh   dp x tp; data-parallel ranks train their own samples, tensor-parallel ones share layers
-order  tensor parallelism -> compile -> recomputation -> FSDP2, from the inside out
+mesh   dp x tp; data-parallel ranks train their own samples, tensor-parallel ones share layers. Where experts
+       are shared, dp is copies x experts: each of the inner ranks holds a part of the experts of every layer
+order  tensor and expert parallelism -> compile -> recomputation -> FSDP2, from the inside out
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -28,8 +30,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from services.common.models.families import check_trainer
 from services.common.spec.trainer import TrainerSpec
-from services.trainer.ranks.collectives import Ranks
+from services.trainer.collectives import Ranks
+from services.trainer.model.experts import ExpertRanks, share_experts
 
 _LONGEST_PAUSE = timedelta(hours=24)
 """Longest time between two orders of rank 0, after which the other ranks give up."""
@@ -49,6 +53,8 @@ class Topology:
     """All processes."""
     mesh: DeviceMesh | None = None
     """``dp`` x ``tp``; None for a single process that needs no sharding."""
+    experts: DeviceMesh | None = None
+    """``copies`` x ``experts``, which ``dp`` consists of; None if every rank computes all experts."""
 
 
 def join_processes(*, device: torch.device, rank: int, world_size: int) -> None:
@@ -86,9 +92,19 @@ def build_topology(
             return Topology(device=device, data=Ranks())
         join_processes(device=device, rank=0, world_size=1)
     shape = (world_size // spec.tensor_parallel, spec.tensor_parallel)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
-    data = Ranks(rank=mesh.get_local_rank("dp"), size=shape[0], group=mesh.get_group("dp"))
-    return Topology(device=device, data=data, rank=rank, world_size=world_size, mesh=mesh)
+    experts = None
+    if spec.expert_parallel > 1:
+        inner = (shape[0] // spec.expert_parallel, spec.expert_parallel, shape[1])
+        mesh = init_device_mesh(device.type, inner, mesh_dim_names=("copies", "experts", "tp"))
+        experts = mesh["copies", "experts"]
+        mesh["copies", "experts"]._flatten("dp")  # noqa: SLF001 -- torch has no other name for it
+    else:
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
+    dp = mesh["dp"]
+    data = Ranks(rank=dp.get_local_rank(), size=shape[0], group=dp.get_group())
+    return Topology(
+        device=device, data=data, rank=rank, world_size=world_size, mesh=mesh, experts=experts
+    )
 
 
 def distribute(module: nn.Module, spec: TrainerSpec, topology: Topology) -> None:
@@ -100,16 +116,11 @@ def distribute(module: nn.Module, spec: TrainerSpec, topology: Topology) -> None
         topology: The processes.
 
     Raises:
-        ValueError: If the heads cannot be divided by the tensor parallelism.
+        ValueError: If heads or experts cannot be divided by the ranks that share them.
     """
     decoder: Any = module.get_submodule("model").get_decoder()  # type: ignore[operator]
     layers = decoder.layers
-    mesh = topology.mesh
-    if mesh is not None and spec.tensor_parallel > 1:
-        _check_heads(module, spec.tensor_parallel)
-        for layer in layers:
-            plan = {name: style for name, style in _TENSOR_PLAN.items() if _has(layer, name)}
-            parallelize_module(layer, mesh["tp"], plan)
+    _divide(module, layers, spec, topology)
     for layer in layers:
         if spec.compile:
             layer.forward = torch.compile(layer.forward, dynamic=True)
@@ -117,11 +128,32 @@ def distribute(module: nn.Module, spec: TrainerSpec, topology: Topology) -> None
             layer.forward = _recomputed(layer.forward)
     if spec.compile:
         decoder.norm.forward = torch.compile(decoder.norm.forward, dynamic=True)
-    if mesh is None:
+    if topology.mesh is None:
         module.to(topology.device)
-        return
+    else:
+        _shard(module, layers, spec, topology)
+
+
+def _divide(
+    module: nn.Module, layers: nn.ModuleList, spec: TrainerSpec, topology: Topology
+) -> None:
+    """Give this rank its part of what ranks share: heads and columns, and experts."""
+    if topology.mesh is not None and spec.tensor_parallel > 1:
+        _check_heads(module, spec.tensor_parallel)
+        for layer in layers:
+            plan = {name: style for name, style in _TENSOR_PLAN.items() if _has(layer, name)}
+            parallelize_module(layer, topology.mesh["tp"], plan)
+    if topology.experts is not None:
+        _check_model(module, expert_parallel=spec.expert_parallel)
+        for experts in _experts(layers):
+            _share(experts, topology.experts["experts"])
+
+
+def _shard(module: nn.Module, layers: nn.ModuleList, spec: TrainerSpec, topology: Topology) -> None:
+    """Spread parameters, gradients and optimizer over the ranks that hold the same of a layer."""
+    assert topology.mesh is not None
     options: dict[str, Any] = {
-        "mesh": mesh["dp"],
+        "mesh": topology.mesh["dp"],
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=getattr(torch, spec.dtype), reduce_dtype=torch.float32
         ),
@@ -130,6 +162,9 @@ def distribute(module: nn.Module, spec: TrainerSpec, topology: Topology) -> None
         if spec.cpu_offload
         else OffloadPolicy(),
     }
+    if topology.experts is not None:
+        for experts in _experts(layers):
+            fully_shard(experts, **{**options, "mesh": topology.experts["copies"]})
     for layer in layers:
         fully_shard(layer, **options)
     fully_shard(module, **options)
@@ -165,7 +200,7 @@ _TENSOR_PLAN: dict[str, Any] = {
     "self_attn.q_proj": ColwiseParallel(),
     "self_attn.k_proj": ColwiseParallel(),
     "self_attn.v_proj": ColwiseParallel(),
-    # Qwen3 only; the "sequence" dimension of [1, T, heads, D] that is divided is the one of heads.
+    # Where heads are normalized; the "sequence" of [1, T, heads, D] that is divided is that of heads.
     "self_attn.q_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
     "self_attn.k_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
     "self_attn.o_proj": RowwiseParallel(),
@@ -180,7 +215,29 @@ def _has(layer: nn.Module, name: str) -> bool:
     return any(known == name for known, _ in layer.named_modules())
 
 
+def _experts(layers: nn.ModuleList) -> Iterator[nn.Module]:
+    """The fused experts of the layers that have some."""
+    return (module for name, module in layers.named_modules() if name.endswith(".experts"))
+
+
+def _share(experts: nn.Module, mesh: DeviceMesh) -> None:
+    """Keep this rank's part of a layer's experts, in place."""
+    for name, parameter in list(experts.named_parameters()):
+        own = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+        part = DTensor.from_local(own, mesh, (Shard(0),), run_check=False)
+        setattr(experts, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+    share_experts(experts, ExpertRanks(mesh.get_group(), mesh.size()))
+
+
+def _check_model(module: nn.Module, **parts: int) -> None:
+    config: Any = module.get_submodule("model").config
+    problems = check_trainer(config.to_dict(), **parts)
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
 def _check_heads(module: nn.Module, parts: int) -> None:
+    _check_model(module, tensor_parallel=parts)
     config: Any = module.get_submodule("model").config
     heads = (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size)
     if any(count % parts for count in heads):

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from services.trainer.algorithm.logprobs import token_logprobs
+from services.common.models.families import check_trainer, is_mixture
+from services.trainer.algorithm.logprobs import OutputHead, token_logprobs
+from services.trainer.batch.attention import PACKED
 from services.trainer.batch.packing import PackedTokens
-from services.trainer.model.attention import PACKED
+from services.trainer.model.experts import EXPERTS
+from services.trainer.model.routing import Routing
 
 _Module = TypeVar("_Module", bound=nn.Module)
-SUPPORTED = ("llama", "qwen2", "qwen3")
-"""Architectures whose packed forward pass is tested against their own."""
 
 
 class Policy(nn.Module):
@@ -22,26 +23,25 @@ class Policy(nn.Module):
     Args:
         model: A Hugging Face causal language model; its attention is switched to the packed one.
         temperature: Divides the logits, as in sampling.
+        routing_replay: What is done with the engine's choice of experts, where a pack has it: value of
+            ``rollout.routing_replay``.
 
     Raises:
-        ValueError: If the architecture is not supported, or a layer has a sliding window.
+        ValueError: If the architecture is not computed exactly.
     """
 
-    def __init__(self, model: PreTrainedModel, *, temperature: float) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, temperature: float, routing_replay: str = "off"
+    ) -> None:
         super().__init__()
-        config: Any = model.config
-        if config.model_type not in SUPPORTED:
-            raise ValueError(
-                f"model.path is of type {config.model_type!r}, which the trainer does not pack yet; "
-                f"use one of {', '.join(SUPPORTED)}"
-            )
-        if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-            raise ValueError(
-                "model.path has layers with a sliding window, which the packed attention does not "
-                "have; set use_sliding_window to false in its config.json"
-            )
-        model.set_attn_implementation(PACKED)
+        problems = check_trainer(model.config.to_dict())
+        if problems:
+            raise ValueError("; ".join(problems))
+        _use_packs(model)
         self.model = model
+        config = model.config.to_dict()
+        self.routing = Routing(model, config) if is_mixture(config) else None
+        self._routing_replay = routing_replay
         self._temperature = temperature
 
     def forward(
@@ -56,11 +56,19 @@ class Policy(nn.Module):
         Returns:
             ``[R]`` float32 logprobs and ``[R]`` float32 entropies, both with gradients.
         """
+        if self.routing is not None:
+            is_told = self._routing_replay != "off"
+            self.routing.begin(
+                packed.experts if is_told else None, replays=self._routing_replay == "replay"
+            )
         hidden = decoder_states(self.model, packed)[packed.predictors]
-        weight = _untyped(self.model).get_output_embeddings().weight
-        return token_logprobs(
-            hidden, weight, packed.targets, temperature=temperature or self._temperature
+        logprobs, entropy = token_logprobs(
+            hidden,
+            output_head(self.model),
+            packed.targets,
+            temperature=temperature or self._temperature,
         )
+        return packed.of_responses(logprobs), packed.of_responses(entropy)
 
 
 class Critic(nn.Module):
@@ -72,7 +80,7 @@ class Critic(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        model.set_attn_implementation(PACKED)
+        _use_packs(model)
         config: Any = model.config
         self.model = model
         self.head = nn.Linear(config.hidden_size, 1, bias=False, device=model.device)
@@ -82,7 +90,19 @@ class Critic(nn.Module):
     def forward(self, packed: PackedTokens) -> Tensor:
         """``[R]`` float32 value of the state in which each response token is chosen."""
         hidden = decoder_states(self.model, packed)[packed.predictors]
-        return self.head(hidden).squeeze(-1).float()  # type: ignore[no-any-return]
+        return packed.of_responses(self.head(hidden).squeeze(-1).float())
+
+
+def output_head(model: PreTrainedModel) -> OutputHead:
+    """The head of a causal language model, its numbers read from the configuration."""
+    config: Any = model.config
+    multiplier = getattr(config, "logit_scale", None)
+    divisor = getattr(config, "logits_scaling", None)
+    return OutputHead(
+        _untyped(model).get_output_embeddings().weight,
+        scale=float(multiplier or 1.0) / float(divisor or 1.0),
+        cap=getattr(config, "final_logit_softcapping", None),
+    )
 
 
 def decoder_states(model: PreTrainedModel, packed: PackedTokens) -> Tensor:
@@ -95,6 +115,13 @@ def decoder_states(model: PreTrainedModel, packed: PackedTokens) -> Tensor:
     )
     states: Tensor = output.last_hidden_state[0]
     return states
+
+
+def _use_packs(model: PreTrainedModel) -> None:
+    """Let a model compute with our attention and, if it has any, our experts."""
+    model.set_attn_implementation(PACKED)
+    if is_mixture(model.config.to_dict()):
+        model.set_experts_implementation(EXPERTS)
 
 
 def _untyped(model: PreTrainedModel) -> Any:

@@ -3,7 +3,7 @@
 meta device -> adapters -> distribute -> memory for this rank's shards -> their rows from the safetensors
 """
 
-import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from services.common.models.loading import compute_frequencies
+from services.common.models.expert_names import checkpoint_names, is_fused
+from services.common.models.loading import compute_frequencies, stored_tensors
 from services.trainer.model.lora import is_adapter, plain_name
 
 
@@ -22,7 +24,7 @@ def fill(module: nn.Module, folder: Path, *, device: torch.device) -> None:
     """Give a distributed policy or critic without memory its weights, in place.
 
     Args:
-        module: Holds a Hugging Face model as ``model``; what else it holds starts at 0.
+        module: Holds a Hugging Face model as ``model``; what else it holds starts at 0, but for adapters.
         folder: Of the model, with safetensors.
         device: Where the shards live.
 
@@ -31,21 +33,33 @@ def fill(module: nn.Module, folder: Path, *, device: torch.device) -> None:
     """
     materialize(module, device=device)
     model: Any = module.get_submodule("model")
-    stored, loaded = {}, set()
-    for name, parameter in model.named_parameters():
-        loaded.add(parameter)
-        if is_adapter(name):
-            _begin_adapter(name, parameter)
-        else:
-            stored[plain_name(name)] = parameter.detach()
-    for parameter in set(module.parameters()) - loaded:
+    held = stored_tensors(model)
+    for parameter in set(module.parameters()) - set(model.parameters()):
         nn.init.zeros_(parameter)
+    own = {plain_name(name): each.detach() for name, each in held.items() if not is_adapter(name)}
     try:
+        stored = _as_stored(own, model.config.to_dict())
         load_shards(stored, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except (CheckpointException, OSError, RuntimeError) as error:
         raise ValueError(
             f"model.path: {folder} does not hold the weights of its config.json: {error}"
         ) from error
+
+
+def _as_stored(
+    tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Tensors under the names of a checkpoint; of fused experts those that this rank holds, one by one."""
+    stored: dict[str, torch.Tensor] = {}
+    for name, value in tensors.items():
+        first = 0
+        held = value
+        if is_fused(name, config) and isinstance(value, DTensor):
+            place = value.shape, value.device_mesh, value.placements
+            first = compute_local_shape_and_global_offset(*place)[1][0]
+            held = value.to_local()
+        stored.update(checkpoint_names(name, held, config, first=first))
+    return stored
 
 
 def materialize(module: nn.Module, *, device: torch.device) -> None:
@@ -59,14 +73,3 @@ def materialize(module: nn.Module, *, device: torch.device) -> None:
     model: Any = module.get_submodule("model")
     model.tie_weights()
     compute_frequencies(model, device=device)
-
-
-def _begin_adapter(name: str, parameter: nn.Parameter) -> None:
-    """As peft does: random rows below, 0 above, so that an adapter begins as nothing."""
-    with torch.no_grad():
-        rows = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        if "lora_A" in name:
-            bound = 1.0 / math.sqrt(parameter.shape[1])
-            rows.uniform_(-bound, bound)
-        else:
-            rows.zero_()

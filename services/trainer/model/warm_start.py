@@ -143,12 +143,17 @@ def _schedule(step: int, steps: int) -> float:
 
 def _draw(spec: WarmStartSpec, tokenizer: Tokenizer, *, seed: int) -> list[tuple[Tensor, Tensor]]:
     wanted = spec.batch_size * _EXAMPLES_PER_DRAW
-    pairs: Sequence[tuple[str, str]] = load_callable(spec.examples)(wanted, seed)
-    if len(pairs) != wanted or not all(len(pair) == 2 and all(pair) for pair in pairs):
+    function = load_callable(spec.examples)
+    called = f"model.warm_start.examples {spec.examples!r}, called with ({wanted}, {seed}),"
+    try:
+        pairs: list[tuple[str, str]] = list(function(wanted, seed))
+    except Exception as error:
+        raise ValueError(f"{called} raised {type(error).__name__}: {error}") from error
+    is_pairs = all(isinstance(pair, Sequence) and len(pair) == 2 and all(pair) for pair in pairs)
+    if len(pairs) != wanted or not is_pairs:
         raise ValueError(
-            f"model.warm_start.examples {spec.examples!r} must return {wanted} pairs of non-empty "
-            f"prompt and response when it is called with ({wanted}, {seed}); it returned "
-            f"{len(pairs)} items, the first being {pairs[0] if pairs else None!r}"
+            f"{called} must give {wanted} pairs of non-empty prompt and response; it gave {len(pairs)} "
+            f"items, the first being {pairs[0] if pairs else None!r}"
         )
     eos = [tokenizer.eos_id]
     return [

@@ -13,23 +13,27 @@ from services.common.models.tokenizer import load_tokenizer
 from services.common.spec.run import RunSpec
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.checkpoint.manifest import STEP_PREFIX
-from services.trainer.critic.runner import CriticRunner
-from services.trainer.critic.step import CriticStepRunner
-from services.trainer.model.lora import add_adapters
+from services.trainer.model.compiling import compile_ahead
+from services.trainer.model.flops import active_weights
+from services.trainer.model.lora import add_adapters, begin_adapters
 from services.trainer.model.parallel import Topology, build_topology, distribute
 from services.trainer.model.policy import Critic, Policy, freeze
 from services.trainer.model.sharded import fill, materialize
 from services.trainer.model.warm_start import Progress, base_folder, load_base_model
+from services.trainer.ranks.profiling import StepProfiler
 from services.trainer.ranks.rank import Rank, Runner
-from services.trainer.ranks.transfers import Fetch, Transfers
-from services.trainer.scoring.fields import FieldScoring
+from services.trainer.ranks.teller import TrainingTeller
 from services.trainer.settings import TrainerSettings
-from services.trainer.step import StepRunner
+from services.trainer.steps.critic import CriticRunner
+from services.trainer.steps.critic_step import CriticStepRunner
+from services.trainer.steps.fields import FieldScoring
+from services.trainer.steps.step import StepRunner
+from services.trainer.transfers import Fetch, Transfers, of_vocabulary
 from services.trainer.weights import WeightExport
 
 _Module = TypeVar("_Module", Policy, Critic)
 _CRITIC = "critic"
-"""Folder of the critic's checkpoints among those of the run."""
+"""Folder of the critic's checkpoints, or profiles, among those of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ def build_rank(
         temperature = spec.rollout.sampling.temperature
         reference = loader.load(lambda model: freeze(Policy(model, temperature=temperature)))
     critic = None
-    if spec.algorithm.advantage == "gae" and not spec.topology.own_gpus("critic"):
+    if spec.algorithm.advantage_kind.needs_critic and not spec.topology.own_gpus("critic"):
         module = loader.load(Critic)
         critic = CriticRunner(module, spec=spec, ranks=topology.data, device=topology.device)
     runner = StepRunner(
@@ -93,11 +97,26 @@ def build_rank(
         device=topology.device,
     )
     root = checkpoint_root(spec, settings)
-    rank = _rank(runner, root, fetch=transfers.fetch, spec=spec, topology=topology, cost=cost)
+    fetch = of_vocabulary(transfers.fetch, policy.model.config.vocab_size)
+    # Ranks of one tensor-parallel group have the same samples.
+    is_asked = topology.mesh is None or topology.mesh.get_local_rank("tp") == 0
+    teller = TrainingTeller(transfers.tell, spec) if spec.samples.is_on and is_asked else None
+    runner.on_trained = None if teller is None else teller.take
+    rank = _rank(
+        runner,
+        root,
+        fetch=fetch,
+        spec=spec,
+        topology=topology,
+        cost=cost,
+        profiler=_profiler("profiles", spec, settings),
+        teller=teller,
+    )
     weights = WeightExport(
         policy,
         dtype=getattr(torch, spec.trainer.dtype),
         device=topology.device,
+        ranks=topology.data,
         senders=spec.weight_sync.senders,
         lora_sync="merged" if spec.trainer.lora is None else spec.trainer.lora.sync,
     )
@@ -115,7 +134,8 @@ def build_critic(
         ValueError: If the model does not load or cannot be trained.
         NotFoundError: If training is to resume and there is no whole checkpoint.
     """
-    size = {"world_size": spec.topology.own_gpus("critic"), "tensor_parallel": 1}
+    gpus = spec.topology.own_gpus("critic")
+    size = {"world_size": gpus, "tensor_parallel": 1, "expert_parallel": 1}
     spec = spec.model_copy(update={"trainer": spec.trainer.model_copy(update=size)})
     topology = build_topology(
         spec.trainer,
@@ -128,15 +148,20 @@ def build_critic(
     critic = CriticRunner(module, spec=spec, ranks=topology.data, device=topology.device)
     runner = CriticStepRunner(critic, spec=spec, ranks=topology.data)
     root = checkpoint_root(spec, settings) / _CRITIC
-    rank = _rank(runner, root, fetch=transfers.fetch, spec=spec, topology=topology, cost=cost)
+    fetch = of_vocabulary(transfers.fetch, module.model.config.vocab_size)
+    profiler = _profiler(f"profiles/{_CRITIC}", spec, settings)
+    rank = _rank(
+        runner, root, fetch=fetch, spec=spec, topology=topology, cost=cost, profiler=profiler
+    )
     values = FieldScoring(
         "values",
         critic.values,
-        fetch=transfers.fetch,
+        fetch=fetch,
         add=transfers.add,
         ranks=topology.data,
         cost=cost,
         max_tokens=spec.trainer.tokens_per_micro_batch,
+        shares_prefixes=spec.shares_prefixes,
     )
     start_from = spec.trainer.checkpoint.start_from
     folder = Path(start_from).parent / _CRITIC / Path(start_from).name if start_from else None
@@ -151,12 +176,26 @@ def _rank(
     spec: RunSpec,
     topology: Topology,
     cost: Callable[[int], float],
+    profiler: StepProfiler,
+    teller: TrainingTeller | None = None,
 ) -> Rank:
     keep = spec.trainer.checkpoint.keep
     checkpointer = Checkpointer(runner.parts(), root=root, keep=keep, topology=topology)
     return Rank(
-        runner, fetch=fetch, spec=spec, ranks=topology.data, cost=cost, checkpointer=checkpointer
+        runner,
+        fetch=fetch,
+        spec=spec,
+        ranks=topology.data,
+        cost=cost,
+        checkpointer=checkpointer,
+        profiler=profiler,
+        teller=teller,
     )
+
+
+def _profiler(folder: str, spec: RunSpec, settings: TrainerSettings) -> StepProfiler:
+    steps = frozenset(spec.trainer.profile_steps)
+    return StepProfiler(settings.state_directory / folder, rank=settings.rank, steps=steps)
 
 
 def _resume(rank: Rank, root: Path, start_from: Path | None, settings: TrainerSettings) -> int:
@@ -179,12 +218,18 @@ def load_policy(loader: "Loader", spec: RunSpec) -> Policy:
     """The policy that is trained, with its adapters."""
 
     def make(model: PreTrainedModel) -> Policy:
-        policy = Policy(model, temperature=spec.rollout.sampling.temperature)
+        policy = Policy(
+            model,
+            temperature=spec.rollout.sampling.temperature,
+            routing_replay=spec.rollout.routing_replay,
+        )
         if spec.trainer.lora is not None:
             add_adapters(model, spec.trainer.lora)
         return policy
 
-    return loader.load(make)
+    policy = loader.load(make)
+    begin_adapters(policy, seed=spec.seed)
+    return policy
 
 
 class Loader:
@@ -222,6 +267,13 @@ class Loader:
         Raises:
             ValueError: If the model does not load or cannot be spread.
         """
+        module = self._loaded(make, dtype)
+        if self._spec.trainer.compile:
+            topology = self._topology
+            compile_ahead(module, self._spec.trainer, ranks=topology.data, device=topology.device)
+        return module
+
+    def _loaded(self, make: Callable[[PreTrainedModel], _Module], dtype: torch.dtype) -> _Module:
         model, trainer = self._spec.model, self._spec.trainer
         folder = None
         if self._topology.mesh is not None:
@@ -270,6 +322,6 @@ def sequence_cost(policy: Policy | Critic) -> Callable[[int], float]:
     ``2 n h`` in the ``n`` attention layers of width ``h`` for each earlier token, half of the length.
     """
     config: Any = policy.model.config
-    weights = sum(p.numel() for name, p in policy.named_parameters() if ".layers." in name)
+    weights = active_weights(policy, config)
     width = config.num_hidden_layers * config.hidden_size
     return lambda length: length * (1.0 + length * width / (2.0 * weights))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from traceback import walk_tb
 
 import torch
 from torch import distributed
@@ -39,6 +40,8 @@ class Kind(IntEnum):
     """Add this worker's field to the batch that follows."""
     ADOPT = 9
     """Take the weights that rank 0 received."""
+    ACCUMULATE = 10
+    """Add the gradients of the groups that follow to those of the next step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +53,9 @@ class Order:
     step: int = 0
     """Step that it is about."""
     weight_version: int = 0
-    """Version of the weights that a step starts from (TRAIN), or that score (ADD_FIELD)."""
+    """Version of the weights that a step starts from (TRAIN, ACCUMULATE), or that score (ADD_FIELD)."""
     payload: bytes = b""
-    """A serialized ``KVBatchMeta`` (TRAIN, ADD_FIELD), or JSON (START, SCORE)."""
+    """A serialized ``KVBatchMeta`` (TRAIN, ACCUMULATE, ADD_FIELD), or JSON (START, SCORE)."""
 
 
 class Crew:
@@ -84,7 +87,7 @@ class Crew:
         try:
             yield
         except RuntimeError as error:
-            if self._size == 1 or not _is_broken_group(error):
+            if self._size == 1 or not _is_of_a_collective(error):
                 raise
             raise UnavailableError(
                 f"a rank is gone, and all of them start again: {error}"
@@ -108,9 +111,13 @@ class Crew:
         return Order(Kind(kind), step, weight_version, payload)
 
 
-def _is_broken_group(error: RuntimeError) -> bool:
-    # Gloo's failures have no class of their own.
-    return isinstance(error, distributed.DistError) or "gloo" in str(error)
+def _is_of_a_collective(error: RuntimeError) -> bool:
+    # NCCL's failures have a class. Gloo's do not, and FSDP calls it: they are known by who made the call.
+    callers = [frame.f_globals["__name__"] for frame, _ in walk_tb(error.__traceback__)]
+    caller = next(name for name in reversed(callers) if name != "torch._ops")
+    return isinstance(error, distributed.DistError) or (
+        caller.startswith("torch.distributed.") and not isinstance(error, torch.OutOfMemoryError)
+    )
 
 
 def _broadcast(data: bytearray) -> bytearray:

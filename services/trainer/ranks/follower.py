@@ -10,12 +10,12 @@ from torch import Tensor
 
 from services.common.batch import KVBatchMeta
 from services.common.errors import FailedPreconditionError, ServiceError
-from services.common.weightsync.canary import Canary
-from services.common.weightsync.plan import TensorSpec
 from services.trainer.ranks.crew import Crew, Kind, Order
 from services.trainer.ranks.rank import Rank
-from services.trainer.scoring.fields import FieldScoring
+from services.trainer.steps.fields import FieldScoring
 from services.trainer.weights import WeightExport
+from services.weightsync.canary import Canary
+from services.weightsync.plan import TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,9 @@ class Follower:
             if order.kind is Kind.TRAIN:
                 meta = KVBatchMeta.from_bytes(order.payload)
                 self._rank.train(order.step, meta, weight_version=order.weight_version)
+            elif order.kind is Kind.ACCUMULATE:
+                meta = KVBatchMeta.from_bytes(order.payload)
+                self._rank.accumulate(meta, weight_version=order.weight_version)
             elif order.kind in (Kind.GATHER, Kind.GATHER_ADAPTERS):
                 only_adapters = order.kind is Kind.GATHER_ADAPTERS
                 for _ in self._exported().weight_tensors(only_adapters=only_adapters):

@@ -13,16 +13,15 @@ from torch import Tensor
 
 from services.common.batch import KVBatchMeta
 from services.common.errors import FailedPreconditionError, UnavailableError
-from services.common.weightsync.canary import Canary
-from services.common.weightsync.plan import TensorSpec
 from services.trainer.checkpoint.checkpointer import Snapshot
-from services.trainer.phases import PhaseTimer
+from services.trainer.phases import IdleClock, PhaseTimer
 from services.trainer.ranks.crew import Crew, Kind, Order
-from services.trainer.ranks.idle import IdleClock
 from services.trainer.ranks.rank import Rank
-from services.trainer.scoring.fields import FieldScoring
-from services.trainer.step import StepResult
+from services.trainer.steps.fields import FieldScoring
+from services.trainer.steps.step import StepResult
 from services.trainer.weights import WeightExport
+from services.weightsync.canary import Canary
+from services.weightsync.plan import TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +107,28 @@ class Leader:
                 self._begun = (step, self._begin(step, meta, weight_version, waits or {}))
             return await asyncio.shield(asyncio.wrap_future(self._begun[1]))
 
+    async def accumulate(self, step: int, meta: KVBatchMeta, *, weight_version: int) -> None:
+        """Begin with some groups of the next step, while its others are generated. Safe to repeat.
+
+        Raises:
+            FailedPreconditionError: If ``step`` does not follow the newest one.
+            UnavailableError: If the model is not loaded yet, or a rank is gone.
+        """
+        self._attached()
+        self._check_next(step)
+        await asyncio.shield(
+            asyncio.wrap_future(
+                self._thread.submit(copy_context().run, self._accumulate, meta, weight_version)
+            )
+        )
+
+    def _accumulate(self, meta: KVBatchMeta, weight_version: int) -> None:
+        rank = self._attached()
+        with self._turn, self._crew.together(), self._idle.working():
+            order = Order(Kind.ACCUMULATE, weight_version=weight_version, payload=meta.to_bytes())
+            self._crew.tell(order)
+            rank.accumulate(meta, weight_version=weight_version)
+
     async def newest_step(self) -> int:
         """The newest trained step, once no step is being trained."""
         if self._begun is not None:
@@ -129,6 +150,14 @@ class Leader:
             answered: Future[StepResult] = Future()
             answered.set_result(result)
             return answered
+        self._check_next(step)
+        # With its context: log lines of the thread name the step's trace.
+        return self._thread.submit(
+            copy_context().run, self._train, step, meta, weight_version, waits
+        )
+
+    def _check_next(self, step: int) -> None:
+        newest, _ = self._newest
         if step != newest + 1 and not self._may_miss_steps:
             raise FailedPreconditionError(
                 f"step {step} does not follow the newest one, which is {newest}; train step "
@@ -136,10 +165,6 @@ class Leader:
                 step=step,
                 newest=newest,
             )
-        # With its context: log lines of the thread name the step's trace.
-        return self._thread.submit(
-            copy_context().run, self._train, step, meta, weight_version, waits
-        )
 
     def _train(
         self,

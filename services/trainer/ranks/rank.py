@@ -1,7 +1,8 @@
 """What one trainer process does with a batch: its share of the plan, fetched and trained."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -12,7 +13,7 @@ from services.common.batch import KVBatchMeta
 from services.common.jagged import Jagged
 from services.common.spec.run import RunSpec
 from services.trainer.batch.guard import NonFiniteGuard, nonfinite_inputs
-from services.trainer.batch.plan import StepPlan, plan_step
+from services.trainer.batch.plan import StepPlan, plan_step, share_of
 from services.trainer.batch.samples import (
     Cohort,
     Samples,
@@ -21,10 +22,12 @@ from services.trainer.batch.samples import (
     wanted_fields,
 )
 from services.trainer.checkpoint.checkpointer import Checkpointer, Snapshot
+from services.trainer.collectives import Ranks
 from services.trainer.phases import PhaseTimer
-from services.trainer.ranks.collectives import Ranks
-from services.trainer.ranks.transfers import Fetch
-from services.trainer.step import StepResult
+from services.trainer.ranks.profiling import NO_PROFILES, StepProfiler
+from services.trainer.ranks.teller import TrainingTeller
+from services.trainer.steps.step import StepResult, StepRunner
+from services.trainer.transfers import Fetch
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,19 @@ class Runner(Protocol):
         """Continue from the numbers of a checkpoint."""
 
 
+_Sample = tuple[str, object]
+"""Key and attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A batch, and what one rank has of it."""
+
+    cohort: Cohort
+    plan: StepPlan
+    samples: Samples
+
+
 class Rank:
     """One rank's part in training. Every rank must be asked the same, in the same order.
 
@@ -57,6 +73,8 @@ class Rank:
         ranks: Data-parallel ranks.
         cost: Cost of a sequence by its length, for balancing.
         checkpointer: Saves and loads what is trained.
+        profiler: Writes profiles of chosen steps.
+        teller: Tells people of samples that are kept; None on ranks that are not asked.
     """
 
     def __init__(
@@ -68,14 +86,64 @@ class Rank:
         ranks: Ranks,
         cost: Callable[[int], float],
         checkpointer: Checkpointer,
+        profiler: StepProfiler = NO_PROFILES,
+        teller: TrainingTeller | None = None,
     ) -> None:
         self.runner = runner
         self.checkpointer = checkpointer
         self._fetch = fetch
+        self._teller = teller
         self._spec = spec
         self._ranks = ranks
         self._cost = cost
+        self._profiler = profiler
         self._guard = NonFiniteGuard(spec.algorithm.max_nonfinite_steps)
+        self._early: tuple[int, frozenset[_Sample]] = (-1, frozenset())
+
+    def accumulate(self, meta: KVBatchMeta, *, weight_version: int) -> None:
+        """Add the gradients of some groups of the next step. Blocks; runs in a thread.
+
+        The step itself then trains the others. Groups that it turns out not to have cost only time.
+
+        Args:
+            meta: The groups; those that were accumulated before are left alone.
+            weight_version: Number of the weights that the step starts from.
+
+        Raises:
+            IncompleteBatchError: If the groups lack what the algorithm needs.
+        """
+        runner = self.runner
+        assert isinstance(runner, StepRunner), "only the policy is trained early"
+        if self._early[0] != weight_version:
+            self._forget_early()
+        samples = _samples_of(meta)
+        new = [index for index, sample in enumerate(samples) if sample not in self._early[1]]
+        if not new:
+            return
+        share = self._share(meta.select(new), weight_version, num_updates=1)
+        if self._any_rank_has(nonfinite_inputs(share.samples, share.cohort)):
+            return  # the step says so, and is skipped
+        try:
+            runner.accumulate(weight_version, share.samples, share.cohort, share.plan)
+        except BaseException:
+            self._forget_early()
+            raise
+        self._early = weight_version, self._early[1] | frozenset(samples)
+
+    def _forget_early(self) -> None:
+        if self._early[1] and isinstance(self.runner, StepRunner):
+            self.runner.forget()
+        self._early = (-1, frozenset())
+        if self._teller is not None:
+            self._teller.forget()
+
+    def _without_early(self, meta: KVBatchMeta, weight_version: int) -> KVBatchMeta:
+        """What is left of a batch; everything, if what was accumulated is not a part of it."""
+        samples, early = _samples_of(meta), self._early[1]
+        if self._early[0] == weight_version and early < set(samples):
+            return meta.select([i for i, sample in enumerate(samples) if sample not in early])
+        self._forget_early()
+        return meta
 
     def train(
         self, step: int, meta: KVBatchMeta, *, weight_version: int | None = None
@@ -94,24 +162,20 @@ class Rank:
         """
         version = step - 1 if weight_version is None else weight_version
         timer = PhaseTimer()
-        fields = wanted_fields(meta, self._spec)
-        cohort = Cohort.from_meta(meta)
-        plan = plan_step(
-            cohort,
-            num_updates=self._spec.trainer.updates_per_step,
-            rank=self._ranks.rank,
-            num_ranks=self._ranks.size,
-            max_tokens=self._spec.trainer.tokens_per_micro_batch,
-            cost=self._cost,
-        )
+        left = self._without_early(meta, version)
         with timer("fetch"):
-            samples = self._fetch_share(version, meta, fields, cohort, plan)
-        if self._any_rank_has(found := nonfinite_inputs(samples, cohort)):
+            share = self._share(left, version, num_updates=self._spec.trainer.updates_per_step)
+        if self._any_rank_has(found := nonfinite_inputs(share.samples, share.cohort)):
             what = "reward" if "rewards" in found else "logprob"
             metrics = {"nonfinite_inputs": 1.0, f"nonfinite_{what}": 1.0}
             result = StepResult(metrics=metrics, skipped=True)
+            self._forget_early()
         else:
-            result = self.runner.run(version, samples, cohort, plan)
+            self._early = (-1, frozenset())
+            with self._profiler(step):
+                result = self.runner.run(version, share.samples, share.cohort, share.plan)
+            if self._teller is not None:
+                self._teller.tell(meta.partition_id, step=step, weight_version=version)
         if result.skipped:
             logger.error("step skipped", extra={"step": step, "keys": " ".join(meta.keys[:64])})
         result.metrics["seconds_fetch"] = timer.seconds["fetch"]
@@ -137,29 +201,44 @@ class Rank:
         self.runner.restore(facts)
         return int(facts["step"])
 
-    def _fetch_share(
-        self,
-        weight_version: int,
-        meta: KVBatchMeta,
-        fields: Sequence[str],
-        cohort: Cohort,
-        plan: StepPlan,
-    ) -> Samples:
-        """Fetch this rank's samples, and agree with the others that all have theirs."""
+    def _share(self, meta: KVBatchMeta, weight_version: int, *, num_updates: int) -> "_Share":
+        """Plan a batch and fetch this rank's samples; the ranks agree that all have theirs."""
+        if self._teller is not None:
+            self._teller.begin(meta)
+        fields = wanted_fields(meta, self._spec)
+        cohort = Cohort.from_meta(meta)
+        trainer = self._spec.trainer
+        own = share_of(
+            cohort,
+            num_updates=num_updates,
+            rank=self._ranks.rank,
+            num_ranks=self._ranks.size,
+            cost=self._cost,
+            shares_prefixes=self._spec.shares_prefixes,
+        )
         samples = empty_samples(fields)
         is_outdated = False
         with self._ranks.agreed("fetch its share of the batch"):
-            if plan.rows:
-                fetched = self._fetch(meta.select(plan.rows), fields)
+            if own.rows:
+                fetched = self._fetch(meta.select(own.rows), fields)
                 is_outdated = _is_outdated(fetched, weight_version)
                 samples = build_samples(
                     fetched,
-                    plan.rows,
+                    own.rows,
                     cohort,
                     spec=self._spec.algorithm,
                     weight_version=weight_version,
                 )
-        return samples.without_tokens("proximal_logprobs") if self._any(is_outdated) else samples
+        if self._any(is_outdated):
+            samples = samples.without_tokens("proximal_logprobs")
+        plan = plan_step(
+            own,
+            samples,
+            max_tokens=trainer.tokens_per_micro_batch,
+            ranks=self._ranks,
+            shares_prefixes=self._spec.shares_prefixes,
+        )
+        return _Share(cohort, plan, samples)
 
     def _any_rank_has(self, names: tuple[str, ...]) -> bool:
         if names:
@@ -169,6 +248,10 @@ class Rank:
     def _any(self, condition: bool) -> bool:
         """Whether a condition holds on any rank. Every rank calls it."""
         return bool(self._ranks.sum(torch.tensor([int(condition)])).item())
+
+
+def _samples_of(meta: KVBatchMeta) -> list[_Sample]:
+    return list(zip(meta.keys, meta.tags.get("attempt", meta.keys), strict=True))
 
 
 def _is_outdated(fetched: Mapping[str, Jagged], weight_version: int) -> bool:

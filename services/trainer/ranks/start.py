@@ -1,17 +1,19 @@
-"""How all ranks of a worker come up: rank 0 hears of the run and tells the others."""
+"""How all ranks of a worker come up, rank 0 hearing of the run and telling the others, and when they end."""
 
 import asyncio
 import json
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Protocol, TypeVar
 
+from services.common.lifetime import until_told_to_stop
 from services.common.spec.loader import canonical_json
 from services.common.spec.run import RunSpec
+from services.common.task_group import TaskGroup
 from services.controller.client import WorkerSession
 from services.trainer.model.warm_start import Progress
 from services.trainer.ranks.crew import Crew, Kind, Order
-from services.trainer.ranks.transfers import Transfers
 from services.trainer.settings import TrainerSettings
+from services.trainer.transfers import Transfers
 from services.transferqueue.dataclient import DataClient
 
 _PROGRESS_EVERY = 20
@@ -69,11 +71,22 @@ async def load(
         "transferqueue_address": session.transferqueue_address,
     }
     await asyncio.to_thread(crew.tell, Order(Kind.START, payload=json.dumps(start).encode()))
+    transfers = Transfers(data, loop)
+    stack.push_async_callback(transfers.finish)
     return await asyncio.to_thread(
         lambda: build(
             session.spec,
             settings,
-            transfers=Transfers(data, loop),
+            transfers=transfers,
             progress=progress,
         )
     )
+
+
+async def until_stopped(session: WorkerSession) -> None:
+    """Wait for the controller's order or a signal."""
+    async with TaskGroup() as group:
+        waits = [group.create_task(session.stopped()), group.create_task(until_told_to_stop())]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()

@@ -6,15 +6,15 @@ import torch
 from transformers import PreTrainedModel
 
 from services.common.spec.run import RunSpec
+from services.trainer.collectives import Ranks
 from services.trainer.model.parallel import Topology, build_topology
 from services.trainer.model.policy import Policy, freeze
 from services.trainer.model.warm_start import Progress
 from services.trainer.ranks.build import Loader, device_of, sequence_cost
-from services.trainer.ranks.collectives import Ranks
-from services.trainer.ranks.transfers import Transfers
-from services.trainer.scoring.fields import FieldScoring
-from services.trainer.scoring.scorer import Scorer
 from services.trainer.settings import TrainerSettings
+from services.trainer.steps.fields import FieldScoring
+from services.trainer.steps.scorer import Scorer
+from services.trainer.transfers import Transfers, of_vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +40,26 @@ def build_scorer(
     topology = _topology(spec, settings)
     loader = Loader(spec, settings, topology, progress)
 
+    is_reference = settings.role == "ref_logp"
+
     def make(model: PreTrainedModel) -> Policy:
-        return freeze(Policy(model, temperature=spec.rollout.sampling.temperature))
+        # Engines chose experts under the policy; the reference has its own choice.
+        replay = "off" if is_reference else spec.rollout.routing_replay
+        temperature = spec.rollout.sampling.temperature
+        return freeze(Policy(model, temperature=temperature, routing_replay=replay))
 
     dtype = getattr(torch, spec.trainer.dtype)
-    is_reference = settings.role == "ref_logp"
     policy = loader.load(make, dtype=dtype) if is_reference else loader.shape(make, dtype=dtype)
-    scorer = Scorer(policy, device=topology.device)
+    scorer = Scorer(policy, device=topology.device, shares_prefixes=spec.shares_prefixes)
     fields = FieldScoring(
         "ref_logprobs" if is_reference else "proximal_logprobs",
         scorer.logprobs,
-        fetch=transfers.fetch,
+        fetch=of_vocabulary(transfers.fetch, policy.model.config.vocab_size),
         add=transfers.add,
         ranks=topology.data,
         cost=sequence_cost(policy),
         max_tokens=spec.trainer.tokens_per_micro_batch,
+        shares_prefixes=spec.shares_prefixes,
     )
     return BuiltScorer(scorer, fields)
 
@@ -64,6 +69,7 @@ def _scoring_spec(spec: RunSpec) -> RunSpec:
     changes = {
         "world_size": spec.topology.scoring_ranks,
         "tensor_parallel": 1,
+        "expert_parallel": 1,
         "zero_stage": 3,
         "activation_checkpointing": False,
         "cpu_offload": False,

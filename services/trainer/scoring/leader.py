@@ -11,8 +11,8 @@ from torch import Tensor
 from services.common.batch import KVBatchMeta
 from services.common.errors import FailedPreconditionError, ServiceError
 from services.trainer.ranks.crew import Crew, Kind, Order
-from services.trainer.scoring.fields import FieldScoring, lacking
-from services.trainer.scoring.scorer import Scorer
+from services.trainer.steps.fields import FieldScoring, lacking
+from services.trainer.steps.scorer import Scorer
 
 logger = logging.getLogger(__name__)
 

@@ -74,7 +74,7 @@ class ReferenceScoring:
         tokens, wait_s = 0, _WAIT_S
         while tokens < most:
             try:
-                meta, _ = await self._queue.acquire(self._request(wait_s))
+                meta = await self._queue.acquire(self._request(wait_s))
             except DeadlineExceededError:
                 break
             leases.append(meta)

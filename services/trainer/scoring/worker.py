@@ -13,19 +13,18 @@ import torch
 from services.common.grpc_server import serve
 from services.common.lifetime import announce
 from services.common.task_group import TaskGroup
-from services.common.weightsync.member import WeightMember
-from services.common.weightsync.server import WeightSyncServicer
 from services.controller.client import WorkerSession
-from services.trainer.ending import until_stopped
 from services.trainer.ranks.build import device_of
 from services.trainer.ranks.crew import Crew
-from services.trainer.ranks.start import load
+from services.trainer.ranks.start import load, until_stopped
 from services.trainer.scoring.build import build_scorer
 from services.trainer.scoring.leader import ScoringLeader
 from services.trainer.scoring.reference import ReferenceScoring
 from services.trainer.scoring.server import ScoringServicer
 from services.trainer.settings import TrainerSettings
 from services.transferqueue.client import TransferQueueClient
+from services.weightsync.member import WeightMember
+from services.weightsync.server import WeightSyncServicer
 from slipstream.trainer.v1 import scoring_pb2_grpc
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
 

@@ -6,7 +6,8 @@ The correction decides which policy the loss compares with:
     decoupled  old = proximal policy; weight = proximal / rollout, without gradient
     none       old = proximal policy; no weight (synchronous training only)
 
-With one update per batch the proximal policy is the current one, so it costs no forward pass.
+With one update per batch the proximal policy is the current one, so it costs no forward pass; nor does one
+that is interpolated between the policy that sampled a token and the current one.
 """
 
 from dataclasses import dataclass
@@ -15,11 +16,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from services.common.callables import bind_callable
 from services.common.spec.algorithm import AlgorithmSpec
 from services.trainer.algorithm import correction, diagnostics, loss
-from services.trainer.algorithm.segments import Segments
 from services.trainer.batch.samples import Samples
-from services.trainer.ranks.collectives import Tally
+from services.trainer.batch.segments import Segments
+from services.trainer.collectives import Tally
 
 Correction = Literal["bypass", "decoupled", "none"]
 
@@ -42,23 +44,36 @@ class Objective:
         spec: The algorithm.
         correction: Off-policy correction, resolved.
         horizon: Longest possible response.
+
+    Raises:
+        ValueError: If the loss is a function that does not load or does not take its arguments.
     """
 
     def __init__(self, spec: AlgorithmSpec, *, correction: Correction, horizon: int) -> None:
         self._spec = spec
         self._correction = correction
         self._horizon = horizon
-        # AIPO's own ratio is the one to the rollout policy already. REINFORCE has no ratio at all,
-        # so the weight is its correction under bypass too.
-        self._is_weighted = (
-            correction != "none"
-            if spec.loss == "reinforce"
-            else correction == "decoupled" and spec.loss != "aipo"
+        self._loss = bind_callable(
+            spec.loss_kind.function, spec.arguments_of_loss, key="algorithm.loss"
         )
+        weighted = {
+            "decoupled": {"decoupled"},
+            "corrected": {"decoupled", "bypass"},
+            "never": set(),
+        }
+        self._is_weighted = correction in weighted[spec.loss_kind.weighted]
 
     def denominators(self, tokens: Tensor, sequences: Tensor) -> loss.Denominators:
         """Denominators of an update from its counts over all ranks."""
         return loss.Denominators(tokens=tokens, sequences=sequences, horizon=self._horizon)
+
+    def rescaling(self, unit: Tensor, counts: Tensor) -> Tensor:
+        """Scalar by which to multiply what was divided by some counts, ``[2]``, instead of by others."""
+        before, now = (
+            loss.divisor(self._spec.aggregation, self.denominators(*each.unbind()))
+            for each in (unit, counts)
+        )
+        return before / now
 
     def __call__(
         self,
@@ -109,8 +124,12 @@ class Objective:
     def _compare(self, current: Tensor, samples: Samples, segments: Segments) -> _Comparison:
         spec, tokens = self._spec, samples.tokens
         mask = tokens["loss_mask"]
-        proximal = tokens.get("proximal_logprobs", current)
-        rollout = tokens.get("rollout_logprobs", proximal)
+        if "age" in tokens:
+            rollout = tokens["rollout_logprobs"]
+            proximal = correction.interpolated_proximal(current, rollout, tokens["age"])
+        else:
+            proximal = tokens.get("proximal_logprobs", current)
+            rollout = tokens.get("rollout_logprobs", proximal)
         log_ratio = proximal - rollout
         weights = None
         if self._correction != "none":
@@ -144,30 +163,22 @@ class Objective:
     def _policy_loss(
         self, logprobs: Tensor, compared: _Comparison, samples: Samples, segments: Segments
     ) -> loss.TokenLoss:
-        spec, advantages = self._spec, samples.tokens["advantages"]
-        clip = {"clip_low": spec.clip_low, "clip_high": spec.clip_high}
-        match spec.loss:
-            case "ppo":
-                return loss.ppo(
-                    logprobs, compared.old, advantages, dual_clip=spec.dual_clip, **clip
-                )
-            case "gspo":
-                mask = samples.tokens["loss_mask"]
-                return loss.gspo(logprobs, compared.old, advantages, mask, segments, **clip)
-            case "cispo":
-                return loss.cispo(logprobs, compared.old, advantages, **clip)
-            case "aipo":
-                return loss.aipo(logprobs, compared.rollout, advantages, ratio_max=spec.ratio_max)
-            case "sapo":
-                return loss.sapo(
-                    logprobs,
-                    compared.old,
-                    advantages,
-                    temperature_positive=spec.sapo_temperature_positive,
-                    temperature_negative=spec.sapo_temperature_negative,
-                )
-            case "reinforce":
-                return loss.reinforce(logprobs, advantages)
+        result = self._loss(
+            loss.LossTokens(
+                logprobs=logprobs,
+                old_logprobs=compared.old,
+                rollout_logprobs=compared.rollout,
+                advantages=samples.tokens["advantages"],
+                mask=samples.tokens["loss_mask"],
+                segments=segments,
+            )
+        )
+        if not isinstance(result, loss.TokenLoss) or result.values.shape != logprobs.shape:
+            raise ValueError(
+                f"algorithm.loss {self._spec.loss!r} must return a TokenLoss with one value for each of "
+                f"{len(logprobs)} tokens, but returned {result!r}"
+            )
+        return result
 
     def _penalty(self, logprobs: Tensor, samples: Samples, compared: _Comparison) -> Tensor:
         """KL to the reference, weighted towards the policy it is meant for (stale tokens)."""
@@ -186,7 +197,7 @@ class Objective:
         tally: Tally,
     ) -> None:
         tally.mean("entropy", entropy, mask)
-        tally.mean("ppo_kl", compared.old - logprobs.detach(), mask)
+        tally.mean("ppo_kl", -loss.log_ratio_of(logprobs.detach(), compared.old), mask)
         tally.mean("ratio_mean", loss.ratio_of(logprobs.detach(), compared.old), mask)
         tally.mean("rejected_fraction", (mask & ~compared.accepted).float(), mask)
         terms = diagnostics.token_terms(compared.proximal, compared.rollout)

@@ -10,11 +10,11 @@ from services.trainer.algorithm import loss
 from services.trainer.batch.packing import pack
 from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.samples import Samples, idle_samples
-from services.trainer.batch.scores import score_tokens
+from services.trainer.collectives import Ranks, Tally
 from services.trainer.model import optim
 from services.trainer.model.parallel import begin_micro_batch
 from services.trainer.model.policy import Critic, trainable
-from services.trainer.ranks.collectives import Ranks, Tally
+from services.trainer.steps.scores import score_tokens
 
 
 class CriticRunner:
@@ -35,31 +35,44 @@ class CriticRunner:
         self._ranks = ranks
         self._device = device
         self._parameters = trainable(critic)
-        self.optimizer = optim.build_optimizer(self._parameters, spec.trainer.optimizer)
+        own_rate = spec.critic.learning_rate
+        changes = {} if own_rate is None else {"learning_rate": own_rate}
+        self._schedule = spec.trainer.optimizer.model_copy(update=changes)
+        self.optimizer = optim.build_optimizer(self._parameters, self._schedule)
+        self.num_updates = 0
 
     def values(self, samples: Samples, plan: StepPlan) -> Tensor:
         """``[R]`` float32 values on the CPU, from the critic at the start of the step."""
-        return score_tokens(self.critic, self.critic, samples, plan, device=self._device)
+        return score_tokens(
+            self.critic,
+            self.critic,
+            samples,
+            plan,
+            device=self._device,
+            shares_prefixes=self._spec.shares_prefixes,
+        )
 
     def update(
         self,
         samples: Samples,
         work: Sequence[Sequence[int]],
         *,
-        learning_rate: float,
         tally: Tally,
     ) -> bool:
         """One optimizer update towards ``returns``; skipped, and False, if the gradient is not finite.
 
+        Without a token that trains it is skipped too.
+
         Args:
             samples: This rank's samples, with ``values`` and ``returns``.
             work: Positions of the samples of each micro-batch.
-            learning_rate: Of this update.
             tally: Receives the reported terms.
         """
         own = [position for micro in work for position in micro]
         counts = samples.segments.count(samples.tokens["loss_mask"])[own]
         totals = self._ranks.sum(torch.stack([counts.sum(), (counts > 0).sum()]))
+        if not totals[0]:
+            return True
         tokens, sequences = totals.to(self._device).unbind()
         denominators = loss.Denominators(tokens=tokens, sequences=sequences, horizon=1)
         for number, micro in enumerate(work, start=1):
@@ -91,14 +104,25 @@ class CriticRunner:
             (share * self._ranks.size).backward()
         norm = optim.gradient_norm(self._parameters)
         if is_finite := bool(torch.isfinite(norm)):
-            optim.set_learning_rate(self.optimizer, learning_rate)
-            optim.scale_gradients(
-                self._parameters, norm, self._spec.trainer.optimizer.max_grad_norm
+            self.num_updates += 1
+            trainer = self._spec.trainer
+            rate = optim.learning_rate(
+                self._schedule,
+                update=self.num_updates,
+                num_updates=trainer.steps * trainer.updates_per_step,
             )
+            optim.set_learning_rate(self.optimizer, rate)
+            optim.clip_gradients(self._parameters, norm, self._spec.trainer.optimizer.max_grad_norm)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return is_finite
 
     def _forward(self, samples: Samples) -> Tensor:
-        values: Tensor = self.critic(pack(samples.prompts, samples.responses, device=self._device))
+        packed = pack(
+            samples.prompts,
+            samples.responses,
+            device=self._device,
+            shares_prefixes=self._spec.shares_prefixes,
+        )
+        values: Tensor = self.critic(packed)
         return values

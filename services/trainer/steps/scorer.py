@@ -7,12 +7,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from services.common.jagged import Jagged
+from services.common.models.loading import stored_tensors
 from services.trainer.batch.packing import pack
 from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.samples import Samples
-from services.trainer.batch.scores import score_tokens
 from services.trainer.model.parallel import free_gathered
 from services.trainer.model.policy import Policy
+from services.trainer.steps.scores import score_tokens
 
 
 class Scorer:
@@ -21,11 +22,13 @@ class Scorer:
     Args:
         policy: Frozen, on its device, sharded or not.
         device: Of the policy.
+        shares_prefixes: Whether tokens that samples have in common are computed once.
     """
 
-    def __init__(self, policy: Policy, *, device: torch.device) -> None:
+    def __init__(self, policy: Policy, *, device: torch.device, shares_prefixes: bool) -> None:
         self._policy = policy
         self._device = device
+        self._shares_prefixes = shares_prefixes
 
     def logprobs(self, samples: Samples, plan: StepPlan) -> Tensor:
         """``[R]`` float32 logprobs of this rank's response tokens, on the CPU."""
@@ -35,6 +38,7 @@ class Scorer:
             samples,
             plan,
             device=self._device,
+            shares_prefixes=self._shares_prefixes,
         )
 
     @torch.no_grad()
@@ -50,7 +54,7 @@ class Scorer:
 
     def live(self) -> dict[str, Tensor]:
         """The weights by name, to be written in place; this rank's rows of them if they are sharded."""
-        return {name: value.detach() for name, value in self._policy.model.named_parameters()}
+        return {name: value.detach() for name, value in stored_tensors(self._policy.model).items()}
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """See that weights are those of this model.

@@ -4,36 +4,38 @@
          -> for each update: [micro-batch: forward, objective, backward]* -> clip -> AdamW
          -> metrics over all ranks
 
-Every rank runs the same sequence of collectives, whatever its share of the batch is.
+Gradients of early groups wait for the others. Every rank runs the same collectives, whatever its share.
 """
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from services.common.spec.run import RunSpec
-from services.trainer.algorithm.credit import assign_credit
+from services.trainer.algorithm.kl import adapted_kl
 from services.trainer.algorithm.loss import kl_penalty
-from services.trainer.algorithm.objective import Objective
-from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.batch.plan import StepPlan
-from services.trainer.batch.report import derive, describe_batch
-from services.trainer.batch.samples import Cohort, Samples, idle_samples
-from services.trainer.batch.scores import score_tokens
-from services.trainer.critic.runner import CriticRunner
+from services.trainer.batch.samples import Cohort, Samples, idle_samples, pack_samples
+from services.trainer.collectives import Ranks, Tally
 from services.trainer.model import optim
-from services.trainer.model.flops import peak_flops, training_flops
+from services.trainer.model.flops import active_weights
 from services.trainer.model.parallel import begin_micro_batch
 from services.trainer.model.policy import Policy, trainable
 from services.trainer.phases import PhaseTimer
-from services.trainer.ranks.collectives import Ranks, Tally
+from services.trainer.steps.balancing import Balancer
+from services.trainer.steps.credit import CreditAssigner
+from services.trainer.steps.critic import CriticRunner
+from services.trainer.steps.early import Early
+from services.trainer.steps.objective import Objective
+from services.trainer.steps.report import derive, describe_batch, utilization
+from services.trainer.steps.scores import score_tokens
 
-_KL_STEP = 0.2
-_KL_LEAST = 0.5
+OnTrained = Callable[[Samples, Tensor], None]
+"""Hears of each micro-batch with its logprobs ``[R]``, before they are updated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class _Update:
     grad_norm: float
     learning_rate: float
     applied: bool
+    is_empty: bool = False
     critic_applied: bool = True
 
 
@@ -85,13 +88,16 @@ class StepRunner:
         self._spec = spec
         self._ranks = ranks
         self._device = device
+        self._shares = spec.shares_prefixes
         self._parameters = trainable(policy)
+        self._active_weights = active_weights(policy, policy.model.config)
         self.optimizer = optim.build_optimizer(self._parameters, spec.trainer.optimizer)
-        correction = spec.algorithm.resolved_correction(
-            updates_per_step=spec.trainer.updates_per_step
+        self._balancer = Balancer(policy, spec, ranks)
+        self._credit = CreditAssigner(
+            spec.algorithm, ranks, max_response_tokens=spec.rollout.max_response_tokens
         )
         self._objective = Objective(
-            spec.algorithm, correction=correction, horizon=spec.rollout.max_response_tokens
+            spec.algorithm, correction=spec.correction, horizon=spec.rollout.max_response_tokens
         )
         kl = spec.algorithm.kl
         self._kl_in_reward = kl.coefficient > 0 and kl.placement == "reward"
@@ -99,30 +105,72 @@ class StepRunner:
         self._needs_proximal = spec.needs_proximal
         self.kl_coefficient = kl.coefficient
         self.num_updates = 0
+        self._early = Early()
+        self.on_trained: OnTrained | None = None
 
-    def run(
+    def accumulate(
         self, weight_version: int, samples: Samples, cohort: Cohort, plan: StepPlan
-    ) -> StepResult:
-        """Train one batch.
+    ) -> None:
+        """Add the gradients of some groups to those that the next :meth:`run` updates the weights with.
 
         Args:
             weight_version: Number of the weights that the step starts from.
             samples: This rank's samples, in the order of ``plan.rows``.
-            cohort: The whole batch.
+            cohort: These groups; no sample's advantage may depend on another group's.
+            plan: What this rank does, in one update.
+        """
+        begin, early = time.perf_counter(), self._early
+        samples = self._prepared(weight_version, samples, cohort, plan)
+        (work,) = plan.updates
+        counts = self._trained(samples, work)
+        if early.unit is None:
+            early.unit = counts
+        with early.timer("forward_backward"):
+            early.loss += self._accumulate(samples, work, early.unit, early)
+        early.counts += counts
+        early.add(samples, cohort, seconds=time.perf_counter() - begin)
+
+    def forget(self) -> None:
+        """Take back what was accumulated."""
+        self._early = Early()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def run(
+        self, weight_version: int, samples: Samples, cohort: Cohort, plan: StepPlan
+    ) -> StepResult:
+        """Train one batch, or what is left of it.
+
+        Args:
+            weight_version: Number of the weights that the step starts from.
+            samples: This rank's samples, in the order of ``plan.rows``.
+            cohort: The whole batch, without the groups that were accumulated.
             plan: What this rank does.
         """
-        timer, tally = PhaseTimer(), Tally()
-        begin = time.perf_counter()
-        samples = self._with_frozen_logprobs(samples, plan, timer)
-        with timer("advantage"):
-            samples = self._with_advantages(samples, cohort, tally)
-        describe_batch(weight_version, samples, tally)
-        updates = [self._update(samples, work, tally, timer) for work in plan.updates]
-        with timer("metrics"):
-            metrics = self._summary(samples, updates, tally)
-        self._adapt_kl(metrics, len(cohort.groups))
-        metrics |= {f"seconds_{phase}": spent for phase, spent in timer.seconds.items()}
-        metrics |= self._utilization(metrics, cohort, time.perf_counter() - begin)
+        begin, early = time.perf_counter(), self._early
+        samples = self._prepared(weight_version, samples, cohort, plan)
+        trains_policy = weight_version >= self._spec.critic.warmup_steps
+        updates = [
+            self._update(samples, work, early, trains_policy=trains_policy) for work in plan.updates
+        ]
+        self._early = Early()
+        early.add(samples, cohort, seconds=time.perf_counter() - begin)
+        with early.timer("metrics"):
+            metrics = self._summary(updates, early)
+        self.kl_coefficient = adapted_kl(
+            self.kl_coefficient,
+            self._spec.algorithm.kl,
+            divergence=metrics.get("kl_ref", math.nan),
+            num_samples=early.num_samples,
+        )
+        metrics |= {f"seconds_{phase}": spent for phase, spent in early.timer.seconds.items()}
+        metrics |= utilization(
+            early,
+            self._policy.model.config,
+            active_weights=self._active_weights,
+            ranks=self._ranks,
+            device=self._device,
+            num_gpus=self._spec.trainer.world_size,
+        )
         return StepResult(metrics=metrics, skipped=not any(update.applied for update in updates))
 
     def parts(self) -> dict[str, tuple[nn.Module, torch.optim.AdamW]]:
@@ -134,30 +182,29 @@ class StepRunner:
 
     def facts(self) -> dict[str, float]:
         """Numbers that a checkpoint keeps besides the tensors."""
-        return {"num_updates": self.num_updates, "kl_coefficient": self.kl_coefficient}
+        critic = {} if self.critic is None else {"critic.num_updates": self.critic.num_updates}
+        return {"num_updates": self.num_updates, "kl_coefficient": self.kl_coefficient, **critic}
 
     def restore(self, facts: Mapping[str, float]) -> None:
         """Continue from the numbers of a checkpoint."""
         self.num_updates = int(facts["num_updates"])
         self.kl_coefficient = float(facts["kl_coefficient"])
+        if self.critic is not None:
+            self.critic.num_updates = int(facts["critic.num_updates"])
 
-    def _packed(self, samples: Samples) -> PackedTokens:
-        return pack(samples.prompts, samples.responses, device=self._device)
-
-    def _utilization(
-        self, metrics: Mapping[str, float], cohort: Cohort, seconds: float
-    ) -> dict[str, float]:
-        """What the step made of the device; nothing where that is not known."""
-        if self._device.type != "cuda":
-            return {}
-        used = {"gpu_memory_peak_bytes": float(torch.cuda.max_memory_allocated(self._device))}
-        peak = peak_flops(self._device)
-        if peak is not None:
-            flops = training_flops(
-                self._policy.model.config, cohort.lengths, int(metrics["response_tokens"])
-            )
-            used["mfu"] = flops / seconds / peak / self._spec.trainer.world_size
-        return used
+    def _prepared(
+        self, weight_version: int, samples: Samples, cohort: Cohort, plan: StepPlan
+    ) -> Samples:
+        """Samples with all columns that their loss needs."""
+        timer, tally = self._early.timer, self._early.tally
+        samples = self._with_frozen_logprobs(samples, plan, timer)
+        if self._spec.interpolates_proximal:
+            age = (weight_version - samples.tokens["token_versions"]).clamp(min=0)
+            samples = samples.with_tokens(age=age.float())
+        with timer("advantage"):
+            samples = self._with_advantages(samples, cohort, tally)
+        describe_batch(weight_version, samples, cohort, tally)
+        return samples
 
     def _with_frozen_logprobs(self, samples: Samples, plan: StepPlan, timer: PhaseTimer) -> Samples:
         """Add what the step compares with and no update changes."""
@@ -177,17 +224,17 @@ class StepRunner:
     def _score(self, policy: Policy, samples: Samples, plan: StepPlan) -> Tensor:
         """``[R]`` logprobs on the CPU, without gradients."""
         return score_tokens(
-            policy, lambda packed: policy(packed)[0], samples, plan, device=self._device
+            policy,
+            lambda packed: policy(packed)[0],
+            samples,
+            plan,
+            device=self._device,
+            shares_prefixes=self._shares,
         )
 
     def _with_advantages(self, samples: Samples, cohort: Cohort, tally: Tally) -> Samples:
-        credit = assign_credit(
-            samples,
-            cohort,
-            self._spec.algorithm,
-            self._ranks,
-            max_response_tokens=self._spec.rollout.max_response_tokens,
-            kl_coefficient=self.kl_coefficient if self._kl_in_reward else 0.0,
+        credit = self._credit(
+            samples, cohort, kl_coefficient=self.kl_coefficient if self._kl_in_reward else 0.0
         )
         if self._kl_in_reward:
             penalty = kl_penalty(
@@ -199,9 +246,7 @@ class StepRunner:
         mask = samples.tokens["loss_mask"]
         tally.mean("advantage_abs_mean", credit.advantages.abs(), mask)
         tally.mean("zero_advantage_fraction", (credit.advantages == 0).float(), mask)
-        if credit.shaped_scores is not None:
-            member = cohort.is_member[samples.rows]
-            tally.mean("score_mean", credit.shaped_scores, member)
+        tally.mean("score_mean", credit.shaped_scores, cohort.is_member[samples.rows])
         if credit.returns is not None:
             samples = samples.with_tokens(returns=credit.returns)
         return samples.with_tokens(advantages=credit.advantages)
@@ -210,28 +255,40 @@ class StepRunner:
         self,
         samples: Samples,
         work: tuple[tuple[int, ...], ...],
-        tally: Tally,
-        timer: PhaseTimer,
+        early: Early,
+        *,
+        trains_policy: bool,
     ) -> _Update:
+        timer, tally = early.timer, early.tally
+        counts = early.counts + self._trained(samples, work)
+        unit = counts if early.unit is None else early.unit
         with timer("forward_backward"):
-            loss = self._accumulate(samples, work, tally)
+            loss = early.loss + self._accumulate(samples, work, unit, early)
+        if early.unit is not None:
+            scale = self._objective.rescaling(unit, counts).to(self._device)
+            optim.scale_gradients(self._parameters, scale)
+            loss = loss * scale
+        moves = trains_policy and bool(counts[0])
         with timer("optimizer"):
-            update = self._apply(loss)
+            update = replace(self._apply(loss, moves=moves), is_empty=not counts[0])
+        self._balancer.updated(moved=update.applied and moves)
         if self.critic is not None and update.applied:
             with timer("critic"):
-                rate = update.learning_rate
-                applied = self.critic.update(samples, work, learning_rate=rate, tally=tally)
+                applied = self.critic.update(samples, work, tally=tally)
             update = replace(update, critic_applied=applied)
         return update
 
-    def _accumulate(
-        self, samples: Samples, work: tuple[tuple[int, ...], ...], tally: Tally
-    ) -> Tensor:
-        """Add up the gradients of one update; returns this rank's share of its loss."""
+    def _trained(self, samples: Samples, work: tuple[tuple[int, ...], ...]) -> Tensor:
+        """``[2]`` tokens and sequences that train in an update, over all ranks."""
         own = [position for micro in work for position in micro]
         counts = samples.segments.count(samples.tokens["loss_mask"])[own]
-        totals = self._ranks.sum(torch.stack([counts.sum(), (counts > 0).sum()]))
-        denominators = self._objective.denominators(*totals.to(self._device).unbind())
+        return self._ranks.sum(torch.stack([counts.sum(), (counts > 0).sum()]))
+
+    def _accumulate(
+        self, samples: Samples, work: tuple[tuple[int, ...], ...], counts: Tensor, early: Early
+    ) -> Tensor:
+        """Add up the gradients of one update; returns this rank's share of its loss."""
+        denominators = self._objective.denominators(*counts.to(self._device).unbind())
         total = torch.zeros((), device=self._device)
         for number, micro in enumerate(work, start=1):
             begin_micro_batch(
@@ -241,28 +298,38 @@ class StepRunner:
                 ranks=self._ranks,
             )
             part = samples.select(micro) if micro else idle_samples()
-            logprobs, entropy = self._policy(self._packed(part))
+            packed = pack_samples(part, self._device, shares_prefixes=self._shares)
+            logprobs, entropy = self._policy(packed)
+            if micro and self.on_trained is not None:
+                self.on_trained(part, logprobs)
             loss = self._objective(
                 logprobs,
                 entropy,
                 part.to(self._device),
                 denominators=denominators,
                 kl_coefficient=self.kl_coefficient if self._kl_in_loss else 0.0,
-                tally=tally,
+                tally=early.tally,
             )
+            loss += self._balancer.loss(part, counts[0], early.tally)
             # Gradients are averaged over ranks, but the loss is a sum over them.
             (loss * self._ranks.size).backward()
             total += loss.detach()
+            early.work += packed.work
         return total
 
-    def _apply(self, share: Tensor) -> _Update:
-        """Clip the gradients and update the weights, unless a number is not finite."""
+    def _apply(self, share: Tensor, *, moves: bool) -> _Update:
+        """Clip the gradients and update the weights, unless a number is not finite.
+
+        Args:
+            share: This rank's share of the loss.
+            moves: Whether weights may move: without a trained token momentum and decay would still move them.
+        """
         spec = self._spec.trainer
         norm = optim.gradient_norm(self._parameters)
         loss = self._ranks.sum(share.reshape(1).double()).item()
         applied = math.isfinite(loss) and math.isfinite(norm.item())
         rate = 0.0
-        if applied:
+        if applied and moves:
             self.num_updates += 1
             rate = optim.learning_rate(
                 spec.optimizer,
@@ -270,26 +337,16 @@ class StepRunner:
                 num_updates=spec.steps * spec.updates_per_step,
             )
             optim.set_learning_rate(self.optimizer, rate)
-            optim.scale_gradients(self._parameters, norm, spec.optimizer.max_grad_norm)
+            optim.clip_gradients(self._parameters, norm, spec.optimizer.max_grad_norm)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return _Update(loss=loss, grad_norm=norm.item(), learning_rate=rate, applied=applied)
 
-    def _summary(
-        self, samples: Samples, updates: Sequence[_Update], tally: Tally
-    ) -> dict[str, float]:
-        counts = torch.tensor(
-            [
-                len(samples.rows),
-                len(samples.prompts.values) + len(samples.responses.values),
-                len(samples.responses.values),
-                int(samples.tokens["loss_mask"].sum()),
-            ]
-        )
+    def _summary(self, updates: Sequence[_Update], early: Early) -> dict[str, float]:
         names = ("samples", "tokens", "response_tokens", "trained_tokens")
-        metrics = dict(zip(names, map(float, self._ranks.sum(counts)), strict=True))
-        metrics |= tally.reduce(self._ranks)
-        metrics = derive(metrics)
+        metrics = dict(zip(names, map(float, self._ranks.sum(early.sizes)), strict=True))
+        metrics |= early.tally.reduce(self._ranks)
+        metrics = derive(metrics) | self._balancer.metrics()
         metrics["loss"] = sum(update.loss for update in updates) / len(updates)
         metrics["grad_norm"] = max(update.grad_norm for update in updates)
         metrics["learning_rate"] = updates[-1].learning_rate
@@ -297,15 +354,6 @@ class StepRunner:
         metrics["nonfinite_updates"] = float(sum(not update.applied for update in updates))
         metrics["nonfinite_loss"] = float(sum(not math.isfinite(u.loss) for u in updates))
         metrics["nonfinite_grad"] = metrics["nonfinite_updates"] - metrics["nonfinite_loss"]
+        metrics["empty_updates"] = float(sum(update.is_empty for update in updates))
         metrics["nonfinite_critic"] = float(sum(not update.critic_applied for update in updates))
         return metrics
-
-    def _adapt_kl(self, metrics: Mapping[str, float], num_samples: int) -> None:
-        """Move the KL coefficient towards its target (Ziegler et al., arXiv:1909.08593)."""
-        kl = self._spec.algorithm.kl
-        # After a skipped step the divergence may be no number, and then the coefficient never was one again.
-        if kl.target is None or not math.isfinite(metrics.get("kl_ref", math.nan)):
-            return
-        error = min(max(metrics["kl_ref"] / kl.target - 1.0, -_KL_STEP), _KL_STEP)
-        # Over a horizon of few samples the formula would turn the sign, and reward leaving the reference.
-        self.kl_coefficient *= max(1.0 + error * num_samples / kl.horizon, _KL_LEAST)

@@ -7,13 +7,12 @@ import torch
 from torch import nn
 
 from services.common.spec.run import RunSpec
-from services.trainer.algorithm.credit import assign_credit
 from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.samples import Cohort, Samples
-from services.trainer.critic.runner import CriticRunner
-from services.trainer.model import optim
-from services.trainer.ranks.collectives import Ranks, Tally
-from services.trainer.step import StepResult
+from services.trainer.collectives import Ranks, Tally
+from services.trainer.steps.credit import CreditAssigner
+from services.trainer.steps.critic import CriticRunner
+from services.trainer.steps.step import StepResult
 
 
 class CriticStepRunner:
@@ -29,7 +28,9 @@ class CriticStepRunner:
         self.critic = critic
         self._spec = spec
         self._ranks = ranks
-        self.num_updates = 0
+        self._credit = CreditAssigner(
+            spec.algorithm, ranks, max_response_tokens=spec.rollout.max_response_tokens
+        )
 
     def run(
         self, weight_version: int, samples: Samples, cohort: Cohort, plan: StepPlan
@@ -43,17 +44,10 @@ class CriticStepRunner:
             plan: What this rank does.
         """
         begin, tally = time.perf_counter(), Tally()
-        credit = assign_credit(
-            samples,
-            cohort,
-            self._spec.algorithm,
-            self._ranks,
-            max_response_tokens=self._spec.rollout.max_response_tokens,
-            kl_coefficient=0.0,
-        )
-        assert credit.returns is not None, "only GAE has a critic"
+        credit = self._credit(samples, cohort, kl_coefficient=0.0)
+        assert credit.returns is not None, "an advantage with a critic gives its targets"
         samples = samples.with_tokens(returns=credit.returns)
-        applied = [self._update(samples, work, tally) for work in plan.updates]
+        applied = [self.critic.update(samples, work, tally=tally) for work in plan.updates]
         metrics = tally.reduce(self._ranks)
         metrics["seconds_critic"] = time.perf_counter() - begin
         metrics["nonfinite_critic"] = float(applied.count(False))
@@ -65,19 +59,8 @@ class CriticStepRunner:
 
     def facts(self) -> dict[str, float]:
         """Numbers that a checkpoint keeps besides the tensors."""
-        return {"num_updates": self.num_updates}
+        return {"critic.num_updates": self.critic.num_updates}
 
     def restore(self, facts: Mapping[str, float]) -> None:
         """Continue from the numbers of a checkpoint."""
-        self.num_updates = int(facts["num_updates"])
-
-    def _update(self, samples: Samples, work: tuple[tuple[int, ...], ...], tally: Tally) -> bool:
-        spec = self._spec.trainer
-        rate = optim.learning_rate(
-            spec.optimizer,
-            update=self.num_updates + 1,
-            num_updates=spec.steps * spec.updates_per_step,
-        )
-        is_applied = self.critic.update(samples, work, learning_rate=rate, tally=tally)
-        self.num_updates += is_applied
-        return is_applied
+        self.critic.num_updates = int(facts["critic.num_updates"])

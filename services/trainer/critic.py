@@ -12,16 +12,15 @@ from services.common.grpc_server import serve
 from services.common.lifetime import announce
 from services.controller.client import WorkerSession
 from services.trainer import metrics
-from services.trainer.ending import until_stopped
 from services.trainer.ranks.build import build_critic
 from services.trainer.ranks.crew import Crew
 from services.trainer.ranks.leader import Leader
-from services.trainer.ranks.start import load
-from services.trainer.scoring.fields import lacking
+from services.trainer.ranks.start import load, until_stopped
 from services.trainer.scoring.server import batch_of
 from services.trainer.server import TrainerServicer
 from services.trainer.settings import TrainerSettings
-from services.trainer.step import StepResult
+from services.trainer.steps.fields import lacking
+from services.trainer.steps.step import StepResult
 from slipstream.trainer.v1 import scoring_pb2 as pb
 from slipstream.trainer.v1 import scoring_pb2_grpc, trainer_pb2_grpc
 

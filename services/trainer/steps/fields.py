@@ -1,17 +1,18 @@
 """Adds a field to stored samples, with all ranks of a worker: fetch, score, put."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from services.common.batch import KVBatchMeta
 from services.common.columns import MISSING
+from services.common.fields import ROUTED_EXPERTS
 from services.common.jagged import Jagged
-from services.trainer.batch.plan import StepPlan, plan_step
+from services.trainer.batch.plan import StepPlan, plan_step, share_of
 from services.trainer.batch.samples import Cohort, Samples
-from services.trainer.ranks.collectives import Ranks
-from services.trainer.ranks.transfers import Add, Fetch
+from services.trainer.collectives import Ranks
+from services.trainer.transfers import Add, Fetch
 
 Score = Callable[[Samples, StepPlan], Tensor]
 """``[R]`` float32 on the CPU: one number for each response token of a rank's samples."""
@@ -33,6 +34,7 @@ class FieldScoring:
         ranks: The worker's data-parallel ranks.
         cost: Cost of a sequence by its length, for balancing.
         max_tokens: Packed tokens of one forward pass.
+        shares_prefixes: Whether tokens that samples have in common are computed once.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class FieldScoring:
         ranks: Ranks,
         cost: Callable[[int], float],
         max_tokens: int,
+        shares_prefixes: bool,
     ) -> None:
         self.field = field
         self._score = score
@@ -53,6 +56,7 @@ class FieldScoring:
         self._ranks = ranks
         self._cost = cost
         self._max_tokens = max_tokens
+        self._shares_prefixes = shares_prefixes
 
     def add(self, meta: KVBatchMeta, *, version: int = 0) -> None:
         """Add the field to samples that do not have it. Blocks; runs in a thread.
@@ -65,34 +69,45 @@ class FieldScoring:
             NotFoundError: If samples were released meanwhile.
             DataLossError: If another rank could not fetch or store its share.
         """
-        plan = plan_step(
+        share = share_of(
             Cohort.from_meta(meta),
             num_updates=1,
             rank=self._ranks.rank,
             num_ranks=self._ranks.size,
-            max_tokens=self._max_tokens,
             cost=self._cost,
+            shares_prefixes=self._shares_prefixes,
         )
-        share = meta.select(plan.rows)
+        own = meta.select(share.rows)
+        names: tuple[str, ...] = _INPUTS
+        if any(column.name == ROUTED_EXPERTS for column in meta.fields):
+            names += (ROUTED_EXPERTS,)
         empty = Jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
-        inputs = dict.fromkeys(_INPUTS, empty)
+        inputs: Mapping[str, Jagged] = dict.fromkeys(_INPUTS, empty)
         with self._ranks.agreed("fetch its share of the batch"):
-            if plan.rows:
-                inputs = self._fetch(share, _INPUTS)
+            if share.rows:
+                inputs = self._fetch(own, names)
         samples = Samples(
-            rows=torch.tensor(plan.rows, dtype=torch.int64),
+            rows=torch.tensor(share.rows, dtype=torch.int64),
             prompts=inputs["prompt_ids"],
             responses=inputs["response_ids"],
-            rewards=torch.zeros(len(plan.rows)),
+            rewards=torch.zeros(len(share.rows)),
             tokens={},
+            experts=inputs.get(ROUTED_EXPERTS),
+        )
+        plan = plan_step(
+            share,
+            samples,
+            max_tokens=self._max_tokens,
+            ranks=self._ranks,
+            shares_prefixes=self._shares_prefixes,
         )
         scores = Jagged(self._score(samples, plan), samples.responses.lengths)
         fields = {self.field: scores.unbind()}
         if self.field in VERSION_OF:
-            fields[VERSION_OF[self.field]] = [torch.tensor([version])] * len(plan.rows)
+            fields[VERSION_OF[self.field]] = [torch.tensor([version])] * len(share.rows)
         with self._ranks.agreed(f"store its {self.field}"):
-            if plan.rows:
-                self._add(share, fields)
+            if share.rows:
+                self._add(own, fields)
 
 
 def lacking(meta: KVBatchMeta, field: str) -> KVBatchMeta:

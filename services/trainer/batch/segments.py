@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.trainer.transfer import on_device
-
 
 @dataclass(frozen=True, slots=True)
 class Segments:
@@ -84,3 +82,10 @@ class Segments:
             rows = torch.nonzero(self.lengths >= back).squeeze(1)
             state = state.index_copy(0, rows, step(ends[rows] - back, state[rows]))
         return state
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on ``device``. From pageable memory it would wait for all that a GPU still computes."""
+    if device.type != "cuda" or tensor.numel() == 0:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

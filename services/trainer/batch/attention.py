@@ -1,0 +1,251 @@
+"""Attention over packed sequences, each of which sees itself: what it shares with others, and its own branch.
+
+Registered with transformers under :data:`PACKED`, so any model with that implementation takes the
+layout of the pack as the keyword ``layout`` of its forward pass. On a GPU in half precision torch's
+variable-length kernel takes the boundaries of branches and of their keys, copied to each branch; a flex
+kernel takes over where scores are capped, heads have sinks, or copies would be too many. Elsewhere branches
+of similar length run as one batch, whose padding is not attended to.
+"""
+
+import inspect
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.comptime import comptime
+from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+
+from services.trainer.batch.layout import AttentionBatch, AttentionLayout
+
+PACKED = "slipstream_packed"
+# Before torch 2.12 the kernel took fewer key-value heads without being told.
+_takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
+_varlen_kernel: Any = partial(varlen_attn, enable_gqa=True) if _takes_gqa else varlen_attn
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a layer turns queries and keys into attention weights."""
+
+    scaling: float
+    """Factor of the products."""
+    window: int | None = None
+    """Tokens that are attended to, itself included; None is all earlier ones."""
+    cap: float | None = None
+    """Scores are ``cap * tanh(score / cap)`` (Gemma 2)."""
+    sinks: Tensor | None = None
+    """``[heads]``: a score of each head that takes weight and gives nothing (gpt-oss)."""
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether torch's fused kernels compute them."""
+        return self.cap is None and self.sinks is None
+
+
+def packed_attention(  # noqa: PLR0913 -- transformers decides its arguments
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    layout: AttentionLayout,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each sequence of a pack, along its own path.
+
+    Args:
+        module: The attention layer.
+        query: ``[1, heads, T, D]``.
+        key: ``[1, kv_heads, T, D]``.
+        value: ``[1, kv_heads, T, D]``.
+        attention_mask: Always None.
+        scaling: Factor of the scores; default ``D ** -0.5``.
+        sliding_window: As :attr:`Scores.window`.
+        softcap: As :attr:`Scores.cap`.
+        s_aux: As :attr:`Scores.sinks`.
+        layout: The sequences.
+
+    Returns:
+        ``[1, T, heads, D]``, and no attention weights.
+    """
+    assert attention_mask is None, f"{type(module).__name__} built a mask for a packed batch"
+    if torch.compiler.is_compiling():
+        # Only the number of tokens may vary in what is compiled: a kernel for any head size divides by it for
+        # every element, and takes several times as long as the copy that it is.
+        for size in ("head_dim", "qk_head_dim", "v_head_dim"):
+            if hasattr(module, size):
+                comptime.force_static(getattr(module, size))
+    scores = Scores(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        cap=softcap,
+        sinks=s_aux,
+    )
+    copies_too_much = layout.paths is not None and layout.paths.are_many
+    if query.is_cuda and (copies_too_much or not scores.are_plain):
+        return _flex(query, key, value, scores=scores, layout=layout), None
+    flat = [states[0].transpose(0, 1) for states in (query, key, value)]
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(*flat, scores=scores, layout=layout)[None], None
+    output: Tensor = _batched(*flat, scores=scores, layout=layout)
+    return output[None], None
+
+
+# The number of batches differs from pack to pack, and each would be another graph.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _batched(
+    query: Tensor, key: Tensor, value: Tensor, *, scores: Scores, layout: AttentionLayout
+) -> Tensor:
+    outputs = []
+    for batch in layout.batches:
+        keys = batch.queries if batch.keys is None else batch.keys
+        q, k, v = (
+            tensor[places.flatten()].view(*places.shape, *tensor.shape[1:]).transpose(1, 2)
+            for tensor, places in ((query, batch.queries), (key, keys), (value, keys))
+        )
+        output = _attend(q, k, v, scores, batch)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)[layout.gather]
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scores: Scores, batch: AttentionBatch
+) -> Tensor:
+    """``[B, heads, L, D]`` of a batch; keys and values may have fewer heads."""
+    has_window = scores.window is not None and scores.window < key.shape[2]
+    window = scores.window if has_window else None
+    if scores.are_plain:
+        is_causal = batch.keys is None and not has_window
+        return functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=None if is_causal else _visible(batch, window),
+            is_causal=is_causal,
+            scale=scores.scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(repeats, 1) for states in (key, value))
+    products = (query @ key.transpose(2, 3) * scores.scaling).float()
+    if scores.cap is not None:
+        products = scores.cap * torch.tanh(products / scores.cap)
+    products = products.masked_fill(~_visible(batch, window), -torch.inf)
+    if scores.sinks is not None:
+        sinks = scores.sinks.float().view(1, -1, 1, 1).expand(*products.shape[:3], 1)
+        products = torch.cat([products, sinks], -1)
+    weights = torch.softmax(products, -1)[..., : key.shape[2]]
+    return weights.to(value.dtype) @ value
+
+
+def _visible(batch: AttentionBatch, window: int | None) -> Tensor:
+    """``[B, 1, L, K]`` bool: which keys each query sees."""
+    if window not in batch.visible:
+        keys = batch.queries if batch.keys is None else batch.keys
+        distance = batch.depths[:, :, None] - torch.arange(keys.shape[1], device=keys.device)
+        seen = distance >= 0
+        seen = seen if window is None else seen & (distance < window)
+        batch.visible[window] = seen[:, None]
+    return batch.visible[window]
+
+
+class _Copied(torch.autograd.Function):
+    """Rows of a tensor, some of them several times."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.num_rows = states.shape[0]
+        return states.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        # Of a prompt as many gradients are added as its group has members.
+        total = grad.new_zeros((ctx.num_rows, *grad.shape[1:]), dtype=torch.float32)
+        return total.index_add_(0, places, grad.float()).to(grad.dtype), None
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, *, scores: Scores, layout: AttentionLayout
+) -> Tensor:
+    cu_lengths, max_length = layout.cu_lengths, layout.max_length
+    if layout.paths is not None:
+        cu_lengths, max_length = layout.paths.cu_lengths, layout.paths.max_length
+        copied: Any = _Copied.apply
+        key, value = copied(key, layout.paths.places), copied(value, layout.paths.places)
+    # The last query of a branch stands at its last key: the kernel aligns them at their ends.
+    width = value.shape[-1]
+    # The kernel takes values as wide as keys; those of latent attention are narrower.
+    value = functional.pad(value, (0, key.shape[-1] - width))
+    output: Tensor = _varlen_kernel(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        layout.cu_lengths,
+        cu_lengths,
+        layout.max_length,
+        max_length,
+        scale=scores.scaling,
+        window_size=(-1 if scores.window is None else scores.window - 1, 0),
+    )
+    return output[..., :width]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _flex(
+    query: Tensor, key: Tensor, value: Tensor, *, scores: Scores, layout: AttentionLayout
+) -> Tensor:
+    """``[1, T, heads, D]`` by a kernel that is compiled for the layout, capped scores and sinks."""
+    if scores.window not in layout.block_masks:
+        layout.block_masks[scores.window] = _block_mask(layout, scores.window)
+
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        assert scores.cap is not None
+        return scores.cap * torch.tanh(score / scores.cap)
+
+    output, normalizer = _flex_kernel()(
+        query,
+        key,
+        value,
+        score_mod=None if scores.cap is None else capped,
+        block_mask=layout.block_masks[scores.window],
+        scale=scores.scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_lse=True,
+    )
+    if scores.sinks is not None:
+        # A sink is one more term of the sum that divides.
+        share = torch.sigmoid(normalizer - scores.sinks.float()[None, :, None])
+        output = output * share[..., None].to(output.dtype)
+    result: Tensor = output.transpose(1, 2)
+    return result
+
+
+@cache
+def _flex_kernel() -> Any:
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def _block_mask(layout: AttentionLayout, window: int | None) -> BlockMask:
+    ends, depths = layout.ends, layout.depths
+
+    def visible(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        sees = (key <= query) & (query < ends[key])
+        return sees if window is None else sees & (depths[query] - depths[key] < window)
+
+    total = len(ends)
+    return create_block_mask(visible, None, None, total, total, device=str(ends.device))
+
+
+AttentionInterface.register(PACKED, packed_attention)

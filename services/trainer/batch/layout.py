@@ -1,0 +1,178 @@
+"""What the tokens of a pack attend to, in the forms that the attention kernels take."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from services.trainer.batch.prefixes import Branch
+from services.trainer.batch.segments import on_device
+
+_MAX_PADDING = 1.25
+"""A batch may hold this many times the tokens of its sequences."""
+_MAX_COPIES = 8
+"""Keys of a pack may be copied this many times to the sequences that share them."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Branches of similar length as rows of one batch, whose padded places repeat token 0."""
+
+    queries: Tensor
+    """``[B, L]`` int64 places of each branch's tokens."""
+    keys: Tensor | None
+    """``[B, K]`` int64 places of what its last token attends to; None if that is the branch itself."""
+    depths: Tensor
+    """``[B, L]`` int64: number of each query in its sequence, not beyond its last."""
+    visible: dict[int | None, Tensor] = field(default_factory=dict)
+    """``[B, 1, L, K]`` bool by window: which keys each query sees; made when a layer first asks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Keys of a pack whose sequences share tokens: those of each sequence, laid end to end."""
+
+    places: Tensor
+    """``[K]`` int64 place of each key in the pack."""
+    cu_lengths: Tensor
+    """``[N + 1]`` int32 offsets of the sequences, and the total."""
+    max_length: int
+    """Longest sequence."""
+    are_many: bool
+    """Whether they are too many to be copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayout:
+    """The branches of a pack, and what they attend to: what their sequences share, and themselves."""
+
+    cu_lengths: Tensor
+    """``[N + 1]`` int32 offsets of the branches, and the total."""
+    max_length: int
+    """Longest branch."""
+    paths: Paths | None
+    """Keys of each branch; None if nothing is shared, so that they are its own tokens."""
+    ends: Tensor
+    """``[T]`` int64: place behind the last token that attends to each one. All between do."""
+    depths: Tensor
+    """``[T]`` int64: number of each token in its sequence."""
+    batches: tuple[AttentionBatch, ...]
+    """All branches."""
+    gather: Tensor
+    """``[T]`` int64: where each token lies in the batches, laid end to end."""
+    block_masks: dict[int | None, BlockMask] = field(default_factory=dict)
+    """Of the flex kernel, by window; made when a layer first asks."""
+
+
+def build_layout(branches: Sequence[Branch], device: torch.device) -> AttentionLayout:
+    """Plan the attention of a pack.
+
+    Args:
+        branches: In the order of the pack, depth first.
+        device: Of the model.
+    """
+    branches = [branch for branch in branches if branch.length]
+    lengths = [branch.length for branch in branches]
+    ends, depths = _reach(branches)
+    batches, gather = _batches(branches, device)
+    return AttentionLayout(
+        cu_lengths=on_device(_offsets(lengths), device),
+        max_length=max(lengths),
+        paths=_paths(branches, device) if any(branch.depth for branch in branches) else None,
+        ends=on_device(ends, device),
+        depths=on_device(depths, device),
+        batches=batches,
+        gather=on_device(gather, device),
+    )
+
+
+def _offsets(lengths: Sequence[int]) -> Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+
+
+def _paths(branches: Sequence[Branch], device: torch.device) -> Paths:
+    places = np.concatenate([branch.path for branch in branches])
+    lengths = [len(branch.path) for branch in branches]
+    return Paths(
+        places=on_device(torch.from_numpy(places), device),
+        cu_lengths=on_device(_offsets(lengths), device),
+        max_length=max(lengths),
+        are_many=len(places) > _MAX_COPIES * sum(branch.length for branch in branches),
+    )
+
+
+def _reach(branches: Sequence[Branch]) -> tuple[Tensor, Tensor]:
+    """``ends`` and ``depths`` of a layout."""
+    total = sum(branch.length for branch in branches)
+    ends, depths = np.empty(total, np.int64), np.empty(total, np.int64)
+    # By depth: where the first later branch begins that has a token of its own there.
+    next_ends = np.full(max(len(branch.path) for branch in branches), total)
+    for branch in reversed(branches):
+        own = branch.path[branch.depth :]
+        ends[own] = next_ends[branch.depth : len(branch.path)]
+        depths[own] = np.arange(branch.depth, len(branch.path))
+        next_ends[branch.depth :] = own[0]
+    return torch.from_numpy(ends), torch.from_numpy(depths)
+
+
+def _batches(
+    branches: Sequence[Branch], device: torch.device
+) -> tuple[tuple[AttentionBatch, ...], Tensor]:
+    """``batches`` and ``gather`` of a layout."""
+    gather = np.empty(sum(branch.length for branch in branches), np.int64)
+    batches, filled = [], 0
+    for rows in _similar(branches):
+        members = [branches[row] for row in rows]
+        width = max(branch.length for branch in members)
+        queries = np.zeros((len(members), width), np.int64)
+        keys = np.zeros((len(members), max(len(branch.path) for branch in members)), np.int64)
+        depths = np.empty_like(queries)
+        for row, branch in enumerate(members):
+            own = branch.path[branch.depth :]
+            queries[row, : branch.length] = own
+            keys[row, : len(branch.path)] = branch.path
+            depths[row] = np.minimum(np.arange(width) + branch.depth, len(branch.path) - 1)
+            gather[own] = np.arange(branch.length) + (filled + row * width)
+        is_shared = any(branch.depth for branch in members)
+        batches.append(
+            AttentionBatch(
+                queries=on_device(torch.from_numpy(queries), device),
+                keys=on_device(torch.from_numpy(keys), device) if is_shared else None,
+                depths=on_device(torch.from_numpy(depths), device),
+            )
+        )
+        filled += queries.size
+    return tuple(batches), torch.from_numpy(gather)
+
+
+def _similar(branches: Sequence[Branch]) -> list[list[int]]:
+    """Indexes, longest first, cut where a batch would hold too much padding of queries or of keys."""
+    order = sorted(
+        range(len(branches)),
+        key=lambda index: (
+            branches[index].depth > 0,
+            -branches[index].length,
+            -branches[index].depth,
+        ),
+    )
+    groups: list[list[int]] = []
+    queries = keys = width = reach = 0
+    for index in order:
+        branch = branches[index]
+        queries, keys = queries + branch.length, keys + len(branch.path)
+        reach = max(reach, len(branch.path))
+        rows = len(groups[-1]) + 1 if groups else 0
+        if (
+            not groups
+            or (branch.depth > 0) != (branches[groups[-1][0]].depth > 0)
+            or width * rows > _MAX_PADDING * queries
+            or reach * rows > _MAX_PADDING * keys
+        ):
+            groups.append([])
+            queries, keys = branch.length, len(branch.path)
+            width, reach = queries, keys
+        groups[-1].append(index)
+    return groups

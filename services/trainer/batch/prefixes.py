@@ -1,0 +1,114 @@
+"""Tokens that sequences have in common, from their beginnings on: a pack holds them once.
+
+Sorted by their tokens, each sequence shares with all before it what it shares with its neighbour. What it has
+beyond that is its branch; the branches of all, in that order, are the trie of the sequences, depth first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+_LEAST_SHARE = 1 / 50
+"""Sharing less of a sequence, or of a pack, costs attention more than it saves elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefixes:
+    """What sequences share."""
+
+    order: tuple[int, ...]
+    """The sequences, sorted by their tokens."""
+    shared: tuple[int, ...]
+    """First tokens that each one, in that order, has in common with the one before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Where a sequence lies in a pack."""
+
+    path: NDArray[np.int64]
+    """``[L]`` place of each of its tokens."""
+    length: int
+    """Last ones of these that no earlier sequence has; they follow one another in the pack."""
+
+    @property
+    def depth(self) -> int:
+        """Tokens that it shares with earlier ones."""
+        return len(self.path) - self.length
+
+
+def joined(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[NDArray[np.int64]]:
+    """Token ids of prompts and their responses."""
+    return [
+        np.concatenate([prompt.numpy(), response.numpy()]).astype(np.int64)
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+
+
+def find_prefixes(sequences: Sequence[NDArray[np.int64]]) -> Prefixes:
+    """Sort sequences so that those that share tokens lie together."""
+    # The order of big-endian bytes is that of the numbers.
+    keys = [sequence.astype(">u4").tobytes() for sequence in sequences]
+    order = sorted(range(len(sequences)), key=keys.__getitem__)
+    neighbours = pairwise(sequences[index] for index in order)
+    shared = [0, *(_common(before, after) for before, after in neighbours)]
+    return Prefixes(tuple(order), tuple(shared[: len(order)]))
+
+
+def unshared(num_sequences: int) -> Prefixes:
+    """Sequences in the order in which they are, as if they had nothing in common."""
+    return Prefixes(tuple(range(num_sequences)), (0,) * num_sequences)
+
+
+def worthwhile(sequences: Sequence[NDArray[np.int64]]) -> Prefixes:
+    """What sequences of one pack share, or nothing where that is little."""
+    prefixes = find_prefixes(sequences)
+    total = sum(map(len, sequences))
+    return prefixes if sum(prefixes.shared) > _LEAST_SHARE * total else unshared(len(sequences))
+
+
+def families(prefixes: Prefixes, lengths: Sequence[int]) -> list[Prefixes]:
+    """Cut sequences into those that share a good part with the next, in their order.
+
+    Args:
+        prefixes: What they share.
+        lengths: Tokens of each sequence, by its index.
+    """
+    starts = [0]
+    for place in range(1, len(prefixes.order)):
+        before, after = prefixes.order[place - 1 : place + 1]
+        if prefixes.shared[place] <= _LEAST_SHARE * min(lengths[before], lengths[after]):
+            starts.append(place)
+    ends = [*starts[1:], len(prefixes.order)]
+    return [part(prefixes, start, end) for start, end in zip(starts, ends, strict=True)]
+
+
+def part(prefixes: Prefixes, start: int, end: int) -> Prefixes:
+    """Some of the sorted sequences, the first of which shares nothing."""
+    return Prefixes(prefixes.order[start:end], (0, *prefixes.shared[start + 1 : end]))
+
+
+def branches(prefixes: Prefixes, lengths: Sequence[int]) -> list[Branch]:
+    """Lay the sequences out in a pack, in their order.
+
+    Args:
+        prefixes: What they share; at least one sequence.
+        lengths: Tokens of each sequence, by its index.
+    """
+    found, path, end = [], np.zeros(0, np.int64), 0
+    for index, shared in zip(prefixes.order, prefixes.shared, strict=True):
+        start, end = end, end + lengths[index] - shared
+        path = np.concatenate([path[:shared], np.arange(start, end)])
+        found.append(Branch(path, end - start))
+    return found
+
+
+def _common(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
+    """First tokens that two sequences have in common."""
+    length = min(len(one), len(other))
+    differences = np.flatnonzero(one[:length] != other[:length])
+    return int(differences[0]) if len(differences) else length

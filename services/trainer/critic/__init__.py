@@ -1,1 +1,0 @@
-"""The role critic: values and the critic's training in processes of their own."""

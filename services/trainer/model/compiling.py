@@ -1,0 +1,76 @@
+"""Compiled code is made before the first step, for every size that a micro-batch may have.
+
+Layers are compiled for any number of tokens, yet the compiler chooses other kernels for few tokens than for
+many, for example for the sums in a normalization's gradient, and guards its choice. A step that is the first
+of its kind would wait for a compilation. So each kind is met here, while the engines start.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from services.common.jagged import Jagged
+from services.common.spec.trainer import TrainerSpec
+from services.trainer.batch.packing import PackedTokens, pack
+from services.trainer.collectives import Ranks
+from services.trainer.model.parallel import begin_micro_batch, free_gathered
+from services.trainer.model.policy import Critic, Policy
+
+_LEAST_TOKENS = 16
+
+
+def compile_ahead(
+    module: Policy | Critic, spec: TrainerSpec, *, ranks: Ranks, device: torch.device
+) -> None:
+    """Run a policy or critic over packs of all sizes, without and with gradients. All ranks call it.
+
+    Args:
+        module: Sharded or not; its parameters stay as they are.
+        spec: What a micro-batch may hold.
+        ranks: Data-parallel ranks.
+        device: Of the module.
+    """
+    is_trained = any(parameter.requires_grad for parameter in module.parameters())
+    for packed in _packs(spec, device):
+        with torch.no_grad():
+            module(packed)
+        free_gathered(module)
+        if is_trained:
+            begin_micro_batch(module, is_last=True, spec=spec, ranks=ranks)
+            scores = module(packed)
+            # Squares, whose gradients are laid out like those of a loss.
+            torch.stack([part.square().sum() for part in _parts(scores)]).sum().backward()
+            module.zero_grad(set_to_none=True)
+
+
+def _parts(scores: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return scores if isinstance(scores, tuple) else (scores,)
+
+
+def _packs(spec: TrainerSpec, device: torch.device) -> Iterator[PackedTokens]:
+    """Packs of a micro-batch's tokens, of half as many, and so on; also of samples that share their prompt.
+
+    Sizes that are alike would be taken for one.
+    """
+    tokens = spec.tokens_per_micro_batch
+    while tokens >= _LEAST_TOKENS:
+        yield _pack(tokens, device, shares_prefixes=False)
+        if spec.share_prefixes:
+            yield _pack(tokens, device, shares_prefixes=True)
+        tokens //= 2
+
+
+def _pack(tokens: int, device: torch.device, *, shares_prefixes: bool) -> PackedTokens:
+    prompt = tokens // 3 if shares_prefixes else 1
+    rest = tokens - (prompt if shares_prefixes else 3 * prompt)
+    lengths = [rest // 2 + 1, rest - rest // 2 - 3, 2]
+    prompts = [torch.zeros(prompt, dtype=torch.int32)] * len(lengths)
+    responses = [
+        torch.full((length,), first, dtype=torch.int32) for first, length in enumerate(lengths)
+    ]
+    return pack(
+        Jagged.from_list(prompts),
+        Jagged.from_list(responses),
+        device=device,
+        shares_prefixes=shares_prefixes,
+    )

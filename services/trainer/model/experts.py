@@ -1,0 +1,167 @@
+"""The experts of a layer: tokens sorted by expert, one matrix product for each, and back.
+
+Registered with transformers under :data:`EXPERTS`, so any model whose experts lie in fused tensors takes it.
+On a GPU in half precision torch's grouped kernel multiplies all at once; elsewhere a loop does. Every expert
+takes part, also without tokens: its gradient is then 0 and not missing, which other ranks would wait for.
+
+    alone    tokens -> a copy for each chosen expert, sorted -> products -> weighted sum
+    shared   between sorting and products copies go to the ranks that hold their experts, and back
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+EXPERTS = "slipstream_experts"
+_RANKS = "slipstream_expert_ranks"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRanks:
+    """The ranks that share the experts of every layer, in the order of the experts."""
+
+    group: distributed.ProcessGroup
+    """Carries tensors of the model's device."""
+    size: int
+    """Ranks."""
+
+
+def share_experts(module: nn.Module, ranks: ExpertRanks) -> None:
+    """Note which ranks hold the experts of a layer, of which this one has its part."""
+    setattr(module, _RANKS, ranks)
+
+
+# The number of tokens of an expert is known to the host only on the way, and differs from pack to pack.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def experts_forward(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sum of what the chosen experts make of each token.
+
+    Args:
+        module: Experts as transformers fuses them.
+        hidden: ``[T, H]``.
+        chosen: ``[T, K]`` int64 experts of each token.
+        weights: ``[T, K]``.
+
+    Returns:
+        ``[T, H]``.
+    """
+    ranks: ExpertRanks | None = getattr(module, _RANKS, None)
+    num_chosen = chosen.shape[1]
+    owners = chosen.flatten()
+    order = torch.argsort(owners, stable=True)
+    num_experts = _local(module.down_proj).shape[0] * (1 if ranks is None else ranks.size)
+    counts = owners.new_zeros(num_experts).scatter_add_(0, owners, torch.ones_like(owners))
+    rows = hidden[order // num_chosen]
+    if ranks is None:
+        outputs = _products(module, rows, counts, ranks)
+    else:
+        outputs = _elsewhere(module, rows, counts, ranks)
+    unsorted = torch.empty_like(order).index_copy_(
+        0, order, torch.arange(len(order), device=order.device)
+    )
+    weighted = outputs[unsorted].view(*chosen.shape, -1) * weights[..., None]
+    return weighted.sum(1).to(hidden.dtype)
+
+
+def _elsewhere(module: Any, rows: Tensor, counts: Tensor, ranks: ExpertRanks) -> Tensor:
+    """Products of sorted rows, each made by the rank that holds its expert."""
+    arriving = torch.empty_like(counts)
+    distributed.all_to_all_single(arriving, counts, group=ranks.group)
+    by_rank = torch.stack([counts, arriving]).view(2, ranks.size, -1)
+    sent, received = by_rank.sum(2).tolist()
+    arrived: Tensor = _Exchange.apply(rows, sent, received, ranks.group)  # type: ignore[no-untyped-call]
+    # They come by rank and then by expert, and are multiplied by expert.
+    experts = torch.arange(by_rank.shape[2], device=rows.device).repeat(ranks.size)
+    order = torch.argsort(experts.repeat_interleave(by_rank[1].flatten()), stable=True)
+    outputs = _products(module, arrived[order], by_rank[1].sum(0), ranks)
+    unsorted = torch.empty_like(order).index_copy_(
+        0, order, torch.arange(len(order), device=order.device)
+    )
+    returned: Tensor = _Exchange.apply(outputs[unsorted], received, sent, ranks.group)  # type: ignore[no-untyped-call]
+    return returned
+
+
+def _products(module: Any, rows: Tensor, counts: Tensor, ranks: ExpertRanks | None) -> Tensor:
+    """Both layers of this rank's experts over rows that are sorted by expert."""
+    gated = module._apply_gate(_product(module, "gate_up_proj", rows, counts, ranks))  # noqa: SLF001
+    return _product(module, "down_proj", gated, counts, ranks)
+
+
+def _product(
+    module: Any, name: str, rows: Tensor, counts: Tensor, ranks: ExpertRanks | None
+) -> Tensor:
+    weight = _weight(module, name, ranks)
+    if not module.is_transposed:
+        weight = weight.transpose(1, 2)
+    if rows.is_cuda and rows.dtype == torch.bfloat16:
+        offsets = counts.cumsum(0).to(torch.int32)
+        outputs: Tensor = functional.grouped_mm(rows, weight, offs=offsets)
+    else:
+        parts = zip(rows.split(counts.tolist()), weight.unbind(), strict=True)
+        outputs = torch.cat([part @ each for part, each in parts])
+    if module.has_bias:
+        bias = _weight(module, f"{name}_bias", ranks)
+        outputs = outputs + bias.repeat_interleave(counts, 0, output_size=len(rows))
+    return outputs
+
+
+def _weight(module: Any, name: str, ranks: ExpertRanks | None) -> Tensor:
+    """This rank's experts. Their gradient, of the tokens of all ranks, counts as a mean over ranks."""
+    weight = _local(getattr(module, name))
+    if ranks is None:
+        return weight
+    averaged: Tensor = _ScaledGradient.apply(weight, 1.0 / ranks.size)  # type: ignore[no-untyped-call]
+    return averaged
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to the ranks that want them; gradients go the same way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        sent: list[int],
+        received: list[int],
+        group: distributed.ProcessGroup,
+    ) -> Tensor:
+        ctx.plan = sent, received, group
+        return _exchanged(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        sent, received, group = ctx.plan
+        return _exchanged(gradients[0], received, sent, group), None, None, None
+
+
+def _exchanged(
+    rows: Tensor, sent: list[int], received: list[int], group: distributed.ProcessGroup
+) -> Tensor:
+    arrived = rows.new_empty(sum(received), *rows.shape[1:])
+    distributed.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    return arrived
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The same tensor, with a part of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.factor, None
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_forward)

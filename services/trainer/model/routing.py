@@ -1,0 +1,132 @@
+"""What the routers of a trained mixture of experts choose: counted, balanced, and replayed.
+
+Engine and trainer choose other experts for a few per cent of tokens, and then their probabilities are far
+apart. Replayed choices (R3, arXiv:2510.11370) are those of the engine, with weights gathered from the
+trainer's own logits, so that gradients reach the router as ever.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from services.common.models.families import FAMILIES, num_experts
+from services.common.models.routers import routers_of
+
+_BIAS = "e_score_correction_bias"
+_LEAST_SUM = 1e-20
+
+
+class Routing:
+    """The routers of a policy. What it knows is of the newest forward pass since :meth:`begin`.
+
+    Args:
+        model: Its routers are watched, and told what to choose.
+        config: Of the model, as a dictionary.
+    """
+
+    def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
+        self._kind = FAMILIES[str(config["model_type"])].routing
+        self._num_experts = num_experts(config)
+        self._replayed: Tensor | None = None
+        self._is_replaying = False
+        self._logits: dict[int, Tensor] = {}
+        self._chosen: dict[int, Tensor] = {}
+        self._differs: dict[int, Tensor] = {}
+        self._routers = list(routers_of(model))
+        for place, router in enumerate(self._routers):
+            router.register_forward_hook(partial(self._route, place))
+
+    def begin(self, replayed: Tensor | None, *, replays: bool) -> None:
+        """Before a forward pass; holds until its backward pass is done, which may compute it again.
+
+        Args:
+            replayed: ``[T, layers, K]`` int64 experts of the engine, -1 where they are not known.
+            replays: Whether they are chosen, or only compared with.
+        """
+        self._replayed, self._is_replaying = replayed, replays
+        self._logits, self._chosen, self._differs = {}, {}, {}
+
+    def counts(self) -> Tensor:
+        """``[layers, E]`` int64: how often each expert was chosen."""
+        chosen = torch.stack([self._chosen[place].flatten() for place in sorted(self._chosen)])
+        counts = chosen.new_zeros(len(chosen), self._num_experts)
+        return counts.scatter_add_(1, chosen, torch.ones_like(chosen))
+
+    def differences(self) -> tuple[Tensor, Tensor] | None:
+        """``[T]`` bool: whether a layer chose otherwise than the engine, and whether that is known."""
+        if self._replayed is None:
+            return None
+        known = (self._replayed >= 0).flatten(1).any(1)
+        return torch.stack(list(self._differs.values())).any(0), known
+
+    def balance_loss(self) -> Tensor:
+        """Auxiliary loss of the Switch Transformer (arXiv:2101.03961, equations 4 to 6) over all layers.
+
+        Scaled as ``router_aux_loss_coef`` of a ``config.json`` expects it: the number of chosen experts if
+        all are chosen equally often. Where each expert has a score of its own, probabilities are shares of
+        their sum (arXiv:2412.19437, equation 18).
+        """
+        logits = torch.cat([self._logits[place] for place in sorted(self._logits)]).float()
+        if self._kind == "sigmoid":
+            scores = logits.sigmoid()
+            probabilities = scores / (scores.sum(1, keepdim=True) + _LEAST_SUM)
+        else:
+            probabilities = logits.softmax(1)
+        chosen = self.counts().sum(0).float()
+        return self._num_experts * (chosen / len(logits) * probabilities.mean(0)).sum()
+
+    @torch.no_grad()
+    def move_biases(self, counts: Tensor, rate: float) -> None:
+        """Make experts likelier that were chosen less often than the mean, others less (arXiv:2408.15664).
+
+        Args:
+            counts: ``[layers, E]``, over all ranks.
+            rate: By how much.
+        """
+        for router, chosen in zip(self._routers, counts.double(), strict=True):
+            bias: Tensor = router.get_buffer(_BIAS)
+            bias += rate * torch.sign(chosen.mean() - chosen).to(bias)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _route(
+        self, place: int, router: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logits, weights, chosen = output
+        if self._replayed is not None:
+            wanted = self._replayed[:, place]
+            known = (wanted >= 0).all(1, keepdim=True)
+            others = (wanted.sort(1).values != chosen.sort(1).values).any(1, keepdim=True)
+            self._differs[place] = (known & others).squeeze(1)
+            if self._is_replaying:
+                chosen = torch.where(known, wanted, chosen)
+                weights = torch.where(
+                    known, self._weights(router, logits, chosen).to(weights), weights
+                )
+        self._logits[place], self._chosen[place] = logits, chosen
+        return logits, weights, chosen
+
+    def _weights(self, router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
+        """``[T, K]`` weights that the router gives to chosen experts."""
+        if self._kind == "softmax_of_chosen":
+            return logits.gather(1, chosen).softmax(1)
+        if self._kind == "sigmoid":
+            weights = logits.sigmoid().gather(1, chosen)
+        else:
+            weights = functional.softmax(logits, 1, dtype=torch.float32).gather(1, chosen)
+        if getattr(router, "norm_topk_prob", True):
+            weights = weights / (weights.sum(1, keepdim=True) + _LEAST_SUM)
+        return weights * getattr(router, "routed_scaling_factor", 1.0)
+
+
+def imbalance(counts: Tensor) -> tuple[float, float]:
+    """Of the most chosen expert of each layer, how often over the mean: the mean over layers, and the worst.
+
+    Args:
+        counts: ``[layers, E]``.
+    """
+    ratios = counts.max(1).values / counts.double().mean(1).clamp(min=1.0)
+    return float(ratios.mean()), float(ratios.max())

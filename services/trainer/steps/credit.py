@@ -1,0 +1,143 @@
+"""From rewards to token advantages: the estimator of the specification, over all ranks."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.common.callables import bind_callable
+from services.common.spec.algorithm import AlgorithmSpec
+from services.trainer.algorithm.advantages import overlong_penalty
+from services.trainer.algorithm.estimators import ScoredBatch
+from services.trainer.algorithm.loss import kl_penalty
+from services.trainer.batch.samples import Cohort, Samples
+from services.trainer.collectives import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What each response token is to be reinforced by."""
+
+    advantages: Tensor
+    """``[R]`` float32, 0 outside the response mask."""
+    returns: Tensor | None
+    """``[R]`` float32 targets of the critic, if there is one."""
+    shaped_scores: Tensor
+    """``[n]`` float32 sum of each sample's token rewards, penalties included."""
+
+
+class CreditAssigner:
+    """Gives advantages to this rank's tokens; group statistics and whitening see the whole batch.
+
+    Args:
+        spec: The algorithm.
+        ranks: All data-parallel ranks.
+        max_response_tokens: Length limit of a response.
+
+    Raises:
+        ValueError: If the advantage is a function that does not load or does not take its arguments.
+    """
+
+    def __init__(self, spec: AlgorithmSpec, ranks: Ranks, *, max_response_tokens: int) -> None:
+        self._spec = spec
+        self._ranks = ranks
+        self._max_response_tokens = max_response_tokens
+        self._estimate = bind_callable(
+            spec.advantage_kind.function, spec.arguments_of_advantage, key="algorithm.advantage"
+        )
+
+    def __call__(self, samples: Samples, cohort: Cohort, *, kl_coefficient: float) -> Credit:
+        """Advantages of this rank's tokens; each rank must call this.
+
+        Args:
+            samples: This rank's samples. Needs the columns ``proximal_logprobs`` and ``ref_logprobs``
+                with a KL penalty in the reward, and ``values`` with a critic.
+            cohort: The whole batch.
+            kl_coefficient: Present weight of the KL penalty in the reward; 0 for none.
+
+        Raises:
+            IncompleteBatchError: If ReMax finds a group without a greedy response.
+            ValueError: If a function of the user returns anything but one number per token.
+        """
+        penalty = self._penalty(samples, kl_coefficient)
+        scores = self._task_scores(samples)
+        batch = self._scored(samples, cohort, scores, penalty)
+        estimated = self._estimate(batch)
+        values, returns = estimated if isinstance(estimated, tuple) else (estimated, None)
+        if not isinstance(values, Tensor) or values.shape != batch.rewards.shape:
+            raise ValueError(
+                f"algorithm.advantage {self._spec.advantage!r} must return one advantage for each of "
+                f"{len(batch.rewards)} tokens, but returned {_described(values)}; use batch.spread for "
+                "one per sequence"
+            )
+        return Credit(
+            torch.where(batch.mask, values, 0.0).float(),
+            None if returns is None else returns.float(),
+            (scores - samples.segments.sum(penalty)).float(),
+        )
+
+    def _scored(
+        self, samples: Samples, cohort: Cohort, scores: Tensor, penalty: Tensor
+    ) -> ScoredBatch:
+        segments, mask = samples.segments, samples.tokens["response_mask"]
+        # A response without a token that the policy sampled counts in its group all the same.
+        whole = self._gathered(scores - segments.sum(penalty), samples, cohort)
+        lengths = self._gathered(segments.count(mask), samples, cohort)
+        member = cohort.is_member
+        _, groups = torch.unique(cohort.groups[member], return_inverse=True)
+        places = torch.where(member, member.cumsum(0) - 1, -1)
+        num_prompts = int(cohort.groups.max()) + 1 if len(cohort.groups) else 0
+        greedy_scores = whole.new_full((num_prompts,), torch.nan)
+        greedy_scores[cohort.groups[cohort.is_greedy]] = whole[cohort.is_greedy]
+        # Their samples do not train.
+        greedy_scores[cohort.groups[cohort.lost_baseline]] = 0.0
+        values = samples.tokens.get("values")
+        return ScoredBatch(
+            scores=whole[member],
+            groups=groups,
+            lengths=lengths[member],
+            greedy_scores=greedy_scores,
+            prompts=cohort.groups[samples.rows],
+            places=places[samples.rows],
+            segments=segments,
+            # The score sits on the last token that the policy sampled.
+            rewards=torch.where(segments.last(mask), segments.spread(scores), 0.0) - penalty,
+            mask=mask,
+            trained=samples.tokens["loss_mask"],
+            values=None if values is None else values.to(torch.float64),
+            add_up=self._ranks.sum,
+        )
+
+    def _task_scores(self, samples: Samples) -> Tensor:
+        """``[n]`` float64 rewards with the penalty of long responses."""
+        scores, overlong = samples.rewards.to(torch.float64), self._spec.overlong
+        if overlong.buffer_tokens > 0:
+            scores = scores + overlong_penalty(
+                samples.responses.lengths,
+                max_tokens=self._max_response_tokens,
+                buffer_tokens=overlong.buffer_tokens,
+                factor=overlong.penalty,
+            )
+        return scores
+
+    def _penalty(self, samples: Samples, kl_coefficient: float) -> Tensor:
+        """``[R]`` float64 taken from the rewards for leaving the reference policy."""
+        mask = samples.tokens["response_mask"]
+        if kl_coefficient == 0:
+            return torch.zeros(mask.shape, dtype=torch.float64)
+        penalty = kl_penalty(
+            samples.tokens["proximal_logprobs"].double(),
+            samples.tokens["ref_logprobs"].double(),
+            estimator=self._spec.kl.estimator,
+        )
+        return kl_coefficient * torch.where(mask, penalty, 0.0)
+
+    def _gathered(self, values: Tensor, samples: Samples, cohort: Cohort) -> Tensor:
+        """``[N]`` values of the whole batch, from the ``[n]`` of each rank."""
+        whole = torch.zeros(len(cohort.groups), dtype=torch.float64)
+        whole[samples.rows] = values.to(torch.float64)
+        return self._ranks.sum(whole)
+
+
+def _described(value: object) -> str:
+    return f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,94 @@
+"""What is reported of a batch besides its loss."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import astuple
+
+import torch
+from transformers import PretrainedConfig
+
+from services.trainer.algorithm import diagnostics
+from services.trainer.batch.samples import Cohort, Samples
+from services.trainer.collectives import Ranks, Tally
+from services.trainer.model.flops import peak_flops, training_flops
+from services.trainer.steps.early import Early
+
+
+def describe_batch(weight_version: int, samples: Samples, cohort: Cohort, tally: Tally) -> None:
+    """Count what a rank's samples are like, before they are trained.
+
+    Args:
+        weight_version: Number of the weights that the step starts from.
+        samples: This rank's samples.
+        cohort: The whole batch. Failed samples and greedy baselines have no reward that counts.
+        tally: Receives the terms.
+    """
+    everything = torch.ones_like(samples.rewards, dtype=torch.bool)
+    member = cohort.is_member[samples.rows]
+    tally.mean("reward_mean", samples.rewards, member)
+    tally.mean("reward_square", samples.rewards.square(), member)
+    tally.mean("scored_fraction", member.float(), everything)
+    tally.mean("failed_fraction", cohort.is_failed[samples.rows].float(), everything)
+    segments, mask = samples.segments, samples.tokens["response_mask"]
+    tally.mean("response_length_mean", segments.lengths.float(), everything)
+    tally.mean("trained_token_fraction", samples.tokens["loss_mask"].float(), mask)
+    if "token_versions" in samples.tokens:
+        per_token, per_sequence = diagnostics.staleness_terms(
+            samples.tokens["token_versions"], mask, segments, weight_version=weight_version
+        )
+        has_tokens = segments.count(mask) > 0
+        for name, values in per_token.items():
+            tally.mean(name, values, mask)
+        for name, values in per_sequence.items():
+            tally.mean(name, values, has_tokens)
+        tally.max("staleness_max", per_sequence["staleness_head"], has_tokens)
+
+
+def derive(means: Mapping[str, float]) -> dict[str, float]:
+    """Add what is no mean itself: standard deviation, effective sample size, mean staleness."""
+    metrics = dict(means)
+    square = metrics.pop("reward_square")
+    if metrics.pop("scored_fraction") > 0:
+        variance = square - metrics["reward_mean"] ** 2
+        metrics["reward_std"] = math.sqrt(max(variance, 0.0))
+    else:
+        # Samples that failed are not worth 0: nothing is known.
+        del metrics["reward_mean"], metrics["score_mean"]
+    square = metrics.pop("is_weight_square")
+    metrics["ess"] = metrics["is_weight_mean"] ** 2 / square if square > 0 else 1.0
+    metrics["staleness_mean"] = metrics.get("staleness_head", 0.0)
+    return metrics
+
+
+def utilization(
+    early: Early,
+    config: PretrainedConfig,
+    *,
+    active_weights: float,
+    ranks: Ranks,
+    device: torch.device,
+    num_gpus: int,
+) -> dict[str, float]:
+    """What a step made of its tokens and, where that is known, of its devices. Every rank calls it.
+
+    Args:
+        early: The whole step.
+        config: Of the model.
+        active_weights: :func:`~services.trainer.model.flops.active_weights` of the model.
+        ranks: Data-parallel ranks.
+        device: Of this rank.
+        num_gpus: Of all ranks.
+    """
+    total = ranks.sum(torch.tensor(astuple(early.work), dtype=torch.float64)).tolist()
+    sequence_tokens, tokens, squares, predictions = total
+    used = {"shared_token_fraction": 1.0 - tokens / max(sequence_tokens, 1.0)}
+    if device.type != "cuda":
+        return used
+    used["gpu_memory_peak_bytes"] = float(torch.cuda.max_memory_allocated(device))
+    peak = peak_flops(device)
+    if peak is not None:
+        flops = training_flops(
+            config, active_weights, tokens=tokens, squares=squares, predictions=predictions
+        )
+        used["mfu"] = flops / early.seconds / peak / num_gpus
+    return used

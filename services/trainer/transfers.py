@@ -1,0 +1,122 @@
+"""Samples to and from the transferqueue, for the threads that train."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from services.common.batch import KVBatchMeta
+from services.common.errors import (
+    AlreadyExistsError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    ServiceError,
+)
+from services.common.jagged import Jagged
+from services.transferqueue.dataclient import DataClient
+
+Fetch = Callable[[KVBatchMeta, Sequence[str]], dict[str, Jagged]]
+"""Fetches fields of samples; blocks until they are here."""
+Add = Callable[[KVBatchMeta, Mapping[str, Sequence[Tensor]]], None]
+"""Adds fields to stored samples; blocks until they are there."""
+
+Tell = Callable[[str, Sequence[str], Mapping[str, Sequence[Tensor]]], None]
+"""Puts fields of new keys into a partition, and waits for nobody."""
+
+_TIMEOUT_S = 300.0
+# Nobody waits for what is told to people.
+_TELL_TIMEOUT_S = 5.0
+_T = TypeVar("_T")
+logger = logging.getLogger(__name__)
+
+
+class Transfers:
+    """Moves samples on the event loop. Its methods block.
+
+    Args:
+        data: The transferqueue.
+        loop: Runs its calls.
+    """
+
+    def __init__(self, data: DataClient, loop: asyncio.AbstractEventLoop) -> None:
+        self._data = data
+        self._loop = loop
+        self._telling: Future[None] | None = None
+
+    def fetch(self, meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, Jagged]:
+        """Fetch fields of samples."""
+        problem = f"{meta.num_keys} samples did not arrive"
+        return _wait(self._data.get(meta, fields), self._loop, problem)
+
+    def add(self, meta: KVBatchMeta, fields: Mapping[str, Sequence[Tensor]]) -> None:
+        """Add fields to stored samples, which a request that is repeated finds done."""
+        rows = {name: list(tensors) for name, tensors in fields.items()}
+        problem = f"{meta.num_keys} samples took no {', '.join(rows)}"
+        with suppress(AlreadyExistsError):
+            _wait(self._data.add_fields(meta, rows), self._loop, problem)
+
+    def tell(
+        self, partition_id: str, keys: Sequence[str], fields: Mapping[str, Sequence[Tensor]]
+    ) -> None:
+        """Put what people may read. Returns at once; while earlier ones are under way, these are left out."""
+        if self._telling is not None and not self._telling.done():
+            logger.warning("samples are not kept: earlier ones are under way")
+            return
+        rows = {name: list(tensors) for name, tensors in fields.items()}
+        telling = self._tell(partition_id, keys, rows)
+        self._telling = asyncio.run_coroutine_threadsafe(telling, self._loop)
+
+    async def finish(self) -> None:
+        """Wait until what was told is put."""
+        if self._telling is not None:
+            await asyncio.wrap_future(self._telling)
+
+    async def _tell(
+        self, partition_id: str, keys: Sequence[str], fields: Mapping[str, list[Tensor]]
+    ) -> None:
+        try:
+            async with asyncio.timeout(_TELL_TIMEOUT_S):
+                await self._data.put(partition_id, keys, fields)
+        except (ServiceError, TimeoutError) as error:
+            logger.warning("samples are not kept", extra={"why": type(error).__name__})
+
+
+def of_vocabulary(fetch: Fetch, vocab_size: int) -> Fetch:
+    """As ``fetch``, but with tokens that the model has: an embedding would only say that an index is wrong.
+
+    Args:
+        fetch: Fetches fields of samples.
+        vocab_size: Tokens that the model has.
+    """
+
+    def checked(meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, Jagged]:
+        fetched = fetch(meta, fields)
+        for name in {"prompt_ids", "response_ids"} & fetched.keys():
+            values = fetched[name].values
+            strange = ((values < 0) | (values >= vocab_size)).nonzero()
+            if len(strange):
+                place = int(strange[0])
+                row = int((fetched[name].offsets() <= place).sum()) - 1
+                raise InvalidArgumentError(
+                    f"sample {meta.keys[row]} has the token {int(values[place])} in {name}, but the model "
+                    f"has 0 to {vocab_size - 1}; is model.tokenizer that of model.path?",
+                    key=meta.keys[row],
+                )
+        return fetched
+
+    return checked
+
+
+def _wait(work: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop, problem: str) -> _T:
+    future = asyncio.run_coroutine_threadsafe(work, loop)
+    try:
+        return future.result(_TIMEOUT_S)
+    except TimeoutError as error:
+        future.cancel()
+        raise DeadlineExceededError(
+            f"{problem} within {_TIMEOUT_S:.0f} s; look at the transferqueue's log"
+        ) from error
