@@ -16,32 +16,37 @@ from services.common.grpc_server import serve
 from services.common.lifetime import announce, until_told_to_stop
 from services.common.logging import configure
 from services.common.metrics import serve_metrics
+from services.common.models.loading import load_config
+from services.common.models.routing_shape import routing_shape
 from services.common.models.tokenizer import load_tokenizer
 from services.common.secrets import with_secrets
 from services.common.spec.run import RunSpec
 from services.common.task_group import TaskGroup
-from services.common.weightsync.member import WeightMember
-from services.common.weightsync.server import WeightSyncServicer
 from services.controller.client import GroupFailure, WorkerSession
 from services.rollout.calls.pool import CallPool
+from services.rollout.calls.reach import Reach
 from services.rollout.data import open_sources
 from services.rollout.engines.base import Engine
 from services.rollout.engines.build import build_engine
+from services.rollout.engines.memory import WeightPlane
+from services.rollout.environments.workflow import Environments
 from services.rollout.group import Tools
+from services.rollout.kept import SampleTeller
 from services.rollout.monitor import monitor
+from services.rollout.openai.agent import Agent
 from services.rollout.progress_cache import TransferQueueCache
 from services.rollout.prompts import PromptBook
 from services.rollout.publish import GroupPublisher
-from services.rollout.rewards.reach import Reach
 from services.rollout.rewards.scorer import Scorer
 from services.rollout.sampling import Failure, GroupSampler
 from services.rollout.server import RolloutServicer
 from services.rollout.settings import RolloutSettings
 from services.rollout.weights import WeightReceiver
-from services.rollout.workflows.agent import Agent
 from services.rollout.workflows.load import load_workflow
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
+from services.weightsync.member import WeightMember
+from services.weightsync.server import WeightSyncServicer
 from slipstream.rollout.v1 import rollout_pb2_grpc
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
 
@@ -59,6 +64,7 @@ async def run(settings: RolloutSettings) -> None:
         member = WeightMember(
             sink=receiver,
             device=device,
+            peers=_peers(device),
             host=settings.advertise_host,
             rendezvous=lambda scope: session.rendezvous(scope),
             on_ready=lambda version: session.report(
@@ -87,12 +93,12 @@ async def run(settings: RolloutSettings) -> None:
                     engine,
                     sampler,
                     publish_wait_s=lambda: publisher.longest_wait_s,
-                    stall_s=session.spec.limits.stall_timeout_s / 2,
+                    stall_s=session.spec.limits.stall_timeout_s,
                 )
             ),
         ]
         await engine.wait_ready()
-        servicer.attach(sampler, engine)
+        servicer.attach(sampler)
         receiver.attach(engine, sampler, is_partial=session.spec.rollout.partial_rollout)
         announce(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
         session.report(state="loaded", activity="")
@@ -106,7 +112,9 @@ async def _load(
 ) -> tuple[Engine, GroupSampler, GroupPublisher]:
     """Load model, data and rewards as the run's specification says."""
     spec: RunSpec = with_secrets(session.spec, settings.secrets_directory)
-    tokenizer = await asyncio.to_thread(load_tokenizer, spec.model)
+    tokenizer = await asyncio.to_thread(
+        load_tokenizer, spec.model, spec.data.chat_template_arguments
+    )
     sources = await asyncio.to_thread(open_sources, spec.data)
     engine = await asyncio.to_thread(
         build_engine,
@@ -115,6 +123,8 @@ async def _load(
         tokenizer,
         dtype=getattr(torch, spec.trainer.dtype),
         device=device,
+        plane=WeightPlane.of(spec),
+        most_tokens=spec.data.max_prompt_tokens + spec.rollout.max_response_tokens,
     )
     pool = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
     calls = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
@@ -123,7 +133,11 @@ async def _load(
     address, put_timeout_s = session.transferqueue_address, spec.transferqueue.put_timeout_s
     data = await stack.enter_async_context(DataClient.connect(address, put_timeout_s=put_timeout_s))
     metadata = await stack.enter_async_context(TransferQueueClient.connect(address))
-    publisher = GroupPublisher(data)
+    replays = spec.rollout.routing_replay != "off"
+    routing = routing_shape(load_config(spec.model, tokenizer).to_dict()) if replays else None
+    prompts = PromptBook(spec.data, sources, tokenizer)
+    teller = SampleTeller(data, spec, tokenizer, prompts.num_rows) if spec.samples.is_on else None
+    publisher = GroupPublisher(data, routing, teller=teller)
     workflow = load_workflow(spec.rollout)
     if isinstance(workflow, Agent):
         await stack.enter_async_context(
@@ -134,6 +148,8 @@ async def _load(
                 reach=reach,
             )
         )
+    if isinstance(workflow, Environments):
+        await stack.enter_async_context(workflow.serving(reach))
     sampler = GroupSampler(
         PromptBook(spec.data, sources, tokenizer),
         Tools(
@@ -201,6 +217,13 @@ def _device(settings: RolloutSettings) -> torch.device:
     if settings.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(settings.device)
+
+
+def _peers(device: torch.device) -> list[torch.device]:
+    """The engine's other GPUs: a rollout sees those of its engine only."""
+    if device.type == "cpu":
+        return []
+    return [torch.device("cuda", index) for index in range(1, torch.cuda.device_count())]
 
 
 def main() -> None:

@@ -34,18 +34,6 @@ class GroupAssignment:
     """One temperature per sample; 0 is greedy."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutStatus:
-    """What a rollout worker is doing."""
-
-    num_running: int
-    """Samples that are being decoded."""
-    num_waiting: int
-    """Samples that wait for a place."""
-    weight_version: int
-    """Verified version that the worker serves; -1 before the first."""
-
-
 class RolloutClient:
     """Calls one rollout worker."""
 
@@ -99,15 +87,4 @@ class RolloutClient:
             pb.InterruptGroupsRequest(group_ids=group_ids),
             timeout_s=_TIMEOUT_S,
             idempotent=True,
-        )
-
-    async def get_status(self) -> RolloutStatus:
-        """What the worker is doing."""
-        response = await call(
-            self._stub.GetStatus, pb.GetStatusRequest(), timeout_s=_TIMEOUT_S, idempotent=True
-        )
-        return RolloutStatus(
-            num_running=response.running_count,
-            num_waiting=response.waiting_count,
-            weight_version=response.weight_version,
         )

@@ -12,7 +12,9 @@ from typing import Any, Protocol
 
 from services.common.callables import load_callable
 from services.common.spec.data import DataSpec, PromptSourceSpec
+from services.common.spec.similar import did_you_mean
 
+_VERIFIERS = "services.rollout.environments.verifiers:tasks_of"
 Row = Mapping[str, Any]
 """One row: column names to JSON-like values."""
 
@@ -39,7 +41,50 @@ def open_sources(data: DataSpec) -> dict[str, PromptSource]:
     splits = {"train": data.train}
     if data.heldout is not None:
         splits["heldout"] = data.heldout
-    return {name: _open(spec, data, key=f"data.{name}") for name, spec in splits.items()}
+    return {name: open_source(spec, data, key=f"data.{name}") for name, spec in splits.items()}
+
+
+def open_source(
+    spec: PromptSourceSpec, data: DataSpec, *, key: str, has_columns: bool = True
+) -> PromptSource:
+    """Open one source and look at its first row.
+
+    Args:
+        spec: The source.
+        data: Names the columns.
+        key: Key of the source, for messages.
+        has_columns: Whether the columns must be there.
+
+    Raises:
+        ValueError: As :func:`open_sources`; one line for each column that is missing.
+    """
+    source = _OPENERS[spec.source](spec, key)
+    if len(source) == 0:
+        raise ValueError(
+            f"{key}: {spec.path!r} has no rows; give a source with at least one prompt"
+        )
+    if spec.limit is not None:
+        source = _FirstRows(source, spec.limit)
+    if spec.source == "environment":  # it makes the prompt itself
+        return source
+    columns = {"data.prompt_column": data.prompt_column}
+    if data.answer_column is not None:
+        columns["data.answer_column"] = data.answer_column
+    try:
+        row = source[0]
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+    missing = [
+        f"{option} is {column!r}, but the rows of {key} ({spec.path!r}) have the columns "
+        f"{', '.join(map(repr, row)) or 'none'}; set {option} to one of them"
+        + (" or to null" if option == "data.answer_column" else "")
+        + did_you_mean(column, tuple(row)).replace(" Did", ". Did")
+        for option, column in columns.items()
+        if has_columns and not has_column(row, column)
+    ]
+    if missing:
+        raise ValueError("\n".join(missing))
+    return source
 
 
 def has_column(row: Row, column: str) -> bool:
@@ -56,29 +101,6 @@ def column_value(row: Row, column: str) -> Any:
         return row.get(column)
     head, _, rest = column.partition(".")
     return column_value(row[head], rest)
-
-
-def _open(spec: PromptSourceSpec, data: DataSpec, *, key: str) -> PromptSource:
-    """Open one source and look at its first row."""
-    source = _OPENERS[spec.source](spec, key)
-    if len(source) == 0:
-        raise ValueError(
-            f"{key}: {spec.path!r} has no rows; give a source with at least one prompt"
-        )
-    if spec.limit is not None:
-        source = _FirstRows(source, spec.limit)
-    row = source[0]
-    columns = {"data.prompt_column": data.prompt_column}
-    if data.answer_column is not None:
-        columns["data.answer_column"] = data.answer_column
-    for option, column in columns.items():
-        if not has_column(row, column):
-            raise ValueError(
-                f"{option} is {column!r}, but the rows of {key} ({spec.path!r}) have the columns "
-                f"{', '.join(map(repr, row)) or 'none'}; set {option} to one of them"
-                + (" or to null" if option == "data.answer_column" else "")
-            )
-    return source
 
 
 class _FirstRows:
@@ -147,6 +169,20 @@ class _Parquet:
         return row
 
 
+class _Numbers:
+    """Tasks that an environment knows by their number."""
+
+    def __init__(self, split: str, count: int) -> None:
+        self._split = split
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int, /) -> Row:
+        return {"split": self._split, "index": index}
+
+
 class _Rows:
     """Rows that a library or the user's function holds."""
 
@@ -204,7 +240,7 @@ def _open_huggingface(spec: PromptSourceSpec, key: str) -> PromptSource:
 def _open_python(spec: PromptSourceSpec, key: str) -> PromptSource:
     try:
         function = load_callable(spec.path)
-    except ValueError as error:
+    except (ValueError, ImportError, SyntaxError) as error:
         raise ValueError(f"{key}.path: {error}") from error
     try:
         rows = function(**spec.arguments)
@@ -221,6 +257,24 @@ def _open_python(spec: PromptSourceSpec, key: str) -> PromptSource:
         f"{key}: {spec.path!r} returned a {type(rows).__name__}; it must return the rows, for example "
         "a list of dictionaries"
     )
+
+
+def _open_environment(spec: PromptSourceSpec, key: str) -> PromptSource:
+    assert spec.limit is not None, f"{key} has a limit"
+    return _Numbers(spec.path, spec.limit)
+
+
+def _open_verifiers(spec: PromptSourceSpec, key: str) -> PromptSource:
+    try:
+        # By reference: it stands on the floors above, and loading it takes seconds.
+        tasks_of = load_callable(_VERIFIERS)
+        rows = tasks_of(spec.path, dict(spec.arguments), limit=spec.limit)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{key}: verifiers cannot load the taskset {spec.path!r} with {dict(spec.arguments)} ({error}); "
+            f"check {key}.path and {key}.arguments, and that it is installed"
+        ) from error
+    return _Rows(rows, spec.path)
 
 
 def _open_reasoning_gym(spec: PromptSourceSpec, key: str) -> PromptSource:
@@ -246,4 +300,6 @@ _OPENERS: dict[str, Callable[[PromptSourceSpec, str], PromptSource]] = {
     "huggingface": _open_huggingface,
     "python": _open_python,
     "reasoning_gym": _open_reasoning_gym,
+    "verifiers": _open_verifiers,
+    "environment": _open_environment,
 }

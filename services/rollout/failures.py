@@ -27,10 +27,17 @@ class GroupError(Exception):
 
 
 class InterruptedGroupError(GroupError):
-    """A group was stopped before it was finished; what it has is cached."""
+    """A group was stopped before it was finished; what it has is cached.
 
-    def __init__(self, *, num_unfinished: int, num_tokens: int) -> None:
-        super().__init__("interrupted", "the group was interrupted; resume it", retryable=True)
+    Args:
+        stalled: Why it was stopped, if nobody asked for it: it had come to a halt.
+        num_unfinished: Members that are not finished.
+        num_tokens: Tokens that it has.
+    """
+
+    def __init__(self, *, stalled: str, num_unfinished: int, num_tokens: int) -> None:
+        reason = "stalled" if stalled else "interrupted"
+        super().__init__(reason, stalled or "the group was interrupted; resume it", retryable=True)
         self.num_unfinished = num_unfinished
         self.num_tokens = num_tokens
 
@@ -49,3 +56,7 @@ class CallError(Exception):
         super().__init__(message)
         self.kind = kind
         self.message = message
+
+
+class BusyError(Exception):
+    """The service cannot answer now; another try may succeed."""

@@ -5,6 +5,7 @@ import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from services.common import tracing
 from services.common.models.tokenizer import Tokenizer
@@ -17,9 +18,10 @@ from services.rollout.engines.base import Engine, GenerationResult
 from services.rollout.failures import CallError, GroupError
 from services.rollout.partial import GroupProgress, MemberProgress
 from services.rollout.prompts import Prompt
-from services.rollout.rewards.base import Reward, RewardInput
+from services.rollout.rewards.base import Reward, RewardInput, Score
 from services.rollout.samples import Sample, answer_digest
 from services.rollout.workflows.base import Episode, EpisodeLimits, Interrupted, Workflow
+from services.rollout.workflows.history import history_of
 from services.rollout.workflows.turns import Turn
 
 logger = logging.getLogger(__name__)
@@ -48,18 +50,20 @@ class RunningGroup:
         assignment: What is generated.
         is_interrupted: Whether it was told to stop.
         is_cut: Whether it ended before all members were complete: told to stop, or at the end of a segment.
+        stalled: Why it was told to stop, if it had come to a halt.
     """
 
     def __init__(self, assignment: GroupAssignment, tools: Tools, spec: RolloutSpec) -> None:
         self.assignment = assignment
         self.is_interrupted = False
         self.is_cut = False
+        self.stalled = ""
         self._tools = tools
         self._spec = spec
         self._earlier: GroupProgress = {}
         self._episodes: dict[int, Episode] = {}
         self._num_failed_scores: dict[int, int] = {}
-        self._rewards: dict[int, float] = {}
+        self._scores: dict[int, Score] = {}
         self._members: dict[int, asyncio.Task[Sample | None]] = {}
 
     async def sample(self, prompt: Prompt, progress: GroupProgress) -> list[Sample]:
@@ -101,6 +105,25 @@ class RunningGroup:
                 self._members[member].cancel()
         return [name for episode in self._episodes.values() for name in episode.request_ids]
 
+    def marks(
+        self, running: Mapping[str, GenerationResult], tokens_total: int
+    ) -> Mapping[int, int]:
+        """How far each unfinished member is: a number that changes whenever it makes a token or a call.
+
+        Args:
+            running: What the engine has of the requests that are being decoded.
+            tokens_total: Tokens of the engine: a request that waits for its place moves with the others.
+        """
+        marks: dict[int, int] = {}
+        for member, episode in self._episodes.items():
+            if member in self._scores:
+                continue
+            made = [running[name].token_ids for name in episode.request_ids if name in running]
+            num_waiting = len(episode.request_ids) - sum(map(bool, made))
+            turns = len(episode.turns) + self._num_failed_scores[member]
+            marks[member] = (turns << 32) + sum(map(len, made)) + num_waiting * tokens_total
+        return marks
+
     def progress(self, running: Mapping[str, GenerationResult]) -> GroupProgress:
         """What the members have so far.
 
@@ -113,7 +136,7 @@ class RunningGroup:
             failed = self._num_failed_scores[member]
             if turns:
                 progress[member] = MemberProgress(
-                    num_failed_scores=failed, turns=turns, reward=self._rewards.get(member)
+                    num_failed_scores=failed, turns=turns, score=self._scores.get(member)
                 )
         return {**self._earlier, **progress}
 
@@ -130,14 +153,14 @@ class RunningGroup:
                 if not await self._run_workflow(episode):
                     return None
                 self._check_segments(episode)
-                score = await self._score(episode) if earlier.reward is None else earlier.reward
+                score = earlier.score or await self._score(episode)
             except CallError as error:
                 failure = error
                 continue
-            self._rewards[member] = score
-            return self._sample(member, episode, reward=score, failed=False)
+            self._scores[member] = score
+            return self._sample(member, episode, score=score, failed=False)
         if self._spec.on_reward_failure == "mask" and episode.response_ids:
-            return self._sample(member, episode, reward=0.0, failed=True)
+            return self._sample(member, episode, score=Score(0.0), failed=True)
         source = "reward" if episode.is_complete else "workflow"
         raise GroupError(f"{source}_{failure.kind}", failure.message, retryable=True)
 
@@ -153,7 +176,9 @@ class RunningGroup:
                 seed=seed if num_failed == 0 else _derived_seed(seed, num_failed),
                 temperature=assignment.temperatures[place],
                 max_response_tokens=self._spec.max_response_tokens,
+                max_tokens=self._tools.engine.max_tokens,
                 stop_texts=self._spec.sampling.stop,
+                stop_token_ids=frozenset(self._spec.sampling.stop_token_ids),
                 # Held-out prompts are evaluated under one version, in one piece.
                 segment_tokens=self._spec.segment_tokens if assignment.split == "train" else None,
             ),
@@ -189,22 +214,24 @@ class RunningGroup:
 
     def _check_segments(self, episode: Episode) -> None:
         """Refuse a response that was stretched over too many weight versions."""
-        num_segments = len(episode.sampled_versions)
-        if num_segments > self._spec.max_segments:
+        num_segments, most = len(episode.sampled_versions), self._spec.max_segments
+        if most is not None and num_segments > most:
             raise GroupError(
                 "too_many_segments",
                 f"a response has tokens of {num_segments} weight versions, more than "
-                f"rollout.max_segments ({self._spec.max_segments}); raise it or publish less often",
+                f"rollout.max_segments ({most}); raise it or publish less often",
                 retryable=True,
             )
 
-    async def _score(self, episode: Episode) -> float:
+    async def _score(self, episode: Episode) -> Score:
         prompt = episode.prompt
         given = RewardInput(
             prompt=prompt.text,
             response=episode.response_text,
             answer=prompt.answer,
             row=prompt.row,
+            earned=episode.earned,
+            episode=partial(history_of, episode),
         )
         try:
             with metrics.REWARD_SECONDS.time(), tracing.span("reward.score"):
@@ -213,12 +240,12 @@ class RunningGroup:
             metrics.REWARD_FAILURES.labels(kind=error.kind).inc()
             raise
 
-    def _sample(self, member: int, episode: Episode, *, reward: float, failed: bool) -> Sample:
+    def _sample(self, member: int, episode: Episode, *, score: Score, failed: bool) -> Sample:
         sample = Sample(
             member=member,
             prompt_ids=episode.prompt_ids,
             turns=episode.response_turns,
-            reward=reward,
+            score=score,
             finish_reason="failed" if failed else episode.finish_reason,
             is_greedy=episode.limits.temperature == 0,
             answer=self._answer(episode.response_text),

@@ -1,4 +1,6 @@
-"""Liveness from progress: an engine that accepts work but makes no token is dead."""
+"""Liveness from progress, never from age: of an engine that accepts work, and of each episode."""
+
+from collections.abc import Mapping
 
 from services.rollout.engines.base import EngineStats
 
@@ -39,3 +41,36 @@ class ProgressWatch:
                 f"the engine holds {stats.num_running} requests but made no token for "
                 f"{now - self._since:.0f} s; this worker ends, so that its work goes elsewhere"
             )
+
+
+class EpisodeWatch:
+    """Looks from time to time at how far the members of all groups are.
+
+    Args:
+        deadline_s: Longest time in which a member makes neither a token nor a call.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._seen: dict[tuple[str, int], tuple[int, float]] = {}
+
+    def look(self, groups: Mapping[str, Mapping[int, int]], *, now: float) -> dict[str, str]:
+        """Groups that have come to a halt, and why.
+
+        Args:
+            groups: By group and member, a number that changes with each token and call.
+            now: Monotonic seconds.
+        """
+        seen: dict[tuple[str, int], tuple[int, float]] = {}
+        stalled: dict[str, str] = {}
+        for group_id, marks in groups.items():
+            for member, mark in marks.items():
+                before, since = self._seen.get((group_id, member), (mark, now))
+                seen[group_id, member] = (mark, since if before == mark else now)
+                if before == mark and now - since > self._deadline_s:
+                    stalled[group_id] = (
+                        f"member {member} made no token and no call for {now - since:.0f} s; look at what "
+                        "its workflow waits for, or raise limits.stall_timeout_s"
+                    )
+        self._seen = seen
+        return stalled

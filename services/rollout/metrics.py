@@ -26,6 +26,9 @@ LATE_GROUPS = Counter(
 CACHE_FAILURES = Counter(
     "slipstream_rollout_cache_failures_total", "Times that progress could not be cached"
 )
+UNKEPT_GROUPS = Counter(
+    "slipstream_rollout_unkept_groups_total", "Groups that could not be kept to be read"
+)
 UNUSED_AGENT_TOKENS = Counter(
     "slipstream_rollout_unused_agent_tokens_total",
     "Tokens that agents had sampled outside the conversation that became the sample",
@@ -39,11 +42,23 @@ SEGMENTS = Histogram(
 REWARD_SECONDS = Histogram(
     "slipstream_rollout_reward_seconds", "Time of one reward, waiting included", buckets=USER_CODE
 )
+ENVIRONMENT_SECONDS = Histogram(
+    "slipstream_rollout_environment_seconds",
+    "Time of one answer of an environment, waiting included: begin, step or close",
+    ["call"],
+    buckets=USER_CODE,
+)
 PUBLISH_SECONDS = Histogram(
     "slipstream_rollout_publish_seconds", "Time to store a group, waiting included", buckets=RPC
 )
 ADOPT_STALL_SECONDS = Histogram(
     "slipstream_rollout_adopt_stall_seconds", "Time without tokens per weight update", buckets=RPC
+)
+ADOPT_PHASE_SECONDS = Histogram(
+    "slipstream_rollout_adopt_phase_seconds",
+    "Time of each phase of a weight update in an engine of another project: share, gate, freeze, copy, thaw",
+    ["phase"],
+    buckets=RPC,
 )
 ADOPT_SECONDS = Histogram(
     "slipstream_rollout_adopt_seconds",

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from services.controller.client import WorkerSession
 from services.rollout import metrics
 from services.rollout.engines.base import Engine
-from services.rollout.liveness import EngineStalledError, ProgressWatch
+from services.rollout.liveness import EngineStalledError, EpisodeWatch, ProgressWatch
 from services.rollout.sampling import GroupSampler
 
 _EVERY_S = 1.0
+# Looking at every episode takes longer than reading gauges.
+_LOOK_S = 15.0
 
 
 async def monitor(
@@ -28,12 +30,14 @@ async def monitor(
         engine: Is watched.
         sampler: Its admission follows the pressure.
         publish_wait_s: How long the oldest unfinished publication has been waiting.
-        stall_s: Longest time that the engine may hold requests without making a token.
+        stall_s: Longest time in which an episode makes no token and no call. An engine that holds requests
+            and makes no token at all ends in half of that.
 
     Raises:
         EngineStalledError: If the engine is dead; the process has to end.
     """
-    progress = ProgressWatch(stall_s)
+    progress, episodes = ProgressWatch(stall_s / 2), EpisodeWatch(stall_s)
+    look_s, looked = min(stall_s / 4, _LOOK_S), time.monotonic()
     rows = {f"prompts_{split}": sampler.num_prompts(split) for split in ("train", "heldout")}
     while True:
         stats = engine.stats()
@@ -61,4 +65,7 @@ async def monitor(
         except EngineStalledError as error:
             session.report(state="failed", activity=str(error))
             raise
+        if time.monotonic() - looked > look_s:
+            looked = time.monotonic()
+            await sampler.stop_stalled(episodes, now=looked)
         await asyncio.sleep(_EVERY_S)

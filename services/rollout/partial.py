@@ -1,16 +1,23 @@
 """Unfinished samples as tensors, so that any replica can go on with them."""
 
-from collections.abc import Mapping
+import io
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from itertools import chain
+from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from services.rollout.engines.base import FinishReason
-from services.rollout.workflows.turns import Turn
+from services.common.fields import ROUTED_EXPERTS
+from services.rollout.engines.base import FinishReason, RoutedExperts
+from services.rollout.rewards.base import Score
+from services.rollout.workflows.turns import Turn, routed_experts
 
 _FINISH_CODES: dict[FinishReason | None, int] = {None: 0, "stop": 1, "length": 2, "aborted": 3}
+_MOST_MS = 2**31 - 1
 _FINISH_REASONS = {code: reason for reason, code in _FINISH_CODES.items()}
 
 
@@ -22,19 +29,22 @@ class MemberProgress:
     """Tries whose reward failed; the next seed follows from it."""
     turns: tuple[Turn, ...]
     """Turns of the current try; the last one may be cut."""
-    reward: float | None = None
-    """Score, if the member is complete and was scored."""
+    score: Score | None = None
+    """Of a member that is complete and was scored."""
 
 
 GroupProgress = Mapping[int, MemberProgress]
 """Progress by member."""
 
-PARTIAL_FIELDS: Final = ("response_ids", "rollout_logprobs", "version_runs", "turns", "scores")
+PARTIAL_FIELDS: Final = (
+    "response_ids", "rollout_logprobs", "version_runs", "turns", "scores", ROUTED_EXPERTS,
+)  # fmt: skip
 """Fields of the ``partial`` partition, one row per member of a group.
 
-``response_ids``, ``rollout_logprobs`` and ``version_runs`` are as for samples. ``turns`` int32 ``[T, 4]`` has
-failed scores, tokens, version runs and finish code of each turn; ``scores`` float64 ``[S]`` has the reward if
-there is one.
+``response_ids``, ``rollout_logprobs`` and ``version_runs`` are as for samples. ``turns`` int32 ``[T, 6]`` has
+failed scores, tokens, version runs, finish code, milliseconds and tokens with known experts of each turn;
+``scores`` uint8 ``[B]`` has the score, if there is one, as a JSON list of its value and its terms;
+``routed_experts`` uint8 ``[B]`` has the known experts, if there are any, as a file of numpy's.
 """
 
 
@@ -47,21 +57,28 @@ def encode_progress(progress: MemberProgress) -> dict[str, Tensor]:
             len(turn.token_ids),
             len(turn.version_runs),
             _FINISH_CODES[turn.finish_reason],
+            min(round(1000 * turn.seconds), _MOST_MS),
+            0 if turn.routed_experts is None else len(turn.routed_experts),
         )
         for turn in turns
     ]
-    scores = [] if progress.reward is None else [progress.reward]
+    score = progress.score
+    scores = b"" if score is None else json.dumps([score.value, dict(score.terms)]).encode()
     return {
-        "response_ids": torch.tensor([t for u in turns for t in u.token_ids], dtype=torch.int32),
-        "rollout_logprobs": torch.tensor(
-            [p for u in turns for p in u.logprobs], dtype=torch.float32
-        ),
+        "response_ids": _tensor((turn.token_ids for turn in turns), np.int32),
+        "rollout_logprobs": _tensor((turn.logprobs for turn in turns), np.float32),
         "version_runs": torch.tensor(
             [run for turn in turns for run in turn.version_runs], dtype=torch.int32
         ).reshape(-1, 2),
-        "turns": torch.tensor(table, dtype=torch.int32).reshape(-1, 4),
-        "scores": torch.tensor(scores, dtype=torch.float64),
+        "turns": torch.tensor(table, dtype=torch.int32).reshape(-1, 6),
+        "scores": torch.tensor(list(scores), dtype=torch.uint8),
+        ROUTED_EXPERTS: _stored(routed_experts(turns)),
     }
+
+
+def _tensor(parts: Iterable[tuple[float, ...]], dtype: Any) -> Tensor:
+    """One row from tuples of numbers: three times as fast as torch takes them."""
+    return torch.from_numpy(np.fromiter(chain.from_iterable(parts), dtype=dtype))
 
 
 def decode_progress(fields: Mapping[str, Tensor]) -> MemberProgress:
@@ -75,20 +92,39 @@ def decode_progress(fields: Mapping[str, Tensor]) -> MemberProgress:
     runs = [(version, count) for version, count in fields["version_runs"].tolist()]
     if sum(row[1] for row in table) != len(tokens) or sum(row[2] for row in table) != len(runs):
         raise ValueError("the turns of a cached sample do not cover its tokens; generate it again")
+    scores = bytes(fields["scores"].tolist())
+    experts = _read(fields[ROUTED_EXPERTS])
     turns: list[Turn] = []
-    token, run = 0, 0
-    for _, num_tokens, num_runs, code in table:
+    token, run, known = 0, 0, 0
+    for _, num_tokens, num_runs, code, ms, num_known in table:
         turns.append(
             Turn(
                 token_ids=tuple(tokens[token : token + num_tokens]),
                 logprobs=tuple(logprobs[token : token + num_tokens]),
                 version_runs=tuple(runs[run : run + num_runs]),
                 finish_reason=_FINISH_REASONS[code],
+                seconds=ms / 1000,
+                routed_experts=experts[known : known + num_known] if num_known else None,
             )
         )
-        token, run = token + num_tokens, run + num_runs
+        token, run, known = token + num_tokens, run + num_runs, known + num_known
     return MemberProgress(
         num_failed_scores=table[0][0] if table else 0,
         turns=tuple(turns),
-        reward=next(iter(fields["scores"].tolist()), None),
+        score=Score(*json.loads(scores)) if scores else None,
     )
+
+
+def _stored(experts: RoutedExperts | None) -> Tensor:
+    if experts is None:
+        return torch.zeros(0, dtype=torch.uint8)
+    file = io.BytesIO()
+    np.save(file, experts, allow_pickle=False)
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+
+def _read(stored: Tensor) -> RoutedExperts:
+    if not len(stored):
+        return np.zeros((0, 0, 0), np.uint8)
+    found: RoutedExperts = np.load(io.BytesIO(stored.numpy().tobytes()), allow_pickle=False)
+    return found

@@ -1,5 +1,6 @@
 """Progress of unfinished groups in the transferqueue."""
 
+import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -77,7 +78,10 @@ class TransferQueueCache:
         """
         members = [(group_id, member) for group_id in groups for member in groups[group_id]]
         serials = [self._serials[name].get(member, 0) + 1 for name, member in members]
-        rows = [encode_progress(groups[group_id][member]) for group_id, member in members]
+        # In a thread: with many long responses that takes longer than messages may wait for the event loop.
+        rows = await asyncio.to_thread(
+            lambda: [encode_progress(groups[group_id][member]) for group_id, member in members]
+        )
         keys = [_key(*who, serial % 2) for who, serial in zip(members, serials, strict=True)]
         old = [_key(*who, 1 - serial % 2) for who, serial in zip(members, serials, strict=True)]
         try:

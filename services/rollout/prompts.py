@@ -18,7 +18,7 @@ class Prompt:
     """What a group answers."""
 
     token_ids: tuple[int, ...]
-    """Tokens that the engine continues."""
+    """Tokens that the engine continues; none if an environment makes the prompt."""
     text: str
     """The prompt as people read it: filled template, or the last message of a chat."""
     answer: Any
@@ -63,11 +63,13 @@ class PromptBook:
             row = self._sources[split][row_index]
         except ValueError as error:
             raise _refused("prompt_malformed", str(error)) from error
-        text, token_ids = self._encode(row, f"row {row_index} of split {split!r}")
-        self._check_length(token_ids, f"row {row_index} of split {split!r}")
         column = self._data.answer_column
         spec = self._data.heldout if split == "heldout" else self._data.train
         assert spec is not None
+        if spec.source == "environment":
+            return Prompt(token_ids=(), text="", answer=None, row=row, data_source=spec.path)
+        text, token_ids = self._encode(row, f"row {row_index} of split {split!r}")
+        self._check_length(token_ids, f"row {row_index} of split {split!r}")
         return Prompt(
             token_ids=tuple(token_ids),
             text=text,
@@ -93,7 +95,7 @@ class PromptBook:
         try:
             if self._data.chat_template:
                 return text, self._tokenizer.apply_chat_template(messages)
-            return text, self._tokenizer.encode(text)
+            return text, self._tokenizer.encode_prompt(text)
         except ValueError as error:
             raise _refused("prompt_malformed", f"{place}: {error}") from error
 
@@ -106,6 +108,33 @@ class PromptBook:
                 f"{place} has {len(token_ids)} tokens, more than data.max_prompt_tokens "
                 f"({self._data.max_prompt_tokens}); raise it or remove the row",
             )
+
+
+def check_prompt(row: Row, data: DataSpec, key: str) -> None:
+    """Look at the kind of a row's prompt, before there is a tokenizer.
+
+    Args:
+        row: A row that has the columns.
+        data: Names the columns.
+        key: Key of the source, for the message.
+
+    Raises:
+        ValueError: If no prompt can be made of it.
+    """
+    content = column_value(row, data.prompt_column)
+    if isinstance(content, str) and content:
+        return
+    if _are_messages(content):
+        if data.chat_template:
+            return
+        raise ValueError(
+            f"data.prompt_column {data.prompt_column!r} of {key} holds chat messages, but data.chat_template "
+            "is false; set it to true, or name a column with text"
+        )
+    raise ValueError(
+        f"data.prompt_column {data.prompt_column!r} of {key} must hold text or a list of messages with role "
+        f"and content, but holds {content!r:.60}; name another column"
+    )
 
 
 def _are_messages(content: object) -> bool:

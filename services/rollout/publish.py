@@ -5,19 +5,35 @@ import time
 from services.common import tracing
 from services.common.errors import AlreadyExistsError, ServiceError
 from services.common.fields import sample_key
+from services.common.models.routing_shape import RoutingShape
 from services.rollout import metrics
 from services.rollout.client import GroupAssignment
 from services.rollout.failures import GroupError
+from services.rollout.kept import SampleTeller
 from services.rollout.prompts import Prompt
 from services.rollout.samples import Sample, prompt_fields, sample_fields, sample_tags
 from services.transferqueue.dataclient import DataClient
 
 
 class GroupPublisher:
-    """Stores groups: one call a group, the prompt once."""
+    """Stores groups: one call a group, the prompt once.
 
-    def __init__(self, data: DataClient) -> None:
+    Args:
+        data: Where to.
+        routing: What routers choose, if the trainer is to know.
+        teller: Tells people of some of them; None if nothing is kept.
+    """
+
+    def __init__(
+        self,
+        data: DataClient,
+        routing: RoutingShape | None = None,
+        *,
+        teller: SampleTeller | None = None,
+    ) -> None:
         self._data = data
+        self._routing = routing
+        self._teller = teller
         self._waiting: dict[str, float] = {}
 
     @property
@@ -38,7 +54,8 @@ class GroupPublisher:
         try:
             prompts = prompt_fields(samples)
             is_shared = len(prompts) < len(samples)
-            fields = sample_fields(samples) | ({} if is_shared else {"prompt_ids": prompts})
+            columns = sample_fields(samples, self._routing)
+            fields = columns | ({} if is_shared else {"prompt_ids": prompts})
             with metrics.PUBLISH_SECONDS.time(), tracing.span("samples.put"):
                 await self._data.put(
                     assignment.partition_id,
@@ -49,6 +66,8 @@ class GroupPublisher:
                     ),
                     shared={"prompt_ids": prompts[0]} if is_shared else None,
                 )
+            if self._teller is not None and self._teller.keeps(assignment):
+                await self._teller.tell(assignment, prompt, samples, columns)
         except AlreadyExistsError as error:
             # A lease that was taken from this replica and given to another finished there first; or the one
             # before this lease did, too late. The controller knows which, and generates again in that case.

@@ -1,18 +1,34 @@
 """A finished sample and the tensors and tags that describe it."""
 
 import hashlib
-import re
+import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import regex
 import torch
 from torch import Tensor
 
+from services.common.fields import ROUTED_EXPERTS
+from services.common.models.routing_shape import RoutingShape
 from services.rollout.engines.base import VersionRun
 from services.rollout.prompts import Prompt
-from services.rollout.workflows.turns import TOOL_VERSION, Turn, sampled_versions, version_runs
+from services.rollout.rewards.base import Score
+from services.rollout.workflows.turns import (
+    TOOL_VERSION,
+    Turn,
+    routed_experts,
+    sampled_versions,
+    version_runs,
+)
 
+logger = logging.getLogger(__name__)
+
+# The pattern is somebody else's, and the event loop waits for it.
+_PATTERN_TIMEOUT_S = 0.1
 Tag = int | float | str
 
 
@@ -26,8 +42,8 @@ class Sample:
     """Tokens before the response."""
     turns: tuple[Turn, ...]
     """The response."""
-    reward: float
-    """Task reward; 0 and meaningless if the sample failed."""
+    score: Score
+    """Task reward and its terms; 0 and meaningless if the sample failed."""
     finish_reason: str
     """``stop``, ``length`` or ``failed``."""
     is_greedy: bool
@@ -57,10 +73,17 @@ def answer_digest(response: str, pattern: str) -> str:
     Args:
         response: Text of a response.
         pattern: Regular expression whose last match is the answer, or its first group if it has one; the
-            whole response is the answer if it is empty or does not match.
+            whole response is the answer if it is empty, does not match, or takes too long.
     """
-    found = list(re.finditer(pattern, response)) if pattern else []
-    answer = found[-1][min(1, found[-1].re.groups)] if found else response
+    answer: str | None = response
+    try:
+        for found in (
+            regex.finditer(pattern, response, timeout=_PATTERN_TIMEOUT_S) if pattern else ()
+        ):
+            answer = found[min(1, len(found.groups()))]
+    except TimeoutError:
+        answer = response
+        logger.warning("rollout.answer_pattern takes too long", extra={"pattern": pattern})
     return hashlib.sha256((answer or "").strip().encode()).hexdigest()[:16]
 
 
@@ -71,8 +94,14 @@ def prompt_fields(samples: Sequence[Sample]) -> list[Tensor]:
     return [torch.tensor(row, dtype=torch.int32) for row in rows]
 
 
-def sample_fields(samples: Sequence[Sample]) -> dict[str, list[Tensor]]:
+def sample_fields(
+    samples: Sequence[Sample], routing: RoutingShape | None = None
+) -> dict[str, list[Tensor]]:
     """Tensors of the samples, by field name, as the data dictionary says.
+
+    Args:
+        samples: Of a group.
+        routing: What routers choose, if the trainer is to know.
 
     Raises:
         ValueError: If a sample's logprobs or versions do not cover its tokens.
@@ -96,8 +125,20 @@ def sample_fields(samples: Sequence[Sample]) -> dict[str, list[Tensor]]:
         fields["response_mask"].append(torch.tensor(mask, dtype=torch.bool))
         fields["rollout_logprobs"].append(torch.tensor(logprobs, dtype=torch.float32))
         fields["version_runs"].append(torch.tensor(runs, dtype=torch.int32).reshape(-1, 2))
-        fields["rewards"].append(torch.tensor(sample.reward, dtype=torch.float32))
+        fields["rewards"].append(torch.tensor(sample.score.value, dtype=torch.float32))
+    if routing is not None:
+        fields[ROUTED_EXPERTS] = [_experts(sample, routing) for sample in samples]
     return fields
+
+
+def _experts(sample: Sample, routing: RoutingShape) -> Tensor:
+    """An entry for each token but the last: what engines told of, and of the others that it is not known."""
+    num_tokens = max(len(sample.prompt_ids) + len(sample.response_ids) - 1, 0)
+    experts = np.full((num_tokens, *routing.tail), routing.missing, routing.dtype)
+    known = routed_experts(sample.turns)
+    if known is not None:
+        experts[: len(known)] = known[:num_tokens]
+    return torch.from_numpy(experts)
 
 
 def sample_tags(
@@ -120,7 +161,8 @@ def _tags(sample: Sample, prompt: Prompt, *, group_id: str, attempt: int) -> dic
         "num_segments": len(versions),
         "prompt_tokens": len(sample.prompt_ids),
         "response_tokens": len(sample.response_ids),
-        "reward": sample.reward,
+        "reward": sample.score.value,
+        "terms": json.dumps(dict(sample.score.terms)),
         "finish_reason": sample.finish_reason,
         "data_source": prompt.data_source,
         "greedy": int(sample.is_greedy),

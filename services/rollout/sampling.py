@@ -10,6 +10,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
@@ -25,6 +26,7 @@ from services.rollout.client import GroupAssignment
 from services.rollout.engines.base import GenerationResult
 from services.rollout.failures import GroupError, InterruptedGroupError
 from services.rollout.group import RunningGroup, Tools
+from services.rollout.liveness import EpisodeWatch
 from services.rollout.partial import GroupProgress
 from services.rollout.prompts import Prompt, PromptBook
 from services.rollout.samples import Sample
@@ -33,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 _NUM_REMEMBERED = 100_000
 """Groups whose attempts are remembered, so that a repeated request does not start them again."""
+
+_CHECKPOINT_SHARE = 0.02
+"""Most of the time that goes into caching what runs on."""
 
 
 class Publisher(Protocol):
@@ -112,6 +117,7 @@ class GroupSampler:
         self._groups: dict[str, RunningGroup] = {}
         self._attempts: dict[str, int] = {}
         self._caching = asyncio.Lock()
+        self._next_checkpoint = -math.inf
         self._parked: list[RunningGroup] = []
 
     async def __aenter__(self) -> Self:
@@ -189,15 +195,30 @@ class GroupSampler:
         await asyncio.wait(tasks.values())
         await self._park([group for group in groups if group.is_cut])
 
+    async def stop_stalled(self, watch: EpisodeWatch, *, now: float) -> None:
+        """Interrupt groups of which a member made no token and no call for too long."""
+        running, total = await self._tools.engine.peek(), self._tools.engine.stats().tokens_total
+        marks = {name: group.marks(running, total) for name, group in self._groups.items()}
+        stalled = watch.look(marks, now=now)
+        for name, why in stalled.items():
+            self._groups[name].stalled = why
+        if stalled:
+            await self.interrupt(stalled)
+
     async def checkpoint(self) -> None:
         """Cache what the running groups have, while they run on."""
         async with self._caching:
+            now = asyncio.get_running_loop().time
+            begin = now()
             running = await self._tools.engine.peek()
             await self._save(list(self._groups.values()), running, is_last=False)
+            self._next_checkpoint = begin + (now() - begin) / _CHECKPOINT_SHARE
 
     def checkpoint_soon(self) -> None:
-        """Checkpoint beside whatever the caller does next."""
-        self._tasks.create_task(self.checkpoint())
+        """Checkpoint beside whatever the caller does next, unless the last one is too recent for its cost."""
+        if asyncio.get_running_loop().time() >= self._next_checkpoint:
+            self._next_checkpoint = math.inf
+            self._tasks.create_task(self.checkpoint())
 
     async def _park(self, groups: Sequence[RunningGroup]) -> None:
         """Cache what groups have and give them back to the controller.
@@ -290,6 +311,7 @@ def _interruption(group: RunningGroup) -> InterruptedGroupError:
     """How far a group came: the controller resumes those first that have the least left to do."""
     members = group.progress({}).values()
     return InterruptedGroupError(
-        num_unfinished=len(group.assignment.seeds) - sum(m.reward is not None for m in members),
+        stalled=group.stalled,
+        num_unfinished=len(group.assignment.seeds) - sum(m.score is not None for m in members),
         num_tokens=sum(len(turn.token_ids) for m in members for turn in m.turns),
     )

@@ -6,7 +6,6 @@ import grpc
 
 from services.common.errors import InvalidArgumentError, UnavailableError
 from services.rollout.client import GroupAssignment
-from services.rollout.engines.base import Engine
 from services.rollout.sampling import GroupSampler
 from slipstream.rollout.v1 import rollout_pb2 as pb
 from slipstream.rollout.v1 import rollout_pb2_grpc
@@ -23,52 +22,36 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     def __init__(self) -> None:
         self._sampler: GroupSampler | None = None
-        self._engine: Engine | None = None
 
-    def attach(self, sampler: GroupSampler, engine: Engine) -> None:
+    def attach(self, sampler: GroupSampler) -> None:
         """Begin to serve."""
-        self._sampler, self._engine = sampler, engine
+        self._sampler = sampler
 
     async def StartGroups(  # noqa: N802
         self, request: pb.StartGroupsRequest, context: _Context
     ) -> pb.StartGroupsResponse:
         """Start groups."""
-        sampler, _ = self._attached()
-        sampler.start([_assignment(group) for group in request.groups])
+        self._attached().start([_assignment(group) for group in request.groups])
         return pb.StartGroupsResponse()
 
     async def CancelGroups(  # noqa: N802
         self, request: pb.CancelGroupsRequest, context: _Context
     ) -> pb.CancelGroupsResponse:
         """End groups without results."""
-        sampler, _ = self._attached()
-        sampler.cancel(request.group_ids)
+        self._attached().cancel(request.group_ids)
         return pb.CancelGroupsResponse()
 
     async def InterruptGroups(  # noqa: N802
         self, request: pb.InterruptGroupsRequest, context: _Context
     ) -> pb.InterruptGroupsResponse:
         """Stop groups and cache what they have."""
-        sampler, _ = self._attached()
-        await sampler.interrupt(request.group_ids or None)
+        await self._attached().interrupt(request.group_ids or None)
         return pb.InterruptGroupsResponse()
 
-    async def GetStatus(  # noqa: N802
-        self, request: pb.GetStatusRequest, context: _Context
-    ) -> pb.GetStatusResponse:
-        """Return what the worker is doing."""
-        _, engine = self._attached()
-        stats = engine.stats()
-        return pb.GetStatusResponse(
-            running_count=stats.num_running,
-            waiting_count=stats.num_waiting,
-            weight_version=stats.weight_version,
-        )
-
-    def _attached(self) -> tuple[GroupSampler, Engine]:
-        if self._sampler is None or self._engine is None:
+    def _attached(self) -> GroupSampler:
+        if self._sampler is None:
             raise UnavailableError("this rollout worker still loads its model; try again")
-        return self._sampler, self._engine
+        return self._sampler
 
 
 def _assignment(group: pb.GroupAssignment) -> GroupAssignment:

@@ -35,38 +35,7 @@ def environment_of_user_code() -> dict[str, str]:
     }
 
 
-def prepare_vllm_environment(*, is_cpu: bool) -> None:
-    """Set what vLLM reads from the environment when it is imported; what is set already stays.
-
-    Args:
-        is_cpu: Whether its CPU build runs.
-    """
-    values = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    if is_cpu:
-        values |= _CPU_ENGINE | {
-            # One child process instead of two.
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            # Otherwise the first request for logprobs compiles a C++ kernel, for a minute.
-            "TORCH_COMPILE_DISABLE": "1",
-        }
-    _set_defaults(values)
-
-
-def prepare_sglang_environment(*, is_cpu: bool) -> None:
-    """Set what SGLang reads from the environment when it is imported; what is set already stays.
-
-    Args:
-        is_cpu: Whether it runs on a CPU.
-    """
-    _set_defaults(_CPU_ENGINE | {"SGLANG_USE_CPU_ENGINE": "1"} if is_cpu else {})
-
-
-_CPU_ENGINE = {
-    # The threads of an engine's processes and of torch would fight over the cores.
-    "OMP_NUM_THREADS": "1",
-}
-
-
-def _set_defaults(values: Mapping[str, str]) -> None:
+def set_defaults(values: Mapping[str, str]) -> None:
+    """Set what other packages read from the environment when they are imported; what is set already stays."""
     for name, value in values.items():
         os.environ.setdefault(name, value)  # noqa: TID251 -- this is the settings module

@@ -59,8 +59,8 @@ class WeightReceiver:
     async def score(self, token_ids: Sequence[int]) -> Sequence[float]:
         """Logprob of each token but the first under the live weights; none from the fake engine."""
         engine, _ = self._attached()
-        # It has no model whose weights could be in the wrong places.
-        return () if engine.capabilities.name == "fake" else await engine.score(token_ids)
+        # Without a model, no weights could be in the wrong places.
+        return await engine.score(token_ids) if engine.weight_specs() else ()
 
     async def refuse_weights(self, reason: str) -> None:
         """Serve nothing until other weights are adopted."""

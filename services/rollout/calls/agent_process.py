@@ -1,7 +1,7 @@
 """A process that runs the user's agent, many episodes at once.
 
 One JSON line in for each episode, ``{"id", "keywords"}`` or ``{"cancel": id}``; one out when it ended,
-``{"id"}`` or ``{"id", "error"}``. Coroutines share the event loop; plain functions get a thread each.
+``{"id", "value"}`` or ``{"id", "error"}``. Coroutines share the event loop; plain functions get a thread.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from services.common.task_group import TaskGroup
 
 _LINE_BYTES = 64 << 20
 _MAX_THREADS = 512
+_MAX_REWARD_BYTES = 64 << 10
 
 
 async def serve(reference: str, answers: TextIO) -> None:
@@ -53,12 +54,22 @@ async def _run(agent: Callable[..., Any], message: dict[str, Any], answers: Text
     answer: dict[str, Any] = {"id": message["id"]}
     try:
         if inspect.iscoroutinefunction(agent):
-            await agent(**message["keywords"])
+            value = await agent(**message["keywords"])
         else:
-            await asyncio.to_thread(agent, **message["keywords"])
+            value = await asyncio.to_thread(agent, **message["keywords"])
+        answer["value"] = _reward(value)
     except Exception as error:  # noqa: BLE001 -- the edge to user code: every fault becomes an answer
         answer["error"] = f"{type(error).__name__}: {error}"
     _answer(answers, answer)
+
+
+def _reward(value: Any) -> Any:
+    """What an agent returns as its episode's reward; anything but numbers and objects is none."""
+    if not isinstance(value, int | float | dict):
+        return None
+    if (size := len(json.dumps(value))) > _MAX_REWARD_BYTES:
+        raise ValueError(f"it returned {size} bytes; at most {_MAX_REWARD_BYTES} are allowed")
+    return value
 
 
 def _forget(running: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[None]) -> None:

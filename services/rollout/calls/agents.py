@@ -13,22 +13,21 @@ import httpx
 
 from services.common.task_group import TaskGroup
 from services.rollout.calls.outside import OutsideService
-from services.rollout.failures import CallError
-from services.rollout.rewards.reach import Reach
-from services.rollout.rewards.remote import BusyError
+from services.rollout.calls.reach import Reach
+from services.rollout.failures import BusyError, CallError
 from services.rollout.settings import environment_of_user_code
 
 _LOAD_TIMEOUT_S = 120.0
 _LINE_BYTES = 1 << 20
-_Pending = dict[int | None, asyncio.Future[None]]
+_Pending = dict[int | None, asyncio.Future[Any]]
 """Episodes by number; None stands for the loading of the function."""
 
 
 class AgentRunner(Protocol):
     """Runs one episode of an agent."""
 
-    async def run(self, keywords: Mapping[str, Any]) -> None:
-        """Return when the agent has finished. Raises CallError if it fails."""
+    async def run(self, keywords: Mapping[str, Any]) -> Any:
+        """Return what the agent returns when it has finished. Raises CallError if it fails."""
         ...
 
 
@@ -75,14 +74,15 @@ class AgentProcess:
                     "timeout", f"{self._reference!r} was not loaded in {_LOAD_TIMEOUT_S:g} s"
                 ) from error
 
-    async def run(self, keywords: Mapping[str, Any]) -> None:
+    async def run(self, keywords: Mapping[str, Any]) -> Any:
         """Run one episode; cancelling this cancels the agent."""
         await self.start()
         number, pending = next(self._numbers), self._pending
-        ended = pending[number] = asyncio.Future()
+        ended: asyncio.Future[Any] = asyncio.Future()
+        pending[number] = ended
         self._send({"id": number, "keywords": dict(keywords)})
         try:
-            await ended
+            return await ended
         finally:
             if pending.pop(number, None) is not None:
                 self._send({"cancel": number})
@@ -107,7 +107,7 @@ class AgentProcess:
                     CallError("exception", f"{self._reference!r} raised {answer['error']}")
                 )
             else:
-                future.set_result(None)
+                future.set_result(answer.get("value"))
         status = await process.wait()
         for future in pending.values():
             if not future.done():
@@ -128,9 +128,9 @@ class AgentProcesses:
     def __init__(self, processes: list[AgentProcess]) -> None:
         self._processes = processes
 
-    async def run(self, keywords: Mapping[str, Any]) -> None:
+    async def run(self, keywords: Mapping[str, Any]) -> Any:
         """Run one episode."""
-        await min(self._processes, key=lambda process: process.num_running).run(keywords)
+        return await min(self._processes, key=lambda process: process.num_running).run(keywords)
 
 
 class AgentService:
@@ -140,7 +140,7 @@ class AgentService:
         self._url = url
         self._service = service
 
-    async def run(self, keywords: Mapping[str, Any]) -> None:
+    async def run(self, keywords: Mapping[str, Any]) -> Any:
         """Run one episode."""
         try:
             response = await self._service.post(dict(keywords))
@@ -150,6 +150,10 @@ class AgentService:
             raise CallError(
                 "exception", f"{self._url} answered {response.status_code}: {response.text[:200]}"
             )
+        try:
+            return response.json()
+        except ValueError:  # it rewards nothing
+            return None
 
 
 @asynccontextmanager

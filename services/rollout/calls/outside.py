@@ -1,18 +1,20 @@
 """Requests to services that a specification names, at addresses that an installation allows."""
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
 
 from services.common import tracing
+from services.rollout.calls.reach import Reach
 from services.rollout.failures import CallError
-from services.rollout.rewards.reach import Reach
 
 _MAX_ANSWER_BYTES = 1 << 20
 
 
 class OutsideService:
-    """Posts JSON to one URL.
+    """Sends JSON to one URL and to what is below it.
 
     Redirects are not followed, and neither proxies nor credentials come from the environment.
 
@@ -38,21 +40,39 @@ class OutsideService:
         """Close the connections."""
         await self._http.aclose()
 
-    async def post(self, body: dict[str, Any]) -> httpx.Response:
-        """Post to the address that was checked, as to the host of the URL.
+    async def post(self, body: Mapping[str, Any]) -> httpx.Response:
+        """Post to the URL; see :meth:`send`."""
+        return await self.send("POST", "", body)
+
+    async def send(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> httpx.Response:
+        """Send to the address that was checked, as to the host of the URL.
+
+        Args:
+            method: For example ``POST``.
+            path: Is added to that of the URL.
+            body: JSON-like.
 
         Raises:
             BusyError: If the host does not resolve now.
             CallError: If it may not be asked, or answers too much.
             httpx.TransportError: If it does not answer.
         """
+        url = self._url
+        if path:
+            url = url.copy_with(path=url.path.rstrip("/") + path)
         port = self._url.port or (443 if self._url.scheme == "https" else 80)
         address = await self._reach.resolve(self._url.host, port)
         request = self._http.build_request(
-            "POST",
-            self._url.copy_with(host=address),
-            json=body,
-            headers={"Host": self._url.netloc.decode(), **tracing.headers()},
+            method,
+            url.copy_with(host=address),
+            content=None if body is None else json.dumps(body, default=str).encode(),
+            headers={
+                "Host": self._url.netloc.decode(),
+                "Content-Type": "application/json",
+                **tracing.headers(),
+            },
             extensions={"sni_hostname": self._url.host},
         )
         response = await self._http.send(request, stream=True)

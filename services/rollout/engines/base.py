@@ -2,14 +2,19 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from services.common.weightsync.plan import TensorSpec
+    from services.weightsync.plan import TensorSpec
 
 FinishReason = Literal["stop", "length", "aborted"]
+RoutedExperts = NDArray[np.integer[Any]]
+"""``[tokens, layers, K]`` uint8 or int16; see :class:`~services.common.models.routing_shape.RoutingShape`."""
 VersionRun = tuple[int, int]
 """``(weight_version, num_tokens)``: that many tokens in a row, sampled by that version."""
 OnTokens = Callable[[Sequence[int], Sequence[float]], None]
@@ -45,6 +50,8 @@ class GenerationRequest:
     """Tokens that end the response; the ending token belongs to it."""
     stop_texts: tuple[str, ...] = ()
     """Texts that end the response; the token that completes one belongs to it."""
+    experts_from: int = 0
+    """First token of the context whose experts are asked for, if the engine tells them."""
     on_tokens: OnTokens | None = field(default=None, compare=False, repr=False)
     """Hears of tokens as they are made; what it did not hear of when the result is there, it never does."""
 
@@ -70,6 +77,9 @@ class GenerationResult:
     """Weight version of each token, run-length coded; the counts sum to the number of tokens."""
     finish_reason: FinishReason
     """``aborted`` keeps the tokens so far, so that the sample can be resumed anywhere."""
+    routed_experts: RoutedExperts | None = field(default=None, compare=False)
+    """Chosen experts of each token from ``experts_from`` to the last but one, new ones included; None without
+    a new token, or from an engine that does not tell them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +96,8 @@ class EngineCapabilities:
     """Whether ``top_p``, ``top_k`` and ``min_p`` work, with logprobs of the whole distribution."""
     seeds: bool
     """Whether the same seed draws the same tokens."""
+    routed_experts: bool = False
+    """Whether it tells which experts it chose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +128,11 @@ class Engine(Protocol):
     @property
     def capabilities(self) -> EngineCapabilities:
         """What this engine can do."""
+        ...
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest context with its response."""
         ...
 
     async def run(self) -> None:

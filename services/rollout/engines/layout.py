@@ -8,6 +8,8 @@ Engines fuse tensors that they multiply together, and split them over the ranks 
     o_proj, down_proj       same name     columns
     embed_tokens, lm_head   same name     rows, padded at the end
     norms                   same name     whole
+    experts.gate_up_proj    w13_weight    experts (expert parallel), or of each a slice of gate and of up
+    experts.down_proj       w2_weight     experts, or of each columns
 
 Everything follows from the shapes, so a model is known if all its names and shapes fit these rules.
 """
@@ -17,9 +19,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.common.weightsync.copying import copy_all
+from services.weightsync.copying import copy_all
 
 Shape = tuple[int, ...]
+_EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 
 
 class UnknownLayoutError(ValueError):
@@ -45,7 +48,12 @@ class Piece:
 
 
 def plan_pieces(
-    sources: Mapping[str, Shape], targets: Mapping[str, Shape], *, rank: int = 0, ranks: int = 1
+    sources: Mapping[str, Shape],
+    targets: Mapping[str, Shape],
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    has_plain_experts: bool = False,
 ) -> list[Piece]:
     """Say how parameters are put together.
 
@@ -54,6 +62,8 @@ def plan_pieces(
         targets: Shapes of this rank's parameters.
         rank: This rank of tensor parallelism.
         ranks: Number of them.
+        has_plain_experts: Whether experts lie as said above; some kernels want them in another order, which
+            their shapes do not tell.
 
     Returns:
         Pieces that fill all parameters, but for the padding of vocabularies.
@@ -61,23 +71,40 @@ def plan_pieces(
     Raises:
         UnknownLayoutError: If they do not.
     """
-    pieces = [
-        _place(name, shape, sources, targets, rank=rank, ranks=ranks)
-        for name, shape in sources.items()
-    ]
+    pieces: list[Piece] = []
+    for name, shape in sources.items():
+        owner, _, leaf = name.rpartition(".experts.")
+        if has_plain_experts and owner and leaf in _EXPERTS:
+            target = f"{owner}.experts.{_EXPERTS[leaf]}"
+            pieces += _place_experts(name, shape, target, targets, rank=rank, ranks=ranks)
+        else:
+            pieces.append(_place(name, shape, sources, targets, rank=rank, ranks=ranks))
     _check_filled(pieces, targets)
     return pieces
 
 
 def copy_weights(
-    sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], *, rank: int = 0, ranks: int = 1
+    sources: Mapping[str, Tensor],
+    targets: Mapping[str, Tensor],
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    has_plain_experts: bool = False,
 ) -> None:
     """Copy a whole checkpoint into an engine's parameters, in place; nothing is copied if that fails.
+
+    Arguments are those of :func:`plan_pieces`.
 
     Raises:
         UnknownLayoutError: If the parameters are laid out in a way that is not known.
     """
-    pieces = plan_pieces(_shapes(sources), _shapes(targets), rank=rank, ranks=ranks)
+    pieces = plan_pieces(
+        _shapes(sources),
+        _shapes(targets),
+        rank=rank,
+        ranks=ranks,
+        has_plain_experts=has_plain_experts,
+    )
     copy_all(
         [targets[p.target].narrow(p.dim, p.target_start, p.length) for p in pieces],
         [sources[p.source].narrow(p.dim, p.start, p.length) for p in pieces],
@@ -125,6 +152,27 @@ def _place(
         target=target,
         target_start=start,
     )
+
+
+def _place_experts(
+    name: str, shape: Shape, target: str, targets: Mapping[str, Shape], *, rank: int, ranks: int
+) -> list[Piece]:
+    """Whole experts of this rank, or this rank's slices of all of them."""
+    _rows(targets, target, name)
+    held = targets[target]
+    if len(shape) == len(held) and held == (shape[0] // ranks, *shape[1:]) and not shape[0] % ranks:
+        slices = [(0, rank * held[0], held[0], 0)]
+    elif name.endswith("down_proj") and held == (*shape[:2], shape[2] // ranks):
+        slices = [(2, rank * held[2], held[2], 0)]
+    elif name.endswith("gate_up_proj") and held == (shape[0], shape[1] // ranks, shape[2]):
+        half, length = shape[1] // 2, held[1] // 2
+        slices = [(1, part * half + rank * length, length, part * length) for part in (0, 1)]
+    else:
+        raise UnknownLayoutError(f"{name!r} of shape {shape} does not fit into {held} of {ranks}")
+    return [
+        Piece(source=name, dim=dim, start=start, length=length, target=target, target_start=place)
+        for dim, start, length, place in slices
+    ]
 
 
 def _place_alone(name: str, shape: Shape, target: Shape, *, rank: int, ranks: int) -> Piece:

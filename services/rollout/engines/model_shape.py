@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
-from services.common.weightsync.plan import TensorSpec
+from services.common.models.loading import build_model, stored_tensors
+from services.weightsync.plan import TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +32,12 @@ def model_shape(
         dtype: Of its weights.
         max_tokens: Limit of the engine, if it is lower than the model's.
     """
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    model = build_model(config, dtype=dtype, device="meta")
     limit = int(config.max_position_embeddings)
     return ModelShape(
         specs=[
             TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
-            for name, value in model.named_parameters()
+            for name, value in stored_tensors(model).items()
         ],
         vocab_size=int(config.vocab_size),
         max_tokens=limit if max_tokens is None else min(max_tokens, limit),

@@ -1,21 +1,24 @@
 """An engine of another project behind our protocol.
 
-Such an engine keeps a queue of its own, and its random streams and caches know nothing of weight versions. So
-a request is decoded in parts, each under one version: before weights change, what runs is cut, its tokens are
-kept, and the next part goes on from them. Every part salts its blocks of the prefix cache with its version.
+Such an engine keeps a queue of its own, and its random streams and caches know nothing of weight versions.
+One that can freeze is stopped between two steps while weights change, and what runs goes on in its place. In
+another one what runs is cut, its tokens are kept, and a next part of the request goes on from them. Every
+part salts its blocks of the prefix cache with the version that it began under.
 """
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Self
 
 from torch import Tensor
 
-from services.common.weightsync.plan import TensorSpec
+from services.common.phases import Phases
+from services.rollout import metrics
+from services.rollout.engines.backend import Backend, EngineDiedError, Freezer, PartStream
 from services.rollout.engines.base import (
-    EngineCapabilities,
     EngineStats,
     GenerationRequest,
     GenerationResult,
@@ -25,68 +28,26 @@ from services.rollout.engines.base import (
     check_tensors,
 )
 from services.rollout.engines.gate import Gate
-from services.rollout.engines.model_shape import ModelShape
+from services.rollout.engines.model_shape import ModelShape, model_shape
+from services.rollout.engines.order import EngineOrder
 from services.rollout.engines.places import Places
-from services.rollout.engines.request_parts import Chunk, Part, Progress
+from services.rollout.engines.request_parts import Progress
 from services.rollout.engines.shared_tensors import shared
 from services.rollout.engines.stop_texts import Decode
+from services.weightsync.plan import TensorSpec
+
+logger = logging.getLogger(__name__)
 
 _CUT_TIMEOUT_S = 60.0
 """A cut part ends at the next step; an engine that takes this long makes no steps any more."""
 
 
-class EngineDiedError(RuntimeError):
-    """The engine's process is gone or does not answer; only a restart helps."""
-
-
-class PartStream(Protocol):
-    """The tokens of one part."""
-
-    async def next(self) -> Chunk:
-        """Return what came since; a chunk with a finish reason is the last. Raises EngineDiedError."""
-        ...
-
-    async def close(self) -> None:
-        """Take no more; a part that still runs is ended."""
-        ...
-
-
-class Backend(Protocol):
-    """What the adapter needs of an engine."""
-
-    @property
-    def capabilities(self) -> EngineCapabilities:
-        """What the engine can do."""
-        ...
-
-    @property
-    def kv_capacity_tokens(self) -> int:
-        """Tokens that its KV cache holds, once it has started."""
-        ...
-
-    async def serve(self, started: Callable[[], None]) -> None:
-        """Start, call ``started``, and serve until cancelled. Raises EngineDiedError."""
-        ...
-
-    async def submit(self, part: Part) -> PartStream:
-        """Hand over a part; from then on :meth:`cut` reaches it."""
-        ...
-
-    async def cut(self, part_ids: Collection[str]) -> None:
-        """End parts soon, with reason ``abort``; unknown ones are ignored."""
-        ...
-
-    async def load(self, description: str) -> None:
-        """Replace all weights by those that are shared under a description, while no part runs."""
-        ...
-
-    async def score(self, name: str, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Log-probability of every token but the first; reads no cached prefix."""
-        ...
-
-
 class PartedEngine:
-    """The engine protocol over a backend."""
+    """The engine protocol over a backend.
+
+    Attributes:
+        backend: The engine.
+    """
 
     def __init__(
         self,
@@ -94,6 +55,8 @@ class PartedEngine:
         model: ModelShape,
         *,
         max_running: int,
+        kv_policy: str = "recompute",
+        freezer: Freezer | None = None,
         decode: Decode | None = None,
     ) -> None:
         """Wrap a backend; :meth:`run` starts it.
@@ -102,15 +65,20 @@ class PartedEngine:
             backend: The engine.
             model: The model that it decodes.
             max_running: Most requests decoded at once.
+            kv_policy: Whether an adoption recomputes the KV prefix of running requests.
+            freezer: The backend, if it can freeze.
             decode: Token ids to text; needed for stop texts.
         """
         self.capabilities = backend.capabilities
-        self._backend = backend
+        self.backend = backend
+        self._freezer = freezer
+        self._recompute = kv_policy == "recompute"
         self._model = model
         self._decode = decode
         self._started = asyncio.Event()
         self._places = Places(max_running)
         self._gate = Gate()
+        self._arrivals = asyncio.Lock()
         self._running: dict[str, Progress] = {}
         self._weight_version = -1
         self._num_adoptions = 0
@@ -122,13 +90,44 @@ class PartedEngine:
         self._busy_seconds = 0.0
         self._started_at = time.monotonic()
 
+    @classmethod
+    def ordered(
+        cls,
+        backend: Backend,
+        order: EngineOrder,
+        *,
+        length_argument: str,
+        freezer: Freezer | None = None,
+    ) -> Self:
+        """Wrap the backend of an order.
+
+        Args:
+            backend: The engine.
+            order: What was ordered.
+            length_argument: The engine's name for its longest context with the response.
+            freezer: The backend, if it can freeze.
+        """
+        return cls(
+            backend,
+            model_shape(order.config, order.dtype, max_tokens=order.arguments.get(length_argument)),
+            max_running=order.max_running,
+            kv_policy=order.kv_policy,
+            freezer=freezer,
+            decode=order.decode,
+        )
+
+    @property
+    def max_tokens(self) -> int:
+        """As in :class:`~services.rollout.engines.base.Engine`."""
+        return self._model.max_tokens
+
     async def run(self) -> None:
         """Start the engine and serve until cancelled.
 
         Raises:
             EngineDiedError: If it died.
         """
-        await self._backend.serve(self._started.set)
+        await self.backend.serve(self._started.set)
 
     async def wait_ready(self) -> None:
         """Return when the engine is up."""
@@ -150,6 +149,10 @@ class PartedEngine:
             self._note_busy()
             self._running[request.request_id] = progress
             try:
+                # Many come at once, and each takes the engine's front a part of a millisecond: between two
+                # of them the event loop attends to others, such as a weight session that is about to begin.
+                async with self._arrivals:
+                    await asyncio.sleep(0)
                 return await self._generate(progress)
             finally:
                 del self._running[request.request_id]
@@ -165,7 +168,7 @@ class PartedEngine:
         self._num_scored += 1
         # A pause does not hold this back, and an adoption waits for it.
         async with self._gate.closed():
-            return await self._backend.score(f"score {self._num_scored}", token_ids)
+            return await self.backend.score(f"score {self._num_scored}", token_ids)
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         """End requests; their results keep the tokens so far."""
@@ -205,18 +208,35 @@ class PartedEngine:
         return list(self._model.specs)
 
     async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
-        """Load new weights; what runs is cut, kept, and goes on under them."""
+        """Load new weights; what runs goes on under them."""
         check_tensors({spec.name: spec.shape for spec in self._model.specs}, tensors)
         await self._started.wait()
         with ExitStack() as stack:
+            phases = Phases(metrics.ADOPT_PHASE_SECONDS)
             description = await asyncio.to_thread(stack.enter_context, shared(tensors))
+            phases.done("share")
             async with self._gate.closed():
+                phases.done("gate")
                 started_at = time.monotonic()
-                await self._cut(self._running.values())
-                await self._backend.load(description)
-                self._weight_version = version
-                self._num_adoptions += 1
-                return time.monotonic() - started_at
+                await self._replace(version, description, phases)
+                stall_s = time.monotonic() - started_at
+        logger.info("weights adopted", extra={"version": version, **phases.milliseconds()})
+        return stall_s
+
+    async def _replace(self, version: int, description: str, phases: Phases) -> None:
+        """Stop what runs, load, and go on."""
+        if self._freezer is None:
+            await self._cut(self._running.values())
+        else:
+            await self._freezer.freeze()
+        phases.done("freeze")
+        await self.backend.load(description)
+        phases.done("copy")
+        self._weight_version = version
+        self._num_adoptions += 1
+        if self._freezer is not None:
+            await self._freezer.thaw(version, recompute=self._recompute)
+        phases.done("thaw")
 
     def stats(self) -> EngineStats:
         """Gauges. Prefixes that requests share count in each of them."""
@@ -224,7 +244,7 @@ class PartedEngine:
         if self._running:
             busy += time.monotonic() - self._busy_since
         held = sum(progress.num_tokens for progress in self._running.values())
-        capacity = self._backend.kv_capacity_tokens if self._started.is_set() else 1
+        capacity = self.backend.kv_capacity_tokens if self._started.is_set() else 1
         return EngineStats(
             num_running=len(self._places.running),
             num_waiting=self._places.num_waiting,
@@ -247,7 +267,7 @@ class PartedEngine:
                     version = self._weight_version
                     # A version may come again with other weights, after a trainer went back.
                     part = progress.next_part(f"{version}.{self._num_adoptions}")
-                    stream = await self._backend.submit(part)
+                    stream = await self.backend.submit(part)
                 reason = await self._collect(stream, progress, version)
             finally:
                 if stream is not None:
@@ -271,7 +291,7 @@ class PartedEngine:
     async def _cut(self, running: Iterable[Progress]) -> None:
         """End the parts of requests and wait until they have ended."""
         parts = [progress for progress in running if progress.part_id is not None]
-        await self._backend.cut([progress.part_id for progress in parts if progress.part_id])
+        await self.backend.cut([progress.part_id for progress in parts if progress.part_id])
         try:
             async with asyncio.timeout(_CUT_TIMEOUT_S):
                 await asyncio.gather(*[progress.part_over.wait() for progress in parts])

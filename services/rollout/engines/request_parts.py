@@ -1,4 +1,4 @@
-"""A request that is decoded in parts, for engines that cannot continue one under new weights."""
+"""A request that is decoded in parts, as engines of other projects take it."""
 
 import asyncio
 import hashlib
@@ -6,10 +6,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from services.common.models.routing_shape import RoutingShape
 from services.rollout.engines.base import (
     FinishReason,
     GenerationRequest,
     GenerationResult,
+    RoutedExperts,
     VersionRun,
     append_version,
 )
@@ -18,7 +22,7 @@ from services.rollout.engines.stop_texts import Decode, ends_in_stop_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What an engine decodes under one weight version."""
+    """What an engine decodes in one go."""
 
     part_id: str
     """Unique among all parts."""
@@ -30,6 +34,8 @@ class Part:
     """Tokens drawn under the request's seed before."""
     cache_salt: str
     """Blocks of the prefix cache are shared between parts of the same salt only."""
+    experts_from: int
+    """First token whose experts are not known yet."""
     request: GenerationRequest
     """Whose part it is: seed, temperature and the rest of the sampling."""
 
@@ -42,10 +48,14 @@ class Chunk:
     """New tokens."""
     logprobs: Sequence[float]
     """Log-probability of each."""
+    version_runs: Sequence[VersionRun] | None = None
+    """Weight versions of the tokens; None if it is the one that the part began under."""
     cached_tokens: int = 0
     """Tokens of the part's context that were found in the prefix cache."""
     finish_reason: str | None = None
     """``stop``, ``length`` or ``abort`` in the last chunk."""
+    routed_experts: RoutedExperts | None = None
+    """Chosen experts of the tokens that follow those told before, from the part's ``experts_from`` on."""
 
 
 class Progress:
@@ -56,6 +66,7 @@ class Progress:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.version_runs: list[VersionRun] = []
+        self.experts: list[RoutedExperts] = []
         self.part_id: str | None = None
         self.part_over = asyncio.Event()
         self.is_aborted = False
@@ -78,6 +89,7 @@ class Progress:
             max_tokens=request.max_tokens - num_done,
             draw_offset=request.draw_offset + num_done,
             cache_salt=cache_salt,
+            experts_from=request.experts_from + sum(map(len, self.experts)),
             request=request,
         )
 
@@ -95,7 +107,12 @@ class Progress:
             del self.token_ids[end:]
         num_kept = len(self.token_ids) - first
         self.logprobs += chunk.logprobs[:num_kept]
-        append_version(self.version_runs, version, num_kept)
+        num_left = num_kept
+        for run_version, count in chunk.version_runs or ((version, num_kept),):
+            append_version(self.version_runs, run_version, min(count, num_left))
+            num_left -= min(count, num_left)
+        if chunk.routed_experts is not None:
+            self.experts.append(chunk.routed_experts)
         if self.request.on_tokens is not None and num_kept:
             self.request.on_tokens(self.token_ids[first:], self.logprobs[first:])
         return end is not None
@@ -115,7 +132,27 @@ class Progress:
             logprobs=tuple(self.logprobs),
             version_runs=tuple(self.version_runs),
             finish_reason=reason,
+            routed_experts=self._known_experts(),
         )
+
+    def _known_experts(self) -> RoutedExperts | None:
+        if not self.experts or not self.token_ids:
+            return None
+        # Behind a stop text there may be more.
+        return np.concatenate(self.experts)[: self.num_tokens - 1 - self.request.experts_from]
+
+
+def as_told(experts: RoutedExperts, routing: RoutingShape) -> RoutedExperts:
+    """What an engine tells of chosen experts, in our type and without the layers that have none.
+
+    Args:
+        experts: ``[tokens, layers, K]`` integers; of layers with experts, or of all.
+        routing: Of the model.
+    """
+    if experts.shape[1] != len(routing.layers):
+        experts = experts[:, routing.layers]
+    told: RoutedExperts = experts.astype(routing.dtype)
+    return told
 
 
 def part_seed(seed: int, draw_offset: int) -> int:

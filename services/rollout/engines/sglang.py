@@ -1,59 +1,80 @@
 """SGLang's engine as a backend."""
 
 import asyncio
+import base64
+import importlib.util
+import inspect
 import os
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from sglang import Engine
 from sglang.srt.managers import io_struct
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import MultiprocessingSerializer
-from transformers import PretrainedConfig
 
-from services.rollout.engines.base import EngineCapabilities
-from services.rollout.engines.parted import EngineDiedError
-from services.rollout.engines.request_parts import Chunk, Part
+from services.common.models.routing_shape import routing_shape
+from services.rollout.engines.backend import EngineDiedError
+from services.rollout.engines.base import EngineCapabilities, RoutedExperts
+from services.rollout.engines.order import EngineOrder
+from services.rollout.engines.parted import PartedEngine
+from services.rollout.engines.request_parts import Chunk, Part, as_told
 
 _LOADER = "services.rollout.engines.sglang_worker.load"
+_TELLS_EXPERTS = "enable_return_routed_experts"
+# Newer releases have no dataclass, and all have a signature.
+_OPTIONS = frozenset(inspect.signature(ServerArgs).parameters)
 _DIED = "the SGLang engine died; its own log lines above say why"
+
+
+def build(order: EngineOrder) -> PartedEngine:
+    """The engine, which starts with its :meth:`PartedEngine.run`."""
+    return PartedEngine.ordered(SglangBackend(order), order, length_argument="context_length")
+
+
+def _kernels(order: EngineOrder) -> dict[str, str]:
+    """Arguments that keep SGLang from kernels whose packages are not installed or were cut down."""
+    if order.device.type == "cpu":
+        return {}
+    kernels = importlib.util.find_spec("sgl_kernel")
+    folders = (kernels and kernels.submodule_search_locations) or ()
+    chosen: dict[str, str] = {}
+    if not any(True for folder in folders for _ in Path(folder).glob("**/flash_ops*")):
+        chosen["attention_backend"] = "triton"
+    if importlib.util.find_spec("flashinfer") is None:
+        chosen["sampling_backend"] = "pytorch"
+    return chosen
 
 
 class SglangBackend:
     """One SGLang engine, in child processes of this one."""
 
-    def __init__(
-        self,
-        config: PretrainedConfig,
-        *,
-        dtype: torch.dtype,
-        max_running: int,
-        device: torch.device,
-        engine_arguments: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, order: EngineOrder) -> None:
         """Describe the engine; :meth:`serve` starts it.
 
         Args:
-            config: Shape of the model; its weights arrive over the weight plane.
-            dtype: Of the weights.
-            max_running: Most requests decoded at once.
-            device: Where it decodes.
-            engine_arguments: Further ``ServerArgs``, by SGLang's names.
+            order: With further ``ServerArgs`` as arguments.
         """
+        order.check_arguments(_OPTIONS, engine="SGLang")
         self._arguments: dict[str, Any] = {
-            "dtype": str(dtype).removeprefix("torch."),
-            "device": device.type,
+            "dtype": order.dtype_name,
+            "device": order.device.type,
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "skip_server_warmup": True,
             "grammar_backend": "none",
-            "max_running_requests": max_running,
+            "max_running_requests": order.max_running,
             "custom_weight_loader": [_LOADER],
             "log_level": "error",
-            **(engine_arguments or {}),
+            "enable_deterministic_inference": order.is_reproducible,
+            **_kernels(order),
+            **order.arguments,
         }
         # Outside its deterministic mode, SGLang has one random stream for all requests.
         self.capabilities = EngineCapabilities(
@@ -61,10 +82,16 @@ class SglangBackend:
             kv_policies=frozenset({"recompute"}),
             stop_texts=True,
             truncation=True,
-            seeds=bool(self._arguments.get("enable_deterministic_inference")),
+            seeds=bool(self._arguments["enable_deterministic_inference"]),
+            routed_experts=_TELLS_EXPERTS in _OPTIONS,
         )
+        self.routing = routing_shape(order.config.to_dict()) if order.returns_experts else None
+        if self.routing is not None:
+            self._arguments[_TELLS_EXPERTS] = True
         # What ends a response is said in each request, so the model's own end tokens must not.
-        self._config = config.__class__.from_dict({**config.to_dict(), "eos_token_id": None})
+        self._config = order.config.__class__.from_dict(
+            {**order.config.to_dict(), "eos_token_id": None}
+        )
         self._engine: Engine | None = None
         self._died = asyncio.Event()
         self.streams: set[_Stream] = set()
@@ -125,15 +152,17 @@ class SglangBackend:
             sampling["sampling_seed"] = request.seed % 2**63
         # SGLang aborts by the beginning of a name: no name may begin another.
         name = f"{part.part_id};"
+        wanted = {} if self.routing is None else {"return_routed_experts": True}
         outputs = self._request(
             name,
             part.context_ids,
             sampling,
+            **wanted,
             stream=True,
             extra_key=part.cache_salt,
             logprob_start_len=-1,
         )
-        stream = _Stream(self, name, outputs)
+        stream = _Stream(self, name, outputs, experts_from=part.experts_from)
         # Its first turn sends the request on, so that an abort that comes later finds it.
         await asyncio.sleep(0)
         return stream
@@ -221,7 +250,10 @@ class SglangBackend:
 class _Stream:
     """The tokens of one part."""
 
-    def __init__(self, backend: SglangBackend, name: str, outputs: Any) -> None:
+    def __init__(
+        self, backend: SglangBackend, name: str, outputs: Any, *, experts_from: int
+    ) -> None:
+        self._experts_from = experts_from
         self._backend = backend
         self._name = name
         self._outputs = outputs
@@ -253,7 +285,22 @@ class _Stream:
             logprobs=[float(entry[0]) for entry in entries],
             cached_tokens=info.get("cached_tokens", 0) if is_first else 0,
             finish_reason=None if finish is None else finish["type"],
+            routed_experts=self._experts(info) if self._is_over else None,
         )
+
+    def _experts(self, info: Mapping[str, Any]) -> RoutedExperts | None:
+        """What SGLang tells of all tokens but the last: int32, flat; base64 from its own detokenizer."""
+        routing, told = self._backend.routing, info.get("routed_experts")
+        if routing is None or told is None:
+            return None
+        if isinstance(told, str):
+            told = np.frombuffer(base64.b64decode(told), np.int32)
+        entries = np.asarray(told).reshape(-1, routing.num_chosen)
+        num_tokens = info["prompt_tokens"] + info["completion_tokens"] - 1
+        if not entries.size or len(entries) % num_tokens:
+            return None
+        told = as_told(entries.reshape(num_tokens, -1, routing.num_chosen), routing)
+        return told[self._experts_from :]
 
     def fail(self) -> None:
         """End the wait for an answer that will not come."""

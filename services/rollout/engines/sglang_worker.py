@@ -11,6 +11,7 @@ from sglang.srt.distributed.parallel_state import (
 )
 from torch import Tensor
 
+from services.common.models.expert_names import checkpoint_names
 from services.rollout.engines.layout import UnknownLayoutError, copy_weights
 from services.rollout.engines.shared_tensors import open_shared
 
@@ -36,6 +37,13 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
             )
         except UnknownLayoutError as error:
             logger.warning("weights go through SGLang's loader", extra={"why": str(error)})
-            model.load_weights(list(tensors.items()))
+            config = model.config.to_dict()
+            model.load_weights(
+                [
+                    part
+                    for name, tensor in tensors.items()
+                    for part in checkpoint_names(name, tensor, config)
+                ]
+            )
     if torch.cuda.is_available():
         torch.cuda.synchronize()

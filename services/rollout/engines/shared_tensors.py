@@ -22,7 +22,7 @@ def shared(tensors: Mapping[str, Tensor]) -> Iterator[str]:
     """Let other processes read tensors while the block runs.
 
     Args:
-        tensors: All on the CPU or all on one GPU.
+        tensors: All on the CPU, or all on GPUs.
 
     Yields:
         Text that :func:`open_shared` takes.
@@ -95,7 +95,8 @@ def _cuda_handles(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
             )
         offset = int(tensor.storage_offset()) * tensor.itemsize
         entries.append(_entry(name, known[storage.data_ptr()], offset, tensor))
-    torch.cuda.synchronize()
+    for device in {tensor.device for tensor in tensors.values()}:
+        torch.cuda.synchronize(device)
     return {"handles": handles, "tensors": entries}
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from services.common.weightsync.copying import copy_all
-from services.common.weightsync.plan import TensorSpec
+from services.common.models.families import check_trainer, has_plain_scores
+from services.common.models.loading import build_model, stored_tensors
+from services.common.models.routing_shape import routing_shape
 from services.rollout.engines.base import (
     EngineCapabilities,
     EngineStats,
@@ -22,7 +23,22 @@ from services.rollout.engines.base import (
     check_tensors,
 )
 from services.rollout.engines.decode_batch import DecodeBatch
+from services.rollout.engines.order import EngineOrder
 from services.rollout.engines.stop_texts import Decode
+from services.weightsync.copying import copy_all
+from services.weightsync.plan import TensorSpec
+
+
+def build(order: EngineOrder) -> "TorchEngine":
+    """The engine with a model of random weights."""
+    return TorchEngine(
+        build_model(order.config, dtype=order.dtype, device=order.device),
+        max_running=order.max_running,
+        kv_policy=order.kv_policy,
+        decode=order.decode,
+        returns_experts=order.returns_experts,
+        **order.arguments,
+    )
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -52,6 +68,7 @@ class TorchEngine:
         stop_texts=True,
         truncation=True,
         seeds=True,
+        routed_experts=True,
     )
 
     def __init__(
@@ -62,6 +79,7 @@ class TorchEngine:
         max_kv_tokens: int = 1 << 20,
         kv_policy: str = "recompute",
         decode: Decode | None = None,
+        returns_experts: bool = False,
     ) -> None:
         """Wrap a loaded model.
 
@@ -71,23 +89,32 @@ class TorchEngine:
             max_kv_tokens: Most tokens that the KV cache holds, unused ends of slots included.
             kv_policy: Whether an adoption recomputes the KV prefix of running requests.
             decode: Token ids to text; needed for stop texts.
+            returns_experts: Whether results tell which experts a mixture's routers chose.
 
         Raises:
-            ValueError: If the model has sliding-window attention that a sequence could outgrow.
+            ValueError: If the model would not be decoded exactly, or is no mixture and is to tell of experts.
         """
         config = model.config.get_text_config()
-        _refuse_sliding_window(config.to_dict())
-        model.set_attn_implementation("sdpa")
+        problems = check_trainer(config.to_dict())
+        if problems:
+            raise ValueError("; ".join(problems))
+        model.set_attn_implementation("sdpa" if has_plain_scores(config.to_dict()) else "eager")
         self._model = model.train(False).requires_grad_(False)
         # Found once: a search through all modules takes milliseconds, in which no token would be produced.
-        self._parameters: dict[str, Tensor] = dict(model.named_parameters())
+        self._parameters: dict[str, Tensor] = stored_tensors(model)
         self._vocab_size = int(config.vocab_size)
-        self._max_model_tokens = min(int(config.max_position_embeddings), max_kv_tokens)
+        self.max_tokens = min(int(config.max_position_embeddings), max_kv_tokens)
         self._max_running = max_running
         self._max_kv_tokens = max_kv_tokens
         self._recompute_kv = kv_policy == "recompute"
         self._has_decode = decode is not None
-        self._batch = DecodeBatch(model, decode=decode)
+        routing = routing_shape(config.to_dict()) if returns_experts else None
+        if returns_experts and routing is None:
+            raise ValueError(
+                f"model.path is of type {config.model_type!r} and has no experts to tell of; set "
+                "rollout.routing_replay to 'off'"
+            )
+        self._batch = DecodeBatch(model, decode=decode, routing=routing)
         self._waiting: list[_Waiting] = []
         self._num_arrived = 0
         self._futures: dict[str, asyncio.Future[GenerationResult]] = {}
@@ -120,7 +147,7 @@ class TorchEngine:
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Decode one request; see :class:`~services.rollout.engines.base.Engine`."""
-        check_request(request, vocab_size=self._vocab_size, max_model_tokens=self._max_model_tokens)
+        check_request(request, vocab_size=self._vocab_size, max_model_tokens=self.max_tokens)
         if request.stop_texts and not self._has_decode:
             raise ValueError("stop texts need a tokenizer, but this engine was built without one")
         if request.request_id in self._futures:
@@ -138,9 +165,7 @@ class TorchEngine:
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probabilities of given tokens, by a plain forward pass between two steps."""
-        check_scorable(
-            token_ids, vocab_size=self._vocab_size, max_model_tokens=self._max_model_tokens
-        )
+        check_scorable(token_ids, vocab_size=self._vocab_size, max_model_tokens=self.max_tokens)
         async with self._between_steps:
             return await asyncio.to_thread(self._score, token_ids)
 
@@ -176,7 +201,7 @@ class TorchEngine:
         await self._notify()
 
     def weight_specs(self) -> list[TensorSpec]:
-        """Parameters by name, tied ones once."""
+        """Weights by name, tied ones once."""
         return [
             TensorSpec(
                 name=name,
@@ -265,15 +290,3 @@ class TorchEngine:
 
 
 _NOTHING_YET = GenerationResult(token_ids=(), logprobs=(), version_runs=(), finish_reason="aborted")
-
-
-def _refuse_sliding_window(config: Mapping[str, object]) -> None:
-    """Refuse what the slot cache does not do: attention over a window only."""
-    layer_types = config.get("layer_types") or ()
-    assert isinstance(layer_types, list | tuple)
-    others = sorted(set(layer_types) - {"full_attention"})
-    if others:
-        raise ValueError(
-            f"the torch engine decodes full attention only, but the model has {others} layers; "
-            "choose rollout.engine vllm or sglang"
-        )

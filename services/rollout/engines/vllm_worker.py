@@ -15,6 +15,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from services.common.models.expert_names import checkpoint_names
 from services.rollout.engines.layout import UnknownLayoutError, copy_weights
 from services.rollout.engines.shared_tensors import open_shared
 
@@ -49,8 +50,13 @@ class WeightLoader:
         return is_direct
 
     def _reload(self, model: Any, tensors: dict[str, Tensor]) -> None:
-        """Load as vLLM loads a checkpoint."""
-        loaded = ((name, tensor.to(self.device)) for name, tensor in tensors.items())
+        """Load as vLLM loads a checkpoint: it lays out experts as its kernels want them."""
+        config = self.vllm_config.model_config.hf_config.to_dict()
+        loaded = (
+            (name, part.to(self.device))
+            for fused, tensor in tensors.items()
+            for name, part in checkpoint_names(fused, tensor, config)
+        )
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
             model.load_weights(loaded)
@@ -67,11 +73,23 @@ def _copy(model: Any, tensors: dict[str, Tensor]) -> bool:
             dict(model.named_parameters()),
             rank=get_tensor_model_parallel_rank(),
             ranks=get_tensor_model_parallel_world_size(),
+            has_plain_experts=_has_plain_experts(model),
         )
     except UnknownLayoutError as error:
         logger.info("weights go through vLLM's loader", extra={"why": str(error)})
         return False
     return True
+
+
+def _has_plain_experts(model: Any) -> bool:
+    """Whether all experts are multiplied by vLLM's own kernels; others have them swapped or shuffled."""
+    methods = [
+        getattr(part, "quant_method", None)
+        for part in model.modules()
+        if hasattr(part, "w13_weight")
+    ]
+    backends = [getattr(method, "unquantized_backend", None) for method in methods]
+    return all(getattr(backend, "name", None) == "TRITON" for backend in backends)
 
 
 def _repack_head(model: Any) -> None:

@@ -1,7 +1,6 @@
 """Chats to tokens and back. What the policy said is never turned into tokens again."""
 
 import json
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,11 +8,8 @@ from typing import Any
 from services.common.models.tokenizer import Tokenizer
 from services.rollout.openai.errors import invalid
 from services.rollout.openai.requests import FunctionCall, Message, ToolCall
+from services.rollout.workflows.tool_calls import TOOL_CALL
 from services.rollout.workflows.turns import Turn
-
-TOOL_CALL_BEGIN = "<tool_call>"
-"""What the policy says before a call."""
-_TOOL_CALL = re.compile(rf"{TOOL_CALL_BEGIN}\s*(\{{.*?\}})\s*</tool_call>", re.DOTALL)
 
 
 def first_tokens(
@@ -68,7 +64,7 @@ def reply(
         has_tools: Whether ``<tool_call>`` blocks are calls.
     """
     text = visible_text(tokenizer, turn, stop_texts)
-    found = list(_TOOL_CALL.finditer(text)) if has_tools else []
+    found = list(TOOL_CALL.finditer(text)) if has_tools else []
     calls = [call for match in found if (call := _call(match[1])) is not None]
     if not calls:
         return Message(role="assistant", content=text)

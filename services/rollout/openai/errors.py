@@ -20,6 +20,11 @@ class ApiError(Exception):
             "error": {"message": message, "type": _type(status), "param": param, "code": code}
         }
 
+    @property
+    def is_too_long(self) -> bool:
+        """Whether the conversation has no room for another reply."""
+        return bool(self.body["error"]["code"] == "context_length_exceeded")
+
 
 def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
     """The request is at fault."""

@@ -169,15 +169,18 @@ class Record:
         turns = (*turns, observed(added)) if added else turns
         if self._room(turns) < 1:
             self._episode.is_full = True
+            limits = self._episode.limits
             raise too_long(
-                f"the conversation has {len(token_ids(turns[1:]))} tokens after its first messages, and "
-                f"rollout.max_response_tokens ({self._episode.limits.max_response_tokens}) leaves no room "
+                f"the conversation has {len(token_ids(turns[1:]))} tokens after its first messages "
+                f"({len(turns[0].token_ids)}), and rollout.max_response_tokens "
+                f"({limits.max_response_tokens}) or the model's context ({limits.max_tokens}) leaves no room "
                 "for a reply"
             )
         return turns
 
     def _room(self, turns: Sequence[Turn]) -> int:
-        return self._episode.limits.max_response_tokens - len(token_ids(turns[1:]))
+        limit = self._episode.limits.response_tokens(prompt_tokens=len(turns[0].token_ids))
+        return limit - len(token_ids(turns[1:]))
 
     async def _sample(
         self,

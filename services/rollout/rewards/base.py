@@ -1,11 +1,8 @@
 """What a reward gets and gives."""
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
-
-from services.rollout.failures import CallError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,33 +17,29 @@ class RewardInput:
     """Expected answer; None if the data has none."""
     row: Mapping[str, Any]
     """The whole row of the prompt."""
+    earned: object = None
+    """What the environment or the agent gave for the episode."""
+    episode: Callable[[], Mapping[str, Any]] = dict
+    """Describes the whole episode, JSON-like; see :mod:`services.rollout.workflows.history`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a response is worth."""
+
+    value: float
+    """What training sees: the weighted sum."""
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """Its named terms, before weights."""
 
 
 class Reward(Protocol):
     """Scores responses."""
 
-    async def score(self, given: RewardInput) -> float:
+    async def score(self, given: RewardInput) -> Score:
         """Return a finite score.
 
         Raises:
             CallError: If there is no score. A failure is never a score of 0.
         """
         ...
-
-
-def checked_score(value: object, *, bounds: tuple[float, float] | None, name: str) -> float:
-    """Accept a finite number within the bounds.
-
-    Raises:
-        CallError: ``invalid_value`` for anything else.
-    """
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise CallError(
-            "invalid_value", f"reward {name!r} must return a finite number, but returned {value!r}"
-        )
-    if bounds is not None and not bounds[0] <= value <= bounds[1]:
-        raise CallError(
-            "invalid_value",
-            f"reward {name!r} must be within {bounds[0]} and {bounds[1]}, but is {value}",
-        )
-    return float(value)

@@ -45,13 +45,13 @@ def code_tests(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Test:
-    source: str
+    parts: tuple[str, ...]
     given: str
     accepts: Callable[[str], bool]
 
 
 def _passes(test: _Test, limits: Limits) -> bool:
-    output = run_python(test.source, test.given, limits)
+    output = run_python(test.parts, test.given, limits)
     return output is not None and test.accepts(output)
 
 
@@ -59,11 +59,11 @@ def _tests(program: str, answer: Any) -> Iterator[_Test]:
     if isinstance(answer, str) and answer.strip():
         # Only a program that reaches the end prints the mark: one that exits early fails.
         mark = secrets.token_hex(16)
-        source = f"{program}\n\n{answer}\nprint('\\n{mark}')\n"
-        yield _Test(source=source, given="", accepts=lambda output: output.split()[-1:] == [mark])
+        parts = (program, answer, f"print('\\n{mark}')")
+        yield _Test(parts=parts, given="", accepts=lambda output: output.split()[-1:] == [mark])
     elif isinstance(answer, Mapping) and answer.get("inputs"):
         for given, wanted in zip(answer["inputs"], answer["outputs"], strict=True):
-            yield _Test(source=program, given=str(given), accepts=partial(_equal, str(wanted)))
+            yield _Test(parts=(program,), given=str(given), accepts=partial(_equal, str(wanted)))
     else:
         raise ValueError(
             "code_tests needs an answer: Python code with asserts, or {'inputs': [...], 'outputs': "

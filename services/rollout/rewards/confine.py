@@ -28,14 +28,16 @@ def confine(folder: str, *, reads_files: bool) -> None:
     Raises:
         OSError: If the kernel does not take it.
     """
-    if not reads_files:
-        software = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, *_SYSTEM}
-        landlock.restrict(
-            readable=[Path(path) for path in sorted(software)],
-            writable=[Path(folder), *_DEVICES],
-        )
+    if not reads_files and landlock.is_supported():
+        landlock.restrict(readable=software(), writable=[Path(folder), *_DEVICES])
     _drop_capabilities()
     seccomp.install()
+
+
+def software() -> list[Path]:
+    """Where Python's and the system's software lies, parents first."""
+    prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
+    return [Path(path) for path in sorted({*prefixes, *_SYSTEM})]
 
 
 def _drop_capabilities() -> None:

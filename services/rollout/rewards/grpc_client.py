@@ -1,6 +1,7 @@
 """A reward service over gRPC: ``slipstream.reward.v1.RewardService``."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import grpc
@@ -8,10 +9,9 @@ import httpx
 
 from services.common import tracing
 from services.common.grpc_client import CHANNEL_OPTIONS
-from services.rollout.failures import CallError
+from services.rollout.calls.reach import Reach
+from services.rollout.failures import BusyError, CallError
 from services.rollout.rewards.base import RewardInput
-from services.rollout.rewards.reach import Reach
-from services.rollout.rewards.remote import BusyError
 from slipstream.reward.v1 import reward_pb2 as pb
 from slipstream.reward.v1 import reward_pb2_grpc
 
@@ -38,13 +38,14 @@ class GrpcRewardService:
         if self._channel is not None:
             await self._channel.close()
 
-    async def ask(self, given: RewardInput) -> Any:
+    async def ask(self, given: RewardInput, episode: Mapping[str, Any] | None) -> Any:
         """Return what the service gives as score."""
         request = pb.ScoreResponseRequest(
             prompt=given.prompt,
             response=given.response,
             answer_json=json.dumps(given.answer, default=str),
             row_json=json.dumps(dict(given.row), default=str),
+            episode_json="" if episode is None else json.dumps(episode),
         )
         stub = reward_pb2_grpc.RewardServiceStub(await self._connected())
         try:
@@ -56,7 +57,7 @@ class GrpcRewardService:
             raise CallError(
                 "exception", f"{self._url} answered {error.code().name}: {error.details()}"
             ) from error
-        return answer.score
+        return dict(answer.terms) or answer.score
 
     async def _connected(self) -> grpc.aio.Channel:
         """A channel to the address that was checked, as to the host of the URL."""

@@ -1,20 +1,21 @@
 """A reward service over HTTP."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
 
 from services.rollout.calls.outside import OutsideService
-from services.rollout.failures import CallError
+from services.rollout.calls.reach import Reach
+from services.rollout.failures import BusyError, CallError
 from services.rollout.rewards.base import RewardInput
-from services.rollout.rewards.reach import Reach
-from services.rollout.rewards.remote import BusyError
 
 
 class HttpRewardService:
     """Posts ``{"prompt", "response", "answer", "row"}`` and expects ``{"score": number}``.
 
-    Answers 429 and 5xx and broken connections are worth another try.
+    The score may be terms by name. With ``sees_episode``, ``episode`` is posted too. Answers 429
+    and 5xx and broken connections are worth another try.
 
     Args:
         url: ``http://`` or ``https://``.
@@ -32,7 +33,7 @@ class HttpRewardService:
         """Close the connections."""
         await self._service.close()
 
-    async def ask(self, given: RewardInput) -> Any:
+    async def ask(self, given: RewardInput, episode: Mapping[str, Any] | None) -> Any:
         """Return what the service gives as score."""
         body = {
             "prompt": given.prompt,
@@ -40,6 +41,8 @@ class HttpRewardService:
             "answer": given.answer,
             "row": dict(given.row),
         }
+        if episode is not None:
+            body["episode"] = dict(episode)
         try:
             response = await self._service.post(body)
         except httpx.TransportError as error:
@@ -55,5 +58,5 @@ class HttpRewardService:
         except (ValueError, KeyError, TypeError) as error:
             raise CallError(
                 "invalid_value",
-                f'{self._url} must answer {{"score": number}}, but answered {response.text[:200]}',
+                f'{self._url} must answer {{"score": number or terms}}, but answered {response.text[:200]}',
             ) from error

@@ -3,11 +3,11 @@
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from services.rollout.failures import CallError
+from services.rollout.failures import BusyError, CallError
 from services.rollout.rewards.base import RewardInput
 
 _FIRST_DELAY_S = 0.2
@@ -48,15 +48,15 @@ class CircuitBreaker:
             self._closes_at = self._now() + self._open_s
 
 
-class BusyError(Exception):
-    """The service cannot answer now; another try may succeed."""
-
-
 class RewardService(Protocol):
     """Another process that scores."""
 
-    async def ask(self, given: RewardInput) -> Any:
-        """Return what the service gives as score.
+    async def ask(self, given: RewardInput, episode: Mapping[str, Any] | None) -> Any:
+        """Return what the service gives as score: a number, or terms by name.
+
+        Args:
+            given: The response.
+            episode: The whole episode, for a service that sees it.
 
         Raises:
             BusyError: If another try may succeed.
@@ -104,7 +104,9 @@ class RemoteReward:
         """Close the connections."""
         await self._service.close()
 
-    async def score(self, given: RewardInput, *, timeout_s: float) -> Any:
+    async def score(
+        self, given: RewardInput, *, episode: Mapping[str, Any] | None = None, timeout_s: float
+    ) -> Any:
         """Return what the service answered as score.
 
         Raises:
@@ -118,7 +120,7 @@ class RemoteReward:
         async with self._places:
             try:
                 async with asyncio.timeout(timeout_s):
-                    score = await self._ask(given)
+                    score = await self._ask(given, episode)
             except TimeoutError as error:
                 self._breaker.record(succeeded=False)
                 raise CallError(
@@ -131,12 +133,12 @@ class RemoteReward:
         self._breaker.record(succeeded=True)
         return score
 
-    async def _ask(self, given: RewardInput) -> Any:
+    async def _ask(self, given: RewardInput, episode: Mapping[str, Any] | None) -> Any:
         """Ask until there is an answer that another try would not change."""
         delay_s = _FIRST_DELAY_S
         while True:
             try:
-                return await self._service.ask(given)
+                return await self._service.ask(given, episode)
             except BusyError:
                 await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))  # noqa: S311 -- jitter
                 delay_s = min(2 * delay_s, _LONGEST_DELAY_S)

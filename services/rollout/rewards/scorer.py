@@ -1,31 +1,25 @@
-"""The reward of a run: the weighted sum of its terms."""
+"""The reward of a run: the weighted sum of all that it names."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from services.common.spec.built_in import EARNED, REWARDS, SERVICES
 from services.common.spec.rollout import RewardSpec, RolloutSpec
 from services.common.task_group import TaskGroup
 from services.rollout.calls.pool import CallPool
+from services.rollout.calls.reach import Reach
 from services.rollout.failures import CallError
-from services.rollout.rewards.base import RewardInput, checked_score
+from services.rollout.rewards.base import RewardInput, Score
 from services.rollout.rewards.grpc_client import GrpcRewardService
 from services.rollout.rewards.http_service import HttpRewardService
-from services.rollout.rewards.reach import Reach
 from services.rollout.rewards.remote import RemoteReward, RewardService
+from services.rollout.rewards.terms import add_up, earned_terms
 
-_HTTP, _GRPC = ("http://", "https://"), ("grpc://", "grpcs://")
-
-# By reference, because a process loads only what its run names: math-verify alone takes seconds.
-_BUILT_IN = {
-    "exact_match": "services.rollout.rewards.exact_match:exact_match",
-    "math_verify": "services.rollout.rewards.math_answer:math_answer",
-    "reasoning_gym": "services.rollout.rewards.gym_answer:gym_answer",
-    "code_tests": "services.rollout.rewards.code_tests:code_tests",
-}
+_GRPC = ("grpc://", "grpcs://")
 
 
 class Scorer:
-    """Evaluates every term, in the pool's processes or at a remote service, and adds them up."""
+    """Evaluates every reward, in the pool's processes or at a remote service, and adds them up."""
 
     def __init__(
         self,
@@ -78,45 +72,46 @@ class Scorer:
             ValueError: Naming the key of the term and the fix.
         """
         for index, spec in enumerate(self._specs):
-            if is_url(spec.name):
+            if is_url(spec.name) or spec.name == EARNED:
                 continue
             try:
                 await self._pool.check(_reference(spec))
             except CallError as error:
                 raise ValueError(f"rollout.rewards.{index}.name: {error.message}") from error
 
-    async def score(self, given: RewardInput) -> float:
-        """Return the weighted sum.
+    async def score(self, given: RewardInput) -> Score:
+        """Return the weighted sum and its terms.
 
         Raises:
-            CallError: If one term has no score; the other terms are stopped.
+            CallError: If one reward gives no score; the others are stopped.
         """
-        terms = [self._term(spec, given) for spec in self._specs]
-        if len(terms) == 1:
-            return await terms[0]
         try:
             async with TaskGroup() as group:
-                tasks = [group.create_task(term) for term in terms]
+                tasks = [group.create_task(self._value(spec, given)) for spec in self._specs]
         except* CallError as errors:
             raise _first(errors) from None
-        return sum(task.result() for task in tasks)
+        return add_up(task.result() for task in tasks)
 
-    async def _term(self, spec: RewardSpec, given: RewardInput) -> float:
+    async def _value(self, spec: RewardSpec, given: RewardInput) -> tuple[RewardSpec, object]:
+        """A reward and what it gives: a number, or terms by name."""
+        if spec.name == EARNED:
+            return earned_terms(spec, given.earned)
+        episode = given.episode() if spec.sees_episode else None
         if is_url(spec.name):
-            value = await self._remotes[spec.name].score(given, timeout_s=spec.timeout_s)
-        else:
-            value = await self._pool.call(
-                _reference(spec),
-                (given.prompt, given.response, given.answer, dict(given.row)),
-                spec.arguments,
-                timeout_s=spec.timeout_s,
-            )
-        return spec.weight * checked_score(value, bounds=spec.bounds, name=spec.name)
+            remote = self._remotes[spec.name]
+            return spec, await remote.score(given, episode=episode, timeout_s=spec.timeout_s)
+        value = await self._pool.call(
+            _reference(spec),
+            (given.prompt, given.response, given.answer, dict(given.row)),
+            spec.arguments if episode is None else {**spec.arguments, "episode": episode},
+            timeout_s=spec.timeout_s,
+        )
+        return spec, value
 
 
 def is_url(name: str) -> bool:
     """Whether a reward is named by the address of a service."""
-    return name.startswith((*_HTTP, *_GRPC))
+    return name.startswith(SERVICES)
 
 
 def _service(url: str, reach: Reach) -> RewardService:
@@ -126,7 +121,7 @@ def _service(url: str, reach: Reach) -> RewardService:
 
 
 def _reference(spec: RewardSpec) -> str:
-    return _BUILT_IN.get(spec.name, spec.name)
+    return REWARDS.get(spec.name, spec.name)
 
 
 def _first(errors: BaseExceptionGroup[CallError]) -> CallError:

@@ -7,6 +7,7 @@ was cut.
 """
 
 import itertools
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -27,6 +28,7 @@ from services.rollout.workflows.turns import (
     Turn,
     num_sampled,
     observed,
+    routed_experts,
     sampled_versions,
     token_ids,
 )
@@ -45,11 +47,19 @@ class EpisodeLimits:
     temperature: float
     """Sampling temperature; 0 is greedy."""
     max_response_tokens: int
-    """Most tokens of the response, observed ones included."""
+    """Most tokens of the response, observed ones included, after any prompt."""
+    max_tokens: int
+    """Most tokens of a prompt with its response: what the engine holds."""
     stop_texts: tuple[str, ...]
     """Texts that end a turn."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end a turn, besides those of the tokenizer."""
     segment_tokens: int | None = None
     """Tokens after which the episode is interrupted, wherever it is; None never is."""
+
+    def response_tokens(self, *, prompt_tokens: int) -> int:
+        """Most tokens of the response to a prompt."""
+        return min(self.max_response_tokens, self.max_tokens - prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +88,8 @@ class Episode:
         is_served: Whether an agent shapes it over HTTP. Then the first turn is the prompt, as the agent
             wrote it; see :mod:`services.rollout.openai.record`.
         is_interrupted: Whether it was told to stop at the next chance.
+        earned: What its environment or its agent gave for it; see
+            :func:`services.rollout.rewards.terms.earned_terms`.
         tokenizer: The model's.
         call: Calls a function of the user's in a process of its own; see
             :meth:`services.rollout.calls.pool.CallPool.call`.
@@ -101,6 +113,7 @@ class Episode:
         self.is_complete = False
         self.is_served = False
         self.is_interrupted = False
+        self.earned: object = None
         self.tokenizer = tokenizer
         self.call = calls.call
         self._engine = engine
@@ -134,7 +147,8 @@ class Episode:
     @property
     def remaining_tokens(self) -> int:
         """Tokens that the response may still grow by."""
-        return self.limits.max_response_tokens - len(self.response_ids)
+        limit = self.limits.response_tokens(prompt_tokens=len(self.prompt_ids))
+        return limit - len(self.response_ids)
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -217,7 +231,9 @@ class Episode:
         """
         turn = self._next_recorded(sampled=False)
         if turn is None:
-            turn = observed(self.tokenizer.encode(await call()))
+            begin = time.perf_counter()
+            text = await call()
+            turn = observed(self.tokenizer.encode(text), time.perf_counter() - begin)
             if len(turn.token_ids) > self.remaining_tokens:
                 self.is_full = True
                 return None
@@ -255,6 +271,7 @@ class Episode:
         request = self._request(tuple(turns), started, draw, wanted)
         request = replace(request, on_tokens=on_tokens)
         self._active[request.request_id] = (tuple(turns), started)
+        begin = time.perf_counter()
         try:
             result = await self._engine.generate(request)
         except ValueError as error:
@@ -263,22 +280,24 @@ class Episode:
             del self._active[request.request_id]
         if result.finish_reason == "length" and request.max_tokens < wanted:
             result = replace(result, finish_reason="aborted")
-        return started.continued(result)
+        return started.continued(result, time.perf_counter() - begin)
 
     def _request(
         self, turns: tuple[Turn, ...], started: Turn, draw: Draw, wanted: int
     ) -> GenerationRequest:
         before = () if self.is_served else self.prompt.token_ids
         versions = sampled_versions((*turns, started))
+        known = routed_experts((*turns, started))
         return GenerationRequest(
             request_id=f"{self._request_id}#{next(self._numbers)}",
             context_ids=(*before, *token_ids(turns), *started.token_ids),
             max_tokens=self._within_segment(wanted, num_sampled((*turns, started))),
             seed=draw.seed,
             draw_offset=draw.offset + len(started.token_ids),
+            experts_from=0 if known is None else len(known),
             oldest_version=min(versions, default=None),
             temperature=self.limits.temperature,
-            stop_token_ids=frozenset({self.tokenizer.eos_id}),
+            stop_token_ids=self.tokenizer.stop_ids | self.limits.stop_token_ids,
             stop_texts=draw.stop_texts,
         )
 

@@ -1,14 +1,9 @@
 """The workflow that a run names."""
 
 from services.common.callables import load_callable
+from services.common.spec.built_in import WORKFLOWS
 from services.common.spec.rollout import RolloutSpec
 from services.rollout.workflows.base import Workflow
-
-_BUILT_IN = {
-    "single_turn": "services.rollout.workflows.single_turn:SingleTurn",
-    "agent": "services.rollout.workflows.agent:Agent",
-    "multi_turn": "services.rollout.workflows.multi_turn:MultiTurn",
-}
 
 
 def load_workflow(spec: RolloutSpec) -> Workflow:
@@ -17,7 +12,7 @@ def load_workflow(spec: RolloutSpec) -> Workflow:
     Raises:
         ValueError: If there is no such workflow or it does not take the arguments.
     """
-    make = load_callable(_BUILT_IN.get(spec.workflow, spec.workflow))
+    make = load_callable(WORKFLOWS.get(spec.workflow, spec.workflow))
     try:
         workflow: Workflow = make(**spec.workflow_arguments)
     except TypeError as error:

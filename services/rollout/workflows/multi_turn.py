@@ -1,14 +1,13 @@
 """The policy calls tools, reads their results, and goes on until it answers."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.rollout.failures import CallError
 from services.rollout.workflows.base import Episode
+from services.rollout.workflows.tool_calls import TOOL_CALL
 
-_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _MCP = "services.rollout.calls.mcp"
 
 
@@ -58,7 +57,7 @@ class MultiTurn:
             if episode.remaining_tokens < 1:
                 return
             turn = await episode.generate(max_tokens=self._max_turn_tokens)
-            calls = _TOOL_CALL.findall(episode.text(turn))
+            calls = TOOL_CALL.findall(episode.text(turn))
             if not calls:
                 return
             if await episode.observe(lambda: self._results(episode, calls)) is None:  # noqa: B023

@@ -1,11 +1,14 @@
 """Turns: what an episode is made of."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from services.rollout.engines.base import (
     FinishReason,
     GenerationResult,
+    RoutedExperts,
     VersionRun,
     append_version,
 )
@@ -26,6 +29,10 @@ class Turn:
     """Weight versions, run-length coded; observed tokens have version -1."""
     finish_reason: FinishReason | None
     """How sampling ended; None for an observed turn."""
+    seconds: float = field(default=0.0, compare=False)
+    """Time that it took, waiting included."""
+    routed_experts: RoutedExperts | None = field(default=None, compare=False, repr=False)
+    """Chosen experts of the tokens since those of the turn before that has some, but for the last token."""
 
     @property
     def is_sampled(self) -> bool:
@@ -37,8 +44,8 @@ class Turn:
         """Whether sampling was interrupted and has to go on."""
         return self.finish_reason == "aborted"
 
-    def continued(self, result: GenerationResult) -> "Turn":
-        """This turn and what was sampled after it."""
+    def continued(self, result: GenerationResult, seconds: float = 0.0) -> "Turn":
+        """This turn and what was sampled after it, in so much time."""
         runs = list(self.version_runs)
         for version, num_tokens in result.version_runs:
             append_version(runs, version, num_tokens)
@@ -47,6 +54,8 @@ class Turn:
             logprobs=self.logprobs + result.logprobs,
             version_runs=tuple(runs),
             finish_reason=result.finish_reason,
+            seconds=self.seconds + seconds,
+            routed_experts=_joined([self.routed_experts, result.routed_experts]),
         )
 
 
@@ -54,14 +63,25 @@ NOTHING_SAMPLED = Turn(token_ids=(), logprobs=(), version_runs=(), finish_reason
 """A turn before its first token."""
 
 
-def observed(token_ids: Sequence[int]) -> Turn:
+def observed(token_ids: Sequence[int], seconds: float = 0.0) -> Turn:
     """A turn of tokens that no policy sampled."""
     return Turn(
         token_ids=tuple(token_ids),
         logprobs=(0.0,) * len(token_ids),
         version_runs=((TOOL_VERSION, len(token_ids)),) if token_ids else (),
         finish_reason=None,
+        seconds=seconds,
     )
+
+
+def routed_experts(turns: Iterable[Turn]) -> RoutedExperts | None:
+    """Chosen experts of all tokens, from the first on, of which they are known; None if of none."""
+    return _joined([turn.routed_experts for turn in turns])
+
+
+def _joined(parts: Sequence[RoutedExperts | None]) -> RoutedExperts | None:
+    known = [part for part in parts if part is not None]
+    return np.concatenate(known) if known else None
 
 
 def token_ids(turns: Iterable[Turn]) -> tuple[int, ...]:

@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from services.common.spec.built_in import AGENTS
 from services.rollout.calls.agents import AgentRunner, agent_runner
+from services.rollout.calls.reach import Reach
 from services.rollout.failures import CallError
 from services.rollout.openai.endpoint import Endpoint
-from services.rollout.rewards.reach import Reach
 from services.rollout.workflows.base import Episode
 
 
@@ -22,8 +23,9 @@ class Agent:
     what was recorded; from where it asks something else on, it is sampled anew.
 
     Args:
-        agent: ``module:function`` or ``file.py:function``, a coroutine or a plain function; or the URL of a
-            service that gets the same as JSON and answers when it has finished.
+        agent: ``module:function`` or ``file.py:function``, a coroutine or a plain function; the URL of a
+            service that gets the same as JSON and answers when it has finished; or ``verifiers``. What it
+            returns or answers is what the reward ``environment`` gives.
         timeout_s: Deadline of one episode.
         processes: Processes that a function runs in; each runs many episodes at once.
     """
@@ -34,7 +36,7 @@ class Agent:
                 "rollout.workflow_arguments: timeout_s must be positive and processes at least 1, but are "
                 f"{timeout_s} and {processes}"
             )
-        self._agent = agent
+        self._agent = AGENTS.get(agent, agent)
         self._timeout_s = timeout_s
         self._processes = processes
         self._parts: tuple[Endpoint, AgentRunner] | None = None
@@ -68,7 +70,7 @@ class Agent:
         endpoint, runner = self._parts
         try:
             async with endpoint.open(episode) as access, asyncio.timeout(self._timeout_s):
-                await runner.run(
+                episode.earned = await runner.run(
                     {
                         "base_url": access.base_url,
                         "api_key": access.api_key,

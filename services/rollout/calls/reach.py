@@ -11,8 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-from services.rollout.failures import CallError
-from services.rollout.rewards.remote import BusyError
+from services.rollout.failures import BusyError, CallError
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 # Prefixes under which an IPv6 address carries an IPv4 one: NAT64 and 6to4.

@@ -1,0 +1,237 @@
+"""What each GPU of a rollout will hold, before anything is started: pure arithmetic.
+
+The engine's own share ends where the weight plane's begins, so that the first update finds its room. Where an
+engine has several GPUs, its weights, its KV cache and the shadow are divided among them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import floor, prod
+from typing import Any, Final, Self
+
+import torch
+from transformers import PretrainedConfig
+
+from services.common.spec.engines import EngineKind, engine_kind
+from services.common.spec.run import RunSpec
+from services.common.spec.weight_modes import MODES
+from services.rollout.engines.model_shape import model_shape
+
+_GB: Final = 1e9
+# Driver contexts of the engine's process and of the one that receives, NCCL's buffers among them; and what an
+# engine needs beside weights and KV cache: activations, CUDA graphs, the allocator's remainders.
+_CONTEXTS: Final = 2.0e9
+_WORKING: Final = 4.0e9
+_LARGEST_SHARE: Final = 0.9
+_BUCKET_BYTES: Final = 512 << 20
+_SLOTS: Final = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """A model in bytes."""
+
+    weights: int
+    """Of all parameters, tied ones once."""
+    kv_per_token: int
+    """Keys and values of one token, in all layers."""
+    num_kv_heads: int
+    """Of each layer: tensor parallelism cannot divide them further."""
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> Self:
+        """From the shape of a model."""
+        text = config.get_text_config()
+        heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+        width = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+        shapes = [spec.shape for spec in model_shape(config, dtype).specs]
+        return cls(
+            weights=dtype.itemsize * sum(prod(shape) for shape in shapes),
+            kv_per_token=2 * dtype.itemsize * heads * width * int(text.num_hidden_layers),
+            num_kv_heads=heads,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightPlane:
+    """What the weight plane keeps on a rollout's GPUs."""
+
+    num_copies: int
+    """Shadow copies of all weights."""
+    num_sources: int
+    """Trainer ranks that send."""
+    bucket_bytes: int
+    """Bytes of one collective."""
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> Self:
+        """From a run's weight sync."""
+        sync, trainer = spec.weight_sync, spec.trainer
+        is_whole = (
+            sync.senders == "leader"
+            or trainer.lora is not None
+            or trainer.tensor_parallel > 1
+            or trainer.expert_parallel not in (1, trainer.world_size)
+        )
+        num_sources = 1 if is_whole else trainer.world_size
+        # Whole tensors beside the rows that came, where those are kept as they came.
+        mode = MODES[sync.mode]
+        copies = 2 if mode.keeps_rows and num_sources > 1 else 1
+        return cls(
+            num_copies=0 if mode.is_in_place else copies,
+            num_sources=num_sources,
+            bucket_bytes=sync.bucket_bytes or _BUCKET_BYTES,
+        )
+
+    @property
+    def slot_bytes(self) -> int:
+        """Room in which buckets travel, where they do not arrive in their place."""
+        is_staged = self.num_copies == 0 or self.num_sources > 1
+        return _SLOTS * self.num_sources * self.bucket_bytes if is_staged else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes on the GPU of a rollout that holds most: the one that receives."""
+
+    num_gpus: int
+    """GPUs of the rollout."""
+    total: int
+    """Memory of one."""
+    weights: float
+    """The engine's share of the model."""
+    shadow: float
+    """Its share of the shadow copies."""
+    slots: float
+    """Room in which buckets travel."""
+    kv_per_token: float
+    """Keys and values of one token."""
+
+    @property
+    def plane(self) -> float:
+        """What is kept free of the engine."""
+        return self.shadow + self.slots + _CONTEXTS
+
+    @property
+    def engine_share(self) -> float:
+        """Part of the memory that the engine may take, weights and KV cache and all, in steps of .01."""
+        return min(_LARGEST_SHARE, floor(100 * (1 - self.plane / self.total)) / 100)
+
+    @property
+    def kv_cache(self) -> float:
+        """What is left for keys and values; negative if there is no room."""
+        return self.engine_share * self.total - self.weights - _WORKING
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return max(0, int(self.kv_cache / self.kv_per_token))
+
+    def table(self) -> str:
+        """What the GPU holds, line by line."""
+        rows: Sequence[tuple[str, float]] = [
+            ("engine: weights", self.weights),
+            ("engine: activations, graphs", _WORKING),
+            ("engine: KV cache", self.kv_cache),
+            ("weight sync: shadow", self.shadow),
+            ("weight sync: buckets", self.slots),
+            ("contexts", _CONTEXTS),
+        ]
+        rows = [*rows, ("left", self.total - sum(size for _, size in rows))]
+        head = f"each of {self.num_gpus} GPU(s) of a rollout, of {self.total / _GB:.1f} GB"
+        lines = [f"  {name:<28}{size / _GB:8.1f} GB" for name, size in rows]
+        share = f"the engine may take {self.engine_share:.2f} of it, {self.kv_tokens} tokens of KV cache"
+        return "\n".join([head, *lines, share])
+
+    def check(self, *, most_tokens: int) -> None:
+        """Refuse what cannot fit.
+
+        Args:
+            most_tokens: Of the longest prompt with the longest response.
+
+        Raises:
+            ValueError: With the figures, and what to change.
+        """
+        if self.kv_tokens < most_tokens:
+            needed = (self.weights + _WORKING + self.plane + most_tokens * self.kv_per_token) / _GB
+            raise ValueError(
+                f"the model does not fit: a GPU of the rollout has {self.total / _GB:.1f} GB, but "
+                f"{needed:.1f} GB are needed for one response of {most_tokens} tokens; give the engine more "
+                "GPUs (its tensor-parallel argument in rollout.engine_arguments), or shorten responses.\n"
+                + self.table()
+            )
+
+
+def plan_memory(
+    model: ModelSize,
+    plane: WeightPlane,
+    *,
+    gpu_bytes: int,
+    kind: EngineKind,
+    arguments: Mapping[str, Any],
+) -> MemoryPlan:
+    """Divide a model, its KV cache and the weight plane among the GPUs of one rollout.
+
+    Args:
+        model: Its size.
+        plane: What weight sync needs.
+        gpu_bytes: Memory of one GPU.
+        kind: The engine.
+        arguments: Of the engine; they say how it is divided.
+    """
+    num_gpus = kind.num_gpus(arguments)
+    replicas = min(num_gpus, int(arguments.get(kind.replica_argument, 1)))
+    parts = max(1, num_gpus // replicas)
+    divided = max(1, min(parts, model.num_kv_heads * int(arguments.get(kind.stage_argument, 1))))
+    return MemoryPlan(
+        num_gpus=num_gpus,
+        total=gpu_bytes,
+        weights=model.weights / parts,
+        shadow=plane.num_copies * model.weights / num_gpus,
+        slots=plane.slot_bytes,
+        kv_per_token=model.kv_per_token / divided,
+    )
+
+
+def plan_of(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> MemoryPlan:
+    """What a run's rollouts will hold on GPUs of a size.
+
+    Raises:
+        ValueError: If that does not fit, or an engine argument leaves too little.
+    """
+    kind, arguments = engine_kind(spec.rollout.engine), spec.rollout.engine_arguments
+    plan = plan_memory(
+        ModelSize.of(config, getattr(torch, spec.trainer.dtype)),
+        WeightPlane.of(spec),
+        gpu_bytes=gpu_bytes,
+        kind=kind,
+        arguments=arguments,
+    )
+    most_tokens = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
+    plan.check(most_tokens=min(most_tokens, int(config.max_position_embeddings)))
+    engine_share(plan, kind, arguments)
+    return plan
+
+
+def engine_share(
+    plan: MemoryPlan, kind: EngineKind, arguments: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The argument that keeps an engine out of the weight plane's memory; nothing if it is given and fits.
+
+    Raises:
+        ValueError: If what is given leaves too little.
+    """
+    name = kind.memory_argument
+    if name is None:
+        return {}
+    most = plan.engine_share - (_WORKING / plan.total if kind.memory_excludes_working else 0)
+    given = arguments.get(name)
+    if given is None:
+        return {name: round(most, 2)}
+    if given > most:
+        raise ValueError(
+            f"rollout.engine_arguments.{name} is {given}, but weight sync needs {plan.plane / _GB:.1f} of "
+            f"{plan.total / _GB:.1f} GB: at most {most:.2f} is left; lower it, or leave it out\n"
+            + plan.table()
+        )
+    return {}

@@ -1,0 +1,57 @@
+"""What an adapter is told of the engine that it makes."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from services.rollout.engines.stop_texts import Decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOrder:
+    """An engine, not started yet, with random weights: the real ones arrive over the weight plane."""
+
+    config: PretrainedConfig
+    """Shape of the model."""
+    dtype: torch.dtype
+    """Of its weights."""
+    device: torch.device
+    """Where it decodes."""
+    max_running: int
+    """Most requests decoded at once."""
+    kv_policy: str = "recompute"
+    """Whether an adoption recomputes the KV prefix of running requests."""
+    is_reproducible: bool = False
+    """Whether the same seed must draw the same tokens."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of the engine, by its own names."""
+    decode: Decode | None = None
+    """Token ids to text; needed for stop texts."""
+    returns_experts: bool = False
+    """Whether results tell which experts were chosen."""
+    vocab_size: int = 256
+    """Tokens that the tokenizer knows."""
+    stop_token: int = 1
+    """The tokenizer's end of a text."""
+
+    @property
+    def dtype_name(self) -> str:
+        """As engines spell it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def check_arguments(self, known: Collection[str], *, engine: str) -> None:
+        """Refuse arguments that the engine does not have.
+
+        Raises:
+            ValueError: With the name, and what it may have been meant to be.
+        """
+        for name in sorted(set(self.arguments) - set(known)):
+            similar = get_close_matches(name, known)
+            meant = f"did you mean {' or '.join(similar)}?" if similar else "remove it"
+            raise ValueError(
+                f"rollout.engine_arguments has {name!r}, which {engine} does not know; {meant}"
+            )

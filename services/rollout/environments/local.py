@@ -1,0 +1,209 @@
+"""Environments in processes of this rollout's: started when needed, started again when they died."""
+
+import asyncio
+import itertools
+import json
+import sys
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from services.rollout.calls.outside import OutsideService
+from services.rollout.calls.reach import Reach
+from services.rollout.environments.client import HttpEnvironment, HttpSession
+from services.rollout.environments.protocol import Message, Observation
+from services.rollout.failures import CallError
+from services.rollout.settings import environment_of_user_code
+
+_LOAD_TIMEOUT_S = 120.0
+_HERE = "127.0.0.1"
+
+
+class LocalEnvironment:
+    """One process with a class of the user's, and many episodes of it.
+
+    Args:
+        reference: ``module:Class`` or ``file.py:Class``.
+        arguments: Its keyword arguments.
+        folder: Where only this user may look; holds the process's socket.
+        timeout_s: Deadline of each answer.
+        wait_s: Longest wait for a place.
+    """
+
+    def __init__(
+        self,
+        reference: str,
+        arguments: Mapping[str, Any],
+        *,
+        folder: Path,
+        timeout_s: float,
+        wait_s: float,
+    ) -> None:
+        self.num_running = 0
+        self._reference = reference
+        self._arguments = json.dumps(dict(arguments))
+        self._folder = folder
+        self._numbers = itertools.count(1)
+        self._timeout_s, self._wait_s = timeout_s, wait_s
+        self._starting = asyncio.Lock()
+        self._process: Process | None = None
+        self._service: OutsideService | None = None
+        self._environment: HttpEnvironment | None = None
+
+    async def check(self) -> None:
+        """Start it. Raises CallError if the class cannot be loaded."""
+        environment, _ = await self._started()
+        await environment.check()
+
+    async def begin(
+        self, task: Mapping[str, Any], *, seed: int
+    ) -> tuple["LocalSession", Observation]:
+        """Begin an episode. Raises CallError naming the environment."""
+        self.num_running += 1
+        try:
+            environment, process = await self._started()
+            beginning = environment.begin(task, seed=seed)
+            session, first = await self.while_alive(process, beginning)
+        except BaseException:
+            self.num_running -= 1
+            raise
+        return LocalSession(self, session, process), first
+
+    async def while_alive(self, process: Process, call: Any) -> Any:
+        """The result of a call, unless the process dies first."""
+        calling, dying = asyncio.ensure_future(call), asyncio.ensure_future(process.wait())
+        try:
+            await asyncio.wait((calling, dying), return_when=asyncio.FIRST_COMPLETED)
+            if not calling.done():
+                status = dying.result()
+                raise CallError(
+                    "sandbox_killed",
+                    f"the process of environment {self._reference!r} died (exit status {status})",
+                )
+            return calling.result()
+        finally:
+            calling.cancel()
+            dying.cancel()
+
+    async def stop(self) -> None:
+        """Kill the process."""
+        if self._service is not None:
+            await self._service.close()
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+    async def _started(self) -> tuple[HttpEnvironment, Process]:
+        async with self._starting:
+            if self._process is None or self._process.returncode is not None:
+                await self.stop()
+                await self._start()
+            assert self._environment is not None
+            assert self._process is not None
+            return self._environment, self._process
+
+    async def _start(self) -> None:
+        path = self._folder / f"{next(self._numbers)}.sock"
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "services.rollout.environments.host", self._reference, "--child"),
+            *("--bind", f"unix:{path}", "--arguments", self._arguments),
+            env=environment_of_user_code(),
+            stdin=PIPE,
+            stdout=PIPE,
+        )
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(_LOAD_TIMEOUT_S):
+                line = await self._process.stdout.readline()
+        except TimeoutError as error:
+            await self.stop()
+            raise CallError(
+                "timeout",
+                f"environment {self._reference!r} was not loaded in {_LOAD_TIMEOUT_S:g} s",
+            ) from error
+        answer = json.loads(line) if line else {"error": "its process died"}
+        if "error" in answer:
+            await self.stop()
+            raise CallError(
+                "exception", f"environment {self._reference!r} cannot be loaded: {answer['error']}"
+            )
+        self._service = OutsideService(
+            f"http://{_HERE}",
+            reach=Reach((_HERE,)),
+            transport=httpx.AsyncHTTPTransport(uds=str(path), limits=_UNLIMITED),
+        )
+        self._environment = HttpEnvironment(
+            self._reference, self._service, timeout_s=self._timeout_s, wait_s=self._wait_s
+        )
+
+
+class LocalSession:
+    """One episode in a process; it ends with it."""
+
+    def __init__(self, owner: LocalEnvironment, inner: HttpSession, process: Process) -> None:
+        self._owner = owner
+        self._inner = inner
+        self._process = process
+
+    async def step(self, message: Message) -> Observation:
+        """What the policy's message leads to. Raises CallError naming the environment."""
+        answer: Observation = await self._owner.while_alive(
+            self._process, self._inner.step(message)
+        )
+        return answer
+
+    async def close(self) -> Observation:
+        """End the episode; returns what that earned."""
+        self._owner.num_running -= 1
+        answer: Observation = await self._owner.while_alive(self._process, self._inner.close())
+        return answer
+
+
+class LocalEnvironments:
+    """Several processes; an episode goes to the one with the fewest."""
+
+    def __init__(self, environments: Sequence[LocalEnvironment]) -> None:
+        self._environments = environments
+
+    async def check(self) -> None:
+        """Start the first. Raises CallError if the class cannot be loaded."""
+        await self._environments[0].check()
+
+    async def begin(
+        self, task: Mapping[str, Any], *, seed: int
+    ) -> tuple[LocalSession, Observation]:
+        """Begin an episode. Raises CallError naming the environment."""
+        least = min(self._environments, key=lambda environment: environment.num_running)
+        return await least.begin(task, seed=seed)
+
+
+@asynccontextmanager
+async def local_environments(
+    reference: str,
+    arguments: Mapping[str, Any],
+    *,
+    processes: int,
+    timeout_s: float,
+    wait_s: float,
+) -> AsyncIterator[LocalEnvironments]:
+    """Processes with a class of the user's, while the block runs."""
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-env-"))
+        environments = []
+        for number in range(processes):
+            (place := Path(folder, str(number))).mkdir(mode=0o700)
+            environment = LocalEnvironment(
+                reference, arguments, folder=place, timeout_s=timeout_s, wait_s=wait_s
+            )
+            stack.push_async_callback(environment.stop)
+            environments.append(environment)
+        yield LocalEnvironments(environments)
+
+
+_UNLIMITED = httpx.Limits(max_connections=None)

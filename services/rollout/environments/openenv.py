@@ -1,0 +1,227 @@
+"""Servers that speak OpenEnv's protocol: a WebSocket for each episode.
+
+Source: ``openenv-core`` 0.2 (``openenv.core.env_server.types``): ``{"type", "data"}`` messages; ``reset``
+takes the task's keys and a seed, ``step`` an action of the server's own shape, and both are answered with an
+observation, a reward and whether it is done.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from services.rollout.calls.reach import Reach
+from services.rollout.environments.protocol import (
+    MAX_ANSWER_BYTES,
+    Message,
+    Observation,
+    delays,
+    parse_observation,
+)
+from services.rollout.failures import BusyError, CallError
+
+_BUSY = "CAPACITY_REACHED"
+SCHEMES = ("openenv+http", "openenv+https")
+
+
+class OpenEnv:
+    """An OpenEnv server.
+
+    Args:
+        url: ``openenv+http://host:port`` or ``openenv+https://...``.
+        reach: Where it may be.
+        action: Template of an action, JSON-like: the text ``{message}`` in it becomes the policy's message.
+        observe: Key of the observation that the policy sees; None shows all of it as JSON.
+        timeout_s: Deadline of each answer.
+        wait_s: Longest wait for a place.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        reach: Reach,
+        action: Mapping[str, Any],
+        observe: str | None,
+        timeout_s: float,
+        wait_s: float,
+    ) -> None:
+        self._name = url
+        parts = urlsplit(url.removeprefix("openenv+"))
+        if not parts.hostname:
+            raise ValueError(f"{url!r} names no host; write openenv+http://host:port")
+        is_secure = parts.scheme == "https"
+        self._host = parts.hostname
+        self._port = parts.port or (443 if is_secure else 80)
+        self._url = f"{'wss' if is_secure else 'ws'}://{parts.netloc}{parts.path.rstrip('/')}/ws"
+        self._reach = reach
+        self._action = action
+        self._observe = observe
+        self._timeout_s, self._wait_s = timeout_s, wait_s
+
+    async def check(self) -> None:
+        """Begin an episode and end it. Raises CallError."""
+        session, _ = await self.begin({}, seed=0)
+        await session.close()
+
+    async def begin(
+        self, task: Mapping[str, Any], *, seed: int
+    ) -> tuple["OpenEnvSession", Observation]:
+        """Begin an episode, once the server has a place. Raises CallError naming the server."""
+        loop, begin = asyncio.get_running_loop(), asyncio.get_running_loop().time()
+        for delay_s in delays():
+            try:
+                return await self._begin_now(task, seed)
+            except BusyError as error:
+                if loop.time() - begin + delay_s > self._wait_s:
+                    message = (
+                        f"environment {self._name!r} did not begin an episode: it had no place for "
+                        f"{self._wait_s:g} s"
+                    )
+                    raise CallError("timeout", message) from error
+            await asyncio.sleep(delay_s)
+        raise AssertionError  # delays never end
+
+    def action_of(self, message: Message) -> Any:
+        """The action that a message of the policy's is."""
+        return _filled(self._action, str(message.get("content") or ""))
+
+    async def _begin_now(
+        self, task: Mapping[str, Any], seed: int
+    ) -> tuple["OpenEnvSession", Observation]:
+        # With the extra `openenv`; nothing else here needs it.
+        from websockets.asyncio.client import connect
+        from websockets.exceptions import WebSocketException
+
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                address = await self._reach.resolve(self._host, self._port)
+                socket = await connect(
+                    self._url,
+                    host=address,
+                    port=self._port,
+                    max_size=MAX_ANSWER_BYTES,
+                    proxy=None,
+                )
+        except TimeoutError as error:
+            message = (
+                f"environment {self._name!r} did not begin an episode in {self._timeout_s:g} s"
+            )
+            raise CallError("timeout", message) from error
+        except (OSError, WebSocketException) as error:
+            message = f"environment {self._name!r} did not begin an episode: {error!r}"
+            raise CallError("exception", message) from error
+        session = OpenEnvSession(
+            self._name,
+            socket,
+            self.action_of,
+            observe=self._observe,
+            timeout_s=self._timeout_s,
+        )
+        try:
+            return session, await session.ask("reset", {**task, "seed": seed})
+        except BaseException:
+            await socket.close()
+            raise
+
+
+class OpenEnvSession:
+    """One episode of an OpenEnv server."""
+
+    def __init__(
+        self,
+        name: str,
+        socket: Any,
+        action_of: Callable[[Message], Any],
+        *,
+        observe: str | None,
+        timeout_s: float,
+    ) -> None:
+        self._name = name
+        self._socket = socket
+        self._action_of = action_of
+        self._observe = observe
+        self._timeout_s = timeout_s
+
+    async def step(self, message: Message) -> Observation:
+        """What the policy's message leads to. Raises CallError naming the server."""
+        return await self.ask("step", self._action_of(message))
+
+    async def close(self) -> Observation:
+        """End the episode; nothing more is earned."""
+        await self._socket.close()
+        return Observation(is_done=True)
+
+    async def ask(self, kind: str, data: Any) -> Observation:
+        """Send a message and read the observation that answers it.
+
+        Raises:
+            BusyError: If the server has no place for another episode.
+            CallError: If there is no observation.
+        """
+        from websockets.exceptions import ConnectionClosed, WebSocketException
+
+        message = json.dumps({"type": kind, "data": data}, default=str)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                # A server that is full says so unasked and closes.
+                with suppress(ConnectionClosed):
+                    await self._socket.send(message)
+                answer = json.loads(await self._socket.recv())
+        except TimeoutError as error:
+            message = f"environment {self._name!r} did not answer {kind} in {self._timeout_s:g} s"
+            raise CallError("timeout", message) from error
+        except (WebSocketException, OSError) as error:
+            message = f"environment {self._name!r} ended the connection during {kind}: {error}"
+            raise CallError("exception", message) from error
+        except ValueError as error:
+            message = f"environment {self._name!r} answered {kind} with what is no JSON"
+            raise CallError("invalid_value", message) from error
+        return self._observation(answer, kind)
+
+    def _observation(self, answer: Any, kind: str) -> Observation:
+        found = answer.get("data") if isinstance(answer, Mapping) else None
+        if not isinstance(found, Mapping):
+            raise CallError(
+                "invalid_value",
+                f"environment {self._name!r} must answer {kind} with an object with data, but answered "
+                f"{answer!r:.200}",
+            )
+        if found.get("code") == _BUSY:
+            raise BusyError
+        if answer.get("type") == "error":
+            raise CallError(
+                "exception",
+                f"environment {self._name!r} refused {kind}: {found.get('message')!s:.500}",
+            )
+        seen = found.get("observation")
+        if self._observe is not None:
+            if not isinstance(seen, Mapping) or self._observe not in seen:
+                raise CallError(
+                    "invalid_value",
+                    f"environment {self._name!r} observes {seen!r:.200}, which has no {self._observe!r}; set "
+                    "rollout.workflow_arguments.observe to one of its keys",
+                )
+            seen = seen[self._observe]
+        reward = found.get("reward")
+        return parse_observation(
+            {
+                "messages": seen if isinstance(seen, str) else json.dumps(seen),
+                "done": found.get("done", False),
+                "reward": None if reward is None else float(reward),
+            },
+            source=f"environment {self._name!r}",
+        )
+
+
+def _filled(template: Any, text: str) -> Any:
+    """An action with the policy's message in it."""
+    if template == "{message}":
+        return text
+    if isinstance(template, Mapping):
+        return {key: _filled(value, text) for key, value in template.items()}
+    if isinstance(template, list):
+        return [_filled(value, text) for value in template]
+    return template

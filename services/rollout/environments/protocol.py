@@ -1,0 +1,125 @@
+"""What environments and rollouts say to each other, version 1: JSON over HTTP.
+
+::
+
+    GET    /healthz                                                    -> 200
+    GET    /v1                 {}                                      -> {"protocol": 1, "name", "version"}
+    POST   /v1/episodes        {"task", "seed"}                        -> {"episode", ...observation}
+    POST   /v1/episodes/ID     {"step": n, "message", "tool_calls"}    -> {"step": n, ...observation}
+    DELETE /v1/episodes/ID                                             -> {"reward", "metrics"}
+
+An observation is ``{"messages", "tools", "done", "reward", "metrics"}``. 429 and 503 mean: later. A step that
+is asked for again gets the answer that it had.
+"""
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from services.rollout.failures import CallError
+from services.rollout.rewards.terms import named_numbers
+
+PROTOCOL: Final = 1
+MAX_ANSWER_BYTES: Final = 1 << 20
+"""Of one answer of an environment."""
+_KEYS: Final = frozenset({"messages", "tools", "done", "reward", "metrics"})
+_ROLES: Final = frozenset({"system", "user", "tool"})
+Message = Mapping[str, Any]
+"""``role``, ``content`` and, of a tool's result, ``tool_call_id`` and ``name``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What an environment answers."""
+
+    messages: tuple[Message, ...] = ()
+    """What the policy sees next."""
+    tools: tuple[Mapping[str, Any], ...] | None = None
+    """What the policy may call from here on, as OpenAI's API describes tools; None changes nothing."""
+    is_done: bool = False
+    """Whether the episode is over."""
+    reward: Mapping[str, float] = field(default_factory=dict)
+    """Named terms that this step earned; those of all steps are added up."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that are only measured; the last value of each counts."""
+
+
+def parse_observation(answer: object, *, source: str) -> Observation:
+    """Read an answer: a mapping, or a text that stands for one message of the user's.
+
+    Args:
+        answer: What came.
+        source: Who sent it, for messages.
+
+    Raises:
+        CallError: ``invalid_value`` naming what is wrong.
+    """
+    if isinstance(answer, str):
+        answer = {"messages": answer}
+    if not isinstance(answer, Mapping):
+        raise _wrong(source, "an answer", "an object or a text", answer)
+    if unknown := sorted(map(str, set(answer) - _KEYS)):
+        raise _wrong(source, "an answer", f"the keys {', '.join(sorted(_KEYS))}", unknown)
+    is_done, tools = answer.get("done", False), answer.get("tools")
+    if not isinstance(is_done, bool):
+        raise _wrong(source, "done", "true or false", is_done)
+    if tools is not None and not (_is_list(tools) and all(isinstance(t, Mapping) for t in tools)):
+        raise _wrong(source, "tools", "a list of objects", tools)
+    observation = Observation(
+        messages=_messages(answer.get("messages", ()), source),
+        tools=None if tools is None else tuple(tools),
+        is_done=is_done,
+        reward=named_numbers(answer.get("reward"), what="reward", source=source),
+        metrics=named_numbers(answer.get("metrics"), what="metrics", source=source),
+    )
+    if not is_done and not observation.messages:
+        raise _wrong(source, "messages", "at least one message while the episode goes on", "none")
+    return observation
+
+
+def parse_end(answer: object, *, source: str) -> Observation:
+    """Read the answer to an early end: only reward and metrics count. Raises CallError."""
+    known = {"reward", "metrics"}
+    if not isinstance(answer, Mapping) or set(answer) - known:
+        raise _wrong(source, "an end", "an object with reward and metrics", answer)
+    return parse_observation({**answer, "done": True}, source=source)
+
+
+def delays() -> Iterator[float]:
+    """Seconds to wait before each further try, for ever: longer each time, and never quite the same."""
+    longest_s = 0.05
+    while True:
+        yield longest_s * random.uniform(0.5, 1.0)  # noqa: S311 -- jitter
+        longest_s = min(2 * longest_s, 2.0)
+
+
+def wire_size(answer: object) -> int:
+    """Bytes of an answer. Raises ValueError or TypeError if it is no JSON."""
+    return len(json.dumps(answer, allow_nan=False).encode())
+
+
+def _messages(value: object, source: str) -> tuple[Message, ...]:
+    if isinstance(value, str):
+        return ({"role": "user", "content": value},)
+    if not _is_list(value):
+        raise _wrong(source, "messages", "a text or a list of messages", value)
+    assert isinstance(value, Sequence)
+    for message in value:
+        if (
+            not isinstance(message, Mapping)
+            or message.get("role") not in _ROLES
+            or not isinstance(message.get("content"), str)
+        ):
+            roles = ", ".join(sorted(_ROLES))
+            raise _wrong(source, "a message", f"a role ({roles}) and a text as content", message)
+    return tuple(value)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _wrong(source: str, what: str, expected: str, came: object) -> CallError:
+    return CallError("invalid_value", f"{source}: {what} must be {expected}, but is {came!r:.200}")

@@ -1,0 +1,266 @@
+"""An environment shapes the episode: it speaks, the policy answers, until one of them is done."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from services.common import tracing
+from services.rollout import metrics
+from services.rollout.calls.outside import OutsideService
+from services.rollout.calls.reach import Reach
+from services.rollout.environments.client import Environment, HttpEnvironment
+from services.rollout.environments.local import local_environments
+from services.rollout.environments.openenv import SCHEMES, OpenEnv
+from services.rollout.environments.protocol import Message, Observation
+from services.rollout.failures import CallError
+from services.rollout.openai.endpoint import MODEL_NAME
+from services.rollout.openai.errors import ApiError
+from services.rollout.openai.record import Record
+from services.rollout.openai.requests import ChatRequest
+from services.rollout.openai.requests import Message as ChatMessage
+from services.rollout.workflows.base import Episode
+from services.rollout.workflows.turns import observed
+
+_KEY = "rollout.workflow_arguments"
+# For the goodbye to an environment whose episode is given up.
+_ABANDON_S = 1.0
+_Answer = TypeVar("_Answer")
+
+
+class Environments:
+    """Plays each episode in an environment, whose messages are the prompt and what is observed.
+
+    The environment is reset with the row of the prompt, and with a seed that all members of a group have in
+    common. What it rewards is what the reward ``environment`` gives. An interrupted episode is played again:
+    as long as the environment says the same, the policy says what was recorded, without sampling.
+
+    Args:
+        environment: ``module:Class`` or ``file.py:Class``, which runs in processes of its own; ``http://`` or
+            ``https://`` of a host of such a class; ``openenv+http://`` or ``openenv+https://`` of an OpenEnv
+            server.
+        arguments: Keyword arguments of the class; of an OpenEnv server ``action`` and ``observe``.
+        max_turns: Most sampled turns.
+        max_turn_tokens: Most tokens of one turn; None leaves it to the response's limit.
+        chat: Whether messages go through the model's chat template; otherwise their texts follow one another.
+        timeout_s: Deadline of each answer of the environment.
+        wait_s: Longest wait for a place in an environment that is busy.
+        processes: Processes that a class runs in; each has many episodes at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        environment: str,
+        arguments: Mapping[str, Any] | None = None,
+        max_turns: int = 32,
+        max_turn_tokens: int | None = None,
+        chat: bool = True,
+        timeout_s: float = 60.0,
+        wait_s: float = 600.0,
+        processes: int = 1,
+    ) -> None:
+        if min(timeout_s, wait_s) <= 0 or min(max_turns, processes, max_turn_tokens or 1) < 1:
+            raise ValueError(
+                f"{_KEY}: timeout_s and wait_s must be positive, max_turns, max_turn_tokens and processes "
+                "at least 1"
+            )
+        self._name = environment
+        self._arguments = dict(arguments or {})
+        self._max_turns = max_turns
+        self._max_turn_tokens = max_turn_tokens
+        self._is_chat = chat
+        self._timeout_s, self._wait_s = timeout_s, wait_s
+        self._processes = processes
+        self._environment: Environment | None = None
+
+    @asynccontextmanager
+    async def serving(self, reach: Reach) -> AsyncIterator[None]:
+        """Have the environment while the block runs.
+
+        Args:
+            reach: Where a service may be.
+
+        Raises:
+            ValueError: If it is not there, cannot be loaded, or speaks another version of the protocol.
+        """
+        async with self._opened(reach) as environment:
+            try:
+                await environment.check()
+            except CallError as error:
+                raise ValueError(f"{_KEY}.environment: {error.message}") from error
+            self._environment = environment
+            yield
+
+    async def run(self, episode: Episode) -> None:
+        """Play until the environment or a limit ends the episode.
+
+        Raises:
+            CallError: If the environment fails.
+        """
+        assert self._environment is not None, "the workflow must be serving"
+        task = dict(episode.prompt.row)
+        beginning = self._environment.begin(task, seed=_seed(task))
+        session, seen = await self._timed("begin", beginning)
+        seen_so_far = [seen]
+        try:
+            talk = (
+                _Chat(episode, self._max_turn_tokens)
+                if self._is_chat
+                else _Text(episode, self._max_turn_tokens)
+            )
+            for _ in range(self._max_turns):
+                if seen.is_done or (said := await talk.answer(seen)) is None:
+                    break
+                seen = await self._timed("step", session.step(said))
+                seen_so_far.append(seen)
+        except BaseException:
+            # The environment may be what failed, or somebody waits for this to stop.
+            with suppress(CallError, TimeoutError):
+                async with asyncio.timeout(_ABANDON_S):
+                    await session.close()
+            raise
+        end = await self._timed("close", session.close())
+        episode.earned = self._earned([*seen_so_far, end], is_over=seen.is_done)
+
+    def _earned(self, observations: Sequence[Observation], *, is_over: bool) -> Mapping[str, Any]:
+        """The reward: terms of all steps added up, and the last value of what is only measured."""
+        terms: dict[str, float] = {}
+        measured: dict[str, float] = {}
+        for observation in observations:
+            for term, value in observation.reward.items():
+                terms[term] = terms.get(term, 0.0) + value
+            measured |= observation.metrics
+        if is_over and not terms:
+            raise CallError(
+                "invalid_value",
+                f"environment {self._name!r} ended an episode and gave no reward; name at least one term, if "
+                "only with 0",
+            )
+        return {"reward": terms, "metrics": measured}
+
+    @asynccontextmanager
+    async def _opened(self, reach: Reach) -> AsyncIterator[Environment]:
+        name = self._name
+        if name.startswith(SCHEMES):
+            yield self._openenv(reach)
+        elif name.startswith(("http://", "https://")):
+            if self._arguments:
+                raise ValueError(f"{_KEY}.arguments: give them to the host of {name!r}, not here")
+            service = OutsideService(name, reach=reach)
+            try:
+                yield HttpEnvironment(name, service, timeout_s=self._timeout_s, wait_s=self._wait_s)
+            finally:
+                await service.close()
+        else:
+            async with local_environments(
+                name,
+                self._arguments,
+                processes=self._processes,
+                timeout_s=self._timeout_s,
+                wait_s=self._wait_s,
+            ) as environments:
+                yield environments
+
+    def _openenv(self, reach: Reach) -> OpenEnv:
+        if unknown := sorted(set(self._arguments) - {"action", "observe"}):
+            raise ValueError(
+                f"{_KEY}.arguments of an OpenEnv server are action and observe, not {', '.join(unknown)}"
+            )
+        return OpenEnv(
+            self._name,
+            reach=reach,
+            action=self._arguments.get("action", {"message": "{message}"}),
+            observe=self._arguments.get("observe"),
+            timeout_s=self._timeout_s,
+            wait_s=self._wait_s,
+        )
+
+    async def _timed(self, call: str, answer: Awaitable[_Answer]) -> _Answer:
+        with (
+            metrics.ENVIRONMENT_SECONDS.labels(call=call).time(),
+            tracing.span(f"environment.{call}"),
+        ):
+            return await answer
+
+
+class _Chat:
+    """Messages go through the chat template, as those of an agent do."""
+
+    def __init__(self, episode: Episode, max_tokens: int | None) -> None:
+        self._record = Record(episode)
+        self._max_tokens = max_tokens
+        self._messages: list[ChatMessage] = []
+        self._tools: tuple[Message, ...] = ()
+
+    async def answer(self, seen: Observation) -> Message | None:
+        """What the policy says to an observation; None if there is no room for it.
+
+        Raises:
+            CallError: If the observation cannot be shown to the policy.
+        """
+        self._tools = self._tools if seen.tools is None else seen.tools
+        try:
+            self._messages += [ChatMessage.model_validate(message) for message in seen.messages]
+            request = ChatRequest(
+                model=MODEL_NAME,
+                messages=tuple(self._messages),
+                tools=tuple(dict(tool) for tool in self._tools),
+                max_tokens=self._max_tokens,
+            )
+            (choice,) = (await self._record.chat(request)).choices
+        except ApiError as error:
+            if error.is_too_long:
+                return None
+            raise CallError("invalid_value", str(error)) from error
+        except ValidationError as error:
+            raise CallError("invalid_value", f"messages of the environment: {error}") from error
+        self._messages.append(choice.message)
+        return choice.message.for_template()
+
+
+class _Text:
+    """Texts of the environment and of the policy follow one another."""
+
+    def __init__(self, episode: Episode, max_tokens: int | None) -> None:
+        episode.is_served = True
+        self._episode = episode
+        self._max_tokens = max_tokens
+
+    async def answer(self, seen: Observation) -> Message | None:
+        """What the policy says to an observation; None if there is no room for it.
+
+        Raises:
+            CallError: If the observation cannot be shown to the policy, or is another one than before an
+                interruption.
+        """
+        episode = self._episode
+        text = "".join(message["content"] for message in seen.messages)
+        try:
+            encode = episode.tokenizer.encode if episode.turns else episode.tokenizer.encode_prompt
+            turn = observed(encode(text))
+        except ValueError as error:
+            raise CallError("invalid_value", f"what the environment says: {error}") from error
+        before = episode.replayed(episode.turns)
+        if before is not None and before != turn:
+            raise CallError(
+                "exception",
+                "the environment said something else when its episode was resumed; let it depend on the task "
+                "and the seed alone",
+            )
+        if episode.turns and len(turn.token_ids) >= episode.remaining_tokens:
+            episode.is_full = True
+            return None
+        episode.turns.append(turn)
+        said = await episode.generate(max_tokens=self._max_tokens)
+        return {"role": "assistant", "content": episode.text(said)}
+
+
+def _seed(task: Mapping[str, Any]) -> int:
+    """A seed that all episodes of a task have in common."""
+    text = json.dumps(task, sort_keys=True, default=str)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1

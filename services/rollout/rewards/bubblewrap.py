@@ -1,0 +1,55 @@
+"""Namespaces of its own for a sandboxed program, where the host has bubblewrap and lets it work.
+
+It adds to what the program gives up itself: there is no other process to see, no network device, and no file
+but those named here. Kernels and container runtimes may forbid user namespaces; then it is left out.
+"""
+
+import functools
+import logging
+import shutil
+import subprocess
+from pathlib import Path
+
+from services.rollout.rewards.confine import software
+
+_logger = logging.getLogger(__name__)
+_PROGRAM = "bwrap"
+_ALONE = ("--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL")
+_OURS = Path(__file__).parents[2]
+_TRIAL_TIMEOUT_S = 10.0
+
+
+@functools.cache
+def is_usable() -> bool:
+    """Whether bubblewrap is installed and works here; tried once."""
+    found = shutil.which(_PROGRAM)
+    if found is None:
+        _logger.info("bubblewrap is not installed: programs are confined by seccomp and Landlock")
+        return False
+    trial = subprocess.run(  # noqa: S603 -- a program of the host
+        [found, *_ALONE, "--ro-bind", "/", "/", "--dev", "/dev", "true"],
+        capture_output=True,
+        text=True,
+        timeout=_TRIAL_TIMEOUT_S,
+        check=False,
+    )
+    if trial.returncode != 0:
+        _logger.warning(
+            "bubblewrap does not work here, so programs are confined by seccomp and Landlock alone: %s",
+            trial.stderr.strip(),
+        )
+    return trial.returncode == 0
+
+
+def prefix(folder: str) -> list[str]:
+    """What stands before a command that sees software, one folder and nothing else.
+
+    Args:
+        folder: Where it works and may write.
+    """
+    readable = [*software(), _OURS]
+    binds = [part for path in readable for part in ("--ro-bind-try", str(path), str(path))]
+    return [
+        *(_PROGRAM, *_ALONE, *binds),
+        *("--dev", "/dev", "--bind", folder, folder, "--chdir", folder, "--"),
+    ]

@@ -1,0 +1,189 @@
+"""System calls that a sandboxed program may make, by name, with their numbers on each machine.
+
+Whatever is not here is denied: above all sockets, processes, and everything that names another process. The
+numbers are those of the kernel's ``asm/unistd_64.h`` (x86_64) and ``asm-generic/unistd.h`` (aarch64), with
+which the tests compare them; None where a machine has no such call.
+"""
+
+MACHINES = ("x86_64", "aarch64")
+"""Columns of the tables."""
+
+Numbers = tuple[int | None, int | None]
+
+ALLOWED: dict[str, Numbers] = {
+    # Files.
+    "read": (0, 63),
+    "write": (1, 64),
+    "readv": (19, 65),
+    "writev": (20, 66),
+    "pread64": (17, 67),
+    "pwrite64": (18, 68),
+    "preadv": (295, 69),
+    "pwritev": (296, 70),
+    "close": (3, 57),
+    "close_range": (436, 436),
+    "lseek": (8, 62),
+    "open": (2, None),
+    "openat": (257, 56),
+    "openat2": (437, 437),
+    "access": (21, None),
+    "faccessat": (269, 48),
+    "faccessat2": (439, 439),
+    "stat": (4, None),
+    "fstat": (5, 80),
+    "lstat": (6, None),
+    "newfstatat": (262, 79),
+    "statx": (332, 291),
+    "statfs": (137, 43),
+    "fstatfs": (138, 44),
+    "readlink": (89, None),
+    "readlinkat": (267, 78),
+    "getdents": (78, None),
+    "getdents64": (217, 61),
+    "getxattr": (191, 8),
+    "lgetxattr": (192, 9),
+    "fgetxattr": (193, 10),
+    "listxattr": (194, 11),
+    "llistxattr": (195, 12),
+    "flistxattr": (196, 13),
+    "getcwd": (79, 17),
+    "chdir": (80, 49),
+    "fchdir": (81, 50),
+    "mkdir": (83, None),
+    "mkdirat": (258, 34),
+    "rmdir": (84, None),
+    "unlink": (87, None),
+    "unlinkat": (263, 35),
+    "rename": (82, None),
+    "renameat": (264, 38),
+    "renameat2": (316, 276),
+    "truncate": (76, 45),
+    "ftruncate": (77, 46),
+    "fallocate": (285, 47),
+    "fadvise64": (221, 223),
+    "fsync": (74, 82),
+    "fdatasync": (75, 83),
+    "flock": (73, 32),
+    "umask": (95, 166),
+    "copy_file_range": (326, 285),
+    "sendfile": (40, 71),
+    # Descriptors and waiting.
+    "dup": (32, 23),
+    "dup2": (33, None),
+    "dup3": (292, 24),
+    "pipe": (22, None),
+    "pipe2": (293, 59),
+    "poll": (7, None),
+    "ppoll": (271, 73),
+    "select": (23, None),
+    "pselect6": (270, 72),
+    "epoll_create": (213, None),
+    "epoll_create1": (291, 20),
+    "epoll_ctl": (233, 21),
+    "epoll_wait": (232, None),
+    "epoll_pwait": (281, 22),
+    "epoll_pwait2": (441, 441),
+    "eventfd": (284, None),
+    "eventfd2": (290, 19),
+    "timerfd_create": (283, 85),
+    "timerfd_settime": (286, 86),
+    "timerfd_gettime": (287, 87),
+    # Memory.
+    "mmap": (9, 222),
+    "munmap": (11, 215),
+    "mremap": (25, 216),
+    "mprotect": (10, 226),
+    "madvise": (28, 233),
+    "msync": (26, 227),
+    "mincore": (27, 232),
+    "brk": (12, 214),
+    "membarrier": (324, 283),
+    # Threads of its own.
+    "futex": (202, 98),
+    "set_robust_list": (273, 99),
+    "set_tid_address": (218, 96),
+    "rseq": (334, 293),
+    "gettid": (186, 178),
+    "sched_yield": (24, 124),
+    "arch_prctl": (158, None),
+    # Signals to itself.
+    "rt_sigaction": (13, 134),
+    "rt_sigprocmask": (14, 135),
+    "rt_sigreturn": (15, 139),
+    "rt_sigpending": (127, 136),
+    "rt_sigsuspend": (130, 133),
+    "rt_sigtimedwait": (128, 137),
+    "sigaltstack": (131, 132),
+    "restart_syscall": (219, 128),
+    # Time.
+    "clock_gettime": (228, 113),
+    "clock_getres": (229, 114),
+    "clock_nanosleep": (230, 115),
+    "nanosleep": (35, 101),
+    "gettimeofday": (96, 169),
+    "time": (201, None),
+    "getitimer": (36, 102),
+    "setitimer": (38, 103),
+    "alarm": (37, None),
+    "pause": (34, None),
+    "times": (100, 153),
+    # Itself and its host.
+    "getpid": (39, 172),
+    "getppid": (110, 173),
+    "getuid": (102, 174),
+    "geteuid": (107, 175),
+    "getgid": (104, 176),
+    "getegid": (108, 177),
+    "getresuid": (118, 148),
+    "getresgid": (120, 150),
+    "getgroups": (115, 158),
+    "getpgrp": (111, None),
+    "getrandom": (318, 278),
+    "uname": (63, 160),
+    "sysinfo": (99, 179),
+    "getcpu": (309, 168),
+    "getrusage": (98, 165),
+    "getrlimit": (97, 163),
+    "setrlimit": (160, 164),
+    "sched_get_priority_max": (146, 125),
+    "sched_get_priority_min": (147, 126),
+}
+"""Allowed whatever their arguments are."""
+
+CHECKED: dict[str, Numbers] = {
+    "exit": (60, 93),
+    "exit_group": (231, 94),
+    "fcntl": (72, 25),
+    "ioctl": (16, 29),
+    "prctl": (157, 167),
+    "prlimit64": (302, 261),
+    "sched_getaffinity": (204, 123),
+    "sched_getscheduler": (145, 120),
+    "sched_getparam": (143, 121),
+    "clone": (56, 220),
+}
+"""Allowed with the arguments that :data:`ARGUMENTS` lists; ``clone`` for threads only."""
+
+ARGUMENTS: dict[str, tuple[int, tuple[int, ...]]] = {
+    # Not 128 and a signal's number, as which bubblewrap tells of a program that was killed.
+    "exit": (0, (0, 1)),
+    "exit_group": (0, (0, 1)),
+    # Not F_SETOWN and F_SETSIG, by which an open file sends a signal of choice to any process of the user.
+    "fcntl": (1, (0, 1, 2, 3, 4, 5, 6, 7, 1030)),
+    # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX.
+    "ioctl": (1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
+    # PR_SET_NAME.
+    "prctl": (0, (15,)),
+    # 0 is the caller itself.
+    "prlimit64": (0, (0,)),
+    "sched_getaffinity": (0, (0,)),
+    "sched_getscheduler": (0, (0,)),
+    "sched_getparam": (0, (0,)),
+}
+"""Which argument of a checked call decides, counted from 0, and its allowed values."""
+
+CLONE3 = 435
+"""The same everywhere. Its flags are behind a pointer, so it is unknown here; the C library takes clone."""
+
+NEWEST = 450
+"""A call with a higher number is unknown here, as to an older kernel; the C library takes another way."""

@@ -1,0 +1,180 @@
+"""Numbers and named terms that rewards gave, checked and added up. Pure."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import httpx
+
+from services.common.spec.rollout import RewardSpec, TermSpec
+from services.rollout.failures import CallError
+from services.rollout.rewards.base import Score
+
+MAX_TERMS: Final = 64
+"""Terms of one reward: each is a curve."""
+_NAME = re.compile(r"[A-Za-z_][\w.\-/]{0,63}")
+_UNNAMEABLE = re.compile(r"\W")
+_PLAIN = TermSpec()
+
+
+def add_up(values: Iterable[tuple[RewardSpec, object]]) -> Score:
+    """The weighted sum of what all rewards of a run gave for one response.
+
+    A term is called what its reward calls it; a plain number, as its reward. A name that an earlier reward
+    took gets a number behind it.
+
+    Args:
+        values: Each reward with what it gave: a number, or terms by name.
+
+    Raises:
+        CallError: ``invalid_value`` if something is no finite number, out of its bounds or missing.
+    """
+    total, terms = 0.0, dict[str, float]()
+    for spec, value in values:
+        if isinstance(value, Mapping):
+            found = _checked_terms(spec, value)
+            weighted = [spec.terms.get(name, _PLAIN).weight * found[name] for name in found]
+            score = checked_score(sum(weighted), bounds=spec.bounds, name=spec.name)
+        else:
+            score = checked_score(value, bounds=spec.bounds, name=spec.name)
+            found = {_label(spec.name): score}
+        total += spec.weight * score
+        for name, term in found.items():
+            terms[_free(name, terms)] = term
+    return Score(checked_score(total, bounds=None, name="sum of rollout.rewards"), terms)
+
+
+def checked_score(value: object, *, bounds: tuple[float, float] | None, name: str) -> float:
+    """Accept a finite number within the bounds.
+
+    Raises:
+        CallError: ``invalid_value`` for anything else.
+    """
+    try:
+        score = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        score = math.inf
+    if not math.isfinite(score):
+        raise CallError(
+            "invalid_value",
+            f"reward {name!r} must return a finite number, but returned {_shortened(value)}",
+        )
+    if bounds is not None and not bounds[0] <= score <= bounds[1]:
+        raise CallError(
+            "invalid_value",
+            f"reward {name!r} must be within {bounds[0]} and {bounds[1]}, but is {score}",
+        )
+    return score
+
+
+def named_numbers(value: object, *, what: str, source: str) -> dict[str, float]:
+    """Numbers by name; a number without a name is called ``reward``.
+
+    Args:
+        value: A number, a mapping, or None for no number at all.
+        what: What they are, for messages.
+        source: Who gave them.
+
+    Raises:
+        CallError: ``invalid_value`` for anything else.
+    """
+    if value is None:
+        return {}
+    if isinstance(value, int | float):
+        value = {"reward": value}
+    if not isinstance(value, Mapping):
+        raise CallError(
+            "invalid_value",
+            f"{source}: {what} must be a number or numbers by name, but is {_shortened(value)}",
+        )
+    checked_names(value, source=f"{what} of {source}")
+    return {
+        str(name): checked_score(number, bounds=None, name=f"{name} of {source}")
+        for name, number in value.items()
+    }
+
+
+def earned_terms(spec: RewardSpec, earned: object) -> tuple[RewardSpec, dict[str, float]]:
+    """What an environment or an agent gave for an episode, as the terms of a reward.
+
+    Args:
+        spec: The reward ``environment``.
+        earned: A number, or ``{"reward": number or terms, "metrics": numbers}``.
+
+    Returns:
+        The reward with weight 0 for what is only measured, and its terms.
+
+    Raises:
+        CallError: ``invalid_value`` if that is nothing, or something else.
+    """
+    given = {"reward": earned} if isinstance(earned, int | float) else earned
+    if not isinstance(given, Mapping) or not {"reward"} <= set(given) <= {"reward", "metrics"}:
+        raise CallError(
+            "invalid_value",
+            "reward 'environment' needs a workflow that rewards its episodes: an environment, or an agent "
+            'that returns a number or {"reward": terms, "metrics": numbers}, but it gave '
+            f"{_shortened(earned)}",
+        )
+    terms = named_numbers(given["reward"], what="reward", source="the episode")
+    measured = named_numbers(given.get("metrics"), what="metrics", source="the episode")
+    found = {**measured, **terms}
+    known = {name: TermSpec(weight=0.0) for name in set(measured) - set(terms)} | dict(spec.terms)
+    # An episode that was cut short need not have earned every term.
+    present = {name: term for name, term in known.items() if name in found}
+    return spec.model_copy(update={"terms": present}), found
+
+
+def checked_names(names: Iterable[object], *, source: str) -> None:
+    """Accept names that curves may have.
+
+    Raises:
+        CallError: ``invalid_value`` if there are too many, or one is no name.
+    """
+    listed = [*names]
+    if len(listed) > MAX_TERMS:
+        raise CallError(
+            "invalid_value", f"{source} has {len(listed)} terms; at most {MAX_TERMS} are allowed"
+        )
+    for name in listed:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise CallError(
+                "invalid_value",
+                f"{source} names a term {name!r:.80}; a name begins with a letter and has up to 64 letters, "
+                "digits and _ . - /",
+            )
+
+
+def _checked_terms(spec: RewardSpec, value: Mapping[object, object]) -> dict[str, float]:
+    checked_names(value, source=f"reward {spec.name!r}")
+    if missing := sorted(set(spec.terms) - set(value)):
+        raise CallError(
+            "invalid_value",
+            f"reward {spec.name!r} gave {', '.join(map(str, value)) or 'no terms'}, but not "
+            f"{', '.join(missing)}, which its terms in the specification name",
+        )
+    return {
+        str(name): checked_score(
+            term, bounds=spec.terms.get(str(name), _PLAIN).bounds, name=f"{spec.name}: {name}"
+        )
+        for name, term in value.items()
+    }
+
+
+def _label(name: str) -> str:
+    """What a reward that gives a plain number is called among the terms."""
+    if "://" in name:
+        url = httpx.URL(name)
+        name = _UNNAMEABLE.sub("_", url.path.strip("/").rpartition("/")[2] or url.host)
+    return name.rpartition(":")[2]
+
+
+def _free(name: str, taken: Mapping[str, float]) -> str:
+    names = (name, *(f"{name}-{number}" for number in range(2, len(taken) + 3)))
+    return next(free for free in names if free not in taken)
+
+
+def _shortened(value: object) -> str:
+    if isinstance(value, int):
+        return f"an integer of {value.bit_length()} bits"
+    return f"{value!r:.200}"
