@@ -5,7 +5,7 @@ import time
 
 import sqlalchemy as sa
 
-from services.controller.run.groups import GroupState
+from services.controller.rules.groups import GroupState
 from services.controller.store.ledgers import roll_back, set_version_offset
 from services.controller.store.tables import DEAD_LETTERS, LEDGERS, PROMPTS, STEPS
 

@@ -2,20 +2,21 @@
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import sqlalchemy as sa
+from pydantic_core import from_json
 
-from services.controller.run.groups import (
+from services.controller.rules.groups import (
     Group,
     GroupFacts,
     GroupState,
     LedgerChange,
     LedgerState,
 )
-from services.controller.run.prompts import ReturnedRows
+from services.controller.rules.prompts import ReturnedRows
 from services.controller.store.tables import DEAD_LETTERS, LEDGERS, PROMPTS, STEPS
 
 _CHUNK = 500
@@ -39,8 +40,12 @@ _METRICS = (
     )
     .order_by(STEPS.c.step)
 )
-_NEWEST_STEP = sa.select(sa.func.max(STEPS.c.step)).where(
-    STEPS.c.run_id == sa.bindparam("run"), STEPS.c.is_committed
+# From the end of the index: a maximum would read every step.
+_NEWEST_STEP = (
+    sa.select(STEPS.c.step)
+    .where(STEPS.c.run_id == sa.bindparam("run"), STEPS.c.is_committed)
+    .order_by(STEPS.c.step.desc())
+    .limit(1)
 )
 _MOVE_FRONTIER = LEDGERS.update().where(LEDGERS.c.run_id == sa.bindparam("run"))
 
@@ -51,7 +56,8 @@ class StepMetrics:
 
     step: int
     time: float
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, Any]
+    """Numbers by name, and ``histograms``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +194,8 @@ def read_steps(
 def read_metrics(connection: sa.Connection, run_id: str, steps: Sequence[int]) -> list[StepMetrics]:
     """Numbers of those of some steps that were committed, without the groups that they trained."""
     return [
-        StepMetrics(step=step, time=moment, metrics=json.loads(metrics_json))
+        # Hundreds of steps with dozens of numbers are read for a chart.
+        StepMetrics(step=step, time=moment, metrics=from_json(metrics_json, cache_strings="keys"))
         for begin in range(0, len(steps), _CHUNK)
         for step, moment, metrics_json in connection.execute(
             _METRICS, {"run": run_id, "steps": steps[begin : begin + _CHUNK]}
@@ -289,8 +296,3 @@ def _dead(run_id: str, group: Group, now: float) -> dict[str, Any]:
         "reason": group.reason[:64],
         "time": now,
     }
-
-
-def sequences(records: Iterable[StepRecord]) -> list[int]:
-    """All groups that the steps trained, in order."""
-    return [sequence for record in records for sequence, _, _, _ in record.groups]

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from services.common.spec.run import RunSpec
-from services.controller.run.conditions import Condition
-from services.controller.run.run_state import TERMINAL, RunState
+from services.controller.rules.conditions import Condition
+from services.controller.rules.run_state import TERMINAL, RunState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,10 @@ class Run:
     project: str
     name: str
     spec_json: str
+    """Empty in a list."""
     spec_digest: str
+    target_steps: int
+    """Steps that the specification asks for."""
     state: RunState
     state_reason: str
     message: str
@@ -107,6 +110,20 @@ class RunFilter:
     name: str | None = None
     label: tuple[str, str] | None = None
     is_oldest_first: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventFilter:
+    """Which events of a run are listed."""
+
+    types: tuple[str, ...] = ()
+    """These; none for all."""
+    not_types: tuple[str, ...] = ()
+    before_seq: int | None = None
+    is_newest_first: bool = False
+
+
+ALL_EVENTS = EventFilter()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,14 +3,14 @@
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import sqlalchemy as sa
 
 from services.common.errors import AlreadyExistsError, NotFoundError
-from services.controller.run.conditions import Condition, conditions_after
-from services.controller.run.run_state import TERMINAL, RunState
+from services.controller.rules.conditions import Condition, conditions_after
+from services.controller.rules.run_state import TERMINAL, RunState
 from services.controller.store.records import Event, Needs, NewRun, Note, RequestKey, Run
 from services.controller.store.tables import CHECKPOINTS, EVENTS, IDEMPOTENCY_KEYS, RUNS
 
@@ -22,7 +22,13 @@ _RUN = sa.select(RUNS).where(RUNS.c.run_id == sa.bindparam("run"))
 _RUN_TO_CHANGE = _RUN.with_for_update()
 _CHANGE_RUN = RUNS.update().where(RUNS.c.run_id == sa.bindparam("run"))
 _ADD_EVENT = EVENTS.insert()
-_NEWEST_SEQ = sa.select(sa.func.coalesce(sa.func.max(EVENTS.c.seq), 0)).where(
+# Fields of a record that are columns as they are.
+_RUN_COLUMNS = tuple(
+    field.name for field in fields(Run) if field.name in RUNS.c and field.name != "state"
+)
+_NEW_COLUMNS = tuple(field.name for field in fields(NewRun) if field.name in RUNS.c)
+_EVENT_COLUMNS = tuple(field.name for field in fields(Event) if field.name in EVENTS.c)
+NEWEST_SEQ = sa.select(sa.func.coalesce(sa.func.max(EVENTS.c.seq), 0)).where(
     EVENTS.c.run_id == sa.bindparam("run")
 )
 
@@ -77,19 +83,12 @@ def insert_run(connection: sa.Connection, new: NewRun) -> Note:
     conditions = conditions_after((), note.type, note.message, note.data, generation=1, time=now)
     connection.execute(
         RUNS.insert().values(
-            run_id=new.run_id,
-            project=new.project,
-            name=new.name,
-            spec_json=new.spec_json,
-            spec_digest=new.spec_digest,
+            **{name: getattr(new, name) for name in _NEW_COLUMNS},
+            target_steps=json.loads(new.spec_json).get("trainer", {}).get("steps", 0),
             state=RunState.QUEUED.value,
             state_reason="Submitted",
             message="",
-            priority=new.priority,
             labels_json=json.dumps(dict(new.labels)),
-            created_by=new.created_by,
-            step=new.step,
-            weight_version=new.weight_version,
             summary_json="{}",
             num_attempts=0,
             create_time=now,
@@ -139,7 +138,7 @@ def queue_deadline(spec_json: str) -> float | None:
 
 def append_event(connection: sa.Connection, run_id: str, note: Note) -> Event:
     """Store an event under the run's next number."""
-    newest = connection.execute(_NEWEST_SEQ, {"run": run_id}).scalar_one()
+    newest = connection.execute(NEWEST_SEQ, {"run": run_id}).scalar_one()
     event = Event(
         run_id=run_id,
         seq=newest + 1,
@@ -152,13 +151,8 @@ def append_event(connection: sa.Connection, run_id: str, note: Note) -> Event:
     connection.execute(
         _ADD_EVENT,
         {
-            "run_id": run_id,
-            "seq": event.seq,
-            "time": event.time,
-            "type": event.type,
-            "message": event.message,
+            **{name: getattr(event, name) for name in _EVENT_COLUMNS},
             "data_json": json.dumps(dict(event.data)),
-            "actor": event.actor,
         },
     )
     return event
@@ -243,41 +237,38 @@ def remember_request(connection: sa.Connection, request: RequestKey, run_id: str
 
 
 def to_run(row: Any) -> Run:
-    """The run of a row."""
+    """The run of a row; a list leaves specifications out."""
+    columns: dict[str, Any] = {name: getattr(row, name, "") for name in _RUN_COLUMNS}
     return Run(
-        run_id=row.run_id,
-        project=row.project,
-        name=row.name,
-        spec_json=row.spec_json,
-        spec_digest=row.spec_digest,
+        **columns,
         state=RunState(row.state),
-        state_reason=row.state_reason,
-        message=row.message,
-        priority=row.priority,
         labels=json.loads(row.labels_json),
-        created_by=row.created_by,
-        step=row.step,
-        weight_version=row.weight_version,
         summary=json.loads(row.summary_json),
-        create_time=row.create_time,
-        update_time=row.update_time,
-        start_time=row.start_time,
-        finish_time=row.finish_time,
         needs=Needs(gpus=row.gpus, transferqueue_bytes=row.transferqueue_bytes),
-        revision=row.revision,
-        generation=row.generation,
         conditions=tuple(Condition(**values) for values in json.loads(row.conditions_json)),
     )
 
 
 def to_event(row: Any) -> Event:
     """The event of a row."""
-    return Event(
-        run_id=row.run_id,
-        seq=row.seq,
-        time=row.time,
-        type=row.type,
-        message=row.message,
-        data=json.loads(row.data_json),
-        actor=row.actor,
-    )
+    data = json.loads(row.data_json)
+    return Event(**{name: getattr(row, name) for name in _EVENT_COLUMNS}, data=data)
+
+
+def has_forgotten(connection: sa.Connection, project: str, moment: float, *, kept: int) -> bool:
+    """Whether events of a project behind a moment were deleted, where a run keeps its last ``kept``."""
+    # Only long runs can have lost any, so that not every run is looked at.
+    is_long = sa.exists().where(EVENTS.c.run_id == RUNS.c.run_id, EVENTS.c.seq > kept)
+    for run_id in connection.scalars(
+        sa.select(RUNS.c.run_id).where(RUNS.c.project == project, is_long)
+    ).all():
+        oldest = (
+            sa.select(EVENTS.c.seq, EVENTS.c.time)
+            .where(EVENTS.c.run_id == run_id)
+            .order_by(EVENTS.c.seq)
+            .limit(1)
+        )
+        row = connection.execute(oldest).one()
+        if row.seq > 1 and row.time > moment:
+            return True
+    return False

@@ -11,15 +11,28 @@ from typing import Any
 import sqlalchemy as sa
 
 from services.common.errors import AbortedError, FailedPreconditionError
-from services.controller.run.run_state import TERMINAL, RunEvent, RunState, next_state
+from services.controller.rules.run_state import TERMINAL, RunEvent, RunState, next_state
 from services.controller.store.database import Database
-from services.controller.store.records import Event, NewRun, Note, RequestKey, Run, RunFilter
+from services.controller.store.event_pages import CursorExpiredError, read_events
+from services.controller.store.records import (
+    ALL_EVENTS,
+    Event,
+    EventFilter,
+    NewRun,
+    Note,
+    RequestKey,
+    Run,
+    RunFilter,
+)
+from services.controller.store.requests import forget_requests
 from services.controller.store.rows import (
     IS_UNFINISHED,
+    NEWEST_SEQ,
     append_event,
     check_name,
     forget_events,
     get_run,
+    has_forgotten,
     insert_run,
     queue_deadline,
     remember_request,
@@ -29,15 +42,6 @@ from services.controller.store.rows import (
     to_run,
 )
 from services.controller.store.tables import EVENTS, IDEMPOTENCY_KEYS, RUNS
-
-# Used many times a second, so they are put together once.
-_EVENTS = (
-    sa.select(EVENTS)
-    .where(EVENTS.c.run_id == sa.bindparam("run"), EVENTS.c.seq > sa.bindparam("after"))
-    .order_by(EVENTS.c.seq)
-    .limit(sa.bindparam("most"))
-)
-_OLDEST_SEQ = sa.select(sa.func.min(EVENTS.c.seq)).where(EVENTS.c.run_id == sa.bindparam("run"))
 
 Work = Callable[[sa.Connection], None]
 """Further writes of one transaction."""
@@ -59,12 +63,6 @@ class NotTerminalError(FailedPreconditionError):
     """The run has not ended."""
 
     reason = "NOT_TERMINAL"
-
-
-class CursorExpiredError(FailedPreconditionError):
-    """Events behind the cursor are not kept any more."""
-
-    reason = "CURSOR_EXPIRED"
 
 
 class RunStore:
@@ -129,12 +127,18 @@ class RunStore:
             return get_run(connection, run_id)
 
     def list_runs(
-        self, *, limit: int, after: str | None = None, only: RunFilter | None = None
+        self,
+        *,
+        limit: int,
+        after: str | None = None,
+        only: RunFilter | None = None,
+        has_specs: bool = False,
     ) -> list[Run]:
         """Runs, newest first unless the filter says otherwise, starting behind the run ``after``."""
         only = only or RunFilter()
         order = RUNS.c.run_id if only.is_oldest_first else RUNS.c.run_id.desc()
-        query = sa.select(RUNS).order_by(order).limit(limit)
+        columns = RUNS.c if has_specs else [each for each in RUNS.c if each.name != "spec_json"]
+        query = sa.select(*columns).order_by(order).limit(limit)
         if after is not None:
             is_behind = RUNS.c.run_id > after if only.is_oldest_first else RUNS.c.run_id < after
             query = query.where(is_behind)
@@ -198,6 +202,9 @@ class RunStore:
             values["start_time"] = time.time()
         if state in TERMINAL:
             values["finish_time"] = time.time()
+            forget_requests(connection, run_id)
+        if state is RunState.PAUSED:
+            forget_requests(connection, run_id, "pause")
         told = tell(connection, run, Note("StateChanged", text, data, actor=actor), **values)
         return get_run(connection, run_id), told
 
@@ -283,26 +290,25 @@ class RunStore:
             return int(connection.execute(query).scalar_one())
 
     def events(
-        self, run_id: str, *, after_seq: int = 0, limit: int = 1000, type_: str | None = None
+        self,
+        run_id: str,
+        *,
+        after_seq: int = 0,
+        limit: int = 1000,
+        only: EventFilter = ALL_EVENTS,
     ) -> list[Event]:
-        """Events of a run behind ``after_seq``, in order; 0 begins with the oldest that is kept.
+        """Events of a run behind ``after_seq``; 0 begins with the oldest that is kept.
 
         Raises:
             CursorExpiredError: If events behind ``after_seq`` are not kept any more.
         """
-        query = _EVENTS
-        if type_ is not None:
-            query = query.where(EVENTS.c.type == type_)
         with self.database.read() as connection:
-            oldest = connection.execute(_OLDEST_SEQ, {"run": run_id}).scalar() if after_seq else 0
-            if after_seq < (oldest or 0) - 1:
-                raise CursorExpiredError(
-                    f"events of run {run_id} behind {after_seq} are not kept any more; read the run, and "
-                    "go on without a cursor",
-                    run_id=run_id,
-                )
-            values = {"run": run_id, "after": after_seq, "most": limit}
-            return [to_event(row) for row in connection.execute(query, values)]
+            return read_events(connection, run_id, after_seq=after_seq, limit=limit, only=only)
+
+    def newest_seq(self, run_id: str) -> int:
+        """Number of a run's newest event; 0 without any."""
+        with self.database.read() as connection:
+            return int(connection.execute(NEWEST_SEQ, {"run": run_id}).scalar_one())
 
     def events_since(self, project: str, moment: float, *, limit: int = 1000) -> list[Event]:
         """Events of all runs of a project behind a moment, in order.
@@ -318,32 +324,12 @@ class RunStore:
             .limit(limit)
         )
         with self.database.read() as connection:
-            if self._has_forgotten(connection, project, moment):
+            if has_forgotten(connection, project, moment, kept=self._events_kept):
                 raise CursorExpiredError(
                     f"events of project {project!r} behind {moment} are not kept any more; list its runs, "
                     "and go on without a cursor"
                 )
             return [to_event(row) for row in connection.execute(query)]
-
-    def _has_forgotten(self, connection: sa.Connection, project: str, moment: float) -> bool:
-        """Whether events of a project behind a moment were deleted."""
-        # Only long runs can have lost any, so that not every run is looked at.
-        is_long = sa.exists().where(
-            EVENTS.c.run_id == RUNS.c.run_id, EVENTS.c.seq > self._events_kept
-        )
-        for run_id in connection.scalars(
-            sa.select(RUNS.c.run_id).where(RUNS.c.project == project, is_long)
-        ).all():
-            oldest = (
-                sa.select(EVENTS.c.seq, EVENTS.c.time)
-                .where(EVENTS.c.run_id == run_id)
-                .order_by(EVENTS.c.seq)
-                .limit(1)
-            )
-            row = connection.execute(oldest).one()
-            if row.seq > 1 and row.time > moment:
-                return True
-        return False
 
 
 def _check_revision(run: Run, revision: int) -> None:

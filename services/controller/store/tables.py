@@ -30,6 +30,7 @@ RUNS = sa.Table(
     sa.Column("name", sa.String(63), nullable=False),
     sa.Column("spec_json", sa.Text, nullable=False),
     sa.Column("spec_digest", sa.String(64), nullable=False),
+    sa.Column("target_steps", sa.BigInteger, nullable=False),
     sa.Column("state", sa.String(16), nullable=False),
     sa.Column("state_reason", sa.String(64), nullable=False),
     sa.Column("message", sa.Text, nullable=False),
@@ -68,6 +69,8 @@ EVENTS = sa.Table(
     sa.Column("data_json", sa.Text, nullable=False),
     sa.Column("actor", sa.String(128), nullable=False),
     sa.Index("ix_events_time", "time"),
+    # A few evaluations between thousands of steps.
+    sa.Index("ix_events_type", "run_id", "type", "seq"),
 )
 """What happened to a run, in order; written in the transaction of the change that it tells of."""
 
@@ -146,6 +149,17 @@ CHECKPOINTS = sa.Table(
     sa.Index("ix_checkpoints_run_id", "run_id", "step"),
 )
 """Checkpoints of runs, the failed ones too. ``snapshot_id`` names the transferqueue's part."""
+
+REQUESTS = sa.Table(
+    "requests",
+    METADATA,
+    _run_id(),
+    sa.Column("kind", sa.String(16), primary_key=True),
+    sa.Column("request_id", sa.String(40), nullable=False),
+    sa.Column("options_json", sa.Text, nullable=False),
+)
+"""What users ask of runs and these have not done yet; a request leaves in the transaction of the event that
+tells of its end."""
 
 IDEMPOTENCY_KEYS = sa.Table(
     "idempotency_keys",

@@ -43,6 +43,11 @@ def upgrade() -> None:
         sa.Column("project", sa.String(length=63), nullable=False),
         sa.Column("max_active_runs", sa.Integer(), nullable=False),
         sa.Column("max_queued_runs", sa.Integer(), nullable=False),
+        sa.Column("max_gpus", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("max_transferqueue_bytes", sa.BigInteger(), server_default="0", nullable=False),
+        sa.Column("max_checkpoint_bytes", sa.BigInteger(), server_default="0", nullable=False),
+        sa.Column("max_requests_per_second", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("max_event_streams", sa.Integer(), server_default="0", nullable=False),
         sa.PrimaryKeyConstraint("project", name=op.f("pk_quotas")),
     )
     op.create_table(
@@ -52,6 +57,7 @@ def upgrade() -> None:
         sa.Column("name", sa.String(length=63), nullable=False),
         sa.Column("spec_json", sa.Text(), nullable=False),
         sa.Column("spec_digest", sa.String(length=64), nullable=False),
+        sa.Column("target_steps", sa.BigInteger(), nullable=False),
         sa.Column("state", sa.String(length=16), nullable=False),
         sa.Column("state_reason", sa.String(length=64), nullable=False),
         sa.Column("message", sa.Text(), nullable=False),
@@ -65,6 +71,13 @@ def upgrade() -> None:
         sa.Column("create_time", sa.Float(precision=53), nullable=False),
         sa.Column("update_time", sa.Float(precision=53), nullable=False),
         sa.Column("revision", sa.BigInteger(), nullable=False),
+        sa.Column("generation", sa.BigInteger(), server_default="1", nullable=False),
+        sa.Column("conditions_json", sa.Text(), server_default="[]", nullable=False),
+        sa.Column("queue_deadline", sa.Float(precision=53), nullable=True),
+        sa.Column("start_time", sa.Float(precision=53), nullable=True),
+        sa.Column("finish_time", sa.Float(precision=53), nullable=True),
+        sa.Column("gpus", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("transferqueue_bytes", sa.BigInteger(), server_default="0", nullable=False),
         sa.PrimaryKeyConstraint("run_id", name=op.f("pk_runs")),
     )
     op.create_index("ix_runs_project", "runs", ["project", "run_id"], unique=False)
@@ -79,6 +92,8 @@ def upgrade() -> None:
         sa.Column("state", sa.String(length=16), nullable=False),
         sa.Column("message", sa.Text(), nullable=False),
         sa.Column("create_time", sa.Float(precision=53), nullable=False),
+        sa.Column("snapshot_id", sa.String(length=40), server_default="", nullable=False),
+        sa.Column("size_bytes", sa.BigInteger(), server_default="0", nullable=False),
         sa.ForeignKeyConstraint(
             ["run_id"], ["runs.run_id"], name=op.f("fk_checkpoints_run_id"), ondelete="CASCADE"
         ),
@@ -113,6 +128,8 @@ def upgrade() -> None:
         ),
         sa.PrimaryKeyConstraint("run_id", "seq", name=op.f("pk_events")),
     )
+    op.create_index("ix_events_time", "events", ["time"], unique=False)
+    op.create_index("ix_events_type", "events", ["run_id", "type", "seq"], unique=False)
     op.create_table(
         "ledgers",
         sa.Column("run_id", sa.String(length=40), nullable=False),
@@ -121,6 +138,7 @@ def upgrade() -> None:
         sa.Column("version_offset", sa.BigInteger(), server_default="0", nullable=False),
         sa.Column("ended_json", sa.Text(), nullable=False),
         sa.Column("reasons_json", sa.Text(), nullable=False),
+        sa.Column("returned_json", sa.Text(), server_default="{}", nullable=False),
         sa.ForeignKeyConstraint(
             ["run_id"], ["runs.run_id"], name=op.f("fk_ledgers_run_id"), ondelete="CASCADE"
         ),
@@ -137,6 +155,8 @@ def upgrade() -> None:
         sa.Column("losses", sa.Integer(), nullable=False),
         sa.Column("worker_id", sa.String(length=63), nullable=False),
         sa.Column("oldest_version", sa.BigInteger(), nullable=False),
+        sa.Column("num_unfinished", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("num_tokens", sa.BigInteger(), server_default="0", nullable=False),
         sa.ForeignKeyConstraint(
             ["run_id"], ["runs.run_id"], name=op.f("fk_prompts_run_id"), ondelete="CASCADE"
         ),
@@ -155,4 +175,15 @@ def upgrade() -> None:
             ["run_id"], ["runs.run_id"], name=op.f("fk_steps_run_id"), ondelete="CASCADE"
         ),
         sa.PrimaryKeyConstraint("run_id", "step", name=op.f("pk_steps")),
+    )
+    op.create_table(
+        "requests",
+        sa.Column("run_id", sa.String(length=40), nullable=False),
+        sa.Column("kind", sa.String(length=16), nullable=False),
+        sa.Column("request_id", sa.String(length=40), nullable=False),
+        sa.Column("options_json", sa.Text(), nullable=False),
+        sa.ForeignKeyConstraint(
+            ["run_id"], ["runs.run_id"], name="fk_requests_run_id", ondelete="CASCADE"
+        ),
+        sa.PrimaryKeyConstraint("run_id", "kind", name="pk_requests"),
     )

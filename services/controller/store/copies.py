@@ -1,0 +1,145 @@
+"""Copies of an SQLite database. Much of it is in its log, so a copied file alone is an old state."""
+
+import fcntl
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+from services.common.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+)
+
+_BUSY_S = 30.0
+
+
+@contextmanager
+def in_use(database: Path) -> Iterator[None]:
+    """Keep the database from being replaced, as a controller does, until the block ends or the process does.
+
+    Raises:
+        FailedPreconditionError: If it is being replaced now, or it is not there but runs are.
+    """
+    with _locked(database, fcntl.LOCK_SH, f"{database} is being restored; try again after that"):
+        expect(database)
+        yield
+
+
+def expect(database: Path) -> None:
+    """See that the database is there if runs were made with one.
+
+    Raises:
+        FailedPreconditionError: If it is gone, is empty, or is no database: going on would forget the runs.
+    """
+    runs = sorted(logs.parent.name for logs in database.parent.glob("run_*/logs"))
+    if not runs:
+        return
+    try:
+        found = "gone" if not database.exists() else "" if _has_runs_table(database) else "empty"
+    except sqlite3.DatabaseError as error:
+        found = f"damaged ({error})"
+    if found:
+        raise FailedPreconditionError(
+            f"the database {database} is {found}, but has runs here ({len(runs)}, such as {runs[-1]}); "
+            "put a copy back with 'slipstream restore FILE', or give these runs up: move their folders away, "
+            "or take another state directory"
+        )
+
+
+def backup(database: Path, file: Path) -> int:
+    """Copy a database, also one that a controller writes to; a file that is there is replaced.
+
+    Returns:
+        Runs in the copy.
+
+    Raises:
+        NotFoundError: If there is no database.
+        InvalidArgumentError: If the file would replace the database, or that is damaged.
+    """
+    if not database.is_file():
+        raise NotFoundError(
+            f"there is no database at {database}: give the --state-directory of its controller; one that "
+            "uses PostgreSQL is copied with pg_dump"
+        )
+    if file.exists() and file.samefile(database):
+        raise InvalidArgumentError(f"{file} is the database itself; give another file")
+    with _complete_copy(database, file) as (copy, num_runs):
+        copy.replace(file)
+    return num_runs
+
+
+def restore(file: Path, database: Path, *, overwrite: bool) -> int:
+    """Put a copy in the place of a database.
+
+    Args:
+        file: What :func:`backup` wrote.
+        database: Where it goes.
+        overwrite: Whether a database that is there is given up.
+
+    Returns:
+        Runs in it.
+
+    Raises:
+        NotFoundError: If there is no such file.
+        InvalidArgumentError: If the file is damaged, or no database of runs.
+        FailedPreconditionError: If a controller uses the database, or it would be overwritten unasked.
+    """
+    if not file.is_file():
+        raise NotFoundError(f"there is no file {file}")
+    database.parent.mkdir(parents=True, exist_ok=True)
+    used = f"a controller uses {database}: end it first"
+    with _locked(database, fcntl.LOCK_EX, used), _complete_copy(file, database) as (copy, num_runs):
+        if database.exists() and not overwrite:
+            raise FailedPreconditionError(
+                f"{database} exists; --force gives it up, and 'slipstream backup' keeps a copy"
+            )
+        for left in ("-wal", "-shm"):  # a log belongs to the database that it was written for
+            database.with_name(database.name + left).unlink(missing_ok=True)
+        copy.replace(database)
+    return num_runs
+
+
+@contextmanager
+def _locked(database: Path, how: int, otherwise: str) -> Iterator[None]:
+    with database.with_suffix(".lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, how | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise FailedPreconditionError(otherwise) from error
+        yield
+
+
+@contextmanager
+def _complete_copy(source: Path, target: Path) -> Iterator[tuple[Path, int]]:
+    """A whole copy beside where it shall be, readable by this user only, and how many runs it has."""
+    copy = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
+    with suppress(FileNotFoundError):
+        copy.unlink()
+    os.close(os.open(copy, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    try:
+        with closing(_connect(source)) as reading, closing(_connect(copy)) as writing:
+            reading.backup(writing)
+            # One file, without a log beside it.
+            writing.execute("PRAGMA journal_mode=DELETE")
+            (found,) = writing.execute("PRAGMA integrity_check(1)").fetchone()
+            if found != "ok":
+                raise InvalidArgumentError(f"{source} is damaged ({found}); take an older copy")
+            (num_runs,) = writing.execute("SELECT count(*) FROM runs").fetchone()
+        yield copy, num_runs
+    except sqlite3.DatabaseError as error:
+        raise InvalidArgumentError(f"{source} is no whole database of runs: {error}") from error
+    finally:
+        copy.unlink(missing_ok=True)
+
+
+def _has_runs_table(database: Path) -> bool:
+    query = "SELECT count(*) FROM sqlite_master WHERE name = 'runs'"
+    with closing(_connect(database)) as connection:
+        return bool(connection.execute(query).fetchone()[0])
+
+
+def _connect(file: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"{file.absolute().as_uri()}?mode=rw", uri=True, timeout=_BUSY_S)
