@@ -22,10 +22,13 @@ _TIMEOUT_S = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """An object as the API server knows it; ``body`` is None once it is gone."""
+    """An object as the API server knows it."""
 
     name: str
     body: Mapping[str, Any] | None
+    """None once it is gone."""
+    last: Mapping[str, Any] | None = None
+    """What a gone one was in the end; None where that went unseen."""
 
 
 @asynccontextmanager
@@ -75,9 +78,9 @@ class _Follower:
         found = ApiClient().sanitize_for_serialization(listed)
         bodies = {body["metadata"]["name"]: body for body in found["items"]}
         for name in self._known - set(bodies):
-            self._tell(name, None)
+            self._tell(Seen(name=name, body=None))
         for name, body in bodies.items():
-            self._tell(name, body)
+            self._tell(Seen(name=name, body=body))
         self._known = set(bodies)
         return str(found["metadata"]["resourceVersion"])
 
@@ -93,14 +96,13 @@ class _Follower:
                 return
             body = event["raw_object"]
             name = body["metadata"]["name"]
-            is_gone = event["type"] == "DELETED"
-            if is_gone:
+            if event["type"] == "DELETED":
                 self._known.discard(name)
+                self._tell(Seen(name=name, body=None, last=body))
             else:
                 self._known.add(name)
-            self._tell(name, None if is_gone else body)
+                self._tell(Seen(name=name, body=body))
 
-    def _tell(self, name: str, body: Mapping[str, Any] | None) -> None:
+    def _tell(self, seen: Seen) -> None:
         if not self._stopped.is_set():
-            seen = Seen(name=name, body=body)
             self._loop.call_soon_threadsafe(self._seen.put_nowait, seen)

@@ -32,12 +32,12 @@ PRELOADED = (
     "services.common.grpc_server",
     "services.common.settings",
     "services.common.spec.loader",
-    "services.common.weightsync.server",
+    "services.weightsync.server",
     "services.controller.client",
     "services.transferqueue.dataclient",
     "httpx",
     "starlette.applications",
-    "uvicorn",
+    "uvicorn.protocols.http.httptools_impl",
 )
 
 # Imports take ten seconds on a machine that does nothing else.

@@ -28,6 +28,8 @@ from services.controller.launch.worker_pods import (
     WorkerTemplates,
     build_pods,
     load_templates,
+    policy_name,
+    run_policy,
     secret_name,
     token_secret,
 )
@@ -96,6 +98,7 @@ class KubernetesLauncher:
             controller_address=self._controller_address,
             owner=self._owner,
         )
+        watched = frozenset(self._runs.get(run_id, ()))
         known = await self._find(run_id)
         gone = [pod.workers for pod in known.values() if pod.is_over or pod.is_ending]
         # A set makes no pod twice.
@@ -105,7 +108,10 @@ class KubernetesLauncher:
             if job_set.name_of(body) and body["metadata"]["name"] not in known
         ]
         lost = set().union(*gone)
-        for name in [name for name, pod in known.items() if lost.intersection(pod.workers)]:
+        leftovers = [name for name, pod in known.items() if lost.intersection(pod.workers)]
+        for name in set(leftovers) - watched:  # told, they would be replaced again
+            known[name].reported.update(known[name].workers)
+        for name in leftovers:
             await self._remove(run_id, name)
         admitted = max((pod.group_size for pod in known.values()), default=0)
         if admitted and kueue.group_size(bodies[0]) > admitted:
@@ -113,6 +119,7 @@ class KubernetesLauncher:
                 f"the queue has admitted the run's {admitted} pods as one, which cannot get more; "
                 "install without workers.kueue.queueName to add rollouts while a run goes on"
             )
+        await self._api.put_policy(run_policy(run_id, owner=self._owner))
         if not known:  # with pods there is a secret, which one that starts may be looking for
             token = current_identity().token_for(run_id)
             await self._api.put_secret(token_secret(run_id, token, owner=self._owner))
@@ -163,6 +170,7 @@ class KubernetesLauncher:
         finally:
             self._runs.pop(run_id, None)
         await self._api.delete_secret(secret_name(run_id))
+        await self._api.delete_policy(policy_name(run_id))
         if self._scales is not None:
             await self._scales.remove(run_id)
 
@@ -225,12 +233,13 @@ class KubernetesLauncher:
         if pod is None:
             await self._sweep(seen)
             return
+        state = seen.body or seen.last
+        for end in pod_state.ended(state) if state else ():
+            self._report(run_id, end.worker_id, end.code, end.message)
         if seen.body is None:
             self._forget(run_id, name, code=-9, message="its pod was deleted")
         else:
             self._note_start(run_id, name, seen.body)
-            for end in pod_state.ended(seen.body):
-                self._report(run_id, end.worker_id, end.code, end.message)
             if pod.group_size and pod_state.is_deleted_unplaced(seen.body):
                 await self._clear(seen.body)
         async with self._changed:
@@ -286,9 +295,8 @@ class KubernetesLauncher:
     def _hinder(self, run_id: str, name: str, found: pod_state.Obstacle) -> None:
         """Keep what hinders a pod; tell it once per reason."""
         pod = self._runs[run_id][name]
-        is_new = pod.obstacle is None or pod.obstacle.reason != found.reason
-        pod.obstacle = found
-        if is_new:
+        before, pod.obstacle = pod.obstacle, found
+        if before is None or before.reason != found.reason:
             self._on_pending(run_id, found.reason, f"pod {name}: {found.message}")
         if found.reason in pod_state.HOPELESS:
             self._give_up(run_id, name)

@@ -11,6 +11,8 @@ from kubernetes.client import (
     AppsV1Api,
     CoreV1Api,
     CustomObjectsApi,
+    NetworkingV1Api,
+    V1NetworkPolicy,
     V1Pod,
     V1Secret,
 )
@@ -35,11 +37,14 @@ class PodApi:
     Args:
         core: Client of the core API.
         namespace: Where the pods live.
+        has_policies: Whether pods are kept apart by NetworkPolicies; without, none is written.
     """
 
-    def __init__(self, core: CoreV1Api, namespace: str) -> None:
+    def __init__(self, core: CoreV1Api, namespace: str, *, has_policies: bool = False) -> None:
         self._core = core
         self._custom = CustomObjectsApi(core.api_client)
+        self._has_policies = has_policies
+        self._networking = NetworkingV1Api(core.api_client)
         self._namespace = namespace
 
     async def create(self, pod: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,6 +145,31 @@ class PodApi:
         except NotFoundError:
             return False
         return True
+
+    async def put_policy(self, policy: Mapping[str, Any]) -> None:
+        """Write a NetworkPolicy in place of any of its name."""
+        if not self._has_policies:
+            return
+        name = policy["metadata"]["name"]
+        await self.delete_policy(name)
+        await ask(
+            f"NetworkPolicy {name}",
+            self._networking.create_namespaced_network_policy,
+            self._namespace,
+            cast("V1NetworkPolicy", dict(policy)),
+        )
+
+    async def delete_policy(self, name: str) -> None:
+        """Delete a NetworkPolicy, if it is there."""
+        if not self._has_policies:
+            return
+        with suppress(NotFoundError):
+            await ask(
+                f"the end of NetworkPolicy {name}",
+                self._networking.delete_namespaced_network_policy,
+                name,
+                self._namespace,
+            )
 
     async def put_secret(self, secret: Mapping[str, Any]) -> None:
         """Write a secret in place of any of its name."""

@@ -108,7 +108,9 @@ def ended(pod: Json) -> Iterator[Ended]:
                 code=_status(terminated["exitCode"]),
                 message="\n".join(part for part in parts if part),
             )
-    if status.get("phase") == "Failed":
+    # One that is deleted may have failed a moment before its containers are said to have ended.
+    is_told_later = "deletionTimestamp" in pod["metadata"] and "reason" not in status
+    if status.get("phase") == "Failed" and not is_told_later:
         why = f"{status.get('reason', 'Failed')}: {status.get('message', 'the pod failed')}"
         for worker_id in workers(pod):
             if worker_id not in told:

@@ -1,6 +1,7 @@
 """Runs workers as processes of this host."""
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from services.common.confinement import Allowance
 from services.common.credentials import current_identity
 from services.common.spec.run import RunSpec
 from services.common.task_group import TaskGroup
@@ -53,6 +55,7 @@ class ProcessLauncher:
         state_directory: Each run's logs go to ``<state_directory>/<run_id>/logs``.
         on_exit: Hears of workers that ended by themselves.
         tasks: Owns the tasks that watch the processes.
+        allowance: What specifications may name; the workers look where the files are.
         gpus: The GPUs of this host.
         forks: Starts processes that have their imports done; None starts all of them anew.
     """
@@ -64,6 +67,7 @@ class ProcessLauncher:
         state_directory: Path,
         on_exit: ExitHandler,
         tasks: TaskGroup,
+        allowance: Allowance = Allowance(),  # noqa: B008 -- frozen
         gpus: Sequence[str] = (),
         forks: ForkServer | None = None,
     ) -> None:
@@ -71,6 +75,7 @@ class ProcessLauncher:
         self._state_directory = state_directory
         self._on_exit = on_exit
         self._tasks = tasks
+        self._allowance = allowance
         self._processes: dict[str, dict[str, WorkerProcess]] = {}
         self._gpus = HostGpus(gpus)
         self._forks = forks
@@ -136,6 +141,9 @@ class ProcessLauncher:
             f"{prefix}WORKER_ID": worker_id,
             f"{prefix}STATE_DIRECTORY": str(self._state_directory / run_id),
             f"{prefix}RUN_TOKEN": current_identity().token_for(run_id),
+            f"{prefix}ALLOWED_ROOTS": json.dumps([*map(str, self._allowance.roots)]),
+            f"{prefix}CODE_ROOTS": json.dumps([*map(str, self._allowance.code_roots)]),
+            f"{prefix}ALLOWED_COMMANDS": json.dumps(self._allowance.commands),
         }
 
     async def _spawn(
@@ -207,7 +215,12 @@ class ProcessLauncher:
 
 @asynccontextmanager
 async def open_process_launcher(
-    *, controller_address: str, state_directory: Path, on_exit: ExitHandler, tasks: TaskGroup
+    *,
+    controller_address: str,
+    state_directory: Path,
+    on_exit: ExitHandler,
+    tasks: TaskGroup,
+    allowance: Allowance = Allowance(),  # noqa: B008 -- frozen
 ) -> AsyncIterator[ProcessLauncher]:
     """A launcher until the block ends; its arguments are the launcher's.
 
@@ -225,6 +238,7 @@ async def open_process_launcher(
             state_directory=state_directory,
             on_exit=on_exit,
             tasks=tasks,
+            allowance=allowance,
             gpus=gpus,
             forks=forks,
         )

@@ -84,6 +84,30 @@ def secret_name(run_id: str) -> str:
     return f"{run_id.replace('_', '-')}-token"
 
 
+def run_policy(run_id: str, *, owner: Mapping[str, str]) -> Pod:
+    """The NetworkPolicy that lets the workers of a run reach each other, and nobody else them."""
+    own = {"matchLabels": {WORKER_LABEL: "true", RUN_LABEL: run_id}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {
+            "name": policy_name(run_id),
+            "labels": {RUN_LABEL: run_id},
+            "ownerReferences": [dict(owner)],
+        },
+        "spec": {
+            "podSelector": own,
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [{"podSelector": own}]}],
+        },
+    }
+
+
+def policy_name(run_id: str) -> str:
+    """Name of a run's NetworkPolicy."""
+    return f"{run_id.replace('_', '-')}-workers"
+
+
 def load_templates(folder: Path) -> WorkerTemplates:
     """Read the templates from the mounted ConfigMap.
 

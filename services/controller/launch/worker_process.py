@@ -12,8 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-import psutil
-
+from services.common.process_identity import identity_of, is_alive
 from services.common.task_group import TaskGroup
 
 # When one process of a worker ended well, the others have this long to do the same.
@@ -118,9 +117,10 @@ class ProcessGroup:
 def write_record(file: Path, pids: Sequence[int]) -> None:
     """Write down which processes serve a worker.
 
-    Process ids are used again, start times are not.
+    Raises:
+        psutil.NoSuchProcess: If one of them has ended.
     """
-    record = [{"pid": pid, "start_time": psutil.Process(pid).create_time()} for pid in pids]
+    record = [identity_of(pid) for pid in pids]
     unfinished = file.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(record), encoding="utf-8")
     unfinished.rename(file)
@@ -130,22 +130,14 @@ def adopt(file: Path) -> ProcessGroup | None:
     """The processes that were written down, if all of them still run; what is left of others is ended."""
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-        alive = [entry["pid"] for entry in record if _is_alive(entry)]
+        # One may end between the two, which is an OSError.
+        alive = [AdoptedProcess(entry["pid"]) for entry in record if is_alive(entry)]
     except (OSError, ValueError):
         return None
     if not alive:
         return None
-    group = ProcessGroup([AdoptedProcess(pid) for pid in alive])
+    group = ProcessGroup(alive)
     if len(alive) < len(record):
         group.send_signal(signal.SIGKILL)
         return None
     return group
-
-
-def _is_alive(entry: dict[str, float]) -> bool:
-    try:
-        process = psutil.Process(int(entry["pid"]))
-        is_same = process.create_time() == entry["start_time"]
-        return is_same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -17,7 +17,7 @@ from services.common.fields import ROLLOUT_FIELDS, partition_id
 from services.common.grpc_client import open_channel
 from services.common.spec.run import RunSpec
 from services.controller.launch.launcher import worker_names
-from services.controller.membership import Membership, Worker
+from services.controller.membership.registry import Membership, Worker
 from services.controller.run.critic import CriticCalls
 from services.controller.run.replicas import Replicas
 from services.controller.run.scoring import BatchScoring
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 # A transferqueue that does not answer within this time is taken to be gone.
 _DROP_S = 3.0
 _PURPOSES: Final = ("train", "validation", "partial")
+_KEPT: Final = "kept"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +85,16 @@ async def create_partitions(
             required_fields=required[purpose],
             quota_bytes=spec.transferqueue.quota_bytes,
         )
+    if spec.samples.is_on:
+        await queue.keep_samples(
+            run_id, max_bytes=spec.samples.max_bytes, max_steps=spec.samples.max_steps
+        )
     return partition_id(run_id, "train") not in known
 
 
 async def drop_partitions(queue: TransferQueueClient, run_id: str) -> None:
     """Delete all samples of a run."""
-    for purpose in _PURPOSES:
+    for purpose in (*_PURPOSES, _KEPT):
         await queue.drop_partition(partition_id(run_id, purpose))
 
 
@@ -144,7 +149,8 @@ async def assemble(
     (trainer,) = membership.workers(run_id, "trainer")
     rollouts = [w for w in membership.workers(run_id, "rollout") if w.worker_id in names]
     logp = membership.workers(run_id, "logp")
-    weights = WeightSession(spec.weight_sync, run_id, first_epoch=attempt << 20)
+    drains = not spec.rollout.partial_rollout
+    weights = WeightSession(spec.weight_sync, run_id, drains=drains, first_epoch=attempt << 20)
     stack.push_async_callback(weights.close)
     await weights.open(trainer, [*rollouts, *logp])
     scoring = BatchScoring(queue, run_id)

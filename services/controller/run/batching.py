@@ -1,15 +1,15 @@
 """Waits for the next batch of a run and settles what grew too stale for it."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 
 from services.common.clock import Clock
 from services.common.spec.algorithm import AlgorithmSpec
 from services.common.task_group import TaskGroup
+from services.controller.rules.groups import RUNNING, Group, GroupState
+from services.controller.rules.ledger import Ledger
+from services.controller.rules.replay import choose_batch
 from services.controller.run.generation import Generation
-from services.controller.run.groups import RUNNING, Group, GroupState
-from services.controller.run.ledger import Ledger
-from services.controller.run.replay import choose_batch
 from services.controller.run.waits import Waits
 
 
@@ -22,6 +22,7 @@ async def take_batch(
     clock: Clock,
     waits: Waits,
     unless: asyncio.Event,
+    meanwhile: Coroutine[None, None, None] | None = None,
 ) -> list[Group] | None:
     """Wait for the groups of the next batch; they are TRAINING when this returns.
 
@@ -33,13 +34,17 @@ async def take_batch(
         clock: For the longest wait.
         waits: Hears what was waited for.
         unless: Ends the wait.
+        meanwhile: What is done beside it, for as long.
 
     Returns:
         The groups, oldest first; None if ``unless`` came before them.
     """
     if unless.is_set():
+        if meanwhile is not None:
+            meanwhile.close()
         return None
     async with TaskGroup() as tasks:
+        beside = None if meanwhile is None else tasks.create_task(meanwhile)
         ending = tasks.create_task(unless.wait())
         taking = tasks.create_task(
             _take_batch(
@@ -54,6 +59,8 @@ async def take_batch(
         await asyncio.wait((ending, taking), return_when=asyncio.FIRST_COMPLETED)
         ending.cancel()
         taking.cancel()
+        if beside is not None:
+            beside.cancel()
     return None if taking.cancelled() else taking.result()
 
 
@@ -84,6 +91,7 @@ async def _take_batch(
         )
         if choice.batch:
             ledger.train(choice.batch)
+            generation.batch_taken()
             return list(choice.batch)
         if choice.stale and algorithm.on_stale == "restart":
             await generation.restart(choice.stale)
@@ -91,16 +99,16 @@ async def _take_batch(
             await generation.drop({"stale": choice.stale})
         elif choice.awaited:
             with waits("barrier"):
-                await _until_finished(choice.awaited, generation, deadline - clock.monotonic())
+                await _until_some_end(choice.awaited, generation, deadline - clock.monotonic())
 
 
-async def _until_finished(
+async def _until_some_end(
     groups: Sequence[Group], generation: Generation, timeout_s: float
 ) -> None:
-    """Wait until none of the groups is begun, or for as long as training may wait for them."""
+    """Wait until one of the groups is finished, or for as long as training may wait for them."""
     unfinished = (*RUNNING, GroupState.PARTIAL)
     try:
         async with asyncio.timeout(max(timeout_s, 0.0)):
-            await generation.until(lambda: not any(g.state in unfinished for g in groups))
+            await generation.until(lambda: any(g.state not in unfinished for g in groups))
     except TimeoutError:
         return

@@ -22,11 +22,12 @@ from services.common.errors import (
     ResourceExhaustedError,
 )
 from services.common.ids import new_id
+from services.controller.rules.ledger import Ledger
 from services.controller.run.critic import CriticCalls
 from services.controller.run.journal import Journal
-from services.controller.run.ledger import Ledger
 from services.controller.store.database import Database
 from services.controller.store.records import Note
+from services.controller.store.runs import Work
 from services.controller.store.tables import CHECKPOINTS
 from services.trainer.client import TrainerClient
 from services.transferqueue.client import TransferQueueClient
@@ -117,12 +118,17 @@ class Checkpoints:
         *,
         step: int,
         version: int,
+        also: Work,
     ) -> None:
         """Save the trainer's newest step and the samples in flight, and write both down at once.
 
         A trainer that cannot save is no reason to stop training: the failure is written down instead.
         """
         state: CheckpointState = "READY"
+        begin = time.monotonic()
+        await self._journal.note(
+            Note("CheckpointStarted", f"step {step} is being saved", {"step": step}), ledger
+        )
         path, size_bytes, snapshot_id, message = "", 0, "", ""
         try:
             snapshot_id, message = await self._save_samples(step)
@@ -144,15 +150,27 @@ class Checkpoints:
             snapshot_id=snapshot_id,
             size_bytes=size_bytes,
         )
-        done = "is saved" if state == "READY" else f"was not saved: {message}"
+        seconds = time.monotonic() - begin
+        done = f"is saved: {size_bytes / 1e9:.1f} GB in {seconds:.1f} s"
+        if state == "FAILED":
+            done = f"was not saved: {message}"
         note = Note(
             "CheckpointSaved" if state == "READY" else "CheckpointFailed",
             f"step {step} {done}",
-            {"checkpoint_id": checkpoint.checkpoint_id, "step": step, "path": path},
+            {
+                "checkpoint_id": checkpoint.checkpoint_id,
+                "step": step,
+                "path": path,
+                "size_bytes": size_bytes,
+                "seconds": seconds,
+            },
         )
-        await self._journal.note(
-            note, ledger, also=lambda connection: self._write(connection, checkpoint)
-        )
+
+        def write(connection: sa.Connection) -> None:
+            self._write(connection, checkpoint)
+            also(connection)
+
+        await self._journal.note(note, ledger, also=write)
 
     async def _save_samples(self, step: int) -> tuple[str, str]:
         """Name of the snapshot, or why there is none: then what was in flight is generated again."""

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 
 from services.common.batch import KVBatchMeta
 from services.common.grpc_client import open_channel
-from services.controller.membership import Worker
+from services.controller.membership.registry import Worker
 from services.trainer.client import ScoringClient, TrainerClient
 from services.transferqueue.client import TransferQueueClient
 

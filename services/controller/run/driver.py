@@ -10,19 +10,17 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import StrEnum
 
-from services.common.clock import Clock
 from services.common.errors import ServiceError, UnavailableError
 from services.common.spec.run import RunSpec
 from services.common.task_group import TaskGroup
 from services.controller.client import GroupFailure
-from services.controller.launch.launcher import Launcher, WorkerExit
-from services.controller.membership import Membership
+from services.controller.launch.launcher import WorkerExit
+from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.run.assembly import forget_samples
 from services.controller.run.journal import Journal
-from services.controller.run.loop import RunLoop
+from services.controller.run.live import LiveRun
+from services.controller.run.loop import Services, connected, train
 from services.controller.run.losses import (
     UnansweringError,
     WorkerLostError,
@@ -31,10 +29,9 @@ from services.controller.run.losses import (
     is_loss,
     leaves,
 )
+from services.controller.run.requests import CurrentSpec, Mailbox
 from services.controller.run.resize import ResizedError, Resizing
-from services.controller.run.run_state import RunEvent, RunState
 from services.controller.store.records import Note
-from services.transferqueue.client import TransferQueueClient
 
 logger = logging.getLogger(__name__)
 
@@ -45,25 +42,6 @@ Transition = Callable[[RunEvent, str, str], Awaitable[RunState]]
 """Moves the run (event, reason, message); returns its new state."""
 
 
-class Ending(StrEnum):
-    """Why a driver stops."""
-
-    NONE = "none"
-    CANCEL = "cancel"
-    LEAVE = "leave"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Services:
-    """What every run needs."""
-
-    membership: Membership
-    launcher: Launcher
-    queue: TransferQueueClient
-    clock: Clock
-    heartbeat_timeout_s: float
-
-
 class RunDriver:
     """Drives one run.
 
@@ -72,6 +50,7 @@ class RunDriver:
         spec: Its specification.
         services: What every run needs.
         journal: The run's record.
+        mailbox: What it is asked for.
         state: Where the run is in its life.
         move: Moves it.
     """
@@ -83,26 +62,34 @@ class RunDriver:
         services: Services,
         *,
         journal: Journal,
+        mailbox: Mailbox,
         state: RunState,
         move: Transition,
     ) -> None:
         self._run_id = run_id
-        self._spec = spec
+        self._spec = CurrentSpec(spec)
         self._services = services
         self._journal = journal
+        self._mailbox = mailbox
         self._state = state
         self._move = move
-        self._loop: RunLoop | None = None
-        self._ending = Ending.NONE
+        self._live: LiveRun | None = None
+        self._is_cancelled = False
+        self._is_suspended = False
         self._exits: dict[str, str] = {}
         self._vacant: set[str] = set()
         self._lost = asyncio.Event()
         self._is_hopeless = False
-        self._is_over, self._saves_at_end = False, True
+        self._is_over = False
         self._deadline: asyncio.TimerHandle | None = None
         self._losses, self._step_at_loss = 0, -1
         self._resizing = Resizing(
-            run_id, launcher=services.launcher, membership=services.membership, journal=journal
+            run_id,
+            self._spec,
+            launcher=services.launcher,
+            membership=services.membership,
+            journal=journal,
+            mailbox=mailbox,
         )
         self.task: asyncio.Task[None] | None = None
 
@@ -121,89 +108,101 @@ class RunDriver:
                 self._services.membership.open_run(self._run_id)
                 event, reason = await self._work()
         except asyncio.CancelledError:
-            if self._ending is not Ending.CANCEL:
+            if not (self._is_cancelled or self._is_suspended):
                 raise
+            event, reason = RunEvent.DRAINED, "ControllerStopped"
         except Exception as error:
             errors = leaves(error)
             if (fatal := ends_the_process(errors)) is not None:
                 raise fatal from error
             reason, message = explain(errors)
             logger.exception("run failed", extra={"run": self._run_id, "reason": reason})
-        if self._ending is Ending.CANCEL:
+        if self._is_cancelled:
             event, reason = RunEvent.STOPPED, "CancelledByUser"
         self._is_over = True
         await self._end(keep_samples=event is RunEvent.DRAINED)
+        if reason == "ControllerStopped":
+            if self._state is RunState.STARTING:
+                return  # it starts again with the next controller
+            if self._state is RunState.RUNNING:
+                await self._go(RunEvent.PAUSE, reason)
         await self._go(event, reason, message)
 
     @property
     def spec(self) -> RunSpec:
-        """The run's specification."""
-        return self._spec
+        """The run's specification, as it is now."""
+        return self._spec.now
 
     def leave(self) -> None:
         """Stop driving; a later controller goes on."""
-        self._ending = Ending.LEAVE
         self._cancel()
 
-    def end(self, *, grace_s: float = 0.0, saves: bool = False) -> None:
+    def suspend(self) -> None:
+        """Stop the workers and pause where the run is: it goes on from its newest checkpoint."""
+        self._is_suspended = True
+        self._cancel()
+
+    async def end(self, *, grace_s: float = 0.0, saves: bool = False) -> None:
         """End the run: at once, or behind its current step if that is done within the grace.
 
         Args:
             grace_s: Seconds for the step; 0 ends the run at once, also one that was given more before.
             saves: Whether a checkpoint is saved behind the step.
         """
-        self._ending = Ending.CANCEL
+        self._is_cancelled = True
         if self._deadline is not None:
             self._deadline.cancel()
-        if grace_s <= 0 or self._loop is None or self._state is not RunState.RUNNING:
+        if grace_s <= 0 or self._state is not RunState.RUNNING:
             self._cancel()
             return
-        self._saves_at_end = saves
-        self._loop.pause(saves=saves)
         self._deadline = asyncio.get_running_loop().call_later(grace_s, self._cancel)
+        await self._mailbox.put("pause", checkpoint=saves)
 
     def _cancel(self) -> None:
         # The end itself is never cancelled: it gives back what the run holds.
         if self.task is not None and not self._is_over and not self.task.cancelling():
             self.task.cancel()
 
-    def pause(self, *, saves: bool = True) -> None:
+    async def pause(self, *, saves: bool = True) -> None:
         """Finish the step, save a checkpoint if it is wanted, and stop the workers."""
         self._state = RunState.PAUSING
-        self._saves_at_end = saves
-        if self._loop is not None:
-            self._loop.pause(saves=saves)
+        await self._mailbox.put("pause", checkpoint=saves)
 
-    def change(self, spec: RunSpec) -> None:
-        """Go on under a changed specification from the next step on."""
-        self._spec = spec
-        self._resizing.ask()
-        if self._loop is not None:
-            self._loop.change(spec)
+    async def change(self, spec: RunSpec) -> None:
+        """Go on under a changed specification."""
+        is_resized = spec.rollout.replicas != self.spec.rollout.replicas
+        self._spec.now = spec
+        if is_resized:
+            await self._mailbox.put("resize")
+            self._resizing.ask()
 
     def activities(self) -> list[str]:
         """What the run is doing now."""
-        return self._loop.activities() if self._loop is not None else []
+        return self._live.activities() if self._live is not None else []
 
     async def note(self, note: Note) -> None:
         """Add an event to the run's record."""
         await self._journal.note(note)
 
-    def save_soon(self) -> None:
+    async def save(self) -> None:
         """Save a checkpoint at the end of the current step."""
-        if self._loop is not None:
-            self._loop.save_soon()
+        await self._mailbox.put("save")
 
-    async def evaluate_now(self) -> None:
+    async def evaluate(self) -> None:
         """Evaluate the weights that are served."""
-        if self._loop is not None:
-            await self._loop.evaluate_now()
+        await self._mailbox.put("evaluate")
+        if self._live is not None:
+            await self._live.evaluator.trigger()
 
     async def report_failures(self, failures: Sequence[GroupFailure]) -> None:
-        """Take in groups that brought no samples."""
-        if self._loop is None:
+        """Take in groups that brought no samples.
+
+        Raises:
+            UnavailableError: If it is not known yet what is in flight; the worker asks again.
+        """
+        if self._live is None:
             raise UnavailableError("the run is being restored; report again")
-        await self._loop.report_failures(failures)
+        await self._live.fail(failures)
 
     def worker_exited(self, exit_: WorkerExit) -> None:
         """A worker ended by itself."""
@@ -213,7 +212,7 @@ class RunDriver:
         had_loaded = known is not None and known.state in ("loaded", "ready", "draining")
         is_killed = exit_.code is None or exit_.code < 0
         others_go_on = self._state is RunState.RUNNING and (
-            exit_.worker_id in self._resizing.absent(self._spec)
+            exit_.worker_id in self._resizing.absent()
         )
         # A worker that gives up before it has loaded would do so again, for which the others need not end.
         self._is_hopeless |= not (had_loaded or is_killed or others_go_on)
@@ -235,47 +234,39 @@ class RunDriver:
         """Enter the loop, again after each loss; returns how the run ended."""
         lost: dict[str, str] = {}
         absent: set[str] = set()
+        await self._mailbox.open()
+        if self._state is RunState.PAUSING and not self._mailbox.pausing.is_set():
+            await self._mailbox.put("pause", checkpoint=True)
         while True:
             self._lost.clear()
-            await self._services.launcher.start(self._run_id, self._spec)
-            loop = self._loop = RunLoop(
-                self._run_id,
-                self._spec,
-                membership=self._services.membership,
-                queue=self._services.queue,
-                clock=self._services.clock,
-                journal=self._journal,
-            )
-            if self._state is RunState.PAUSING or self._ending is Ending.CANCEL:
-                loop.pause(saves=self._saves_at_end)
+            await self._services.launcher.start(self._run_id, self.spec)
+            self._live = None
             try:
-                is_finished = await self._enter(loop, lost, absent)
+                is_finished = await self._enter(lost, absent)
             except (ServiceError, WorkerLostError, ResizedError, ExceptionGroup) as error:
                 lost = await self._take_loss(error)
-                absent = self._resizing.absent(self._spec)
+                absent = self._resizing.absent()
                 continue
             if is_finished:
                 return RunEvent.FINISH, "Completed"
             return RunEvent.DRAINED, "PausedByUser"
 
-    async def _enter(self, loop: RunLoop, lost: Collection[str], absent: Collection[str]) -> bool:
-        entered = self._spec
-
-        def keep_size() -> None:
-            size = {"replicas": entered.rollout.replicas}
-            rollout = self._spec.rollout.model_copy(update=size)
-            self._spec = self._spec.model_copy(update={"rollout": rollout})
-
+    async def _enter(self, lost: Collection[str], absent: Collection[str]) -> bool:
         async with TaskGroup() as tasks:
             watches = [
                 tasks.create_task(self._watch_workers()),
-                tasks.create_task(
-                    self._resizing.watch(entered, lambda: self._spec, keep_size, absent=absent)
-                ),
+                tasks.create_task(self._resizing.watch(self.spec, absent=absent)),
             ]
-            is_finished = await loop.run(
-                on_ready=lambda: self._ready(absent), lost_workers=lost, absent=absent
-            )
+            async with connected(
+                self._spec,
+                self._services,
+                journal=self._journal,
+                mailbox=self._mailbox,
+                lost_workers=lost,
+                absent=absent,
+            ) as self._live:
+                await self._ready(absent)
+                is_finished = await train(self._live)
             for watch in watches:
                 watch.cancel()
         return is_finished
@@ -284,6 +275,8 @@ class RunDriver:
         missing = sorted(absent)
         message = f"goes on without {', '.join(missing)}" if missing else "all workers have loaded"
         await self._journal.note(Note("WorkersReady", message, {"absent": missing}))
+        if not missing:
+            await self._resizing.confirm()
         if self._state is RunState.STARTING:
             await self._go(RunEvent.READY, "WorkersReady")
         elif self._state is RunState.RECOVERING:
@@ -296,18 +289,18 @@ class RunDriver:
             raise error
         if len(errors) < len(leaves(error)) and not self._exits:
             # Whatever else broke did so because the loop was left.
-            return await self._resizing.settle(self._spec)
+            return await self._resizing.settle()
         for leaf in errors:
             # The trainer has more to lose than time, so only its heartbeats tell that it is gone.
             if isinstance(leaf, UnansweringError) and leaf.worker_id in self._rollouts():
                 self.worker_lost(leaf.worker_id, str(leaf))
         await self._await_exit_report()
-        step = self._loop.step if self._loop is not None else 0
+        step = self._live.step if self._live is not None else 0
         self._losses = 1 if step > self._step_at_loss else self._losses + 1
         self._step_at_loss = step
         lost, self._exits = self._exits, {}
         message = "\n".join(lost.values()) or "; ".join(dict.fromkeys(str(e) for e in errors))
-        if self._is_hopeless or self._losses > self._spec.limits.max_restarts:
+        if self._is_hopeless or self._losses > self.spec.limits.max_restarts:
             raise WorkerLostError(message) from error
         logger.warning("run goes on after a loss", extra={"run": self._run_id, "why": message})
         await self._journal.note(Note("WorkerLost", message, {"workers": sorted(lost)}))
@@ -336,6 +329,7 @@ class RunDriver:
     async def _watch_workers(self) -> None:
         """Raise when a worker ends or falls silent."""
         timeout_s = self._services.heartbeat_timeout_s
+        self._services.membership.begin_watch(self._run_id)
         while True:
             try:
                 async with asyncio.timeout(timeout_s / 2):

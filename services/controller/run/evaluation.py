@@ -13,18 +13,13 @@ from contextlib import asynccontextmanager
 
 from services.common.batch import KVBatchMeta
 from services.common.fields import group_of, partition_id
-from services.common.spec.run import RunSpec
 from services.controller.client import GroupFailure
+from services.controller.rules.prompts import sample_seed
+from services.controller.rules.scores import Evaluation, Scored, evaluate
+from services.controller.rules.validation import BegunEvaluation, Reason, Status, Turns, is_periodic
 from services.controller.run.assembly import Assembly
-from services.controller.run.prompts import sample_seed
-from services.controller.run.scores import Evaluation, Scored, evaluate
-from services.controller.run.validation import (
-    BegunEvaluation,
-    Reason,
-    ValidationMachine,
-    ValidationState,
-    is_periodic,
-)
+from services.controller.run.requests import CurrentSpec, Mailbox
+from services.controller.store.requests import Request
 from services.rollout.client import GroupAssignment
 from services.transferqueue.client import TransferQueueClient
 
@@ -36,41 +31,48 @@ GROUP_PREFIX = "v"
 
 
 class Evaluator:
-    """Runs the validation machine of one run.
+    """Evaluates the versions of one run.
 
     Args:
-        spec: The run's specification.
+        spec: The run's specification, as it is now.
         run_id: Names its partitions.
         parts: Where the prompts go, and what keeps the weights as they are meanwhile.
         queue: Where the samples arrive.
-        tell: Is told of every evaluation that begins, and of its end, whatever that is.
+        mailbox: Holds the request for an evaluation.
+        tell: Is told of every evaluation that begins, and of its end, whatever that is, with the request that
+            it answers.
     """
 
     def __init__(
         self,
-        spec: RunSpec,
+        spec: CurrentSpec,
         run_id: str,
         parts: Assembly,
         *,
         queue: TransferQueueClient,
-        tell: Callable[[BegunEvaluation | Evaluation], Awaitable[None]],
+        mailbox: Mailbox,
+        tell: Callable[[BegunEvaluation | Evaluation, Request | None], Awaitable[None]],
     ) -> None:
         self._spec = spec
         self._partition = partition_id(run_id, "validation")
-        self._num_rows = num_rows = parts.num_heldout_rows
+        self._num_rows = parts.num_heldout_rows
         self._attempt = parts.attempt
         self._replicas = parts.replicas
         self._queue = queue
         self._weights = parts.weights
+        self._mailbox = mailbox
         self._tell = tell
         self._evaluated: Collection[int] = ()
         self._begun: BegunEvaluation | None = None
         self._version = -1
+        self._step: int | None = None
         self._temperatures = (0.0,) + (
-            spec.validation.temperature,
-        ) * spec.validation.samples_per_prompt
-        self._machine = ValidationMachine(num_rows * len(self._temperatures), enabled=num_rows > 0)
-        self._num_begun, self._num_reported = 0, 0
+            spec.now.validation.temperature,
+        ) * spec.now.validation.samples_per_prompt
+        self._turns = Turns()
+        self._is_leased = False
+        """Whether the current evaluation has its rollouts, or gets none."""
+        self._num_begun = 0
         self._changed = asyncio.Condition()
         self._asked: set[str] = set()
         self._samples: dict[str, KVBatchMeta] = {}
@@ -91,47 +93,52 @@ class Evaluator:
     async def published(self, version: int, *, step: int, is_last: bool = False) -> None:
         """The rollouts serve ``version``, the weights of ``step``; evaluate it if it is its turn."""
         self._version = version
-        self._machine.published(version)
         begun, self._begun = self._begun, None
         if begun is not None:
-            self._machine.trigger(begun.version, begun.reason)
-            await self._report([], 0.0)
+            self._ask(begun.version, begun.reason)
         reason = self._reason(step, is_last=is_last)
-        is_known = version in self._evaluated or version == self._machine.pinned
-        if reason is not None and not is_known:
-            self._machine.trigger(version, reason)
+        self._step = step
+        if version in self._evaluated:
+            reason = None
+        if reason is None and self._mailbox.get("evaluate") is not None:
+            reason = "manual"
+        current = self._turns.current
+        if reason is not None and (current is None or current.version != version):
+            self._ask(version, reason)
         await self._notify()
-        if self.is_busy and self._spec.validation.mode == "barrier":
+        if self.is_busy and self._spec.now.validation.mode == "barrier":
             await self.idle()
-
-    def change(self, spec: RunSpec) -> None:
-        """Go on under a changed specification."""
-        self._spec = spec
 
     @property
     def is_busy(self) -> bool:
         """Whether something is being evaluated."""
-        return self._machine.pinned is not None
+        return self._turns.current is not None
 
     async def trigger(self) -> None:
-        """Evaluate the version that is served now, because somebody asks for it."""
-        self._machine.trigger(self._version, "manual")
-        await self._notify()
+        """Evaluate the version that is served now, because somebody asks for it; the next one, if none is."""
+        if self._version >= 0:
+            self._ask(self._version, "manual")
+            await self._notify()
 
     async def idle(self) -> None:
         """Return when no evaluation is running or waiting."""
-        resting = (ValidationState.IDLE, ValidationState.DISABLED, ValidationState.STOPPED)
         async with self._changed:
-            await self._changed.wait_for(
-                lambda: self._machine.state in resting and self._machine.pending is None
-            )
+            await self._changed.wait_for(lambda: self._turns.current is None)
+
+    async def leased(self) -> None:
+        """Return when no evaluation waits for its rollouts: another version would take its own away."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._turns.current is None or self._is_leased)
 
     async def run(self) -> None:
-        """Evaluate whatever is triggered, for ever."""
+        """Evaluate whatever has its turn, for ever."""
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._machine.state is ValidationState.ACQUIRE)
-            await self._evaluate()
+                await self._changed.wait_for(lambda: self._turns.current is not None)
+            assert self._turns.current is not None
+            await self._evaluate(self._turns.current)
+            self._turns.end()
+            self._is_leased = False
             await self._notify()
 
     async def collect(self) -> None:
@@ -160,81 +167,87 @@ class Evaluator:
         await self._notify()
 
     def _reason(self, step: int, *, is_last: bool) -> Reason | None:
-        validation = self._spec.validation
+        validation = self._spec.now.validation
         if is_last and validation.at_end:
             return "final"
         if step == 0 and (validation.before_train or validation.only):
             return "initial"
-        return "periodic" if is_periodic(step, validation.every) else None
+        # Versions between two that are published are not seen here.
+        since = range(step if self._step is None else self._step + 1, step + 1)
+        is_due = any(is_periodic(passed, validation.every) for passed in since)
+        return "periodic" if is_due else None
 
-    async def _evaluate(self) -> None:
+    def _ask(self, version: int, reason: Reason) -> None:
+        if self._num_rows > 0:
+            self._turns.ask(BegunEvaluation(version, reason))
+
+    async def _evaluate(self, begun: BegunEvaluation) -> None:
         clock = asyncio.get_running_loop().time
-        machine, start = self._machine, clock()
-        begun = machine.begun()
-        await self._tell(begun)
-        async with self._lease(begun) as workers:
-            if workers:
-                groups = self._groups(begun.version)
-                await self._start(groups, workers)
-                await self._await_samples(groups)
+        start, request = clock(), self._mailbox.get("evaluate")
+        status: Status = "missed"
+        if begun.version == self._version:
+            await self._tell(begun, None)
+            status = await self._answer(begun)
+        await self._leave_weights()
         samples = [_scored(meta) for meta in self._samples.values() if _has_reward(meta)]
-        machine.scored()
-        machine.reported()
-        await self._report(samples, clock() - start)
+        seconds = clock() - start
+        await self._tell(
+            evaluate(
+                samples, version=begun.version, reason=begun.reason, status=status, seconds=seconds
+            ),
+            # One that was missed answers nobody.
+            None if status == "missed" else request,
+        )
         await self._queue.release(self._partition, list(self._samples))
         self._asked.clear()
         self._samples.clear()
         self._failed.clear()
 
-    async def _report(self, samples: Sequence[Scored], seconds: float) -> None:
-        """Report what ended; of several, only the first had samples."""
-        results = self._machine.results[self._num_reported :]
-        self._num_reported += len(results)
-        for result in results:
-            await self._tell(
-                evaluate(
-                    samples,
-                    version=result.version,
-                    reason=result.reason,
-                    status=result.status,
-                    seconds=seconds,
-                )
-            )
-            samples, seconds = [], 0.0
+    async def _answer(self, begun: BegunEvaluation) -> Status:
+        """Have the held-out prompts answered by the version; returns how that ended."""
+        try:
+            async with asyncio.timeout(self._spec.now.validation.timeout_s):
+                await self._weights.pin.acquire()
+        except TimeoutError:
+            return "timeout"
+        async with self._lease(begun) as workers:
+            if not workers:
+                return "missed"
+            groups = self._groups(begun.version)
+            await self._start(groups, workers)
+            return await self._await_samples(groups)
 
     @asynccontextmanager
     async def _lease(self, begun: BegunEvaluation) -> AsyncIterator[Sequence[str]]:
-        """Rollouts that serve the version and go on doing so; none if they were not to be had."""
-        pin = self._weights.pin
-        try:
-            async with asyncio.timeout(self._spec.validation.timeout_s):
-                await pin.acquire()
-        except TimeoutError:
-            self._machine.timeout()
-            yield ()
-            return
+        """Rollouts that serve the version and go on doing so, for whoever holds the pin, which is given back.
+
+        None if they serve another one already.
+        """
         lent: Sequence[str] = ()
         try:
             # A version may be served before this is told of it: its publication held the pin.
             if max(self._version, self._weights.version) != begun.version:
-                self._machine.missed()
                 yield ()
                 return
             if begun.reason != "final":  # nobody trains beside it
-                lent = self._replicas.lend(self._spec.validation.replicas)
+                lent = self._replicas.lend(self._spec.now.validation.replicas)
             if lent:
                 self._weights.lend(lent)
-                pin.release()
-                if self._spec.rollout.partial_rollout:
+                self._weights.pin.release()
+                if self._spec.now.rollout.partial_rollout:
                     await self._replicas.interrupt(lent)
-            self._machine.leased()
+            await self._leave_weights()
             yield lent or self._replicas.present()
         finally:
             if lent:
                 await self._weights.take_back(lent)
                 self._replicas.take_back(lent)
             else:
-                pin.release()
+                self._weights.pin.release()
+
+    async def _leave_weights(self) -> None:
+        self._is_leased = True
+        await self._notify()
 
     def _groups(self, version: int) -> list[GroupAssignment]:
         # Rollouts take a group that they had before for a repetition, so each evaluation has its own.
@@ -248,7 +261,7 @@ class Evaluator:
                 partition_id=self._partition,
                 members=tuple(range(len(self._temperatures))),
                 seeds=tuple(
-                    sample_seed(self._spec.seed, _SEED_OFFSET + row, member)
+                    sample_seed(self._spec.now.seed, _SEED_OFFSET + row, member)
                     for member in range(len(self._temperatures))
                 ),
                 temperatures=self._temperatures,
@@ -263,7 +276,7 @@ class Evaluator:
             by_worker[worker_id].append(group)
         await self._replicas.start(by_worker)
 
-    async def _await_samples(self, groups: Sequence[GroupAssignment]) -> None:
+    async def _await_samples(self, groups: Sequence[GroupAssignment]) -> Status:
         expected = len(groups) * len(self._temperatures)
 
         def num_done() -> int:
@@ -271,13 +284,12 @@ class Evaluator:
             return whole + len(self._failed) * len(self._temperatures)
 
         try:
-            async with asyncio.timeout(self._spec.validation.timeout_s), self._changed:
+            async with asyncio.timeout(self._spec.now.validation.timeout_s), self._changed:
                 await self._changed.wait_for(lambda: num_done() >= expected)
-            self._machine.sample_done(expected)
         except TimeoutError:
-            self._machine.sample_done(num_done())
-            self._machine.timeout()
             await self._replicas.cancel([group.group_id for group in groups])
+            return "timeout"
+        return "ok"
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -296,4 +308,5 @@ def _scored(meta: KVBatchMeta) -> Scored:
         reward=float(meta.tag("reward")[0]),
         answer=str(meta.tag("answer")[0]),
         is_greedy=bool(meta.tag("greedy")[0]),
+        terms=str(meta.tag("terms")[0]),
     )

@@ -14,16 +14,16 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from services.common import tracing
-from services.common.spec.run import RunSpec
 from services.common.task_group import TaskGroup
 from services.controller import metrics
 from services.controller.client import GroupFailure
-from services.controller.run.groups import RUNNING, WAITING, Group, GroupState
+from services.controller.rules.groups import RUNNING, WAITING, Group, GroupState
+from services.controller.rules.ledger import Ledger
+from services.controller.rules.prompts import PromptOrder
 from services.controller.run.handout import GenerationError, Handout
 from services.controller.run.journal import Journal
-from services.controller.run.ledger import Ledger
-from services.controller.run.prompts import PromptOrder
 from services.controller.run.replicas import Replicas
+from services.controller.run.requests import CurrentSpec
 from services.controller.run.stored import (
     GroupSamples,
     StoredGroups,
@@ -37,6 +37,10 @@ from services.rollout.client import GroupAssignment
 logger = logging.getLogger(__name__)
 # Reasons for which a group has no samples although its prompt did nothing wrong.
 _BLAMELESS = frozenset({"publish_failed"})
+# Reasons for which a group ends with its progress stored.
+_PUT_ASIDE = frozenset({"interrupted", "stalled"})
+# Reason for which dynamic sampling replaces a group.
+_REFILLED = "equal_rewards"
 # Groups that end soon after each other are followed by others at once: each hand-out waits for the disk.
 _HANDOUT_PAUSE_S = 0.01
 
@@ -45,7 +49,7 @@ class Generation:
     """The generating half of a run.
 
     Args:
-        spec: The run's specification.
+        spec: The run's specification, as it is now.
         ledger: States of all issued groups.
         order: Order of the prompts.
         journal: Where what the ledger decides is written before it is acted on.
@@ -56,7 +60,7 @@ class Generation:
 
     def __init__(
         self,
-        spec: RunSpec,
+        spec: CurrentSpec,
         *,
         ledger: Ledger,
         order: PromptOrder,
@@ -71,8 +75,8 @@ class Generation:
         self._journal = journal
         self._replicas = replicas
         self._handout = handout
-        self._total = spec.trainer.steps * spec.trainer.prompts_per_step
-        self._failures_in_a_row = 0
+        self._refilled = ledger.num_ended(_REFILLED)
+        self._failures_in_a_row: list[str] = []
         self._work = asyncio.Event()
         self._finished = asyncio.Condition()
         self.stored = stored
@@ -82,6 +86,10 @@ class Generation:
         """All rollouts serve the weights of ``step``: the gate opens further."""
         self._handout.published_step = step
         self._wake()
+
+    def batch_taken(self) -> None:
+        """The next batch begins: dynamic sampling may replace as many groups again."""
+        self._refilled = self._ledger.num_ended(_REFILLED)
 
     async def restore(self, lost_workers: Collection[str], *, is_queue_empty: bool) -> None:
         """Find out what became of the groups in flight, and hand them out again where it is needed.
@@ -95,9 +103,9 @@ class Generation:
         for group in (group for group in ready if group not in self.stored):
             self._ledger.requeue(group)
         assignments: dict[str, list[GroupAssignment]] = defaultdict(list)
-        members = range(self._spec.samples_per_group)
+        members = range(self._spec.now.samples_per_group)
         # Nobody knows any more who had which share of a group.
-        is_shared = len(members) > self._spec.rollout.max_running_samples
+        is_shared = len(members) > self._spec.now.rollout.max_running_samples
         running = self._ledger.running()
         for group in running:
             if group.group_id in unscored:
@@ -170,8 +178,10 @@ class Generation:
             group = self._ledger.get(failure.group_id, failure.attempt)
             if group is None or group.state not in RUNNING:
                 continue
-            if failure.reason == "interrupted":
+            if failure.reason in _PUT_ASIDE:
                 self._put_aside(group, failure)
+                if failure.reason == "stalled":
+                    await self._note_stall(group, failure)
                 continue
             workers = self._handout.end(group)
             if failure.reason in _BLAMELESS:
@@ -179,7 +189,7 @@ class Generation:
             else:
                 self._blame(group, failure)
                 await self._journal.note(_failed(failure), self._ledger)
-                self._check_that_some_succeed(failure)
+                self._check_that_some_succeed()
             if len(workers) > 1:
                 await self._replicas.cancel([group.group_id])
             await self.stored.discard([group])
@@ -252,6 +262,12 @@ class Generation:
         )
         self._go_on(group)
 
+    async def _note_stall(self, group: Group, failure: GroupFailure) -> None:
+        """Count that a group came to a halt by itself, and say so."""
+        if group.state is GroupState.PARTIAL and not self._ledger.stall(group):
+            self._order.quarantine(group.row)
+        await self._journal.note(_failed(failure), self._ledger)
+
     def _go_on(self, group: Group) -> None:
         """Let a group that is not whole wait for its next try, once all its shares have ended."""
         shares = self._handout.shares
@@ -266,18 +282,20 @@ class Generation:
             "group failed",
             extra={"group": failure.group_id, "reason": failure.reason, "why": failure.message},
         )
-        self._failures_in_a_row += 1
+        why = f"row {group.row} of data.train: {failure.reason}: {failure.message}"
+        self._failures_in_a_row.append(why)
+        self._handout.first_failure = self._handout.first_failure or why
         if not failure.retryable:
             self._ledger.quarantine(group, failure.reason)
             self._order.quarantine(group.row)
         elif not self._ledger.retry(group, failure.reason):
             self._order.quarantine(group.row)
 
-    def _check_that_some_succeed(self, failure: GroupFailure) -> None:
-        limit = 4 * self._spec.trainer.prompts_per_step
-        if self._failures_in_a_row >= limit:
+    def _check_that_some_succeed(self) -> None:
+        limit = 4 * self._spec.now.trainer.prompts_per_step
+        if len(self._failures_in_a_row) >= limit:
             raise GenerationError(
-                f"{limit} groups failed in a row, the last one with {failure.reason}: {failure.message}"
+                f"{limit} groups failed in a row, the first one of {self._failures_in_a_row[0]}"
             )
 
     async def _take_in(self, groups: Sequence[tuple[str, GroupSamples]]) -> None:
@@ -292,7 +310,7 @@ class Generation:
                 metrics.LATE_GROUPS.inc()
                 late += samples.keys
                 continue
-            self._failures_in_a_row = 0
+            self._failures_in_a_row.clear()
             for worker_id in self._handout.shares.brought(group_id, samples.numbers("member")):
                 self._replicas.finished(worker_id)
             whole = self.stored.add(group, samples)
@@ -300,9 +318,10 @@ class Generation:
                 self._go_on(group)
                 continue
             self._handout.end(group)
+            self._handout.place_use.finished(whole.numbers("response_tokens"))
             self._ledger.complete(group, oldest_version=oldest_version(whole))
             self.stored.keep(group, whole)
-            reason = self._why_unfit(whole, num_unfit=len(unfit["equal_rewards"]))
+            reason = self._why_unfit(whole, num_unfit=len(unfit[_REFILLED]))
             if reason is not None:
                 unfit[reason].append(group)
         await self.stored.delete(late)
@@ -311,9 +330,10 @@ class Generation:
         await self._notify()
 
     def _why_unfit(self, samples: GroupSamples, *, num_unfit: int) -> str | None:
-        algorithm = self._spec.algorithm
-        refilled = self._ledger.num_ended("equal_rewards") + num_unfit
-        may_refill = refilled < (algorithm.max_refill_factor - 1) * self._total
+        algorithm = self._spec.now.algorithm
+        refilled = self._ledger.num_ended(_REFILLED) - self._refilled + num_unfit
+        most = (algorithm.max_refill_factor - 1) * self._spec.now.trainer.prompts_per_step
+        may_refill = refilled < most
         return why_unfit(samples, algorithm, may_refill=may_refill)
 
     async def _notify(self) -> None:

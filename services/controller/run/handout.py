@@ -9,18 +9,20 @@ from services.common import tracing
 from services.common.clock import Clock
 from services.common.columns import pick
 from services.common.fields import partition_id
-from services.common.spec.run import RunSpec
 from services.common.task_group import TaskGroup
 from services.controller import metrics
-from services.controller.run.groups import RUNNING, Group, GroupState
+from services.controller.rules.groups import RUNNING, Group, GroupState
+from services.controller.rules.ledger import Ledger
+from services.controller.rules.place_use import PlaceUse
+from services.controller.rules.prompts import PromptOrder, sample_seed
+from services.controller.rules.replay import resume_order
+from services.controller.rules.shares import Shares, split
+from services.controller.rules.staleness import StalenessGate
 from services.controller.run.journal import Journal
-from services.controller.run.ledger import Ledger
-from services.controller.run.prompts import PromptOrder, sample_seed
-from services.controller.run.replay import resume_order
 from services.controller.run.replicas import Replicas
-from services.controller.run.shares import Shares, split
-from services.controller.run.staleness import StalenessGate
+from services.controller.run.requests import CurrentSpec
 from services.controller.run.stored import StoredGroups
+from services.controller.store.records import Note
 from services.rollout.client import GroupAssignment
 
 
@@ -32,7 +34,7 @@ class Handout:
     """Chooses what is generated next, and where.
 
     Args:
-        spec: The run's specification.
+        spec: The run's specification, as it is now.
         run_id: Names its partitions.
         ledger: States of all issued groups.
         order: Order of the prompts.
@@ -44,7 +46,7 @@ class Handout:
 
     def __init__(
         self,
-        spec: RunSpec,
+        spec: CurrentSpec,
         run_id: str,
         *,
         ledger: Ledger,
@@ -63,20 +65,23 @@ class Handout:
         self._replicas = replicas
         self._stored = stored
         self._clock = clock
-        self._total = spec.trainer.steps * spec.trainer.prompts_per_step
-        self._per_replica = max(1, spec.rollout.max_running_samples // spec.rollout.group_size)
+        self._total = spec.now.trainer.steps * spec.now.trainer.prompts_per_step
+        self.place_use = PlaceUse(spec.now.rollout.max_running_samples, spec.now.samples_per_group)
+        """How many groups may run at once; hears of those that are finished."""
         self._due: float | None = None
         # ReMax compares with one greedy response.
-        num_greedy = spec.samples_per_group - spec.rollout.group_size
-        sampled = (spec.rollout.sampling.temperature,) * spec.rollout.group_size
+        num_greedy = spec.now.samples_per_group - spec.now.rollout.group_size
+        sampled = (spec.now.rollout.sampling.temperature,) * spec.now.rollout.group_size
         self._temperatures = sampled + (0.0,) * num_greedy
         self.shares = Shares()
         """Who generates what."""
+        self.first_failure = ""
+        """Which prompt failed first, and of what."""
         self.published_step = -1
         """The newest step whose weights every rollout serves."""
         self.gate = StalenessGate(
-            max_staleness=spec.algorithm.max_staleness,
-            groups_per_step=spec.trainer.prompts_per_step,
+            max_staleness=spec.now.algorithm.max_staleness,
+            groups_per_step=spec.now.trainer.prompts_per_step,
         )
 
     def expect(self) -> None:
@@ -155,27 +160,38 @@ class Handout:
         return workers
 
     async def take_back_stalled(self) -> None:
-        """Hand groups that bring nothing to somebody else."""
-        oldest = self._clock.monotonic() - self._spec.limits.stall_timeout_s
-        first = self._ledger.longest_running()
-        if first is None or first.started > oldest:
+        """Take groups from rollouts that make no token; what is stored of them goes on elsewhere.
+
+        Rollouts watch over their episodes themselves. This is for one that does not.
+        """
+        now, patience_s = self._clock.monotonic(), self._patience_s()
+        stalled: dict[str, Group] = {}
+        for group in self._ledger.running():
+            workers = self.shares.workers(group.group_id)
+            moved = [self._replicas.moved_at(name, now=now) for name in workers]
+            if now - max([group.started, *moved]) >= patience_s:
+                stalled[group.group_id] = group
+        if not stalled:
             return
-        stalled = [group for group in self._ledger.running() if group.started <= oldest]
-        await self._replicas.cancel([group.group_id for group in stalled])
-        for group in stalled:
+        await self._replicas.put_down([*stalled])
+        left = [group for group in stalled.values() if group.state in RUNNING]
+        for group in left:
             self.end(group)
             if not self._ledger.retry(group, "stalled"):
                 self._order.quarantine(group.row)
-        await self._journal.save(self._ledger)
-        await self._stored.wipe(stalled)
+        names = ", ".join(stalled)
+        message = f"taken from rollouts that made no token for {patience_s:.0f} s: {names}"
+        data = {"groups": [*stalled], "reason": "stalled"}
+        await self._journal.note(Note("GroupsTakenBack", message, data), self._ledger)
+        await self._stored.wipe(left)
 
     def seconds_to_next_stall(self) -> float | None:
-        """When :meth:`take_back_stalled` may find something; None if nothing runs."""
-        first = self._ledger.longest_running()
-        if first is None:
-            return None
-        rest = first.started + self._spec.limits.stall_timeout_s - self._clock.monotonic()
-        return max(rest, 0.01)
+        """When to look again for what makes no progress; None if nothing runs."""
+        return self._patience_s() / 8 if self._ledger.count(*RUNNING) else None
+
+    def _patience_s(self) -> float:
+        # Rollouts find their own stalls first.
+        return 2 * self._spec.now.limits.stall_timeout_s
 
     def assignment(self, group: Group, members: Sequence[int]) -> GroupAssignment:
         """What a rollout is told of its members of a group."""
@@ -186,7 +202,7 @@ class Handout:
             row=group.row,
             partition_id=self._partition,
             members=tuple(members),
-            seeds=tuple(sample_seed(self._spec.seed, group.sequence, m) for m in members),
+            seeds=tuple(sample_seed(self._spec.now.seed, group.sequence, m) for m in members),
             temperatures=pick(self._temperatures, members),
         )
 
@@ -196,8 +212,8 @@ class Handout:
         All of a group go to one rollout, where they share their prompt's prefix, if they find places there.
         """
         there = self._stored.members(group)
-        members = [m for m in range(self._spec.samples_per_group) if m not in there]
-        count = math.ceil(len(members) / self._spec.rollout.max_running_samples)
+        members = [m for m in range(self._spec.now.samples_per_group) if m not in there]
+        count = math.ceil(len(members) / self._spec.now.rollout.max_running_samples)
         if count == 1:
             worker_id, version = self._replicas.choose(group.group_id)
             return {worker_id: members}, version
@@ -207,7 +223,10 @@ class Handout:
     def _next_groups(self) -> list[Group]:
         """Groups with tokens, which the gate let in before; then, under the gate, all others."""
         ledger = self._ledger
-        free = self._per_replica * self._replicas.num_replicas - ledger.count(*RUNNING)
+        # What is finished beyond the next batch waits, and grows older: others start when it is needed.
+        ahead = max(0, ledger.count(GroupState.READY) - self.gate.groups_per_step)
+        places = self.place_use.num_groups(self._replicas.num_replicas)
+        free = places - ledger.count(*RUNNING) - ahead
         if free <= 0:
             return []
         groups = resume_order(
@@ -221,8 +240,7 @@ class Handout:
         room = self.gate.capacity(
             published=self.published_step,
             num_admitted=ledger.num_admitted - waiting,
-            num_running=0,
-            max_running=free - len(groups),
+            most=free - len(groups),
         )
         if waiting and room:
             groups += ledger.in_state(GroupState.PENDING)[:room]
@@ -233,7 +251,8 @@ class Handout:
         row = self._order.next_row()
         if row is None:
             raise GenerationError(
-                "every prompt of data.train is quarantined; see the GroupFailed events for the reasons"
+                "every prompt of data.train is quarantined; the first failure was of "
+                f"{self.first_failure or 'an earlier attempt; see the GroupFailed events'}"
             )
         self._ledger.returned = self._order.returned
         return self._ledger.issue(row, position=self._order.position)

@@ -9,9 +9,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from services.controller.run.groups import Group, LedgerState
-from services.controller.run.ledger import Ledger
-from services.controller.run.validation import BegunEvaluation
+from services.controller.rules.groups import Group, LedgerState
+from services.controller.rules.ledger import Ledger
+from services.controller.rules.validation import BegunEvaluation
 from services.controller.store import ledgers as ledger_store
 from services.controller.store.database import Database
 from services.controller.store.ledgers import StepRecord
@@ -59,7 +59,8 @@ class Journal:
         store: RunStore,
         on_event: Callable[[Event], None],
     ) -> None:
-        self._run_id = run_id
+        self.run_id = run_id
+        """The run."""
         self._database = database
         self._store = store
         self._on_event = on_event
@@ -73,13 +74,13 @@ class Journal:
 
         def read() -> str:
             with self._database.read() as connection:
-                return newest_snapshot(connection, self._run_id)
+                return newest_snapshot(connection, self.run_id)
 
         return await self._database.run(read)
 
     async def begin_attempt(self) -> int:
         """Count that the loop is entered; returns the number, from 1."""
-        return await self._database.run(self._store.begin_attempt, self._run_id)
+        return await self._database.run(self._store.begin_attempt, self.run_id)
 
     async def note(
         self, note: Note, ledger: Ledger | None = None, *, also: Work | None = None
@@ -106,7 +107,7 @@ class Journal:
 
         def work(connection: sa.Connection) -> None:
             change(connection)
-            ledger_store.begin_step(connection, self._run_id, step, version=version, groups=groups)
+            ledger_store.begin_step(connection, self.run_id, step, version=version, groups=groups)
 
         await self._database.run(self._write, work)
 
@@ -118,7 +119,7 @@ class Journal:
 
         def work(connection: sa.Connection) -> None:
             change(connection)
-            ledger_store.commit_step(connection, self._run_id, step, metrics)
+            ledger_store.commit_step(connection, self.run_id, step, metrics)
 
         await self._record(note, work)
 
@@ -128,7 +129,7 @@ class Journal:
 
         def work(connection: sa.Connection) -> None:
             change(connection)
-            ledger_store.forget_step(connection, self._run_id, step)
+            ledger_store.forget_step(connection, self.run_id, step)
 
         await self._database.run(self._write, work)
 
@@ -136,14 +137,14 @@ class Journal:
         """Go back to the end of ``step``, whose weights get the number ``version`` now."""
 
         def work(connection: sa.Connection) -> None:
-            ledger_store.roll_back(connection, self._run_id, step)
-            ledger_store.set_version_offset(connection, self._run_id, version - step)
+            ledger_store.roll_back(connection, self.run_id, step)
+            ledger_store.set_version_offset(connection, self.run_id, version - step)
 
         data = {"step": step, "version": version}
         await self._record(Note("Rewound", message, data, step=step), work)
 
     async def _record(self, note: Note, also: Work) -> None:
-        event = await self._database.run(self._store.record, self._run_id, note, also=also)
+        event = await self._database.run(self._store.record, self.run_id, note, also=also)
         self._on_event(event)
 
     def _write(self, work: Work) -> None:
@@ -155,30 +156,30 @@ class Journal:
         if ledger is None:
             return lambda connection: None
         change = ledger.take_changes()
-        return lambda connection: ledger_store.write_change(connection, self._run_id, change)
+        return lambda connection: ledger_store.write_change(connection, self.run_id, change)
 
     def _load(self) -> Recovered:
         with self._database.read() as connection:
-            step = ledger_store.newest_step(connection, self._run_id)
-            begun = ledger_store.read_steps(connection, self._run_id, after=step, limit=1)
+            step = ledger_store.newest_step(connection, self.run_id)
+            begun = ledger_store.read_steps(connection, self.run_id, after=step, limit=1)
             return Recovered(
-                run=get_run(connection, self._run_id),
-                ledger=ledger_store.read_ledger(connection, self._run_id),
+                run=get_run(connection, self.run_id),
+                ledger=ledger_store.read_ledger(connection, self.run_id),
                 quarantined_rows=frozenset(
-                    ledger_store.read_quarantined_rows(connection, self._run_id)
+                    ledger_store.read_quarantined_rows(connection, self.run_id)
                 ),
                 step=step,
-                version_offset=ledger_store.read_version_offset(connection, self._run_id),
+                version_offset=ledger_store.read_version_offset(connection, self.run_id),
                 begun=begun[0] if begun else None,
                 syncs_ms=tuple(
                     float(data["sync_ms"])
-                    for data in event_data(connection, self._run_id, "WeightsPublished")
+                    for data in event_data(connection, self.run_id, "WeightsPublished")
                 ),
                 evaluated=frozenset(
                     int(data["version"])
-                    for data in event_data(connection, self._run_id, "Validated")
+                    for data in event_data(connection, self.run_id, "Validated")
                 ),
-                begun_evaluation=_begun_evaluation(connection, self._run_id),
+                begun_evaluation=_begun_evaluation(connection, self.run_id),
             )
 
 

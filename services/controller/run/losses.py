@@ -29,8 +29,12 @@ class UnansweringError(UnavailableError):
     """
 
     def __init__(self, worker_id: str, why: str) -> None:
-        super().__init__(f"{worker_id} does not answer: {why}", worker_id=worker_id)
+        super().__init__(f"{worker_id} {why}", worker_id=worker_id)
         self.worker_id = worker_id
+
+
+class LateError(UnansweringError):
+    """A worker's process lives, but does not do what it was asked to: another one takes its place."""
 
 
 def leaves(error: BaseException) -> list[BaseException]:

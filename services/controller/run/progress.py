@@ -3,14 +3,18 @@
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from services.controller.rules.ledger import Ledger
+from services.controller.rules.scores import Evaluation
 from services.controller.run.replicas import Replicas
-from services.controller.run.scores import Evaluation
 from services.controller.run.weight_sync import SyncReport
 
 # Newest weight syncs that the summary's percentiles are of: they are sorted for each event.
 _KEPT = 1000
+# Rollouts that the event of a step tells of one by one.
+_NAMED = 32
 
 
 class Progress:
@@ -26,6 +30,7 @@ class Progress:
         self._max_staleness = 0
         self._staleness_sum = 0.0
         self._syncs_ms: deque[float] = deque(maxlen=_KEPT)
+        self._sync: dict[str, float | str] = {}
         self._version = -1
         self._heldout: dict[str, Any] = {"greedy": None, "sampled": None, "weight_version": None}
 
@@ -56,6 +61,12 @@ class Progress:
         """A version was published."""
         self._version = report.version
         self._syncs_ms.append(report.total_s * 1000)
+        self._sync = {name: ms for name, ms in sync_facts(report).items() if name.endswith("_ms")}
+
+    def take_sync(self) -> dict[str, float | str]:
+        """Times of the newest weight sync, if one ended since they were taken; milliseconds."""
+        sync, self._sync = self._sync, {}
+        return sync
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """A version was evaluated."""
@@ -67,13 +78,9 @@ class Progress:
                 "status": evaluation.status,
             }
 
-    def summary(self, prompts: Mapping[str, int], reasons: Mapping[str, int]) -> dict[str, Any]:
-        """All numbers.
-
-        Args:
-            prompts: Groups by state, from the ledger.
-            reasons: Dropped and quarantined groups by reason.
-        """
+    def summary(self, ledger: Ledger) -> dict[str, Any]:
+        """All numbers, with those of the ledger."""
+        prompts = ledger.counts()
         ended = ("consumed", "dropped", "quarantined")
         return {
             "steps": self._steps,
@@ -87,7 +94,7 @@ class Progress:
                 "issued": prompts["issued"],
                 **{state: prompts[state] for state in ended},
                 "outstanding": prompts["issued"] - sum(prompts[state] for state in ended),
-                "reasons": dict(reasons),
+                "reasons": dict(ledger.reasons()),
             },
             "weight_version": self._version,
             "sync_ms": {"p50": self._percentile(50), "p95": self._percentile(95)},
@@ -101,23 +108,38 @@ class Progress:
         return statistics.quantiles(self._syncs_ms, n=100, method="inclusive")[percent - 1]
 
 
-class StepMeter:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepUse:
     """What the rollouts did during a step."""
 
+    numbers: dict[str, float]
+    idle_s: dict[str, float]
+    """Seconds without work, by rollout; of the first ones by name where there are many."""
+
+
+class StepMeter:
+    """Measures what the rollouts do during a step."""
+
     def __init__(self) -> None:
-        self._idle_s = 0.0
+        self._idle_s: dict[str, float] = {}
         self._tokens = 0.0
 
-    def measure(self, replicas: Replicas, seconds: float) -> dict[str, float]:
-        """Facts of a step that took ``seconds``."""
-        idle_s, tokens = replicas.idle_seconds(), replicas.tokens_total()
-        facts = {
+    def measure(self, replicas: Replicas, seconds: float) -> StepUse:
+        """The use of the rollouts in a step that took ``seconds``."""
+        totals, tokens = replicas.idle_seconds(), replicas.tokens_total()
+        # A rollout that is new was idle before it came, and a gauge may be some seconds old.
+        idle_s = {
+            name: min(max(total - self._idle_s.get(name, total), 0.0), seconds)
+            for name, total in totals.items()
+        }
+        numbers = {
             "seconds": seconds,
-            "rollout_idle_s": max(idle_s - self._idle_s, 0.0),
+            "rollout_idle_s": sum(idle_s.values()) / max(len(idle_s), 1),
             "generated_tokens_per_s": max(tokens - self._tokens, 0.0) / seconds,
         }
-        self._idle_s, self._tokens = idle_s, tokens
-        return facts
+        self._idle_s, self._tokens = totals, tokens
+        named = {name: round(idle_s[name], 3) for name in sorted(idle_s)[:_NAMED]}
+        return StepUse(numbers=numbers, idle_s=named)
 
 
 def sync_facts(report: SyncReport) -> dict[str, float | str]:
@@ -125,6 +147,7 @@ def sync_facts(report: SyncReport) -> dict[str, float | str]:
     return {
         "version": report.version,
         "sync_ms": report.total_s * 1000,
+        "copy_ms": report.copy_s * 1000,
         "prepare_ms": report.prepare_s * 1000,
         "transfer_ms": report.transfer_s * 1000,
         "adopt_ms": report.adopt_s * 1000,

@@ -9,137 +9,179 @@ The same path serves a new run, a run whose worker died, and a run whose control
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Collection
 
 from services.common.clock import Clock
 from services.common.errors import FailedPreconditionError
 from services.common.fields import partition_id
 from services.common.spec.run import RunSpec
+from services.controller.rules.ledger import Ledger
+from services.controller.rules.prompts import PromptOrder
+from services.controller.rules.scores import Evaluation
+from services.controller.rules.validation import BegunEvaluation
 from services.controller.run.assembly import (
     Assembly,
     create_partitions,
     drop_partitions,
     training_fields,
 )
+from services.controller.run.checkpoints import Checkpoints
+from services.controller.run.early import EarlyGroups
 from services.controller.run.evaluation import Evaluator
 from services.controller.run.generation import Generation
 from services.controller.run.handout import Handout
 from services.controller.run.journal import Journal, Recovered
-from services.controller.run.ledger import Ledger
+from services.controller.run.live import LiveRun
 from services.controller.run.progress import Progress
-from services.controller.run.prompts import PromptOrder
-from services.controller.run.scores import Evaluation
+from services.controller.run.publishing import Publishing
+from services.controller.run.requests import CurrentSpec, Mailbox
+from services.controller.run.steps import Steps
 from services.controller.run.stored import StoredGroups
-from services.controller.run.validation import BegunEvaluation
+from services.controller.run.waits import Waits
+from services.controller.store.requests import Request
 from services.transferqueue.client import TransferQueueClient
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
-    """A run that can go on."""
-
-    parts: Assembly
-    ledger: Ledger
-    generation: Generation
-    evaluator: Evaluator
-    progress: Progress
-    begun: int | None
-    """The step that the trainer was asked for and that is not committed."""
-    step: int
-    """The last committed step."""
-    version_offset: int
-    """What weight versions are above their steps."""
-    published: int
-    """The newest published weight version; -1 before the first."""
-
-    def summary(self) -> dict[str, object]:
-        """What the run has achieved so far."""
-        return self.progress.summary(self.ledger.counts(), self.ledger.reasons())
-
-
 async def restore(
-    run_id: str,
-    spec: RunSpec,
+    spec: CurrentSpec,
     parts: Assembly,
     *,
     journal: Journal,
     queue: TransferQueueClient,
     clock: Clock,
+    mailbox: Mailbox,
     lost_workers: Collection[str],
-    on_evaluation: Callable[[BegunEvaluation | Evaluation], Awaitable[None]],
-) -> Restored:
+) -> LiveRun:
     """Rebuild everything that the loop keeps in memory.
 
     Args:
-        run_id: The run.
-        spec: Its specification.
+        spec: The run's specification, as it is now.
         parts: Its workers.
         journal: Its record.
         queue: Holds its samples.
         clock: For stalls.
+        mailbox: What it is asked for.
         lost_workers: Rollouts that died since the loop was entered before.
-        on_evaluation: Hears of evaluations that begin and end.
 
     Raises:
         FailedPreconditionError: If trainer and database are not of the same run.
     """
-    recovered = await journal.load()
+    run_id, recovered = journal.run_id, await journal.load()
     if parts.trained < recovered.step:
-        recovered = await _rewind(run_id, spec, parts, recovered, journal=journal, queue=queue)
+        recovered = await _rewind(run_id, spec.now, parts, recovered, journal=journal, queue=queue)
     _check_same_run(parts, recovered)
     ledger = Ledger.restore(
-        recovered.ledger, max_attempts=spec.rollout.max_attempts, now=clock.monotonic()
+        recovered.ledger, max_attempts=spec.now.rollout.max_attempts, now=clock.monotonic()
     )
-    progress = Progress(spec.algorithm.max_staleness)
+    progress = Progress(spec.now.algorithm.max_staleness)
     progress.restore(recovered.run.summary, steps=recovered.step, syncs_ms=recovered.syncs_ms)
-    order = PromptOrder(
+    order = _order(spec, parts, recovered)
+    generation = _generation(
+        spec, parts, journal=journal, queue=queue, clock=clock, ledger=ledger, order=order
+    )
+
+    async def tell(what: BegunEvaluation | Evaluation, request: Request | None) -> None:
+        await live.evaluated(what, request)
+
+    evaluator = Evaluator(spec, run_id, parts, queue=queue, mailbox=mailbox, tell=tell)
+    waits = Waits()
+    steps = Steps(
+        run_id=run_id,
+        spec=spec,
+        journal=journal,
+        waits=waits,
+        parts=parts,
+        ledger=ledger,
+        generation=generation,
+        progress=progress,
+        version_offset=recovered.version_offset,
+    )
+    publishing = Publishing(
+        spec=spec,
+        journal=journal,
+        parts=parts,
+        ledger=ledger,
+        generation=generation,
+        evaluator=evaluator,
+        progress=progress,
+        version_offset=recovered.version_offset,
+    )
+    live = LiveRun(
+        spec=spec,
+        clock=clock,
+        journal=journal,
+        mailbox=mailbox,
+        waits=waits,
+        parts=parts,
+        ledger=ledger,
+        generation=generation,
+        evaluator=evaluator,
+        progress=progress,
+        steps=steps,
+        early=EarlyGroups(trainer=parts.trainer, ledger=ledger, generation=generation, waits=waits),
+        publishing=publishing,
+        checkpoints=Checkpoints(
+            run_id, keep=spec.now.trainer.checkpoint.keep, journal=journal, queue=queue
+        ),
+        version_offset=recovered.version_offset,
+        step=recovered.step,
+        begun=recovered.begun.step if recovered.begun is not None else None,
+        published=recovered.run.weight_version,
+    )
+    await evaluator.restore(recovered.evaluated, recovered.begun_evaluation)
+    await generation.restore(lost_workers, is_queue_empty=parts.is_queue_empty)
+    return live
+
+
+def _order(spec: CurrentSpec, parts: Assembly, recovered: Recovered) -> PromptOrder:
+    """Where the run was in its prompts."""
+    return PromptOrder(
         parts.num_train_rows,
-        seed=spec.seed,
-        shuffle=spec.data.shuffle,
+        seed=spec.now.seed,
+        shuffle=spec.now.data.shuffle,
         position=recovered.ledger.position,
         quarantined=recovered.quarantined_rows,
         returned=recovered.ledger.returned,
     )
+
+
+def _generation(
+    spec: CurrentSpec,
+    parts: Assembly,
+    *,
+    journal: Journal,
+    queue: TransferQueueClient,
+    clock: Clock,
+    ledger: Ledger,
+    order: PromptOrder,
+) -> Generation:
+    """Hands out prompts, and holds what comes back."""
     stored = StoredGroups(
         queue,
-        partition_id(run_id, "train"),
-        group_size=spec.samples_per_group,
-        required_fields=training_fields(spec),
+        partition_id(journal.run_id, "train"),
+        group_size=spec.now.samples_per_group,
+        required_fields=training_fields(spec.now),
     )
-    generation = Generation(
+    handout = Handout(
+        spec,
+        journal.run_id,
+        ledger=ledger,
+        order=order,
+        journal=journal,
+        replicas=parts.replicas,
+        stored=stored,
+        clock=clock,
+    )
+    return Generation(
         spec,
         ledger=ledger,
         order=order,
         journal=journal,
         replicas=parts.replicas,
         stored=stored,
-        handout=Handout(
-            spec,
-            run_id,
-            ledger=ledger,
-            order=order,
-            journal=journal,
-            replicas=parts.replicas,
-            stored=stored,
-            clock=clock,
-        ),
-    )
-    evaluator = Evaluator(spec, run_id, parts, queue=queue, tell=on_evaluation)
-    await evaluator.restore(recovered.evaluated, recovered.begun_evaluation)
-    await generation.restore(lost_workers, is_queue_empty=parts.is_queue_empty)
-    return Restored(
-        parts=parts,
-        ledger=ledger,
-        generation=generation,
-        evaluator=evaluator,
-        progress=progress,
-        begun=recovered.begun.step if recovered.begun is not None else None,
-        step=recovered.step,
-        version_offset=recovered.version_offset,
-        published=recovered.run.weight_version,
+        handout=handout,
     )
 
 

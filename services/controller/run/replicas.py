@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack
 from services.common.errors import ServiceError, UnavailableError
 from services.common.grpc_client import open_channel
 from services.common.task_group import TaskGroup
-from services.controller.membership import Worker
-from services.controller.run.placement import Placement
+from services.controller.membership.registry import Worker
+from services.controller.rules.placement import Placement
 from services.rollout.client import GroupAssignment, RolloutClient
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,7 @@ class Replicas:
         self._placement = Placement()
         self._lent: set[str] = set()
         self._behind: set[str] = set()
+        self._progress: dict[str, tuple[float, float]] = {}
 
     async def open(self, workers: Iterable[Worker]) -> None:
         """Connect to the rollouts."""
@@ -83,14 +84,24 @@ class Replicas:
             self._behind.discard(name)
             self._placement.bring_back(name)
 
-    def idle_seconds(self) -> float:
-        """Mean of the seconds that the rollouts have been without work."""
-        idle = [worker.gauges.get("idle_seconds", 0.0) for worker in self._workers.values()]
-        return sum(idle) / max(len(idle), 1)
+    def idle_seconds(self) -> dict[str, float]:
+        """Seconds that each rollout has been without work so far."""
+        return {
+            name: worker.gauges.get("idle_seconds", 0.0) for name, worker in self._workers.items()
+        }
 
     def tokens_total(self) -> float:
         """Tokens generated so far."""
         return sum(worker.gauges.get("tokens_total", 0.0) for worker in self._workers.values())
+
+    def moved_at(self, worker_id: str, *, now: float) -> float:
+        """When a rollout was first seen with as many tokens as it has now, in monotonic seconds."""
+        worker = self._workers.get(worker_id)
+        tokens = worker.gauges.get("tokens_total", 0.0) if worker is not None else 0.0
+        known, since = self._progress.get(worker_id, (-1.0, now))
+        since = since if tokens == known else now
+        self._progress[worker_id] = (tokens, since)
+        return since
 
     def choose(self, group_id: str) -> tuple[str, int]:
         """The rollout for a group, and the weight version it serves.
@@ -144,6 +155,16 @@ class Replicas:
                     tasks.create_task(self._clients[name].interrupt_groups())
         except* ServiceError as errors:
             logger.warning("a rollout did not answer", extra={"why": str(errors)})
+
+    async def put_down(self, group_ids: Sequence[str]) -> None:
+        """Stop groups wherever they run; what they have is cached, and each is reported."""
+        try:
+            async with TaskGroup() as tasks:
+                for client in self._clients.values():
+                    tasks.create_task(client.interrupt_groups(group_ids))
+        except* ServiceError as errors:
+            logger.warning("a rollout did not stop its groups", extra={"why": str(errors)})
+            await self.cancel(group_ids)
 
     async def cancel(self, group_ids: Sequence[str]) -> None:
         """End groups wherever they run. A rollout that does not answer is found dead elsewhere."""

@@ -7,15 +7,16 @@ fewer   the loop is left, those that are too many are ended -> entered again; th
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from services.common.errors import ServiceError
 from services.common.spec.run import RunSpec
 from services.common.task_group import TaskGroup
 from services.controller.launch.launcher import Launcher, WorkerExit, worker_names
-from services.controller.membership import Membership
+from services.controller.membership.registry import Membership
 from services.controller.run.journal import Journal
 from services.controller.run.losses import WorkerLostError, leaves
+from services.controller.run.requests import CurrentSpec, Mailbox
 from services.controller.store.records import Note
 
 logger = logging.getLogger(__name__)
@@ -30,18 +31,29 @@ class Resizing:
 
     Args:
         run_id: The run.
+        spec: Its specification, as it is now.
         launcher: Starts and ends workers.
         membership: Where they register.
         journal: The run's record.
+        mailbox: Holds the request for another size.
     """
 
     def __init__(
-        self, run_id: str, *, launcher: Launcher, membership: Membership, journal: Journal
+        self,
+        run_id: str,
+        spec: CurrentSpec,
+        *,
+        launcher: Launcher,
+        membership: Membership,
+        journal: Journal,
+        mailbox: Mailbox,
     ) -> None:
         self._run_id = run_id
+        self._spec = spec
         self._launcher = launcher
         self._membership = membership
         self._journal = journal
+        self._mailbox = mailbox
         self._asked = asyncio.Event()
         self._failed = asyncio.Event()
         self._failure = ""
@@ -59,21 +71,14 @@ class Resizing:
         self._failed.set()
         return True
 
-    async def watch(
-        self,
-        current: RunSpec,
-        wanted: Callable[[], RunSpec],
-        give_up: Callable[[], None],
-        *,
-        absent: Collection[str] = (),
-    ) -> None:
+    async def watch(self, entered: RunSpec, *, absent: Collection[str] = ()) -> None:
         """Get the rollouts that are wanted ready, while the run goes on with others.
 
+        If new ones do not come up, the run keeps the size that it has.
+
         Args:
-            current: What the loop was entered with.
-            wanted: What is asked for now.
-            give_up: Called when new rollouts do not come up: the run keeps the size that it has.
-            absent: Rollouts of ``current`` that were lost; the loop was entered without them.
+            entered: What the loop was entered with.
+            absent: Rollouts of it that were lost; the loop was entered without them.
 
         Raises:
             ResizedError: Once the loop can be entered with all that are wanted.
@@ -81,32 +86,45 @@ class Resizing:
         """
         while True:
             self._asked.clear()
-            if absent or _rollouts(wanted()) != _rollouts(current):
-                self._new = _rollouts(wanted()) - _rollouts(current)
-                if await self._bring_up(wanted()):
+            if absent or self._wanted() != _rollouts(entered):
+                self._new = self._wanted() - _rollouts(entered)
+                if await self._bring_up():
                     raise ResizedError
-                give_up()
+                size = {"replicas": entered.rollout.replicas}
+                rollout = self._spec.now.rollout.model_copy(update=size)
+                self._spec.now = self._spec.now.model_copy(update={"rollout": rollout})
             await self._asked.wait()
+            if self._wanted() == _rollouts(entered):
+                await self.confirm()
 
-    async def settle(self, spec: RunSpec) -> dict[str, str]:
+    async def confirm(self) -> None:
+        """The run has the size that was asked for, if one was."""
+        if self._mailbox.get("resize") is not None:
+            await self._tell("Resized")
+
+    async def settle(self) -> dict[str, str]:
         """End rollouts that are too many; returns what was ended, with why."""
         workers = self._membership.workers(self._run_id, "rollout")
-        gone = {worker.worker_id for worker in workers} - _rollouts(spec)
+        gone = {worker.worker_id for worker in workers} - self._wanted()
         await self._end(gone)
-        count = spec.rollout.replicas
-        kind = "Resized" if gone or self._new else "Replaced"
+        await self._tell("Resized" if gone or self._new else "Replaced")
         self._new = set()
-        await self._journal.note(Note(kind, f"{count} rollouts", {"replicas": count}))
         return dict.fromkeys(gone, "was one too many")
 
-    def absent(self, spec: RunSpec) -> set[str]:
+    def absent(self) -> set[str]:
         """Rollouts that have yet to load, if others can go on without them."""
-        loaded, wanted = self._loaded(), _rollouts(spec)
+        loaded, wanted = self._loaded(), self._wanted()
         return wanted - loaded if wanted & loaded else set()
 
-    async def _bring_up(self, spec: RunSpec) -> bool:
+    async def _tell(self, kind: str) -> None:
+        count, request = self._spec.now.rollout.replicas, self._mailbox.get("resize")
+        note = Note(kind, f"{count} rollouts", {"replicas": count})
+        await self._journal.note(note, also=self._mailbox.done(request))
+
+    async def _bring_up(self) -> bool:
         """Start the rollouts that are missing; whether they loaded."""
         self._failed.clear()
+        spec, request = self._spec.now, self._mailbox.get("resize")
 
         def missing() -> list[str]:
             return sorted(_rollouts(spec) - self._loaded())
@@ -126,7 +144,8 @@ class Resizing:
                 raise
             why = "; ".join(str(leaf) for leaf in leaves(error))
             logger.warning("new rollouts did not start", extra={"run": self._run_id, "why": why})
-            await self._journal.note(Note("ResizeFailed", why, {"workers": sorted(self._new)}))
+            note = Note("ResizeFailed", why, {"workers": sorted(self._new)})
+            await self._journal.note(note, also=self._mailbox.done(request))
             await self._end(self._new)
             self._new = set()
             return False
@@ -140,6 +159,9 @@ class Resizing:
         for worker_id in sorted(names):
             await self._launcher.end(self._run_id, worker_id)
             await self._membership.forget(self._run_id, worker_id)
+
+    def _wanted(self) -> set[str]:
+        return _rollouts(self._spec.now)
 
     def _loaded(self) -> set[str]:
         workers = self._membership.workers(self._run_id, "rollout")

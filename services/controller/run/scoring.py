@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 from services.common.batch import KVBatchMeta
 from services.common.grpc_client import open_channel
 from services.common.task_group import TaskGroup
-from services.controller.membership import Worker
+from services.controller.membership.registry import Worker
 from services.trainer.client import ScoringClient
 from services.transferqueue.client import TransferQueueClient
 

@@ -2,137 +2,158 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from services.common import tracing
-from services.common.spec.run import RunSpec
 from services.common.task_group import TaskGroup
 from services.controller import metrics
-from services.controller.run.groups import Group, GroupState
+from services.controller.rules.groups import Group, GroupState
+from services.controller.rules.histograms import Histogram
+from services.controller.rules.ledger import Ledger
+from services.controller.run.assembly import Assembly
+from services.controller.run.generation import Generation
 from services.controller.run.journal import Journal
-from services.controller.run.progress import StepMeter
-from services.controller.run.recovery import Restored
+from services.controller.run.progress import Progress, StepMeter
+from services.controller.run.requests import CurrentSpec
+from services.controller.run.stored import reward_terms, spread_of
 from services.controller.run.waits import Waits
 from services.controller.store.records import Note
 from services.trainer.client import TrainedStep
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """Trains steps of one run, each exactly once.
+    """Trains steps of one run, each exactly once."""
 
-    Args:
-        run_id: The run.
-        spec: Its specification.
-        journal: Its record.
-        waits: What was waited for since the last step.
-    """
+    run_id: str
+    spec: CurrentSpec
+    journal: Journal
+    waits: Waits
+    """What was waited for since the last step."""
+    parts: Assembly
+    ledger: Ledger
+    generation: Generation
+    progress: Progress
+    version_offset: int
+    """What weight versions are above their steps."""
+    meter: StepMeter = field(default_factory=StepMeter)
 
-    def __init__(self, run_id: str, spec: RunSpec, journal: Journal, waits: Waits) -> None:
-        self._run_id = run_id
-        self._spec = spec
-        self._journal = journal
-        self._waits = waits
-        self._meter = StepMeter()
-
-    async def begin(self, state: Restored, step: int, batch: Sequence[Group]) -> None:
+    async def begin(self, step: int, batch: Sequence[Group]) -> None:
         """Write down which groups a step trains, before the trainer is asked."""
-        version, begin_ns = step - 1 + state.version_offset, time.time_ns()
-        await self._journal.begin_step(step, state.ledger, version=version, groups=batch)
+        version, begin_ns = step - 1 + self.version_offset, time.time_ns()
+        await self.journal.begin_step(step, self.ledger, version=version, groups=batch)
         tracing.record("group.acquire", self._traces(batch), begin_ns=begin_ns, step=step)
 
-    async def train(
-        self, state: Restored, step: int, batch: Sequence[Group], *, begin: float
-    ) -> None:
+    async def train(self, step: int, batch: Sequence[Group], *, begin: float) -> None:
         """Have the trainer train a step, commit it, and delete its samples."""
         with tracing.span(
-            "step", tracing.of_step(self._run_id, step), is_first=True, run=self._run_id, step=step
+            "step", tracing.of_step(self.run_id, step), is_first=True, run=self.run_id, step=step
         ):
-            await self._train(state, step, batch, begin=begin)
+            await self._train(step, batch, begin=begin)
 
-    async def _train(
-        self, state: Restored, step: int, batch: Sequence[Group], *, begin: float
-    ) -> None:
+    async def _train(self, step: int, batch: Sequence[Group], *, begin: float) -> None:
         # A trainer that has trained the step repeats its answer, even if the samples are gone since.
-        stored = [group for group in batch if group in state.generation.stored]
-        version, timeout_s = step - 1 + state.version_offset, self._spec.limits.step_timeout_s
-        samples = state.generation.stored.meta(stored)
-        if state.parts.trained != step:
-            with self._waits("old_logprob"):
-                samples = await state.parts.scoring.add_proximal(
+        stored = [group for group in batch if group in self.generation.stored]
+        version, timeout_s = step - 1 + self.version_offset, self.spec.now.limits.step_timeout_s
+        samples = self.generation.stored.meta(stored)
+        if self.parts.trained != step:
+            with self.waits("old_logprob"):
+                samples = await self.parts.scoring.add_proximal(
                     samples, weight_version=version, timeout_s=timeout_s
                 )
-        critic = state.parts.critic
-        with self._waits("values"):
+        critic = self.parts.critic
+        with self.waits("values"):
             samples = await critic.add_values(samples, weight_version=version, timeout_s=timeout_s)
-        wait_s, waits = self._waits.for_data(), self._waits.take()
-        async with TaskGroup() as tasks:
-            training = tasks.create_task(
-                state.parts.trainer.train_step(
-                    step, samples, weight_version=version, waits=waits, timeout_s=timeout_s
+        async with self._weights_may_change():
+            wait_s, waits = self.waits.for_data(), self.waits.take()
+            async with TaskGroup() as tasks:
+                training = tasks.create_task(
+                    self.parts.trainer.train_step(
+                        step, samples, weight_version=version, waits=waits, timeout_s=timeout_s
+                    )
                 )
-            )
-            learning = tasks.create_task(
-                critic.train(step, samples, weight_version=version, timeout_s=timeout_s)
-            )
+                learning = tasks.create_task(
+                    critic.train(step, samples, weight_version=version, timeout_s=timeout_s)
+                )
         trained = training.result()
-        trained = replace(trained, metrics={**trained.metrics, **learning.result()})
-        await self._commit(state, step, batch, trained, begin=begin, wait_s=wait_s)
-        await state.generation.release(stored)
+        trained = replace(
+            trained, metrics={**trained.metrics, **learning.result(), **reward_terms(samples)}
+        )
+        spread = spread_of(samples, weight_version=version)
+        await self._commit(step, batch, trained, spread=spread, begin=begin, wait_s=wait_s)
+        await self.generation.release(stored)
 
-    async def settle(self, state: Restored, step: int) -> bool:
+    @asynccontextmanager
+    async def _weights_may_change(self) -> AsyncIterator[None]:
+        """Wait until the trainer's weights are not being copied."""
+        turn = self.parts.weights.turn
+        with self.waits("weight_sync"):
+            await turn.acquire()
+        try:
+            yield
+        finally:
+            turn.release()
+
+    async def settle(self, step: int) -> bool:
         """Finish the step that was begun, or put its groups back if their samples are gone.
 
         Returns:
             Whether the step is trained.
         """
-        batch = state.ledger.in_state(GroupState.TRAINING)
-        lost = [group for group in batch if group not in state.generation.stored]
-        if state.parts.trained == step or not lost:
-            await self.train(state, step, batch, begin=time.perf_counter())
+        batch = self.ledger.in_state(GroupState.TRAINING)
+        lost = [group for group in batch if group not in self.generation.stored]
+        if self.parts.trained == step or not lost:
+            await self.train(step, batch, begin=time.perf_counter())
             return True
-        state.ledger.put_back(batch)
+        self.ledger.put_back(batch)
         for group in lost:
-            state.ledger.requeue(group)
-        await self._journal.forget_step(step, state.ledger)
+            self.ledger.requeue(group)
+        await self.journal.forget_step(step, self.ledger)
         return False
 
     async def _commit(
         self,
-        state: Restored,
         step: int,
         batch: Sequence[Group],
         trained: TrainedStep,
         *,
+        spread: Mapping[str, Histogram],
         begin: float,
         wait_s: float,
     ) -> None:
         """Record a step and everything it consumed, in one transaction."""
         begin_ns = time.time_ns()
         numbers = _finite(trained.metrics)
-        state.ledger.consume(batch)
-        state.progress.stepped(numbers)
-        metrics.observe_step(self._run_id, step, numbers, state.ledger.counts())
-        data = {
+        self.ledger.consume(batch)
+        self.progress.stepped(numbers)
+        metrics.observe_step(self.run_id, step, numbers, self.ledger.counts())
+        use = self.meter.measure(self.parts.replicas, time.perf_counter() - begin)
+        data: dict[str, Any] = {
             "step": step,
             **numbers,
             "trainer_wait_s": wait_s,
-            **self._meter.measure(state.parts.replicas, time.perf_counter() - begin),
-            "ready_groups": state.ledger.count(GroupState.READY),
-            "running_groups": len(state.ledger.running()),
+            **use.numbers,
+            **self.progress.take_sync(),
+            "ready_groups": self.ledger.count(GroupState.READY),
+            "running_groups": len(self.ledger.running()),
+            "histograms": spread,
         }
         text = f"step {step} is trained"
         if trained.skipped:
             data["is_skipped"] = 1.0
             text = f"step {step} left the weights as they were: {_why_skipped(trained.metrics)}"
-        note = Note("StepCommitted", text, data, step, None, state.summary())
-        await self._journal.commit_step(step, state.ledger, note=note, metrics=data)
+        told = {**data, "rollouts": {"idle_s": use.idle_s}}
+        note = Note("StepCommitted", text, told, step, None, self.progress.summary(self.ledger))
+        await self.journal.commit_step(step, self.ledger, note=note, metrics=data)
         tracing.record(
             "group.settle", self._traces(batch), begin_ns=begin_ns, step=step, outcome="consumed"
         )
 
     def _traces(self, batch: Sequence[Group]) -> list[tracing.Trace]:
-        return tracing.of_groups(self._run_id, (group.group_id for group in batch))
+        return tracing.of_groups(self.run_id, (group.group_id for group in batch))
 
 
 def _finite(numbers: Mapping[str, float]) -> dict[str, float]:

@@ -10,7 +10,9 @@ from services.common.batch import KVBatchMeta
 from services.common.columns import MISSING, TagValues, pick
 from services.common.fields import group_of, sample_key
 from services.common.spec.algorithm import AlgorithmSpec
-from services.controller.run.groups import Group
+from services.controller.rules.groups import Group
+from services.controller.rules.histograms import Histogram, histogram
+from services.controller.rules.terms import term_means
 from services.transferqueue.client import TransferQueueClient
 
 
@@ -202,6 +204,34 @@ def why_unfit(samples: GroupSamples, algorithm: AlgorithmSpec, *, may_refill: bo
     if algorithm.dynamic_sampling and may_refill and max(rewards) - min(rewards) <= 1e-9:
         return "equal_rewards"
     return None
+
+
+def reward_terms(samples: KVBatchMeta) -> dict[str, float]:
+    """Means of the named terms of rewards that counted, as a step's metrics."""
+    if not samples.num_keys:
+        return {}
+    tags = zip(
+        samples.tag("terms"), samples.tag("finish_reason"), samples.tag("greedy"), strict=True
+    )
+    return term_means(
+        str(terms) for terms, finish, greedy in tags if finish != "failed" and not greedy
+    )
+
+
+def spread_of(samples: KVBatchMeta, *, weight_version: int) -> dict[str, Histogram]:
+    """How the samples of a step spread; nothing without any.
+
+    Args:
+        samples: The batch.
+        weight_version: Version that the step is trained from.
+    """
+    if not samples.num_keys:
+        return {}
+    oldest = cast("Sequence[int]", samples.tag("v_min"))
+    return {
+        "staleness": histogram(weight_version - one for one in oldest if one >= 0),
+        "response_tokens": histogram(cast("Sequence[int]", samples.tag("response_tokens"))),
+    }
 
 
 def _split(batch: KVBatchMeta) -> Iterator[tuple[str, GroupSamples]]:

@@ -15,22 +15,32 @@ class Waits:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self._worked = 0.0
+        self.current: Wait | None = None
+        """What is waited for now."""
 
     @contextmanager
     def __call__(self, reason: Wait) -> Iterator[None]:
         """Add the time of the block to ``reason``."""
-        start = time.perf_counter()
+        start, before = time.perf_counter(), self.current
+        self.current = reason
         try:
             yield
         finally:
+            self.current = before
             spent = time.perf_counter() - start
             self.seconds[reason] = self.seconds.get(reason, 0.0) + spent
 
+    def worked(self, seconds: float) -> None:
+        """The trainer had groups of the next batch for so long while the others were waited for."""
+        self._worked += seconds
+
     def for_data(self) -> float:
-        """Seconds for which no batch could be formed."""
-        return self.seconds.get("no_data", 0.0) + self.seconds.get("barrier", 0.0)
+        """Seconds for which no batch could be formed, and the trainer had nothing to do."""
+        waited = self.seconds.get("no_data", 0.0) + self.seconds.get("barrier", 0.0)
+        return max(waited - self._worked, 0.0)
 
     def take(self) -> dict[str, float]:
         """What was spent so far; from now on it counts anew."""
-        spent, self.seconds = self.seconds, {}
+        spent, self.seconds, self._worked = self.seconds, {}, 0.0
         return spent

@@ -12,12 +12,13 @@ from services.common.errors import (
     ServiceError,
 )
 from services.common.grpc_client import open_channel
+from services.common.spec.weight_modes import HOST_MODE, MODES, TRANSPORTS, transport_of
 from services.common.spec.weight_sync import WeightSyncSpec
 from services.common.task_group import TaskGroup
-from services.common.weightsync.client import WeightSyncClient
-from services.common.weightsync.plan import TensorSpec, WeightPlan, fsdp_shards, make_plan
-from services.controller.membership import Worker
+from services.controller.membership.registry import Worker
 from services.controller.run.losses import UnansweringError
+from services.weightsync.client import WeightSyncClient
+from services.weightsync.plan import TensorSpec, WeightPlan, fsdp_shards, make_plan
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,6 @@ _T = TypeVar("_T")
 _PROBE_EVERY_S = 0.5
 # Of many members each is asked less often and gets longer to answer: asking takes this process's time too.
 _PROBES_PER_S = 250
-_NCCL_BUCKET, _GLOO_BUCKET = 512 << 20, 64 << 20
 
 
 class WeightMembers:
@@ -41,7 +41,7 @@ class WeightMembers:
     def __init__(self, run_id: str, spec: WeightSyncSpec) -> None:
         self._run_id = run_id
         self._spec = spec
-        self._mode = spec.mode
+        self._mode: str = spec.mode
         self._stack = AsyncExitStack()
         self._tensors: tuple[TensorSpec, ...] = ()
         self._bucket_bytes = 0
@@ -74,13 +74,13 @@ class WeightMembers:
         self._make_plan(described.device)
         self.rollouts = {w.worker_id: await self._connect(w.address) for w in rollouts}
         await self._agree(self.all())
-        if self._mode != "cpu_async" and self._share_gpus():
+        if not MODES[self._mode].through_host and self._share_gpus():
             logger.warning(
                 "trainer and rollouts share GPUs, between which NCCL sends nothing: weights go through host "
                 "memory; give each a GPU of its own for speed",
                 extra={"run": self._run_id, "devices": str(self._devices)},
             )
-            self._mode = "cpu_async"
+            self._mode = HOST_MODE
             self._make_plan(described.device)
             await self._agree(self.all())
 
@@ -110,26 +110,20 @@ class WeightMembers:
         Raises:
             FailedPreconditionError: If there is none, saying who has what.
         """
-        wanted = self._spec.backend
-        if self._mode == "cpu_async":
-            if wanted == "nccl":
-                raise FailedPreconditionError(
-                    "weight_sync.mode cpu_async, which is also taken when members share a GPU, goes through "
-                    "host memory, which NCCL does not reach; set weight_sync.backend to auto"
-                )
-            return "gloo"
-        found = {device.partition(":")[0] for device in self._devices.values()}
+        wanted, mode = self._spec.backend, MODES[self._mode]
+        found = {mode.wire_device(device) for device in self._devices.values()}
         if len(found) > 1:
             raise FailedPreconditionError(
                 f"trainer and rollouts keep their weights on different devices: {self._devices}; give all of "
-                "them a GPU or none, or set weight_sync.mode to cpu_async"
+                f"them a GPU or none, or set weight_sync.mode to {HOST_MODE}"
             )
         (device,) = found
-        fitting = "nccl" if device == "cuda" else "gloo"
+        fitting = transport_of(device)
         if wanted not in ("auto", fitting):
             raise FailedPreconditionError(
-                f"weight_sync.backend is {wanted}, but the weights of all members lie on {device}, which "
-                f"{fitting} carries; set it to auto, or weight_sync.mode to cpu_async"
+                f"weight_sync.backend is {wanted}, but in mode {self._mode} weights travel from {device} to "
+                f"{device}, which {fitting} carries; set weight_sync.backend to auto, or for weights that go "
+                f"through host memory weight_sync.mode to {HOST_MODE}"
             )
         return fitting
 
@@ -181,10 +175,8 @@ class WeightMembers:
                     probes.create_task(_probe(name, member, timeout_s))
 
     def _make_plan(self, device: str) -> None:
-        is_on_gpu = device != "cpu" and self._mode != "cpu_async"
-        self._bucket_bytes = self._spec.bucket_bytes or (
-            _NCCL_BUCKET if is_on_gpu else _GLOO_BUCKET
-        )
+        transport = TRANSPORTS[transport_of(MODES[self._mode].wire_device(device))]
+        self._bucket_bytes = self._spec.bucket_bytes or transport.bucket_bytes
         shards = fsdp_shards(self._tensors, len(self.sources))
         self.plan = make_plan(self._tensors, self._bucket_bytes, shards)
 
@@ -242,4 +234,4 @@ async def _probe(name: str, member: WeightSyncClient, timeout_s: float) -> None:
     try:
         await member.alive(timeout_s=timeout_s)
     except ServiceError as error:
-        raise UnansweringError(name, str(error)) from error
+        raise UnansweringError(name, f"does not answer: {error}") from error

@@ -2,7 +2,7 @@
 
     agree_plan   every member answers with the hash of the plan that it made: all must be equal
     form         one group of trainer ranks and rollouts, under a higher epoch each time
-    prepare      everybody is ready, or no collective starts; the trainer copies its weights
+    prepare      the trainer copies its weights and may train on; everybody is ready, or no collective starts
     transfer     receivers verify what arrived and hold it beside their live weights
     adopt        each rollout puts the verified version into service
     check        each rollout scores a short text as the trainer does: now it is ready
@@ -10,29 +10,34 @@
 Any failure aborts the epoch. Members that do not answer the abort are lost; the others form the next epoch
 and the version is sent again. Live weights change in adopt only, so nobody serves half a version meanwhile.
 A rollout that comes later is a member of the next session, which the run's loop opens with all there are.
+Training waits for the copy alone. Of what it makes while a version is on its way, the newest is published
+next, and nothing in between.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from services.common import tracing
-from services.common.errors import ServiceError, UnavailableError
+from services.common.errors import DeadlineExceededError, ServiceError, UnavailableError
+from services.common.spec.weight_modes import TRANSPORTS
 from services.common.spec.weight_sync import WeightSyncSpec
-from services.common.task_group import TaskGroup
-from services.common.weightsync.canary import Canary, canary_tolerance
-from services.common.weightsync.plan import version_digest
 from services.controller import metrics
-from services.controller.membership import Worker
-from services.controller.run.weight_members import WeightMembers, first_error
+from services.controller.membership.registry import Worker
+from services.controller.run.losses import LateError
+from services.controller.run.weight_members import WeightMembers
+from services.weightsync.canary import Canary, canary_tolerance
+from services.weightsync.client import WeightSyncClient
+from services.weightsync.plan import version_digest
 
 logger = logging.getLogger(__name__)
 
-# Slowest wire that a deadline still allows for, in bytes per second.
-_LEAST_RATE = {"gloo": 100e6, "nccl": 5e9}
 _LEAST_TIMEOUT_S = 1.5
+# A rollout that drains for so long is taken for dead, should its own watch over its engine have failed.
+_DRAINING_S = 7 * 86_400.0
 # Tries of one version while nobody is lost: a busy machine misses a deadline, a bit flips.
 _MAX_TRIES = 5
 
@@ -45,8 +50,10 @@ class SyncReport:
     digest: str
     num_bytes: int
     """On the wire, from all sources."""
+    copy_s: float
+    """Until the trainer had copied its weights and scored the canary: what its next step waits for."""
     prepare_s: float
-    """Until everybody was ready; the trainer copies its weights here."""
+    """Until everybody was ready, the copy included."""
     transfer_s: float
     """Until every rollout had verified what it received."""
     adopt_s: float
@@ -70,11 +77,16 @@ class WeightSession:
     Args:
         spec: Mode, buckets and deadlines.
         run_id: Names the rendezvous scopes.
+        drains: Whether rollouts finish what they generate before they adopt, for as long as that makes
+            progress.
         first_epoch: Epochs begin above it, so that members which knew an earlier session take part.
     """
 
-    def __init__(self, spec: WeightSyncSpec, run_id: str, *, first_epoch: int = 0) -> None:
+    def __init__(
+        self, spec: WeightSyncSpec, run_id: str, *, drains: bool = False, first_epoch: int = 0
+    ) -> None:
         self._spec = spec
+        self._adopt_s = _DRAINING_S if drains else spec.adopt_timeout_s
         self._run_id = run_id
         self._epoch = first_epoch
         self._is_formed = False
@@ -86,6 +98,8 @@ class WeightSession:
         """Newest version that was published; -1 before the first of the session."""
         # Held while a version is being replaced, and by an evaluation while it needs its version.
         self.pin = asyncio.Lock()
+        self.turn = asyncio.Lock()
+        """Held while the trainer's weights change, and while they are copied."""
 
     async def open(self, trainer: Worker, rollouts: list[Worker]) -> None:
         """Agree on a plan with the members and form their first group.
@@ -97,7 +111,7 @@ class WeightSession:
         await self._members.open(trainer, rollouts)
         self._backend = self._members.backend()
         self._timeout_s = self._spec.transfer_timeout_s or (
-            _LEAST_TIMEOUT_S + self._members.plan.num_bytes / _LEAST_RATE[self._backend]
+            _LEAST_TIMEOUT_S + self._members.plan.num_bytes / TRANSPORTS[self._backend].least_rate
         )
         await self._form()
 
@@ -116,32 +130,29 @@ class WeightSession:
             self._members.take_back(names)
             self._is_formed = False
 
-    async def publish(self, version: int) -> SyncReport:
-        """Bring a version from the trainer into service on every rollout that lives.
+    async def publish(self, newest: Callable[[], int]) -> SyncReport:
+        """Bring the trainer's newest version into service on every rollout that lives.
 
-        A version that the trainer has sent before is sent from its copy, also while it trains.
+        A version that the trainer has copied before is sent from its copy, also while it trains.
+
+        Args:
+            newest: The version that the trainer's weights have, asked once they cannot change.
 
         Raises:
+            LateError: If a rollout does not put it into service in time.
             ServiceError: If the trainer or all rollouts are lost, or if it fails although nobody is.
         """
-        with tracing.span(
-            "weight.sync",
-            tracing.of_sync(self._run_id, version),
-            is_first=True,
-            run=self._run_id,
-            version=version,
-        ):
-            return await self._publish_to_the_living(version)
-
-    async def _publish_to_the_living(self, version: int) -> SyncReport:
         lost: list[str] = []
-        tries = 0
-        async with self.pin:
+        tries, version = 0, -1
+        async with self.pin, AsyncExitStack() as copying:
             while True:
                 try:
                     if not self._is_formed:
                         await self._form()
-                    report = await self._publish(version, tuple(lost))
+                    if version < 0:
+                        await copying.enter_async_context(self.turn)
+                        version = newest()
+                    report = await self._publish(version, tuple(lost), copying.aclose)
                 except ServiceError as error:
                     metrics.WEIGHT_SYNCS.labels(self._run_id, error.reason).inc()
                     logger.warning(
@@ -149,31 +160,44 @@ class WeightSession:
                     )
                     self._is_formed = False
                     gone = await self._members.abort(self._epoch, str(error))
+                    if isinstance(error, LateError) and error.worker_id not in gone:
+                        raise  # it lives, and would keep the others waiting again
                     lost += gone
                     tries = 0 if gone else tries + 1
                     self._go_on_without(gone, error, tries)
                 else:
-                    metrics.observe_sync(self._run_id, report)
+                    _observe(self._run_id, report)
                     self.version = version
                     return report
 
-    async def _publish(self, version: int, lost: tuple[str, ...]) -> SyncReport:
-        epoch, members = self._epoch, self._members
+    async def _publish(
+        self, version: int, lost: tuple[str, ...], copied: Callable[[], Awaitable[None]]
+    ) -> SyncReport:
+        with tracing.span(
+            "weight.sync",
+            tracing.of_sync(self._run_id, version),
+            is_first=True,
+            run=self._run_id,
+            version=version,
+        ):
+            return await self._send(version, lost, copied)
+
+    async def _send(
+        self, version: int, lost: tuple[str, ...], copied: Callable[[], Awaitable[None]]
+    ) -> SyncReport:
+        members = self._members
         start = time.perf_counter()
-        held = await members.ask(
-            {
-                name: member.prepare(
-                    epoch, version, members.plan.plan_hash, timeout_s=self._spec.adopt_timeout_s
-                )
-                for name, member in members.all().items()
-            }
-        )
+        held = await self._prepare(version, members.sources)
+        canary = await self._score(version)
+        await copied()
+        copied_at = time.perf_counter()
+        held |= await self._prepare(version, members.rollouts)
         base = min(held.values()) if len(set(held.values())) == 1 else -1
         prepared = time.perf_counter()
         sent = await members.ask(
             {
                 name: member.transfer(
-                    epoch,
+                    self._epoch,
                     version,
                     base_version=base if base < version else -1,
                     timeout_s=self._timeout_s,
@@ -185,23 +209,14 @@ class WeightSession:
             [digest for name in members.sources for digest in sent[name].digests]
         )
         transferred = time.perf_counter()
-        with first_error():
-            async with TaskGroup() as tasks:
-                scoring = tasks.create_task(self._score(version))
-                stalls = await members.ask(
-                    {
-                        name: member.adopt(
-                            epoch, version, digest, timeout_s=self._spec.adopt_timeout_s
-                        )
-                        for name, member in members.rollouts.items()
-                    }
-                )
-                adopted = time.perf_counter()
-        await self._check(version, scoring.result())
+        stalls = await self._adopt(version, digest)
+        adopted = time.perf_counter()
+        await self._check(version, canary)
         return SyncReport(
             version=version,
             digest=digest,
             num_bytes=sum(sent[name].num_bytes for name in members.sources),
+            copy_s=copied_at - start,
             prepare_s=prepared - start,
             transfer_s=transferred - prepared,
             adopt_s=adopted - transferred,
@@ -209,6 +224,29 @@ class WeightSession:
             stall_s=max(stalls.values()),
             lost=lost,
         )
+
+    async def _prepare(self, version: int, some: Mapping[str, WeightSyncClient]) -> dict[str, int]:
+        """Have members get ready; returns which version each of them still holds."""
+        plan_hash = self._members.plan.plan_hash
+        return await self._members.ask(
+            {
+                name: member.prepare(self._epoch, version, plan_hash, timeout_s=self._adopt_s)
+                for name, member in some.items()
+            }
+        )
+
+    async def _adopt(self, version: int, digest: str) -> dict[str, float]:
+        """Have the rollouts serve a version; returns for how long each made no token."""
+
+        async def adopt(name: str, member: WeightSyncClient) -> float:
+            try:
+                return await member.adopt(self._epoch, version, digest, timeout_s=self._adopt_s)
+            except DeadlineExceededError as error:
+                what = f"put weight version {version} into service"
+                raise LateError(name, f"did not {what} within {self._adopt_s:.0f} s") from error
+
+        rollouts = self._members.rollouts
+        return await self._members.ask({name: adopt(name, rollouts[name]) for name in rollouts})
 
     async def _score(self, version: int) -> Canary:
         """What the trainer says about the canary; asked once, before it trains on."""
@@ -258,3 +296,18 @@ class WeightSession:
             ) from error
         if tries == _MAX_TRIES:
             raise error
+
+
+def _observe(run: str, report: SyncReport) -> None:
+    """Record a published version."""
+    phases = {
+        "prepare": report.prepare_s,
+        "transfer": report.transfer_s,
+        "adopt": report.adopt_s,
+        "check": report.check_s,
+        "total": report.total_s,
+    }
+    for phase, seconds in phases.items():
+        metrics.WEIGHT_SYNC_SECONDS.labels(run, phase).observe(seconds)
+    metrics.WEIGHT_SYNC_BYTES.labels(run).inc(report.num_bytes)
+    metrics.WEIGHT_SYNCS.labels(run, "ok").inc()

@@ -4,7 +4,7 @@
     Placed              every worker has a place to run, and runs
     WeightGroupReady    the trainer's weights can be sent to all who need them
     DataPlaneReady      the transferqueue takes its samples
-    Progressing         steps are trained
+    Progressing         steps are trained, none of them for much longer than the others
     Degraded            it goes on with less than it should have, or is being repaired
     CheckpointCurrent   the newest try to save it succeeded
 
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from services.controller.run.run_state import TERMINAL, RunState
+from services.controller.rules.run_state import TERMINAL, RunState
 
 ConditionType = Literal[
     "Admitted",
@@ -64,6 +64,7 @@ _TRAINS: Final = _Change("Progressing", "True", "Training", "steps are trained")
 _PLAIN: Final[dict[str, tuple[ConditionType, ConditionStatus]]] = {
     "Waiting": ("Admitted", "False"),
     "WorkerPending": ("Placed", "False"),
+    "NoProgress": ("Progressing", "False"),
     "ResizeFailed": ("Degraded", "True"),
     "CheckpointSaved": ("CheckpointCurrent", "True"),
     "CheckpointFailed": ("CheckpointCurrent", "False"),

@@ -6,7 +6,7 @@ from enum import StrEnum
 from operator import attrgetter
 from typing import NamedTuple
 
-from services.controller.run.prompts import ReturnedRows
+from services.controller.rules.prompts import ReturnedRows
 
 
 class GroupState(StrEnum):

@@ -4,6 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from services.controller.rules.terms import term_means
+
 
 @dataclass(frozen=True, slots=True)
 class Scored:
@@ -17,6 +19,8 @@ class Scored:
     answer: str
     """Equal for equal answers."""
     is_greedy: bool
+    terms: str = "{}"
+    """Named terms of the reward: a JSON object of numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +37,8 @@ class Evaluation:
     """Mean reward of sampled responses (mean@k); None without any."""
     by_source: dict[str, dict[str, float]]
     """The same two per data source and, of each prompt's k sampled responses, averaged over prompts: ``best``
-    (best@k), the highest reward, and ``maj`` (maj@k), the reward of the answer that most of them give."""
+    (best@k), the highest reward, and ``maj`` (maj@k), the reward of the answer that most of them give.
+    ``reward/NAME`` is the mean of a named term over sampled responses, or greedy ones if there are none."""
     seconds: float
 
 
@@ -41,7 +46,7 @@ class Evaluation:
 class _Source:
     """Samples of one data source."""
 
-    greedy: list[float] = field(default_factory=list)
+    greedy: list[Scored] = field(default_factory=list)
     sampled: dict[str, list[Scored]] = field(default_factory=lambda: defaultdict(list))
     """By prompt."""
 
@@ -49,12 +54,14 @@ class _Source:
         """Every score that there is, by name."""
         prompts = self.sampled.values()
         scores = {
-            "greedy": _mean(self.greedy),
+            "greedy": _mean([sample.reward for sample in self.greedy]),
             "sampled": _mean([mean_reward(samples) for samples in prompts]),
             "best": _mean([max(sample.reward for sample in samples) for samples in prompts]),
             "maj": _mean([majority(samples) for samples in prompts]),
         }
-        return {name: score for name, score in scores.items() if score is not None}
+        sampled = [sample for samples in prompts for sample in samples]
+        terms = term_means(sample.terms for sample in sampled or self.greedy)
+        return {name: score for name, score in scores.items() if score is not None} | terms
 
 
 def evaluate(
@@ -73,10 +80,10 @@ def evaluate(
     for sample in samples:
         source = sources[sample.source]
         if sample.is_greedy:
-            source.greedy.append(sample.reward)
+            source.greedy.append(sample)
         else:
             source.sampled[sample.prompt].append(sample)
-    greedy = [reward for source in sources.values() for reward in source.greedy]
+    greedy = [sample.reward for source in sources.values() for sample in source.greedy]
     prompts = [samples for source in sources.values() for samples in source.sampled.values()]
     return Evaluation(
         version=version,

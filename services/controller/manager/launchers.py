@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from services.common.task_group import TaskGroup
 from services.controller.launch.launcher import ExternalLauncher, Launcher
 from services.controller.launch.process import open_process_launcher
-from services.controller.runs import RunManager
+from services.controller.manager.runs import RunManager
 from services.controller.settings import ControllerSettings
 
 
@@ -28,11 +28,12 @@ async def open_launcher(
             state_directory=settings.state_directory,
             on_exit=manager.drivers.worker_exited,
             tasks=tasks,
+            allowance=settings.allowance,
         ) as processes:
             yield processes
     elif settings.launcher == "kubernetes":
         # Only a cluster needs the client, which takes a second to import.
-        from services.controller.launch.cluster import open_cluster_launcher
+        from services.controller.manager.cluster import open_cluster_launcher
 
         async with open_cluster_launcher(settings, address, manager=manager) as launcher:
             yield launcher

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from services.controller.run.groups import Group
-from services.controller.run.staleness import StalenessGate
+from services.controller.rules.groups import Group
+from services.controller.rules.staleness import StalenessGate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +14,7 @@ class Choice:
     batch: tuple[Group, ...] = ()
     """Groups to train now, oldest admission first; empty if the batch is not complete yet."""
     awaited: tuple[Group, ...] = ()
-    """Running groups that must be in this batch, because they would be stale in the next one."""
+    """Running groups that must be waited for, because some of them would be stale otherwise."""
     stale: tuple[Group, ...] = ()
     """Finished groups that are over the bound already."""
 
@@ -30,8 +30,8 @@ def choose_batch(
 ) -> Choice:
     """Choose the groups of the next batch.
 
-    Groups that are due come first, then the oldest admission: not completion order, which would favour
-    short responses.
+    The oldest come first: not completion order, which would favour short responses. Groups that are faster
+    than older ones take their places only as far as the batches behind this one have room for those.
 
     Args:
         ready: Finished groups.
@@ -48,23 +48,31 @@ def choose_batch(
     )
     if stale and not keep_stale:
         return Choice(stale=stale)
-    if wait_for_due:
-        awaited = tuple(
-            group
-            for group in running
-            if gate.is_due(group.oldest_version, trainer_version=trainer_version)
-        )
-        if awaited:
-            return Choice(awaited=awaited)
     if len(ready) < gate.groups_per_step:
         return Choice()
-
-    def urgency(group: Group) -> tuple[bool, int]:
-        due = gate.is_due(group.oldest_version, trainer_version=trainer_version)
-        return (not due, group.sequence)
-
-    chosen = sorted(ready, key=urgency)[: gate.groups_per_step]
+    by_age = sorted(ready, key=lambda group: (group.oldest_version, group.sequence))
+    chosen, left = by_age[: gate.groups_per_step], by_age[gate.groups_per_step :]
+    if wait_for_due:
+        overdue = _overdue([*left, *running], gate=gate, trainer_version=trainer_version)
+        if awaited := tuple(group for group in running if group.sequence in overdue):
+            return Choice(awaited=awaited)
     return Choice(batch=tuple(sorted(chosen, key=lambda group: group.sequence)))
+
+
+def _overdue(
+    groups: Sequence[Group], *, gate: StalenessGate, trainer_version: int
+) -> frozenset[int]:
+    """Numbers of groups of which some would be stale if a batch were trained without them.
+
+    The batch behind it has room for so many, that and the next for twice as many, and so on: if more have to
+    be trained by then, younger groups that were faster have taken their places.
+    """
+    by_age = sorted(groups, key=lambda group: group.oldest_version)
+    for index, group in reversed([*enumerate(by_age)]):
+        batches = gate.batches_left(group.oldest_version, trainer_version=trainer_version)
+        if index >= batches * gate.groups_per_step:
+            return frozenset(group.sequence for group in by_age[: index + 1])
+    return frozenset()
 
 
 def resume_key(

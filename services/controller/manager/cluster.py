@@ -10,14 +10,14 @@ from kubernetes.client import CoreV1Api, CustomObjectsApi
 
 from services.common.spec.loader import parse_spec
 from services.common.task_group import TaskGroup
-from services.controller.api.models import RunPatch
 from services.controller.launch.follow import follow
 from services.controller.launch.kubernetes import KubernetesLauncher
 from services.controller.launch.pod_api import PodApi, deployment_reference
 from services.controller.launch.pod_logs import PodLogs
 from services.controller.launch.scale import GROUP, PLURAL, VERSION, RolloutScales
 from services.controller.launch.worker_pods import RUN_LABEL, WORKER_LABEL
-from services.controller.runs import RunManager
+from services.controller.manager.runs import RunManager
+from services.controller.models import RunPatch
 from services.controller.settings import ControllerSettings
 from services.controller.store.runs import StaleRevisionError
 
@@ -37,7 +37,7 @@ async def open_cluster_launcher(
         else None
     )
     launcher = KubernetesLauncher(
-        PodApi(core, namespace),
+        PodApi(core, namespace, has_policies=settings.network_policies),
         settings.worker_templates,
         owner=owner,
         controller_address=address,

@@ -8,7 +8,7 @@ class Placement:
     """Loads of the rollouts of a run, and which of them holds the prefix of which group.
 
     All members of a group go to one rollout, where they share their prompt's prefix, if they find places
-    there; see :mod:`~services.controller.run.shares`. A group that was put
+    there; see :mod:`~services.controller.rules.shares`. A group that was put
     aside goes back to where it was, if that rollout serves the weights that computed the prefix and has
     at most a quarter more groups than the least loaded one, or one more.
     """

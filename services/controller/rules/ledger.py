@@ -2,8 +2,8 @@
 
     issued -> PENDING -> LEASED -> GENERATING -> READY -> TRAINING -> CONSUMED
                  ^                     |           |
-                 +--- failed, lost ----+           +--> DROPPED (reason)
-                 +--> PARTIAL (interrupted; the next try goes on where it stopped)
+                 +------ failed -------+           +--> DROPPED (reason)
+                 +--> PARTIAL (interrupted, lost; the next try goes on where it stopped)
                  +--> QUARANTINED after too many tries
 
 A group is one issued prompt. Its attempt number fences late results: only the newest attempt counts. What
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Self
 
-from services.controller.run.groups import (
+from services.controller.rules.groups import (
     GROUP_PREFIX,
     RUNNING,
     TERMINAL,
@@ -25,7 +25,7 @@ from services.controller.run.groups import (
     LedgerChange,
     LedgerState,
 )
-from services.controller.run.prompts import ReturnedRows
+from services.controller.rules.prompts import ReturnedRows
 
 # A prompt that was with this many workers when they died is taken to have killed them.
 _MAX_LOSSES = 8
@@ -114,11 +114,6 @@ class Ledger:
         """How many groups in flight are in any of the states."""
         return sum(len(self._by_state[state]) for state in states)
 
-    def longest_running(self) -> Group | None:
-        """The group that was handed out first of those that are with a rollout."""
-        first = (next(iter(self._by_state[state].values()), None) for state in RUNNING)
-        return min((g for g in first if g is not None), key=lambda g: g.started, default=None)
-
     def begun(self) -> list[Group]:
         """Groups that have tokens, or may have some soon, and are not finished: the put aside too."""
         return [
@@ -156,6 +151,15 @@ class Ledger:
         group.attempt += 1
         group.worker_id = ""
 
+    def stall(self, group: Group) -> bool:
+        """An interrupted group had come to a halt; False if its prompt is quarantined for it."""
+        group.failures += 1
+        self._changed.add(group.sequence)
+        if group.failures >= self._max_attempts:
+            self.quarantine(group, "stalled")
+            return False
+        return True
+
     def retry(self, group: Group, reason: str) -> bool:
         """Generate the group again after a failure; False if its prompt is quarantined instead."""
         group.failures += 1
@@ -166,12 +170,15 @@ class Ledger:
         return True
 
     def lose(self, group: Group) -> bool:
-        """Generate the group again because its worker died; False if it is quarantined instead."""
+        """Generate the group again because its worker died; False if it is quarantined instead.
+
+        The next try goes on from what the worker had stored of it, if anything: tokens as old as before.
+        """
         group.losses += 1
         if group.losses >= _MAX_LOSSES:
             self.quarantine(group, "worker_lost")
             return False
-        self.requeue(group)
+        self.interrupt(group)
         return True
 
     def requeue(self, group: Group) -> None:

@@ -1,0 +1,1 @@
+"""The runs of one controller: which are admitted, driven, kept and forgotten."""

@@ -1,0 +1,134 @@
+"""Checkpoints of runs as users see them: found, and deleted when no run needs them."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from services.common.errors import FailedPreconditionError
+from services.controller.run.checkpoints import Checkpoint, CheckpointStore
+from services.controller.store.database import Database
+from services.controller.store.records import Event, Note
+from services.controller.store.rows import append_event, get_run
+from services.controller.store.runs import RunStore
+from services.controller.store.tables import CHECKPOINTS
+
+
+class CheckpointInUseError(FailedPreconditionError):
+    """A run still needs the checkpoint."""
+
+    reason = "IN_USE"
+
+
+class NoCheckpointError(FailedPreconditionError):
+    """The run has no checkpoint that can be used."""
+
+    reason = "NO_USABLE_CHECKPOINT"
+
+
+class CheckpointArchive:
+    """Checkpoints of all runs.
+
+    Args:
+        database: Knows them.
+        on_event: Hears of deletions, with the run's project.
+    """
+
+    def __init__(self, database: Database, on_event: Callable[[Event, str], None]) -> None:
+        self._database = database
+        self._store = CheckpointStore(database)
+        self._on_event = on_event
+
+    async def usable(self, run_id: str, checkpoint_id: str) -> Checkpoint:
+        """A checkpoint that a run can go on from; without an id the newest one.
+
+        Raises:
+            NotFoundError: If there is none of that id.
+            NoCheckpointError: If it is not whole, or there is none.
+        """
+        found = await self._database.query(self._store.list_checkpoints, run_id)
+        if checkpoint_id:
+            found = [await self._database.query(self._store.get, run_id, checkpoint_id)]
+        ready = [checkpoint for checkpoint in found if checkpoint.state == "READY"]
+        if not ready:
+            which = (
+                f"checkpoint {checkpoint_id} is {found[0].state}" if checkpoint_id else "none is"
+            )
+            raise NoCheckpointError(
+                f"run {run_id} has no checkpoint to go on from: {which} READY; save one first",
+                run_id=run_id,
+            )
+        return max(ready, key=lambda checkpoint: checkpoint.step)
+
+    async def delete(self, run_id: str, checkpoint_id: str, *, actor: str = "") -> None:
+        """Delete a checkpoint; repeating it changes nothing.
+
+        Raises:
+            NotFoundError: If there is none of that id.
+            CheckpointInUseError: If a run that has not ended would go on from it.
+        """
+        checkpoint, project, event = await self._database.run(
+            self._delete, run_id, checkpoint_id, actor
+        )
+        if event is not None:
+            self._on_event(event, project)
+            await asyncio.to_thread(_remove, checkpoint)
+
+    async def files_of(self, run_id: str) -> list[Checkpoint]:
+        """All checkpoints of a run, to remove their files once the run is forgotten."""
+        return await self._database.query(self._store.list_checkpoints, run_id)
+
+    async def remove(self, checkpoints: Iterable[Checkpoint]) -> None:
+        """Delete files."""
+        for checkpoint in checkpoints:
+            await asyncio.to_thread(_remove, checkpoint)
+
+    def _delete(
+        self, run_id: str, checkpoint_id: str, actor: str
+    ) -> tuple[Checkpoint, str, Event | None]:
+        checkpoint = self._store.get(run_id, checkpoint_id)
+        with self._database.write() as connection:
+            run = get_run(connection, run_id, lock=True)
+            if checkpoint.state == "DELETED":
+                return checkpoint, run.project, None
+            if checkpoint.state == "READY":
+                newest = connection.execute(
+                    sa.select(sa.func.max(CHECKPOINTS.c.step)).where(
+                        CHECKPOINTS.c.run_id == run_id, CHECKPOINTS.c.state == "READY"
+                    )
+                ).scalar()
+                is_needed = not run.is_terminal and newest == checkpoint.step
+                self._check_unused(checkpoint, is_needed=is_needed)
+            connection.execute(
+                CHECKPOINTS.update()
+                .where(CHECKPOINTS.c.checkpoint_id == checkpoint_id)
+                .values(state="DELETED")
+            )
+            data = {"checkpoint_id": checkpoint_id, "step": checkpoint.step}
+            note = Note(
+                "CheckpointDeleted", f"step {checkpoint.step} is deleted", data, actor=actor
+            )
+            return checkpoint, run.project, append_event(connection, run_id, note)
+
+    def _check_unused(self, checkpoint: Checkpoint, *, is_needed: bool) -> None:
+        users = [checkpoint.run_id] if is_needed else []
+        for run in RunStore(self._database).unfinished():
+            spec = json.loads(run.spec_json)
+            if spec["trainer"]["checkpoint"].get("start_from") == checkpoint.path:
+                users.append(run.run_id)
+        if users:
+            raise CheckpointInUseError(
+                f"{', '.join(users)} would go on from checkpoint {checkpoint.checkpoint_id}; cancel what "
+                "needs it, or wait for its end",
+                checkpoint_id=checkpoint.checkpoint_id,
+            )
+
+
+def _remove(checkpoint: Checkpoint) -> None:
+    """Delete the files, if they are on a disk that this controller sees."""
+    folder = Path(checkpoint.path)
+    if checkpoint.path and (folder / "manifest.json").is_file():
+        shutil.rmtree(folder)

@@ -1,0 +1,106 @@
+"""Looks into what a run did: its numbers, its groups, its checkpoints."""
+
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+from services.controller.manager.columns import as_columns
+from services.controller.models import GroupView, MetricPage
+from services.controller.rules.groups import Group
+from services.controller.run.checkpoints import Checkpoint, CheckpointStore
+from services.controller.store import ledgers as ledger_store
+from services.controller.store.database import Database
+from services.controller.store.tables import DEAD_LETTERS
+
+
+class RunAudit:
+    """Reads of one controller's runs.
+
+    Args:
+        database: Holds the runs.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._checkpoints = CheckpointStore(database)
+
+    async def checkpoints(self, run_id: str) -> list[Checkpoint]:
+        """Checkpoints of a run, newest first."""
+        return await self._database.query(self._checkpoints.list_checkpoints, run_id)
+
+    async def checkpoint(self, run_id: str, checkpoint_id: str) -> Checkpoint:
+        """One checkpoint."""
+        return await self._database.query(self._checkpoints.get, run_id, checkpoint_id)
+
+    async def metrics(
+        self, run_id: str, *, names: Sequence[str], from_step: int, to_step: int, max_points: int
+    ) -> MetricPage:
+        """Numbers of committed steps: of every n-th step, if all were more than ``max_points``.
+
+        Args:
+            run_id: The run.
+            names: Those that are wanted; none for all.
+            from_step: First step.
+            to_step: Last step; 0 for the newest.
+            max_points: Most steps. The newest is always one of them.
+        """
+
+        def read() -> MetricPage:
+            with self._database.read() as connection:
+                newest = ledger_store.newest_step(connection, run_id)
+                first, last = max(from_step, 1), min(to_step or newest, newest)
+                every = max(-(-(last - first + 1) // max_points), 1)
+                wanted = range(last, first - 1, -every)[::-1]
+                steps = ledger_store.read_metrics(connection, run_id, wanted)
+            return as_columns(steps, frozenset(names))
+
+        return await self._database.page(max_points, read)
+
+    async def groups(self, run_id: str, after_step: int, steps: int) -> list[GroupView]:
+        """Groups of some steps, and all that are in flight or were given up."""
+
+        def read() -> list[GroupView]:
+            with self._database.read() as connection:
+                records = ledger_store.read_steps(connection, run_id, after=after_step, limit=steps)
+                live = ledger_store.read_ledger(connection, run_id).groups
+                dead = connection.execute(
+                    sa.select(DEAD_LETTERS).where(DEAD_LETTERS.c.run_id == run_id)
+                ).all()
+            return [
+                *(
+                    GroupView(
+                        group_id=Group(sequence=sequence, row=row).group_id,
+                        row=row,
+                        attempt=attempt,
+                        state="consumed",
+                        step=record.step,
+                        oldest_version=oldest,
+                        staleness=record.weight_version - oldest,
+                    )
+                    for record in records
+                    if record.is_committed
+                    for sequence, row, attempt, oldest in record.groups
+                ),
+                *(
+                    GroupView(
+                        group_id=group.group_id,
+                        row=group.row,
+                        attempt=group.attempt,
+                        state=group.state.value,
+                        oldest_version=group.oldest_version,
+                    )
+                    for group in live
+                ),
+                *(
+                    GroupView(
+                        group_id=Group(sequence=row.sequence, row=row.row).group_id,
+                        row=row.row,
+                        attempt=row.attempt,
+                        state=row.state,
+                        reason=row.reason,
+                    )
+                    for row in dead
+                ),
+            ]
+
+        return await self._database.scan(read)

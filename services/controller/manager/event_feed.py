@@ -1,0 +1,183 @@
+"""Events of runs: stored ones from the database, new ones as they come."""
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+
+from services.common.errors import ResourceExhaustedError
+from services.controller.rules.run_state import TERMINAL
+from services.controller.store.database import Database
+from services.controller.store.records import ALL_EVENTS, Event, EventFilter
+from services.controller.store.runs import RunStore
+
+_MAX_BEHIND = 1000
+_PAGE = 500
+# A reader is told that there is nothing new this often, so that it can see whether anybody still listens.
+_QUIET_S = 15.0
+# Readers woken up in one turn of the event loop: with hundreds at once, requests would wait for all of them.
+_WOKEN_AT_ONCE = 16
+
+
+class Subscription:
+    """Events of one run, or of all runs, as they come."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._has_news = asyncio.Event()
+        self._is_overflown = False
+
+    def offer(self, event: Event) -> None:
+        """Take an event, or note that the reader is too slow."""
+        if len(self._events) < _MAX_BEHIND:
+            self._events.append(event)
+            self._has_news.set()
+        else:
+            self._is_overflown = True
+
+    async def next(self) -> list[Event]:
+        """Wait for the next events; none if none come for a while.
+
+        Raises:
+            ResourceExhaustedError: If the reader fell behind; it begins again where it stopped.
+        """
+        if self._is_overflown:
+            raise ResourceExhaustedError(
+                f"more than {_MAX_BEHIND} events were not read; go on from the last one that was"
+            )
+        try:
+            async with asyncio.timeout(_QUIET_S):
+                await self._has_news.wait()
+        except TimeoutError:
+            return []
+        self._has_news.clear()
+        events, self._events = self._events, []
+        return events
+
+
+class EventFeed:
+    """Hands events out. Belongs to the event loop's thread.
+
+    Args:
+        database: Where they are stored.
+        store: The runs in it.
+    """
+
+    def __init__(self, database: Database, store: RunStore) -> None:
+        self._database = database
+        self._store = store
+        self._by_run: dict[str, set[Subscription]] = defaultdict(set)
+        self._by_project: dict[str, set[Subscription]] = defaultdict(set)
+        self._due: deque[tuple[Event, list[Subscription]]] = deque()
+
+    async def page(
+        self,
+        run_id: str,
+        *,
+        after_seq: int,
+        limit: int = _PAGE,
+        only: EventFilter = ALL_EVENTS,
+    ) -> list[Event]:
+        """Stored events of a run behind ``after_seq``, in order unless ``only`` says otherwise.
+
+        Raises:
+            CursorExpiredError: If some of them are not kept any more.
+        """
+        return await self._database.page(
+            limit, self._store.events, run_id, after_seq=after_seq, limit=limit, only=only
+        )
+
+    async def check_moment(self, project: str, moment: float) -> None:
+        """See that all events of a project behind a moment are kept.
+
+        Raises:
+            CursorExpiredError: If they are not.
+        """
+        await self._database.query(self._store.events_since, project, moment, limit=1)
+
+    async def watch(self, run_id: str, after_seq: int) -> AsyncIterator[Sequence[Event]]:
+        """Events of a run as they come; ends behind the one that ends the run.
+
+        Yields:
+            Some events; none after a while without any.
+
+        Raises:
+            ResourceExhaustedError: If the reader is too slow.
+        """
+        with _subscribe(self._by_run, run_id) as subscription:
+            is_ended = (await self._database.query(self._store.get, run_id)).is_terminal
+            # Who knows of more than is stored, because the database is an older copy, goes on with what is.
+            newest = await self._database.query(self._store.newest_seq, run_id)
+            after_seq = min(after_seq, newest)
+            is_behind = True
+            while is_behind:
+                page = await self.page(run_id, after_seq=after_seq)
+                yield page
+                after_seq = page[-1].seq if page else after_seq
+                is_ended = is_ended or any(map(_ends_run, page))
+                is_behind = len(page) == _PAGE
+            while not is_ended:
+                events = [event for event in await subscription.next() if event.seq > after_seq]
+                yield events
+                is_ended = any(map(_ends_run, events))
+
+    async def watch_project(
+        self, project: str, after: float | None
+    ) -> AsyncIterator[Sequence[Event]]:
+        """Events of all runs of a project as they come, for ever.
+
+        Args:
+            project: The project.
+            after: Moment behind which they begin, in seconds since the epoch; None for now.
+
+        Yields:
+            Some events; none after a while without any.
+
+        Raises:
+            ResourceExhaustedError: If the reader is too slow.
+        """
+        seen: dict[str, int] = {}
+        with _subscribe(self._by_project, project) as subscription:
+            while after is not None:
+                page = await self._database.scan(self._store.events_since, project, after)
+                yield page
+                seen |= {event.run_id: event.seq for event in page}
+                after = page[-1].time if page else None
+            while True:
+                events = await subscription.next()
+                yield [event for event in events if event.seq > seen.get(event.run_id, 0)]
+
+    def publish(self, event: Event, *, project: str) -> None:
+        """Hand out an event that is stored."""
+        readers = [*self._by_run.get(event.run_id, ()), *self._by_project.get(project, ())]
+        if readers:
+            self._due.append((event, readers))
+            if len(self._due) == 1:
+                self._hand_out()
+
+    def _hand_out(self) -> None:
+        event, readers = self._due[0]
+        for subscription in readers[:_WOKEN_AT_ONCE]:
+            subscription.offer(event)
+        del readers[:_WOKEN_AT_ONCE]
+        if not readers:
+            self._due.popleft()
+        if self._due:
+            asyncio.get_running_loop().call_soon(self._hand_out)
+
+
+@contextmanager
+def _subscribe(subscribers: dict[str, set[Subscription]], name: str) -> Iterator[Subscription]:
+    """Be handed events until the block ends."""
+    subscription = Subscription()
+    subscribers[name].add(subscription)
+    try:
+        yield subscription
+    finally:
+        subscribers[name].discard(subscription)
+        if not subscribers[name]:
+            del subscribers[name]
+
+
+def _ends_run(event: Event) -> bool:
+    return event.type == "StateChanged" and event.data["to"] in TERMINAL

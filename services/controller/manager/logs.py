@@ -1,0 +1,100 @@
+"""What the workers of a run wrote: the ends of their logs, and new lines as they come.
+
+Processes write into the files; what pods write is copied there (launch.pod_logs).
+"""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+from services.controller.launch.log_files import last_lines
+from services.controller.models import LogLine
+
+# A file tells nobody that it grew.
+_LOOK_EVERY_S = 0.5
+_MAX_READ_BYTES = 1 << 20
+_PLACE = re.compile(r"([a-z0-9-]{1,63}):(\d{1,18})")
+
+
+class RunLogs:
+    """Logs of workers.
+
+    Args:
+        state_directory: Each run's logs are in ``<state_directory>/<run_id>/logs``.
+        is_ended: Whether a run has ended, by its id.
+    """
+
+    def __init__(self, state_directory: Path, is_ended: Callable[[str], Awaitable[bool]]) -> None:
+        self._state_directory = state_directory
+        self._is_ended = is_ended
+
+    async def tail(self, run_id: str, component: str, num_lines: int) -> list[LogLine]:
+        """Last lines of one worker, or of every worker if ``component`` is empty."""
+
+        def read() -> list[LogLine]:
+            return [
+                LogLine(component=log.stem, line=line)
+                for log in self._files(run_id, component)
+                for line in last_lines(log, num_lines).splitlines()
+            ]
+
+        return await asyncio.to_thread(read)
+
+    async def follow(
+        self, run_id: str, component: str, num_lines: int, cursor: str
+    ) -> AsyncIterator[list[tuple[str, LogLine]]]:
+        """Last lines, then new ones as they come, until the run has ended.
+
+        Args:
+            run_id: The run.
+            component: One worker; empty for all.
+            num_lines: Lines of the past of each worker, where there is no cursor.
+            cursor: What an earlier call yielded last; empty to begin.
+
+        Yields:
+            Some lines, or none, each behind the cursor that goes on behind it.
+        """
+        places = {name: int(offset) for name, offset in _PLACE.findall(cursor)}
+        is_last = False
+        while not is_last:
+            # Looked at first: what was written before the end is read after it.
+            is_last = await self._is_ended(run_id)
+            found: list[tuple[str, LogLine]] = []
+            for log in self._files(run_id, component):
+                name = log.stem
+                if name not in places:
+                    places[name] = await asyncio.to_thread(_place_of_tail, log, num_lines)
+                lines, places[name] = await asyncio.to_thread(_read, log, places[name])
+                cursor = _cursor(places)
+                found += [(cursor, LogLine(component=name, line=line)) for line in lines]
+            yield found
+            if not is_last:
+                await asyncio.sleep(_LOOK_EVERY_S)
+
+    def _files(self, run_id: str, component: str) -> list[Path]:
+        found = sorted((self._state_directory / run_id / "logs").glob("*.log"))
+        return [log for log in found if component in ("", log.stem)]
+
+
+def _place_of_tail(log: Path, num_lines: int) -> int:
+    """Where the last lines of a file begin."""
+    if num_lines == 0:
+        return log.stat().st_size
+    kept = len(last_lines(log, num_lines).encode())
+    return max(log.stat().st_size - kept - 1, 0)
+
+
+def _read(log: Path, place: int) -> tuple[list[str], int]:
+    """Whole lines from a place on, and the place behind them; a file that was cut begins anew."""
+    with log.open("rb") as file:
+        file.seek(place if place <= log.stat().st_size else 0)
+        begin = file.tell()
+        data = file.read(_MAX_READ_BYTES)
+    end = data.rfind(b"\n") + 1 or (len(data) if len(data) == _MAX_READ_BYTES else 0)
+    text = data[:end].decode(errors="replace")
+    return [line for line in text.splitlines() if line], begin + end
+
+
+def _cursor(places: dict[str, int]) -> str:
+    return ",".join(f"{name}:{offset}" for name, offset in places.items())

@@ -1,0 +1,197 @@
+"""What a project may use, and what its runs use."""
+
+from dataclasses import dataclass, fields, replace
+
+import sqlalchemy as sa
+
+from services.common.errors import FailedPreconditionError, ResourceExhaustedError
+from services.common.spec.run import RunSpec
+from services.controller.launch.launcher import num_gpus, worker_names
+from services.controller.rules.run_state import RunState
+from services.controller.settings import Limits
+from services.controller.store.database import Database
+from services.controller.store.records import Needs, Run
+from services.controller.store.tables import CHECKPOINTS, QUOTAS, RUNS
+
+_ACTIVE = tuple(
+    state.value
+    for state in (
+        RunState.STARTING,
+        RunState.RUNNING,
+        RunState.PAUSING,
+        RunState.RECOVERING,
+        RunState.CANCELLING,
+    )
+)
+# Used with every request, so they are put together once.
+_OF_PROJECT = RUNS.c.project == sa.bindparam("project")
+_ACTIVE_RUNS = sa.select(
+    sa.func.count(),
+    sa.func.coalesce(sa.func.sum(RUNS.c.gpus), 0),
+    sa.func.coalesce(sa.func.sum(RUNS.c.transferqueue_bytes), 0),
+).where(_OF_PROJECT, RUNS.c.state.in_(_ACTIVE))
+_NUM_QUEUED = sa.select(sa.func.count()).where(_OF_PROJECT, RUNS.c.state == RunState.QUEUED.value)
+_SAVED_BYTES = (
+    sa.select(sa.func.coalesce(sa.func.sum(CHECKPOINTS.c.size_bytes), 0))
+    .join(RUNS, RUNS.c.run_id == CHECKPOINTS.c.run_id)
+    .where(_OF_PROJECT, CHECKPOINTS.c.state == "READY")
+)
+_LIMITS = sa.select(QUOTAS).where(QUOTAS.c.project == sa.bindparam("project"))
+
+
+class QuotaExceededError(ResourceExhaustedError):
+    """The project uses all that it may."""
+
+    reason = "QUOTA_EXCEEDED"
+
+
+class QuotaTooSmallError(FailedPreconditionError):
+    """The run alone needs more than its project may use."""
+
+    reason = "QUOTA_TOO_SMALL"
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """What a run waits for."""
+
+    reason: str
+    """Stable code."""
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """Limits of a project, and what it uses."""
+
+    project: str
+    limits: Limits
+    active_runs: int
+    queued_runs: int
+    gpus: int
+    transferqueue_bytes: int
+    checkpoint_bytes: int
+
+    def lacks(self, needs: Needs) -> Lack | None:
+        """What a further run would have to wait for; None if there is room for it."""
+        limits = self.limits
+        if self.active_runs >= limits.max_active_runs:
+            return Lack(
+                "ActiveRunsQuota",
+                f"project {self.project!r} has {self.active_runs} active runs, and may have "
+                f"{limits.max_active_runs}",
+            )
+        for code, what, needed, used, limit in (
+            ("GpuQuota", "GPUs", needs.gpus, self.gpus, limits.max_gpus),
+            (
+                "TransferQueueQuota",
+                "bytes in the transferqueue",
+                needs.transferqueue_bytes,
+                self.transferqueue_bytes,
+                limits.max_transferqueue_bytes,
+            ),
+        ):
+            if limit and used + needed > limit:
+                return Lack(
+                    code,
+                    f"the run needs {needed} {what}, but project {self.project!r} uses {used} of the "
+                    f"{limit} that it may",
+                )
+        if 0 < limits.max_checkpoint_bytes <= self.checkpoint_bytes:
+            return Lack(
+                "CheckpointQuota",
+                f"checkpoints of project {self.project!r} take {self.checkpoint_bytes} of the "
+                f"{limits.max_checkpoint_bytes} bytes that they may; delete some",
+            )
+        return None
+
+
+def needs_of(spec: RunSpec) -> Needs:
+    """What a run of a specification takes."""
+    return Needs(
+        gpus=sum(num_gpus(role, spec) for role, _ in worker_names(spec)),
+        transferqueue_bytes=spec.transferqueue.quota_bytes,
+    )
+
+
+def read_quota(connection: sa.Connection, project: str, defaults: Limits) -> Quota:
+    """Limits and use of a project."""
+    whose = {"project": project}
+    active = connection.execute(_ACTIVE_RUNS, whose).one()
+    return Quota(
+        project=project,
+        limits=read_limits(connection, project, defaults),
+        active_runs=active[0],
+        queued_runs=connection.execute(_NUM_QUEUED, whose).scalar_one(),
+        gpus=int(active[1]),
+        transferqueue_bytes=int(active[2]),
+        checkpoint_bytes=int(connection.execute(_SAVED_BYTES, whose).scalar_one()),
+    )
+
+
+def quota_of(database: Database, project: str, defaults: Limits) -> Quota:
+    """Limits and use of a project, in a transaction of its own."""
+    with database.read() as connection:
+        return read_quota(connection, project, defaults)
+
+
+def limits_of(database: Database, project: str, defaults: Limits) -> Limits:
+    """Limits of a project, in a transaction of its own."""
+    with database.read() as connection:
+        return read_limits(connection, project, defaults)
+
+
+def read_limits(connection: sa.Connection, project: str, defaults: Limits) -> Limits:
+    """Limits of a project."""
+    row = connection.execute(_LIMITS, {"project": project}).first()
+    if row is None:
+        return defaults
+    return Limits(**{field.name: getattr(row, field.name) for field in fields(Limits)})
+
+
+def check_submit(connection: sa.Connection, project: str, needs: Needs, defaults: Limits) -> None:
+    """See that a project may submit a run.
+
+    Raises:
+        QuotaExceededError: If as many wait as may.
+        QuotaTooSmallError: If the run could never start.
+    """
+    quota = read_quota(connection, project, defaults)
+    if quota.queued_runs >= quota.limits.max_queued_runs:
+        raise QuotaExceededError(
+            f"project {project!r} has {quota.queued_runs} queued runs, and may have "
+            f"{quota.limits.max_queued_runs}; cancel one, or submit again when one has started",
+            retry_after_s=30.0,
+            project=project,
+        )
+    _check_possible(quota, needs)
+
+
+def check_change(connection: sa.Connection, run: Run, needs: Needs, defaults: Limits) -> None:
+    """See that a run may be changed so that it needs something else.
+
+    Raises:
+        QuotaTooSmallError: If the run could never start then.
+        QuotaExceededError: If it is active and would need more than is left.
+    """
+    if needs.gpus <= run.needs.gpus:
+        return
+    quota = read_quota(connection, run.project, defaults)
+    _check_possible(quota, needs)
+    if run.state.value in _ACTIVE:
+        others = replace(
+            quota,
+            active_runs=quota.active_runs - 1,
+            gpus=quota.gpus - run.needs.gpus,
+            transferqueue_bytes=quota.transferqueue_bytes - run.needs.transferqueue_bytes,
+            checkpoint_bytes=0,
+        )
+        if (lack := others.lacks(needs)) is not None:
+            raise QuotaExceededError(lack.message, retry_after_s=30.0, project=run.project)
+
+
+def _check_possible(quota: Quota, needs: Needs) -> None:
+    """See that a run could start if no other were active."""
+    alone = replace(quota, active_runs=0, gpus=0, transferqueue_bytes=0, checkpoint_bytes=0)
+    if (lack := alone.lacks(needs)) is not None:
+        raise QuotaTooSmallError(f"{lack.message}; make the run smaller, or have the quota raised")

@@ -1,0 +1,120 @@
+"""Metrics that are read off the runs whenever Prometheus asks, so that they can never lag behind."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from services.common.spec.loader import parse_spec
+from services.common.spec.run import RunSpec
+from services.controller.membership.registry import Worker
+from services.controller.rules.run_state import RunState
+from services.controller.store.records import Run
+
+# The series of a run that ended stay this long, so that the last scrapes and alerts see how it ended.
+_KEPT_S = 900.0
+
+
+class RunCollector(Collector):
+    """Describes runs that are active or ended lately.
+
+    Args:
+        list_runs: Newest runs; called from the thread that serves metrics.
+        workers: Registered workers of a run.
+        now: Seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        list_runs: Callable[[], Sequence[Run]],
+        workers: Callable[[str], Sequence[Worker]],
+        *,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._list_runs = list_runs
+        self._workers = workers
+        self._now = now
+
+    def describe(self) -> Iterator[Metric]:
+        """Names and labels, without asking for runs."""
+        return iter(_families().values())
+
+    def collect(self) -> Iterator[Metric]:
+        """All series."""
+        families = _families()
+        oldest = self._now() - _KEPT_S
+        runs = [run for run in self._list_runs() if not run.is_terminal or run.update_time > oldest]
+        states = Counter(run.state for run in runs)
+        for state in RunState:
+            families["slipstream_runs"].add_metric([state.value], states[state])
+        for run in runs:
+            _add_run(families, run)
+            if not run.is_terminal:
+                _add_workers(families, run.run_id, self._workers(run.run_id))
+        yield from families.values()
+
+
+def _families() -> dict[str, GaugeMetricFamily]:
+    described = (
+        ("slipstream_runs", "Runs that are active or ended lately, by state.", ["state"]),
+        ("slipstream_run_info", "1; describes the run.", ["run", "name", "model", "advantage"]),
+        ("slipstream_run_state", "1 for the state that the run is in.", ["run", "state"]),
+        (
+            "slipstream_run_condition",
+            "1 for the status of each condition of the run, with its reason.",
+            ["run", "type", "status", "reason"],
+        ),
+        ("slipstream_run_target_steps", "Steps that the run is to train.", ["run"]),
+        ("slipstream_run_batch_prompts", "Groups of one batch.", ["run"]),
+        ("slipstream_staleness_limit_versions", "Bound on staleness.", ["run"]),
+        ("slipstream_run_staleness_versions", "Staleness of trained samples.", ["run", "stat"]),
+        ("slipstream_run_heldout_score", "Newest held-out score.", ["run", "decoding"]),
+        ("slipstream_run_workers", "Registered workers by state.", ["run", "role", "state"]),
+    )
+    return {name: GaugeMetricFamily(name, text, labels=labels) for name, text, labels in described}
+
+
+def _add_run(families: dict[str, GaugeMetricFamily], run: Run) -> None:
+    spec = _parsed(run.spec_json)
+    about = [run.run_id, run.name, spec.model.path, spec.algorithm.advantage]
+    families["slipstream_run_info"].add_metric(about, 1)
+    for state in RunState:
+        families["slipstream_run_state"].add_metric([run.run_id, state.value], run.state is state)
+    for condition in run.conditions:
+        labels = [run.run_id, condition.type, condition.status, condition.reason]
+        families["slipstream_run_condition"].add_metric(labels, 1)
+    for name, value in (
+        ("slipstream_run_target_steps", spec.trainer.steps),
+        ("slipstream_run_batch_prompts", spec.trainer.prompts_per_step),
+        ("slipstream_staleness_limit_versions", spec.algorithm.max_staleness),
+    ):
+        families[name].add_metric([run.run_id], value)
+    _add_numbers(families, run, "slipstream_run_staleness_versions", "staleness", ("max", "mean"))
+    _add_numbers(families, run, "slipstream_run_heldout_score", "heldout", ("greedy", "sampled"))
+
+
+def _add_numbers(
+    families: dict[str, GaugeMetricFamily], run: Run, name: str, part: str, keys: tuple[str, ...]
+) -> None:
+    """Numbers of the run's summary; there are none before the first step or evaluation."""
+    numbers = run.summary.get(part) or {}
+    for key in keys:
+        if numbers.get(key) is not None:
+            families[name].add_metric([run.run_id, key], numbers[key])
+
+
+def _add_workers(
+    families: dict[str, GaugeMetricFamily], run_id: str, workers: Sequence[Worker]
+) -> None:
+    for (role, state), count in Counter((w.role, w.state) for w in workers).items():
+        families["slipstream_run_workers"].add_metric([run_id, role, state], count)
+
+
+@lru_cache(maxsize=512)
+def _parsed(spec_json: str) -> RunSpec:
+    """A specification; each scrape asks for those of all runs."""
+    return parse_spec(spec_json)

@@ -1,0 +1,342 @@
+"""Runs and their life as users command it: created, queued, changed, held, ended, forgotten."""
+
+import asyncio
+import time
+
+import sqlalchemy as sa
+
+from services.common.confinement import Allowance
+from services.common.ids import new_run_id
+from services.common.spec.loader import canonical_json, parse_spec, spec_digest
+from services.common.task_group import TaskGroup
+from services.controller.manager import quotas
+from services.controller.manager.admission import admit
+from services.controller.manager.archive import CheckpointArchive
+from services.controller.manager.drivers import Drivers
+from services.controller.manager.event_feed import EventFeed
+from services.controller.manager.forks import fork_of
+from services.controller.manager.kept import KeptSamples
+from services.controller.manager.patches import columns_of, patched_spec
+from services.controller.manager.quotas import Quota
+from services.controller.manager.spec_policy import SpecPolicy
+from services.controller.membership.registry import Membership, Worker
+from services.controller.models import CancelOptions, ForkRequest, PauseOptions, Role, RunPatch
+from services.controller.rules.run_state import RunEvent, RunState
+from services.controller.run.assembly import forget_samples
+from services.controller.settings import Limits
+from services.controller.store.database import Database
+from services.controller.store.records import (
+    Event,
+    NewRun,
+    RequestKey,
+    Run,
+    RunFilter,
+    Submission,
+)
+from services.controller.store.runs import RunStore, Work
+from services.transferqueue.client import TransferQueueClient
+
+
+class RunManager:
+    """Creates, queues, changes and ends runs.
+
+    Args:
+        database: Durable state.
+        membership: Where workers register.
+        queue: The transferqueue.
+        tasks: Owns what goes on in the background.
+        defaults: Limits of projects without their own.
+        allowance: What specifications may name.
+    """
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        membership: Membership,
+        queue: TransferQueueClient,
+        tasks: TaskGroup,
+        defaults: Limits,
+        allowance: Allowance,
+    ) -> None:
+        self._database = database
+        self._store = RunStore(database)
+        self._membership = membership
+        self._queue = queue
+        self._tasks = tasks
+        self._defaults = defaults
+        self.policy = SpecPolicy(allowance, self.get)
+        """What specifications may name."""
+        self._admission = asyncio.Lock()
+        self._is_driving = False
+        self._alarm: asyncio.TimerHandle | None = None
+        self.feed = EventFeed(database, self._store)
+        """Events of all runs."""
+        self.checkpoints = CheckpointArchive(database, self._checkpoint_deleted)
+        """Checkpoints of all runs."""
+        self.kept = KeptSamples(queue)
+        """Samples of all runs that people may read."""
+        self.drivers = Drivers(
+            self._store, tasks, apply=self._apply, on_event=self._publish, on_end=self._admit
+        )
+        """What drives active runs."""
+
+    async def recover(self) -> None:
+        """Expect the workers of runs that an earlier controller process drove."""
+        for run in await self._database.run(self._store.unfinished):
+            if run.state not in (RunState.QUEUED, RunState.PAUSED):
+                self._membership.open_run(run.run_id)
+
+    async def start(self) -> None:
+        """Drive what an earlier controller process drove, and what is queued."""
+        self._is_driving = True
+        for run in await self._database.run(self._store.unfinished):
+            if run.state not in (RunState.QUEUED, RunState.PAUSED):
+                self.drivers.drive(run)
+        await self._admit()
+
+    async def create(self, submission: Submission, *, role: Role = "operator") -> tuple[Run, bool]:
+        """Store a run; it starts when its turn comes.
+
+        Returns:
+            The run, and whether it is new: a request seen before returns its run.
+
+        Raises:
+            QuotaExceededError: If the project has too many queued runs.
+            QuotaTooSmallError: If the run alone needs more than its project may use.
+            SpecError: If this installation does not allow it.
+        """
+        spec = submission.spec
+        new = NewRun(
+            run_id=new_run_id(),
+            name=spec.name,
+            spec_json=canonical_json(spec),
+            spec_digest=spec_digest(spec),
+            needs=quotas.needs_of(spec),
+            project=submission.project,
+            priority=submission.priority,
+            labels=dict(submission.labels or {}),
+            created_by=submission.actor,
+        )
+        return await self._create(new, submission.request, role=role)
+
+    async def fork(
+        self,
+        parent: Run,
+        fork: ForkRequest,
+        *,
+        actor: str = "",
+        role: Role = "operator",
+        request: RequestKey | None = None,
+    ) -> Run:
+        """Store a run that goes on from a checkpoint of another one.
+
+        Raises:
+            NoCheckpointError: If there is none to go on from.
+            SpecError: If the overrides break a rule.
+            QuotaExceededError: If the project has too many queued runs.
+        """
+        checkpoint = await self.checkpoints.usable(parent.run_id, fork.checkpoint_id)
+        # Specifications are somebody else's: what takes long to read holds nobody up.
+        new, write = await asyncio.to_thread(fork_of, parent, checkpoint, fork, actor=actor)
+        return (await self._create(new, request, role=role, also=write))[0]
+
+    async def _create(
+        self, new: NewRun, request: RequestKey | None, *, role: Role, also: Work | None = None
+    ) -> tuple[Run, bool]:
+        spec = await asyncio.to_thread(parse_spec, new.spec_json)
+        await self.policy.check_for(new.project, spec, role)
+        run, is_new = await self._database.run(
+            self._store.create,
+            new,
+            request=request,
+            check=lambda found: quotas.check_submit(found, new.project, new.needs, self._defaults),
+            also=also,
+        )
+        if is_new:
+            for event in await self.feed.page(run.run_id, after_seq=0, limit=1):
+                self._publish(event, run.project)
+            await self._admit()
+            run = await self.get(run.run_id)
+        return run, is_new
+
+    async def get(self, run_id: str) -> Run:
+        """One run."""
+        return await self._database.query(self._store.get, run_id)
+
+    async def list_runs(
+        self, *, limit: int, after: str | None = None, only: RunFilter | None = None
+    ) -> list[Run]:
+        """Runs, newest first unless the filter says otherwise."""
+        return await self._database.page(
+            limit, self._store.list_runs, limit=limit, after=after, only=only
+        )
+
+    async def quota(self, project: str) -> Quota:
+        """Limits and use of a project."""
+        return await self._database.query(quotas.quota_of, self._database, project, self._defaults)
+
+    async def limits(self, project: str) -> Limits:
+        """Limits of a project."""
+        return await self._database.query(quotas.limits_of, self._database, project, self._defaults)
+
+    async def patch(
+        self,
+        run_id: str,
+        patch: RunPatch,
+        *,
+        revision: int,
+        actor: str = "",
+        role: Role = "operator",
+    ) -> Run:
+        """Change what may change in a run that exists.
+
+        Raises:
+            StaleRevisionError: If the run's revision is not ``revision``.
+            SpecError: If the specification would break a rule.
+            QuotaExceededError: If it would need more than its project may use.
+        """
+        before = await self.get(run_id)
+        spec = await asyncio.to_thread(patched_spec, before, patch)
+        if spec is not None:
+            self.policy.check(spec, role, known=parse_spec(before.spec_json))
+        values = columns_of(patch, spec)
+
+        def check(connection: sa.Connection, run: Run) -> None:
+            if spec is not None:
+                quotas.check_change(connection, run, quotas.needs_of(spec), self._defaults)
+
+        run = await self._database.run(
+            self._store.patch,
+            run_id,
+            revision=revision,
+            values=values,
+            changed=sorted(patch.model_dump(exclude_none=True)),
+            check=check,
+            actor=actor,
+        )
+        if spec is not None and (driver := self.drivers.find(run_id)) is not None:
+            await driver.change(spec)
+        await self._admit()
+        return run
+
+    async def delete(self, run_id: str, *, revision: int, delete_checkpoints: bool = False) -> None:
+        """Forget a run that has ended."""
+        saved = await self.checkpoints.files_of(run_id) if delete_checkpoints else ()
+        await self._database.run(self._store.delete, run_id, revision=revision)
+        await self.checkpoints.remove(saved)
+        self._tasks.create_task(self.kept.forget(run_id))
+        await self._admit()
+
+    async def cancel(
+        self, run_id: str, options: CancelOptions | None = None, *, actor: str = ""
+    ) -> Run:
+        """End a run. Cancelling a cancelled run changes nothing; a second call may shorten the grace.
+
+        Raises:
+            InvalidTransitionError: If it ended in another way.
+        """
+        options = options or CancelOptions()
+        # Looked up before the state: a driver that is gone behind it has ended the run.
+        driver = self.drivers.find(run_id)
+        run = await self.get(run_id)
+        if run.state is RunState.CANCELLED:
+            return run
+        before = run
+        if run.state is not RunState.CANCELLING:
+            run = await self._apply(run_id, RunEvent.CANCEL, "CancelledByUser", actor=actor)
+        if (driver := self.drivers.find(run_id) or driver) is not None:
+            await driver.end(grace_s=options.grace_seconds, saves=options.save_checkpoint)
+        elif run.state is RunState.CANCELLING:
+            self.drivers.drive(run)
+        else:
+            self._leave_queue(before)
+        return run
+
+    async def pause(
+        self, run_id: str, options: PauseOptions | None = None, *, actor: str = ""
+    ) -> Run:
+        """Finish the current step, save a checkpoint if it is wanted, and stop the workers."""
+        options = options or PauseOptions()
+        run = await self._apply(run_id, RunEvent.PAUSE, "PausedByUser", actor=actor)
+        if (driver := self.drivers.find(run_id)) is not None:
+            await driver.pause(saves=options.checkpoint)
+        return run
+
+    async def resume(self, run_id: str, *, actor: str = "") -> Run:
+        """Queue a paused run again."""
+        await self._apply(run_id, RunEvent.RESUME, "ResumedByUser", actor=actor)
+        await self._admit()
+        return await self.get(run_id)
+
+    async def is_ended(self, run_id: str) -> bool:
+        """Whether a run has ended."""
+        return (await self.get(run_id)).is_terminal
+
+    def workers(self, run_id: str) -> list[Worker]:
+        """Registered workers of a run, by name."""
+        return self._membership.workers(run_id)
+
+    async def close(self, *, leave: bool) -> None:
+        """Stop driving.
+
+        Args:
+            leave: Whether runs go on without a controller until the next one comes; otherwise they are
+                paused where they are, and their workers are gone when this returns.
+        """
+        self._is_driving = False
+        # What is being admitted is driven by then, and stops with the others.
+        async with self._admission:
+            self._wake_at(None)
+            if leave:
+                self.drivers.leave()
+            else:
+                self.drivers.suspend()
+        await self.drivers.wait()
+
+    async def _admit(self) -> None:
+        """Start queued runs that may start."""
+        async with self._admission:
+            if not self._is_driving:
+                return
+            done = await self._database.run(
+                admit, self._store, self._defaults, busy=self.drivers.driven()
+            )
+            for event, project in done.told:
+                self._publish(event, project)
+            for run in done.started:
+                self.drivers.drive(run)
+            for run in done.expired:
+                self._leave_queue(run)
+            self._wake_at(done.next_deadline)
+
+    def _wake_at(self, deadline: float | None) -> None:
+        """Look at the queue again when a run in it will have waited for too long."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+        if deadline is not None:
+            self._alarm = asyncio.get_running_loop().call_later(
+                max(deadline - time.time(), 0.0),
+                lambda: self._tasks.create_task(self._admit()),
+            )
+
+    def _leave_queue(self, run: Run) -> None:
+        """A queued run has ended: what it stored before it was paused is deleted."""
+        if run.state_reason != "Submitted":
+            self._tasks.create_task(forget_samples(self._queue, run.run_id))
+
+    async def _apply(
+        self, run_id: str, event: RunEvent, reason: str, message: str = "", *, actor: str = ""
+    ) -> Run:
+        run, told = await self._database.run(
+            self._store.apply, run_id, event, reason=reason, message=message, actor=actor
+        )
+        self._publish(told, run.project)
+        return run
+
+    def _checkpoint_deleted(self, event: Event, project: str) -> None:
+        self._publish(event, project)
+        self._tasks.create_task(self._admit())
+
+    def _publish(self, event: Event, project: str) -> None:
+        self.feed.publish(event, project=project)

@@ -1,0 +1,80 @@
+"""What an installation allows a specification to name, and to whom."""
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from services.common.confinement import Allowance, plain_secrets, runs_named
+from services.common.errors import NotFoundError, PermissionDeniedError
+from services.common.rare_log import RareLog
+from services.common.spec.engines import engine_kind
+from services.common.spec.loader import SpecError
+from services.common.spec.run import RunSpec
+from services.controller.models import Role, covers
+from services.controller.store.records import Run
+
+logger = logging.getLogger(__name__)
+
+
+class SpecPolicy:
+    """Checks specifications that users submit, as they are once they are resolved.
+
+    Args:
+        allowance: What they may name.
+        find: Finds a run by its id.
+    """
+
+    def __init__(self, allowance: Allowance, find: Callable[[str], Awaitable[Run]]) -> None:
+        self._allowance = allowance
+        self._find = find
+        self._refusals = RareLog(logger)
+
+    def check(self, spec: RunSpec, role: Role, *, known: RunSpec | None = None) -> None:
+        """See that a specification names what it may, and holds no secret.
+
+        Args:
+            spec: The specification.
+            role: Of who asks for it.
+            known: What it changes: what that says is no news.
+
+        Raises:
+            SpecError: With one line per problem.
+            PermissionDeniedError: If it needs an admin.
+        """
+        old = [] if known is None else self._allowance.problems(known)
+        found = [*self._allowance.problems(spec), *plain_secrets(spec)]
+        if problems := [problem for problem in found if problem not in old]:
+            self._refusals.warning("a specification was refused", problems=problems)
+            raise SpecError(problems)
+        reasons = admin_reasons(spec) - (set() if known is None else admin_reasons(known))
+        if reasons and not covers(role, "admin"):
+            self._refusals.warning("a specification was refused", problems=sorted(reasons))
+            raise PermissionDeniedError(
+                f"{' and '.join(sorted(reasons))} may run code that nobody here has read, which needs the "
+                f"role admin; who asks has {role}"
+            )
+
+    async def check_for(self, project: str, spec: RunSpec, role: Role) -> None:
+        """As :meth:`check`; and runs whose files are named must be of the project.
+
+        Raises:
+            SpecError: With one line per problem.
+            PermissionDeniedError: If it needs an admin.
+            NotFoundError: If such a run is of another project, or of none.
+        """
+        self.check(spec, role)
+        for run_id in runs_named(spec):
+            if (await self._find(run_id)).project != project:
+                raise NotFoundError(f"run {run_id!r} does not exist", run_id=run_id)
+
+
+def admin_reasons(spec: RunSpec) -> set[str]:
+    """What only admins may say: it lets other code in than an installation's own."""
+    harmless = engine_kind(spec.rollout.engine).harmless_arguments
+    arguments = spec.rollout.engine_arguments
+    reasons = {
+        f"rollout.engine_arguments.{name}={arguments[name]!r}"
+        for name in arguments.keys() - harmless
+    }
+    if spec.model.trust_remote_code:
+        reasons.add("model.trust_remote_code")
+    return reasons

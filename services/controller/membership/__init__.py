@@ -1,0 +1,1 @@
+"""Workers: who has registered and lives, and where ranks meet."""

@@ -1,0 +1,190 @@
+"""The workers of each run: who registered, how far they are, who fell silent."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from services.common.clock import Clock
+from services.common.errors import DeadlineExceededError, FailedPreconditionError
+from services.controller.client import WorkerRole, WorkerState
+from services.controller.membership.rendezvous import RendezvousStore
+
+logger = logging.getLogger(__name__)
+
+HeartbeatOutcome = Literal["continue", "register", "stop"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Worker:
+    """A registered worker."""
+
+    run_id: str
+    worker_id: str
+    incarnation: str
+    role: WorkerRole
+    address: str
+    """``host:port`` of its gRPC server."""
+    host_id: str
+    last_heard: float
+    """When it was last heard, in monotonic seconds."""
+    state: WorkerState = "loading"
+    activity: str = ""
+    weight_version: int = -1
+    gauges: dict[str, float] = field(default_factory=dict)
+
+
+class Membership:
+    """Registered workers by run. Who comes, goes or changes state wakes those who wait for a condition.
+
+    Args:
+        clock: Tells when workers were heard.
+        heartbeat_timeout_s: A worker silent for longer counts as lost.
+    """
+
+    def __init__(self, clock: Clock, heartbeat_timeout_s: float) -> None:
+        self._clock = clock
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._runs: dict[str, dict[str, Worker]] = {}
+        self._looked: dict[str, float] = {}
+        """When the silent workers of a run were last asked for, in monotonic seconds."""
+        self._forgotten: dict[str, set[str]] = {}
+        """Incarnations by run: a process that is taken for gone may live for some seconds more."""
+        self.meetings = RendezvousStore()
+        """Where the members of a run's weight groups meet."""
+        self._changed = asyncio.Condition()
+
+    def open_run(self, run_id: str) -> None:
+        """Accept workers of a run."""
+        self._runs.setdefault(run_id, {})
+        self.meetings.open(run_id)
+
+    async def close_run(self, run_id: str) -> None:
+        """Accept no more workers of a run; those there are will be told to stop."""
+        self._runs.pop(run_id, None)
+        self._looked.pop(run_id, None)
+        self._forgotten.pop(run_id, None)
+        await self.meetings.close(run_id)
+        await self._notify()
+
+    def find(self, run_id: str, worker_id: str) -> Worker | None:
+        """A registered worker of a run, or None."""
+        return self._runs.get(run_id, {}).get(worker_id)
+
+    async def forget(self, run_id: str, worker_id: str) -> None:
+        """A worker's process is gone; should it still be heard, it is told to stop."""
+        worker = self._runs.get(run_id, {}).pop(worker_id, None)
+        if worker is not None:
+            self._forgotten.setdefault(run_id, set()).add(worker.incarnation)
+        await self._notify()
+
+    async def register(self, worker: Worker) -> bool:
+        """Take in a worker; a newer incarnation replaces the older one.
+
+        Returns:
+            Whether it took the place of an older incarnation.
+
+        Raises:
+            FailedPreconditionError: If the run is not active, or the worker was taken for gone.
+        """
+        if worker.run_id not in self._runs:
+            raise FailedPreconditionError(
+                f"run {worker.run_id} is not active here, so it takes no workers",
+                run_id=worker.run_id,
+            )
+        if worker.incarnation in self._forgotten.get(worker.run_id, ()):
+            raise FailedPreconditionError(
+                f"{worker.worker_id} was taken for gone, and another process takes its place",
+                run_id=worker.run_id,
+            )
+        known = self._runs[worker.run_id].get(worker.worker_id)
+        self._runs[worker.run_id][worker.worker_id] = worker
+        await self._notify()
+        return known is not None and known.incarnation != worker.incarnation
+
+    async def hear(
+        self,
+        run_id: str,
+        worker_id: str,
+        incarnation: str,
+        *,
+        state: WorkerState,
+        activity: str,
+        weight_version: int,
+        gauges: Mapping[str, float],
+    ) -> HeartbeatOutcome:
+        """Take in a heartbeat and say what the worker should do."""
+        workers = self._runs.get(run_id)
+        if workers is None or incarnation in self._forgotten.get(run_id, ()):
+            return "stop"
+        worker = workers.get(worker_id)
+        if worker is None:
+            return "register"
+        if worker.incarnation != incarnation:
+            return "stop"
+        # Most heartbeats say that all goes on; nobody waits for the value of a gauge.
+        is_news = worker.state != state or worker.gauges.keys() != gauges.keys()
+        worker.last_heard = self._clock.monotonic()
+        worker.state = state
+        worker.activity = activity
+        worker.weight_version = weight_version
+        worker.gauges = dict(gauges)
+        if is_news:
+            await self._notify()
+        return "continue"
+
+    @property
+    def num_workers(self) -> int:
+        """Registered workers of all runs."""
+        return sum(map(len, self._runs.values()))
+
+    def workers(self, run_id: str, role: WorkerRole | None = None) -> list[Worker]:
+        """Registered workers of a run, by name."""
+        found = self._runs.get(run_id, {}).values()
+        return sorted(
+            (worker for worker in found if role is None or worker.role == role),
+            key=lambda worker: worker.worker_id,
+        )
+
+    def begin_watch(self, run_id: str) -> None:
+        """From now on silent workers are asked for; that nobody did before is no pause."""
+        self._looked[run_id] = self._clock.monotonic()
+
+    def silent(self, run_id: str) -> list[Worker]:
+        """Workers that were not heard within the heartbeat timeout. To be asked twice in that time.
+
+        Whoever asks much later was stopped itself (a debugger, a frozen virtual machine) and heard nobody
+        meanwhile: that is not the workers' fault, and their time begins anew.
+        """
+        now = self._clock.monotonic()
+        pause_s = now - self._looked.get(run_id, now)
+        self._looked[run_id] = now
+        workers = self.workers(run_id)
+        if pause_s > self._heartbeat_timeout_s * 0.75:
+            logger.warning(
+                "this controller stood still; its workers get fresh leases",
+                extra={"run": run_id, "pause_s": round(pause_s, 1)},
+            )
+            for worker in workers:
+                worker.last_heard = now
+        limit = now - self._heartbeat_timeout_s
+        return [worker for worker in workers if worker.last_heard < limit]
+
+    async def wait_until(
+        self, condition: Callable[[], bool], *, timeout_s: float, waiting_for: Callable[[], str]
+    ) -> None:
+        """Return once ``condition`` holds; it is tried at every change.
+
+        Raises:
+            DeadlineExceededError: After ``timeout_s``, naming what was waited for.
+        """
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(condition)
+        except TimeoutError as error:
+            raise DeadlineExceededError(f"waited {timeout_s:.0f} s for {waiting_for()}") from error
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

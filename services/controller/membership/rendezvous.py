@@ -1,0 +1,132 @@
+"""Key-value scopes in which the members of a weight group meet."""
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from services.common.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+)
+from services.common.fields import run_of
+
+MAX_VALUE_BYTES = 64 << 10
+MAX_KEY_CHARACTERS = 256
+MAX_RUN_BYTES = 16 << 20
+"""Keys and values of a run together."""
+_MAX_SCOPES = 4
+"""A run's newest weight groups; members of an older one have failed or gone on."""
+_ENTRY_BYTES = 256
+"""What a value costs besides itself."""
+
+
+@dataclass(slots=True)
+class _Run:
+    scopes: OrderedDict[str, dict[str, bytes]] = field(default_factory=OrderedDict)
+    size_bytes: int = 0
+
+
+class RendezvousStore:
+    """Values by scope and key. A scope is one run and one epoch, ``RUN/EPOCH``, and goes with its run."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, _Run] = {}
+        self._changed = asyncio.Condition()
+
+    def open(self, run_id: str) -> None:
+        """Let members of a run meet."""
+        self._runs.setdefault(run_id, _Run())
+
+    async def close(self, run_id: str) -> None:
+        """Forget a run; who waits for a value of it is told."""
+        self._runs.pop(run_id, None)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def set(self, scope: str, key: str, value: bytes) -> None:
+        """Store a value.
+
+        Raises:
+            FailedPreconditionError: If the run is not active.
+            InvalidArgumentError: If the key has more than 256 characters or the value more than 64 KiB.
+            ResourceExhaustedError: If the run has stored too much.
+        """
+        if len(value) > MAX_VALUE_BYTES or len(key) > MAX_KEY_CHARACTERS:
+            raise InvalidArgumentError(
+                f"a rendezvous value may have {MAX_VALUE_BYTES} bytes and its key {MAX_KEY_CHARACTERS} "
+                f"characters, but {key[:MAX_KEY_CHARACTERS]!r} has {len(key)} and its value {len(value)}"
+            )
+        run = self._run(scope)
+        if scope not in run.scopes:
+            run.scopes[scope] = {}
+            if len(run.scopes) > _MAX_SCOPES:
+                _, old = run.scopes.popitem(last=False)
+                run.size_bytes -= sum(_size(key, value) for key, value in old.items())
+        values = run.scopes[scope]
+        grown = run.size_bytes + _size(key, value)
+        if key in values:
+            grown -= _size(key, values[key])
+        if grown > MAX_RUN_BYTES:
+            raise ResourceExhaustedError(
+                f"the rendezvous of {run_of(scope)} holds {run.size_bytes} of {MAX_RUN_BYTES} bytes; its "
+                "members store what they need to find each other and nothing else",
+                scope=scope,
+            )
+        run.size_bytes = grown
+        values[key] = value
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def get(self, scope: str, key: str, timeout_s: float) -> bytes:
+        """Return a value, waiting for it.
+
+        Raises:
+            FailedPreconditionError: If the run is not active.
+            DeadlineExceededError: If it was not set in time.
+        """
+
+        def found() -> bytes | None:
+            return self._run(scope).scopes.get(scope, {}).get(key)
+
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: found() is not None)
+        except TimeoutError as error:
+            raise DeadlineExceededError(
+                f"{key!r} was not set in {scope!r} within {timeout_s:.0f} s: a member did not come",
+                scope=scope,
+            ) from error
+        value = found()
+        assert value is not None
+        return value
+
+    async def add(self, scope: str, key: str, amount: int) -> int:
+        """Add to a counter and return its new value.
+
+        Raises:
+            FailedPreconditionError: If the run is not active.
+            InvalidArgumentError: If the key holds a value that is no counter.
+        """
+        known = self._run(scope).scopes.get(scope, {}).get(key, b"0")
+        try:
+            value = int(known) + amount
+        except ValueError as error:
+            raise InvalidArgumentError(
+                f"{key!r} of {scope!r} holds a value and is no counter"
+            ) from error
+        await self.set(scope, key, str(value).encode())
+        return value
+
+    def _run(self, scope: str) -> _Run:
+        run = self._runs.get(run_of(scope))
+        if run is None:
+            raise FailedPreconditionError(
+                f"run {run_of(scope)} is not active here, so its workers do not meet", scope=scope
+            )
+        return run
+
+
+def _size(key: str, value: bytes) -> int:
+    return len(key) + len(value) + _ENTRY_BYTES

@@ -1,0 +1,24 @@
+"""How samples of a step spread: counts by bucket. Pure."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+Histogram = dict[str, int]
+"""Samples by the upper bound of their bucket, which belongs to it; buckets without samples are left out."""
+
+
+def histogram(values: Iterable[int]) -> Histogram:
+    """Count whole numbers from 0; buckets grow by a half or a third: 0, 1, 2, 3, 4, 6, 8, 12, 16, ..."""
+    counts: Counter[int] = Counter()
+    for value, count in Counter(values).items():
+        counts[bound_of(value)] += count
+    return {str(bound): counts[bound] for bound in sorted(counts)}
+
+
+def bound_of(value: int) -> int:
+    """Upper bound of a number's bucket."""
+    if value < 3:
+        return max(value, 0)
+    power: int = 1 << (value - 1).bit_length()
+    between = power * 3 // 4
+    return between if value <= between else power

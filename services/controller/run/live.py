@@ -1,0 +1,256 @@
+"""A run that is being trained: what it is made of, and what is done with it between two events."""
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Never
+
+from services.common.clock import Clock
+from services.common.errors import UnavailableError
+from services.common.task_group import TaskGroup
+from services.controller.client import GroupFailure
+from services.controller.rules.groups import RUNNING, Group
+from services.controller.rules.ledger import Ledger
+from services.controller.rules.scores import Evaluation
+from services.controller.rules.validation import BegunEvaluation, is_periodic
+from services.controller.run.assembly import Assembly
+from services.controller.run.batching import take_batch
+from services.controller.run.checkpoints import Checkpoints
+from services.controller.run.early import EarlyGroups
+from services.controller.run.evaluation import Evaluator
+from services.controller.run.generation import Generation
+from services.controller.run.journal import Journal
+from services.controller.run.progress import Progress
+from services.controller.run.publishing import Publishing
+from services.controller.run.requests import CurrentSpec, Mailbox
+from services.controller.run.steps import Steps
+from services.controller.run.stillness import Stillness
+from services.controller.run.waits import Waits
+from services.controller.store.records import Note
+from services.controller.store.requests import Request
+from services.controller.store.runs import Work
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveRun:
+    """A run whose workers are connected."""
+
+    spec: CurrentSpec
+    clock: Clock
+    """For stalls."""
+    journal: Journal
+    mailbox: Mailbox
+    waits: Waits
+    parts: Assembly
+    ledger: Ledger
+    generation: Generation
+    evaluator: Evaluator
+    progress: Progress
+    steps: Steps
+    early: EarlyGroups
+    publishing: Publishing
+    checkpoints: Checkpoints
+    version_offset: int
+    """What weight versions are above their steps."""
+    step: int
+    """The last committed step."""
+    begun: int | None
+    """The step that the trainer was asked for and that was not committed when the run was restored."""
+    published: int
+    """The newest weight version that was published then; -1 before the first."""
+    doing: str = ""
+    _stillness: Stillness = field(init=False)
+    _fault: asyncio.Future[Never] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+    def __post_init__(self) -> None:
+        self._stillness = Stillness(
+            journal=self.journal,
+            waits=self.waits,
+            ledger=self.ledger,
+            groups_per_step=self.spec.now.trainer.prompts_per_step,
+            clock=self.clock,
+            activity=lambda: self.doing,
+        )
+
+    def activities(self) -> list[str]:
+        """What the run is doing now."""
+        found = {
+            self.doing: bool(self.doing),
+            "SYNCING_WEIGHTS": self.publishing.is_busy,
+            "GENERATING": self.ledger.count(*RUNNING) > 0,
+            "VALIDATING": self.evaluator.is_busy,
+        }
+        return [name for name, is_true in found.items() if is_true]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to train."""
+        spec = self.spec.now
+        return spec.validation.only or self.step >= spec.trainer.steps
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the weights of the last step are for the rollouts."""
+        spec = self.spec.now
+        return self.step % spec.weight_sync.publish_every == 0 or self.step == spec.trainer.steps
+
+    @property
+    def is_barrier(self) -> bool:
+        """Whether training waits until the weights of the last step are evaluated."""
+        validation = self.spec.now.validation
+        is_evaluated = is_periodic(self.step, validation.every) and self.is_published
+        return validation.mode == "barrier" and is_evaluated
+
+    @property
+    def is_save_due(self) -> bool:
+        """Whether a checkpoint of the last step is wanted, and not the one behind the last step of all."""
+        trainer = self.spec.now.trainer
+        is_asked = self.mailbox.get("save") is not None
+        is_turn = self.step % (trainer.checkpoint.every or trainer.steps) == 0
+        return (is_asked or is_turn) and not self.is_done
+
+    def background(self) -> Sequence[Coroutine[None, None, None]]:
+        """What goes on beside the steps, for ever."""
+        return (
+            self.generation.collect(),
+            self.generation.replace_lost(),
+            self.evaluator.collect(),
+            self.evaluator.leave_out_lost(),
+            self.evaluator.run(),
+            self.publishing.run(),
+            self._end_of_faults(),
+            self._stillness.watch(),
+        )
+
+    async def fail(self, failures: Sequence[GroupFailure]) -> None:
+        """Take in groups that brought no samples; if the run ends of it, that is not the reporter's fault.
+
+        Raises:
+            UnavailableError: If it can be reported again.
+        """
+        try:
+            await self.evaluator.fail(failures)
+            await self.generation.fail(failures)
+        except UnavailableError:
+            raise
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the run ends, and no worker
+            if not self._fault.done():
+                self._fault.set_exception(error)
+
+    async def _end_of_faults(self) -> None:
+        """Raise what a report led to."""
+        await self._fault
+
+    async def catch_up(self) -> None:
+        """Settle the step that was being trained; see that every rollout serves the newest weights."""
+        if self.begun is not None:
+            is_untrained = self.parts.trained < self.begun
+            if self.parts.scoring.is_active and is_untrained:
+                # A worker that was started again scores the step under the weights that it starts from.
+                await self.publish()
+            if await self.steps.settle(self.begun):
+                self.step = self.begun
+        served_step = self.published - self.version_offset
+        is_due = served_step < self.step and self.is_published
+        if self.parts.served != self.published or is_due:
+            await self.publish()
+        else:
+            await self.publishing.already(served_step)
+
+    async def take_batch(self) -> list[Group] | None:
+        """Wait for the groups of the next step; None if a pause came before them."""
+        self.doing, spec = "", self.spec.now
+        version, meanwhile = self.step + self.version_offset, None
+        if spec.trainer.accumulate_early:
+            meanwhile = self.early.accumulate(
+                self.step + 1, weight_version=version, timeout_s=spec.limits.step_timeout_s
+            )
+        return await take_batch(
+            self.generation,
+            self.ledger,
+            spec.algorithm,
+            weight_version=version,
+            clock=self.clock,
+            waits=self.waits,
+            unless=self.mailbox.pausing,
+            meanwhile=meanwhile,
+        )
+
+    async def train(self, batch: Sequence[Group], *, begin: float) -> None:
+        """Train the next step, which began to wait for its groups at ``begin``."""
+        self.doing, step = "TRAINING", self.step + 1
+        await self.steps.begin(step, batch)
+        await self.steps.train(step, batch, begin=begin)
+        self.step = step
+        self._stillness.stepped()
+
+    async def offer(self) -> None:
+        """Have the weights of the last step brought into service beside training."""
+        await self.publishing.offer(self.step)
+
+    async def publish(self) -> None:
+        """Bring the weights of the last step into service, and wait for it."""
+        await self.offer()
+        with self.waits("weight_sync"):
+            await self.publishing.served(self.step)
+
+    async def save(self) -> None:
+        """Save a checkpoint of the last step."""
+        if self.step == 0:
+            return
+        self.doing = "CHECKPOINTING"
+        with self.waits("checkpoint"):
+            await self.checkpoints.save(
+                self.parts.trainer,
+                self.parts.critic,
+                self.ledger,
+                step=self.step,
+                version=self.step + self.version_offset,
+                also=self.mailbox.done(self.mailbox.get("save")),
+            )
+
+    async def wind_up(self) -> None:
+        """End the run, or hold it: what is unfinished is kept, with the checkpoint, for another day."""
+        self.doing = ""
+        await self.publishing.settled()
+        if self.is_done:
+            # The last weights are served already: they are evaluated while the checkpoint is written.
+            async with TaskGroup() as tasks:
+                tasks.create_task(self.save())
+                tasks.create_task(self.evaluator.idle())
+            self.doing = "FINALIZING"
+            return
+        if self.spec.now.rollout.partial_rollout:
+            await self.parts.replicas.interrupt()
+        pause, is_asked = self.mailbox.get("pause"), self.mailbox.get("save") is not None
+        if is_asked or pause is None or pause.options["checkpoint"]:
+            await self.save()
+
+    async def evaluated(
+        self, what: BegunEvaluation | Evaluation, request: Request | None = None
+    ) -> None:
+        """Tell of an evaluation that begins or ends, with the request that it answers."""
+        if isinstance(what, BegunEvaluation):
+            kind, message = "ValidationStarted", f"is being evaluated: {what.reason}"
+        else:
+            self.progress.evaluated(what)
+            kind, message = "Validated", f"greedy {what.greedy}, sampled {what.sampled}"
+            if what.status != "ok":
+                message = f"{what.status}, {message}"
+        message = f"weight version {what.version}: {message}"
+        await self.note(kind, message, asdict(what), also=self.mailbox.done(request))
+
+    async def note(
+        self,
+        type_: str,
+        message: str,
+        data: Mapping[str, object],
+        *,
+        also: Work | None = None,
+    ) -> None:
+        """Write an event, with the run's progress."""
+        summary = self.progress.summary(self.ledger)
+        note = Note(type_, message, data, None, None, summary)
+        await self.journal.note(note, self.ledger, also=also)

@@ -1,0 +1,99 @@
+"""Publishes what the trainer makes beside training: always the newest version, one after the other.
+
+a step is trained    -> its version is offered, and copied before the next step if none is on its way
+a version is served  -> the gate opens, an evaluation may begin, and what was offered since is next
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from services.common.errors import UnavailableError
+from services.controller.rules.ledger import Ledger
+from services.controller.run.assembly import Assembly
+from services.controller.run.evaluation import Evaluator
+from services.controller.run.generation import Generation
+from services.controller.run.journal import Journal
+from services.controller.run.progress import Progress, sync_facts
+from services.controller.run.requests import CurrentSpec
+from services.controller.store.records import Note
+
+
+@dataclass(slots=True, kw_only=True)
+class Publishing:
+    """Brings the newest step's weights into service."""
+
+    spec: CurrentSpec
+    journal: Journal
+    parts: Assembly
+    ledger: Ledger
+    generation: Generation
+    evaluator: Evaluator
+    progress: Progress
+    version_offset: int
+    """What weight versions are above their steps."""
+    _newest: int = field(default=-1, init=False)
+    _served: int = field(default=-1, init=False)
+    _changed: asyncio.Condition = field(default_factory=asyncio.Condition, init=False)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a version is on its way."""
+        return self._served < self._newest
+
+    async def already(self, step: int) -> None:
+        """Every rollout serves the weights of a step since before: generate and evaluate under them."""
+        self._newest = self._served = step
+        await self._open_gate(step)
+
+    async def offer(self, step: int) -> None:
+        """The trainer has the weights of ``step``."""
+        async with self._changed:
+            self._newest = max(self._newest, step)
+            self._changed.notify_all()
+        # If nothing is on its way, whoever publishes has its turn before the next step.
+        await asyncio.sleep(0)
+
+    async def served(self, step: int) -> None:
+        """Return once the weights of ``step``, or of a later one, are in service."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._served >= step)
+
+    async def settled(self) -> None:
+        """Return once nothing is on its way."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self.is_busy)
+
+    async def run(self) -> None:
+        """Publish for ever."""
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self.is_busy)
+            # A version that is about to be evaluated stays until the evaluation has its rollouts.
+            await self.evaluator.leased()
+            await self._publish()
+
+    async def _publish(self) -> None:
+        report = await self.parts.weights.publish(lambda: self._newest + self.version_offset)
+        if report.lost:
+            raise UnavailableError(f"{', '.join(report.lost)} did not take part in weight sync")
+        version, replicas = report.version, self.parts.replicas
+        for worker in self.parts.serving:
+            if not replicas.is_lent(worker.worker_id):
+                worker.weight_version = version
+        replicas.bring_back()
+        self.progress.synced(report)
+        message = f"weight version {version} is served by every rollout"
+        summary = self.progress.summary(self.ledger)
+        note = Note("WeightsPublished", message, sync_facts(report), None, version, summary)
+        await self.journal.note(note, self.ledger)
+        step = version - self.version_offset
+        await self._open_gate(step)
+        async with self._changed:
+            self._served = step
+            self._changed.notify_all()
+
+    async def _open_gate(self, step: int) -> None:
+        self.generation.published(step)
+        await self.evaluator.published(
+            step + self.version_offset, step=step, is_last=step == self.spec.now.trainer.steps
+        )
