@@ -3,7 +3,8 @@
 import asyncio
 import gc
 import logging
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from grpc_reflection.v1alpha import reflection
@@ -14,6 +15,7 @@ from services.common.credentials import acting_as
 from services.common.errors import FailedPreconditionError, InvalidArgumentError
 from services.common.grpc_client import open_channel
 from services.common.grpc_server import serve
+from services.common.http_limits import raise_descriptor_limit
 from services.common.http_server import serve_http
 from services.common.lifetime import announce, until_told_to_stop
 from services.common.logging import configure
@@ -21,6 +23,7 @@ from services.common.metrics import serve_metrics
 from services.common.task_group import TaskGroup
 from services.controller.api.app import build_app
 from services.controller.api.measured import Measured
+from services.controller.api.membership import MembershipServicer
 from services.controller.api.oidc import OidcProvider
 from services.controller.api.principals import (
     DEFAULT_PROJECT,
@@ -28,20 +31,20 @@ from services.controller.api.principals import (
     Authenticators,
     TokenStore,
 )
+from services.controller.api.rendezvous import RendezvousServicer
 from services.controller.api.request_limits import RequestLimits
-from services.controller.api.rpc import RunServicer
-from services.controller.api.run_page import with_run_page
-from services.controller.audit import RunAudit
-from services.controller.launch.choice import open_launcher
-from services.controller.logs import RunLogs
-from services.controller.membership import Membership
-from services.controller.rendezvous import RendezvousStore
-from services.controller.rendezvous_server import RendezvousServicer
-from services.controller.run.driver import Services
-from services.controller.run_collector import RunCollector
-from services.controller.runs import RunManager
-from services.controller.server import MembershipServicer
-from services.controller.settings import ControllerSettings
+from services.controller.api.rpc import RUN_SERVICE, run_servicer, run_users
+from services.controller.api.run_api import RunApi
+from services.controller.api.run_page import PageLinks, add_page_links, with_run_page
+from services.controller.manager.audit import RunAudit
+from services.controller.manager.launchers import open_launcher
+from services.controller.manager.logs import RunLogs
+from services.controller.manager.run_collector import RunCollector
+from services.controller.manager.runs import RunManager
+from services.controller.membership.registry import Membership
+from services.controller.run.loop import Services
+from services.controller.settings import DATABASE_FILE, ControllerSettings
+from services.controller.store.copies import in_use
 from services.controller.store.database import Database
 from services.controller.store.lease import Leadership
 from services.controller.store.runs import RunStore
@@ -50,8 +53,8 @@ from slipstream.controller.v1 import membership_pb2_grpc, run_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-# Its callers are users, who have API tokens.
-_RUN_SERVICE = "slipstream.controller.v1.RunService"
+# Specifications are larger than anything that workers tell, and have 256 KiB.
+_MAX_MESSAGE_BYTES = 4 << 20
 # Newest runs that metrics describe.
 _MEASURED = 200
 
@@ -62,6 +65,8 @@ async def run_controller(settings: ControllerSettings) -> None:
     clock = SystemClock()
     async with AsyncExitStack() as stack:
         stack.enter_context(serve_metrics(settings.metrics_port))
+        if not settings.database_url:
+            stack.enter_context(in_use(settings.state_directory / DATABASE_FILE))
         database = Database(settings.database)
         stack.callback(database.close)
         leadership = Leadership(database, holder=settings.holder, ttl_s=settings.lease_ttl_s)
@@ -69,15 +74,16 @@ async def run_controller(settings: ControllerSettings) -> None:
         channel = await stack.enter_async_context(
             open_channel(settings.transferqueue_address, "transferqueue")
         )
-        users = _open_users(settings, database)
+        tokens = TokenStore(database)
+        users = _open_users(settings, tokens)
         audit = RunAudit(database)
         membership = Membership(clock, settings.heartbeat_timeout_s)
         runs = RunCollector(
-            lambda: RunStore(database).list_runs(limit=_MEASURED), membership.workers
+            lambda: RunStore(database).list_runs(limit=_MEASURED, has_specs=True),
+            membership.workers,
         )
         REGISTRY.register(runs)
         stack.callback(REGISTRY.unregister, runs)
-        rendezvous = RendezvousStore()
         tasks = await stack.enter_async_context(TaskGroup())
         queue = TransferQueueClient(channel)
         manager = RunManager(
@@ -86,27 +92,24 @@ async def run_controller(settings: ControllerSettings) -> None:
             queue=queue,
             tasks=tasks,
             defaults=settings.limits(),
-            allowed_roots=settings.allowed_roots,
+            allowance=settings.allowance,
         )
         logs = RunLogs(settings.state_directory, manager.is_ended)
-        limits = RequestLimits(manager.limits)
+        api = RunApi(manager, audit, logs, users, RequestLimits(manager.limits))
         await manager.recover()
 
+        members = MembershipServicer(manager, membership, settings, clock)
+
         def register(server: Any) -> None:
-            run_pb2_grpc.add_RunServiceServicer_to_server(
-                RunServicer(manager, audit, logs, users, limits), server
-            )
-            membership_pb2_grpc.add_MembershipServiceServicer_to_server(
-                MembershipServicer(manager, membership, settings, clock), server
-            )
-            membership_pb2_grpc.add_RendezvousServiceServicer_to_server(
-                RendezvousServicer(rendezvous), server
-            )
-            if settings.grpc_reflection or settings.insecure_dev:
-                reflection.enable_server_reflection((_RUN_SERVICE, reflection.SERVICE_NAME), server)
+            _register(server, settings, api, members, RendezvousServicer(membership.meetings))
 
         port = await stack.enter_async_context(
-            serve(settings.bind, register, open_service=_RUN_SERVICE)
+            serve(
+                settings.bind,
+                register,
+                users=run_users(api),
+                max_message_bytes=_MAX_MESSAGE_BYTES,
+            )
         )
         address = f"{settings.advertise_host}:{port}"
         manager.drivers.services = Services(
@@ -120,29 +123,52 @@ async def run_controller(settings: ControllerSettings) -> None:
         )
         stack.push_async_callback(manager.close, leave=settings.leave_runs)
         await manager.start()
-        rest_port = await stack.enter_async_context(
-            serve_http(
-                settings.rest_bind,
-                Measured(with_run_page(build_app(manager, audit, logs, users, limits))),
-                certificate=settings.rest_tls_certificate,
-                key=settings.rest_tls_key,
-            )
-        )
-        scheme = "https" if settings.rest_tls_certificate else "http"
-        announce(
-            settings.ready_file,
-            {"grpc": address, "rest": f"{scheme}://{settings.advertise_host}:{rest_port}"},
-        )
+        rest_url = await stack.enter_async_context(_serve_rest(api, tokens, settings))
+        announce(settings.ready_file, {"grpc": address, "rest": rest_url})
         keeping = tasks.create_task(leadership.keep())
         await until_told_to_stop(stop_on_stdin_eof=settings.stop_on_stdin_eof)
         keeping.cancel()
 
 
-def _open_users(settings: ControllerSettings, database: Database) -> Authenticator | None:
-    """Those who may use the API; None if it is open to this host."""
-    ways: list[Authenticator] = []
-    if settings.admin_token_file is not None or settings.oidc_issuer:
-        ways.append(tokens := TokenStore(database))
+@asynccontextmanager
+async def _serve_rest(
+    api: RunApi, tokens: TokenStore, settings: ControllerSettings
+) -> AsyncIterator[str]:
+    """The REST API and the run page, until the block ends; yields their address."""
+    app = build_app(api, hosts=settings.hosts)
+    add_page_links(app, api, PageLinks(tokens))
+    with_run_page(app)
+    serving = serve_http(
+        settings.rest_bind,
+        Measured(app),
+        certificate=settings.rest_tls_certificate,
+        key=settings.rest_tls_key,
+        # Half of the descriptors stay for everybody else, gRPC and the database.
+        connections_per_peer=min(settings.rest_connections_per_peer, raise_descriptor_limit() // 2),
+    )
+    async with serving as port:
+        scheme = "https" if settings.rest_tls_certificate else "http"
+        yield f"{scheme}://{settings.advertise_host}:{port}"
+
+
+def _register(
+    server: Any,
+    settings: ControllerSettings,
+    api: RunApi,
+    members: MembershipServicer,
+    rendezvous: RendezvousServicer,
+) -> None:
+    """Add what is served over gRPC."""
+    run_pb2_grpc.add_RunServiceServicer_to_server(run_servicer(api), server)
+    membership_pb2_grpc.add_MembershipServiceServicer_to_server(members, server)
+    membership_pb2_grpc.add_RendezvousServiceServicer_to_server(rendezvous, server)
+    if settings.grpc_reflection:
+        reflection.enable_server_reflection((RUN_SERVICE, reflection.SERVICE_NAME), server)
+
+
+def _open_users(settings: ControllerSettings, tokens: TokenStore) -> Authenticator:
+    """Those who may use the API."""
+    ways: list[Authenticator] = [tokens]
     if settings.admin_token_file is not None:
         # The first token comes from a file, so it needs no other.
         token = settings.admin_token_file.read_text(encoding="utf-8").strip()
@@ -156,12 +182,12 @@ def _open_users(settings: ControllerSettings, database: Database) -> Authenticat
                 name_claim=settings.oidc_name_claim,
             )
         )
-    return Authenticators(ways) if ways else None
+    return Authenticators(ways)
 
 
 def main() -> None:
     """Entry point."""
-    # The command line overrides the environment: --insecure-dev, --rest-bind 127.0.0.1:8700 and so on.
+    # The command line overrides the environment: --rest-bind 127.0.0.1:8700 and so on.
     settings = ControllerSettings(
         _cli_parse_args=True, _cli_kebab_case=True, _cli_implicit_flags=True
     )
@@ -171,7 +197,7 @@ def main() -> None:
     gc.freeze()
     gc.set_threshold(10_000, 10, 30)
     try:
-        settings.check_exposure()
+        settings.check_users()
         with acting_as(settings.identity()), settings.tracing("controller"):
             asyncio.run(run_controller(settings))
     except (InvalidArgumentError, FailedPreconditionError) as error:

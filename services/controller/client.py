@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
-from services.common.confinement import strays_here
 from services.common.errors import (
     DataLossError,
     DeadlineExceededError,
@@ -190,7 +189,7 @@ class WorkerSession:
                 "the run specification that arrived does not have the digest that the controller stated; "
                 "controller and worker run different releases: install the same one"
             )
-        if problems := strays_here(spec, self._settings.allowed_roots):
+        if problems := self._settings.allowance.problems_here(spec):
             raise FailedPreconditionError("; ".join(problems))
         self.spec = spec
         self.transferqueue_address = response.transferqueue_address

@@ -1,14 +1,10 @@
 """Prometheus metrics of the controller."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.common.metrics import RPC, SYNC
-
-if TYPE_CHECKING:
-    from services.controller.run.weight_sync import SyncReport
 
 RUN_STEP = Gauge("slipstream_run_step", "Finished trainer steps.", ["run"])
 PROMPTS = Gauge("slipstream_prompts", "Groups by ledger state.", ["run", "state"])
@@ -72,21 +68,6 @@ def observe_step(
     for state, count in prompts.items():
         if state != "issued":
             PROMPTS.labels(run, state).set(count)
-
-
-def observe_sync(run: str, report: "SyncReport") -> None:
-    """Record a published version."""
-    phases = {
-        "prepare": report.prepare_s,
-        "transfer": report.transfer_s,
-        "adopt": report.adopt_s,
-        "check": report.check_s,
-        "total": report.total_s,
-    }
-    for phase, seconds in phases.items():
-        WEIGHT_SYNC_SECONDS.labels(run, phase).observe(seconds)
-    WEIGHT_SYNC_BYTES.labels(run).inc(report.num_bytes)
-    WEIGHT_SYNCS.labels(run, "ok").inc()
 
 
 def observe_group(run: str, epoch: int, size: int) -> None:

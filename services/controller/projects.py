@@ -7,8 +7,7 @@ from typing import Annotated
 import sqlalchemy as sa
 import typer
 
-from services.controller.quotas import Limits
-from services.controller.settings import ControllerSettings
+from services.controller.settings import ControllerSettings, Limits
 from services.controller.store.database import Database
 from services.controller.store.tables import QUOTAS
 

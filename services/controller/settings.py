@@ -2,7 +2,7 @@
 
 import os
 import socket
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -10,11 +10,33 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from services.common.errors import InvalidArgumentError
-from services.common.settings import KeySettings, is_loopback
-from services.controller.quotas import Limits
+from services.common.settings import KeySettings, SpecSettings, is_loopback
 
 
-class ControllerSettings(KeySettings):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a project may use."""
+
+    max_active_runs: int
+    max_queued_runs: int
+    max_gpus: int = 0
+    """GPUs of its active runs, 0 for no bound; a worker on a host without GPUs counts as if it had them."""
+    max_transferqueue_bytes: int = 0
+    """Sum of ``transferqueue.quota_bytes`` of its active runs, 0 for no bound."""
+    max_checkpoint_bytes: int = 0
+    """Size of the checkpoints of its runs above which none starts, 0 for no bound."""
+    max_requests_per_second: int = 0
+    """Requests to the API, 0 for no bound."""
+    max_event_streams: int = 0
+    """Streams of events and logs that are open at once, 0 for no bound."""
+
+
+DATABASE_FILE = "slipstream.db"
+"""Name of the SQLite database in the state directory."""
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
+class ControllerSettings(KeySettings, SpecSettings):
     """Where the controller lives."""
 
     model_config = SettingsConfigDict(env_prefix="SLIPSTREAM_CONTROLLER_")
@@ -33,6 +55,9 @@ class ControllerSettings(KeySettings):
     """This controller's Deployment, which owns the worker pods; only with the Kubernetes launcher."""
     worker_templates: Path = Path("/etc/slipstream/workers")
     """Folder of the pod templates that the chart wrote; only with the Kubernetes launcher."""
+    network_policies: bool = False
+    """Whether each run gets a NetworkPolicy that lets its workers reach each other, where others refuse all;
+    only with the Kubernetes launcher."""
     rollout_scales: bool = False
     """Whether each run gets a RolloutScale for autoscalers; only with the Kubernetes launcher."""
     pending_timeout_s: float = Field(600.0, gt=0)
@@ -65,19 +90,14 @@ class ControllerSettings(KeySettings):
     max_checkpoint_bytes: int = Field(0, ge=0)
     """Size of the checkpoints of a project's runs above which no further run of it starts, unless it has a
     quota of its own; 0 for no bound."""
-    max_requests_per_second: int = Field(0, ge=0)
+    max_requests_per_second: int = Field(100, ge=0)
     """Requests of a project that each controller answers, twice as many at once, unless it has a quota of its
     own; 0 for no bound."""
-    max_event_streams: int = Field(0, ge=0)
+    max_event_streams: int = Field(256, ge=0)
     """Streams of events and logs that a project may have open at each controller, unless it has a quota of
     its own; 0 for no bound."""
-    allowed_roots: tuple[Path, ...] = ()
-    """Folders, as workers see them, that a specification may name files in; none allows all."""
-    insecure_dev: bool = False
-    """Whether the API asks nobody who they are; refused elsewhere than on loopback."""
     grpc_reflection: bool = False
-    """Whether clients such as grpcurl may ask the gRPC server what its run API offers; on with
-    ``insecure_dev``."""
+    """Whether clients such as grpcurl may ask the gRPC server what its run API offers."""
     admin_token_file: Path | None = None
     """File with an API token of an admin of the project ``default``; with it, the API asks for tokens."""
 
@@ -90,6 +110,12 @@ class ControllerSettings(KeySettings):
     objects, as in ``realm_access.roles``."""
     oidc_name_claim: str = "sub"
     """Claim that names the user."""
+    rest_hosts: tuple[str, ...] = ()
+    """Names that browsers reach the REST API by, without ports. Default: those of loopback if it binds that,
+    otherwise any."""
+    rest_connections_per_peer: int = Field(1024, ge=1)
+    """Connections to the REST API that one address may have open, at most half of this process's descriptors;
+    behind a gateway all have its address."""
     rest_tls_certificate: Path | None = None
     """PEM file with the certificate chain of the REST API; without it the API is served as plain HTTP. A new
     one is noticed."""
@@ -99,25 +125,25 @@ class ControllerSettings(KeySettings):
     @property
     def database(self) -> str:
         """SQLAlchemy's URL of the database."""
-        return self.database_url or f"sqlite:///{self.state_directory / 'slipstream.db'}"
+        return self.database_url or f"sqlite:///{self.state_directory / DATABASE_FILE}"
 
     def limits(self) -> Limits:
         """Limits of projects without a quota of their own."""
         return Limits(**{field.name: getattr(self, field.name) for field in fields(Limits)})
 
-    def check_exposure(self) -> None:
-        """See that an API without authentication is meant, and not reachable from elsewhere.
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Names that the REST API is reached by; none allows any."""
+        return self.rest_hosts or (LOOPBACK if is_loopback(self.rest_bind) else ())
+
+    def check_users(self) -> None:
+        """See that somebody may use the API.
 
         Raises:
-            InvalidArgumentError: If it would be.
+            InvalidArgumentError: If nobody could.
         """
-        if self.insecure_dev and not (is_loopback(self.rest_bind) and is_loopback(self.bind)):
+        if not (self.admin_token_file or self.oidc_issuer):
             raise InvalidArgumentError(
-                f"insecure_dev serves this host only, but rest_bind is {self.rest_bind} and bind is "
-                f"{self.bind}; bind both to 127.0.0.1, or set admin_token_file instead"
-            )
-        if not (self.admin_token_file or self.oidc_issuer or self.insecure_dev):
-            raise InvalidArgumentError(
-                "nobody could use the API: set admin_token_file or oidc_issuer, or for a machine that only "
-                "you use --insecure-dev"
+                "nobody could use the API: set admin_token_file or oidc_issuer; 'slipstream up' starts a "
+                "controller with a token of its own"
             )

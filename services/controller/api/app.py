@@ -1,37 +1,29 @@
-"""The REST application: routes, authentication, errors, OpenAPI."""
+"""The REST application: routes, errors, OpenAPI."""
 
+from collections.abc import Collection
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import FastAPI, Header, Response
+from fastapi import FastAPI, Response
 from fastapi.openapi.utils import get_openapi
-from starlette.concurrency import run_in_threadpool
 
 from services.common.spec.run import RunSpec
-from services.controller.api.actions import add_action_routes
-from services.controller.api.commands import Authenticate, add_run_routes
-from services.controller.api.errors import (
-    PROBLEM_TYPE,
-    Problem,
-    add_error_handlers,
-)
-from services.controller.api.observing import add_observe_routes
-from services.controller.api.principals import DEVELOPER, Authenticator, Principal
-from services.controller.api.request_limits import RequestLimits
-from services.controller.api.streams import add_stream_routes
-from services.controller.audit import RunAudit
-from services.controller.logs import RunLogs
-from services.controller.runs import RunManager
+from services.controller.api.errors import PROBLEM_TYPE, Problem, add_error_handlers
+from services.controller.api.rest import add_routes
+from services.controller.api.run_api import RunApi
+from services.controller.api.same_origin import SameOrigin
 
 _REFUSALS = {
     "400": "The body is not JSON.",
     "401": "No known token.",
     "403": "The role does not allow it.",
     "404": "There is no such thing in the project.",
+    "408": "The body did not come in time.",
     "409": "The state does not allow it.",
     "410": "Events behind the cursor are not kept any more.",
     "412": "The run was changed since.",
     "413": "The body is too large.",
+    "415": "The body is not said to be JSON.",
     "422": "The request breaks a rule.",
     "428": "If-Match is missing.",
     "429": "A quota is used up.",
@@ -39,35 +31,23 @@ _REFUSALS = {
 }
 
 
-def build_app(
-    manager: RunManager,
-    audit: RunAudit,
-    logs: RunLogs,
-    users: Authenticator | None,
-    limits: RequestLimits,
-) -> FastAPI:
+def build_app(api: RunApi, *, hosts: Collection[str] = ()) -> FastAPI:
     """The application.
 
     Args:
-        manager: The runs.
-        audit: What they did.
-        logs: What their workers wrote.
-        users: Who may ask; None lets everybody who reaches the port be the developer.
-        limits: How much they may ask.
+        api: Answers operations.
+        hosts: Names that browsers reach it by; none allows any.
     """
     app = FastAPI(
         title="Slipstream",
         version=version("slipstream"),
         summary="Asynchronous reinforcement learning for language models.",
-        docs_url="/docs",
+        docs_url=None,
         redoc_url=None,
     )
     add_error_handlers(app)
-    authenticate = _authentication(users, limits)
-    add_stream_routes(app, manager, logs, authenticate, limits)
-    add_run_routes(app, manager, authenticate)
-    add_action_routes(app, manager, authenticate)
-    add_observe_routes(app, manager, audit, logs, authenticate, limits)
+    app.add_middleware(SameOrigin, hosts=hosts)
+    add_routes(app, api)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
 
     @app.get("/healthz", include_in_schema=False)
@@ -76,19 +56,6 @@ def build_app(
         return Response("ok\n", media_type="text/plain")
 
     return app
-
-
-def _authentication(users: Authenticator | None, limits: RequestLimits) -> Authenticate:
-    async def authenticate(
-        authorization: Annotated[str, Header(include_in_schema=False)] = "",
-    ) -> Principal:
-        who = DEVELOPER
-        if users is not None:
-            who = await run_in_threadpool(users.authenticate, authorization)
-        await limits.admit(who.project)
-        return who
-
-    return authenticate
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Errors of the REST API as RFC 9457 problems with a stable ``code``."""
 
+import asyncio
 import logging
 import re
 from collections.abc import Mapping
@@ -15,11 +16,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common import tracing
 from services.common.errors import ResourceExhaustedError, ServiceError
+from services.common.rare_log import RareLog
+from services.common.spec.bounds import MAX_DOCUMENT_BYTES
 from services.common.spec.loader import SpecError
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 1 << 20
+_BODY_DEADLINE_S = 30.0
 PROBLEM_TYPE = "application/problem+json"
 
 _STATUS = {
@@ -34,6 +37,10 @@ _STATUS = {
     "UNAUTHENTICATED": HTTPStatus.UNAUTHORIZED,
     "PERMISSION_DENIED": HTTPStatus.FORBIDDEN,
 }
+
+# Refusals that may be an attack.
+_TOLD = frozenset(map(HTTPStatus, (401, 403, 408, 413, 415, 421, 429)))
+_refusals = RareLog(logger)
 
 _STATUS_OF_REASON = {
     "PRECONDITION_REQUIRED": HTTPStatus.PRECONDITION_REQUIRED,
@@ -145,7 +152,7 @@ def _add_request_handlers(app: FastAPI) -> None:
             headers["Allow"] = ", ".join(_allowed_methods(app, request))
         code, detail = status.phrase.lower().replace(" ", "_"), str(error.detail)
         if status is HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
-            code, detail = "too_large", f"a body may have {MAX_BODY_BYTES} bytes"
+            code, detail = "too_large", f"a body may have {MAX_DOCUMENT_BYTES} bytes"
         return problem(request, status, code, detail, headers=headers)
 
     @app.exception_handler(BodyError)
@@ -156,7 +163,7 @@ def _add_request_handlers(app: FastAPI) -> None:
 
 
 class _BodyLimit:
-    """Refuses bodies that are too large. It leaves answers alone: streams pass through without a copy.
+    """Refuses bodies that are too large or too slow. Answers pass through without a copy.
 
     Args:
         app: What requests go to.
@@ -167,13 +174,22 @@ class _BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, and no more of its body than is allowed."""
-        num_bytes = 0
+        num_bytes, is_whole = 0, False
+        deadline = asyncio.get_running_loop().time() + _BODY_DEADLINE_S
 
         async def receive_some() -> Message:
-            nonlocal num_bytes
-            message = await receive()
+            nonlocal num_bytes, is_whole
+            if is_whole:
+                # Waits for whoever reads a stream to go.
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError as error:
+                raise HTTPException(HTTPStatus.REQUEST_TIMEOUT) from error
+            is_whole = not message.get("more_body", False)
             num_bytes += len(message.get("body", b""))
-            if num_bytes > MAX_BODY_BYTES:
+            if num_bytes > MAX_DOCUMENT_BYTES:
                 raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
             return message
 
@@ -193,6 +209,9 @@ def problem(
 ) -> JSONResponse:
     """The answer that tells of a problem; a fault of ours is logged."""
     trace = tracing.parse(request.headers.get("traceparent", "")) or tracing.fresh()
+    if status in _TOLD:
+        peer = request.client.host if request.client else ""
+        _refusals.warning(f"requests are refused: {code}", path=request.url.path, peer=peer)
     if fault is not None:
         with tracing.within(trace):
             logger.error("request failed", exc_info=fault, extra={"path": request.url.path})

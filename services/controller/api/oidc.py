@@ -12,7 +12,7 @@ from services.common.errors import (
     UnavailableError,
 )
 from services.controller.api.principals import Principal, bearer_token
-from services.controller.api.roles import Role
+from services.controller.models import Role
 
 # Signatures by a key pair only: with a shared secret, whoever checks a token could also make it.
 _ALGORITHMS = ("RS256", "PS256", "ES256", "EdDSA")
@@ -89,7 +89,9 @@ class OidcProvider:
         for entry in entries if isinstance(entries, list) else []:
             project, _, role = str(entry).rpartition(":")
             if project and role in get_args(Role):
-                roles[project] = cast("Role", role)
+                found = cast("Role", role)
+                # Of several roles in a project the highest holds, in whatever order they come.
+                roles[project] = max(found, roles.get(project, found), key=get_args(Role).index)
         if len(roles) != 1:
             raise PermissionDeniedError(
                 f"the token's claim {self._roles_claim!r} must give a role in one project, such as "

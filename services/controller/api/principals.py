@@ -11,8 +11,7 @@ import sqlalchemy as sa
 
 from services.common.access import AUTH_FAILURES
 from services.common.errors import NotFoundError, PermissionDeniedError, UnauthenticatedError
-from services.common.spec.run import RunSpec
-from services.controller.api.roles import Role, covers
+from services.controller.models import Role, covers
 from services.controller.store.database import Database
 from services.controller.store.records import Run
 from services.controller.store.tables import API_TOKENS
@@ -41,14 +40,6 @@ class Principal:
                 f"project {self.project}"
             )
 
-    def demand_submit(self, spec: RunSpec) -> None:
-        """See that the principal may submit a specification; code that comes with a model needs an admin.
-
-        Raises:
-            PermissionDeniedError: If it may not.
-        """
-        self.demand("admin" if spec.model.trust_remote_code else "operator")
-
     def demand_run(self, run: Run) -> Run:
         """See that a run is of the principal's project; a foreign one does not exist for it.
 
@@ -60,10 +51,6 @@ class Principal:
                 f"run {run.run_id!r} does not exist; list the runs there are", run_id=run.run_id
             )
         return run
-
-
-DEVELOPER = Principal(name="developer", project=DEFAULT_PROJECT, role="admin")
-"""Everybody, where the API is open to this host only."""
 
 
 class Authenticator(Protocol):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from services.common.errors import ResourceExhaustedError
 from services.controller import metrics
-from services.controller.quotas import Limits
+from services.controller.settings import Limits
 
 # Seconds whose requests may come at once.
 _BURST_S = 2.0

@@ -1,80 +1,136 @@
-// The run page: a list of runs, and one run with its charts, workers, events and logs, live.
-import { drawCharts } from "./charts.js";
-import { TokenNeeded, getJson, readEvents, readLogs, useToken } from "./api.js";
+// The run page: a list of runs, and one run with its tabs, live.
+import { offerActions } from "./actions.js";
+import { Refused, TokenNeeded, getJson, readEvents, signIn, useToken } from "./api.js";
+import { Checkpoints } from "./checkpoints.js";
+import { Configuration } from "./configuration.js";
+import { Curves } from "./curves.js";
+import { $, h, oncePerFrame } from "./dom.js";
+import { Events } from "./events.js";
+import { TABS, address, current, go, onMove } from "./route.js";
+import { listRuns, mostWanted } from "./runs.js";
+import { Samples } from "./samples.js";
+import { Series } from "./series.js";
+import { Timeline } from "./timeline.js";
+import { progress, prompts, verdict } from "./verdict.js";
+import { Workers } from "./workers.js";
 
 const REFRESH_MS = 2000;
-const KEPT_EVENTS = 300;
-const KEPT_LINES = 1000;
-const QUIET = new Set(["StepCommitted", "WeightsPublished"]);
-const $ = (id) => document.getElementById(id);
+// Events that are heard again, because what was read beside them may be some milliseconds older.
+const OVERLAP = 20;
 
-let shown = { id: "", steps: [], syncs: [], scores: [], stop: new AbortController() };
-let reading = new AbortController(); // the log
+let who = null;
+let runs = [];
+let shown = null; // {key, all: [Series], tab, stop}
 
 async function refresh() {
   try {
-    const { items } = await getJson("/v1/runs");
-    listRuns(items);
-    const wanted = location.hash.slice(1) || items[0]?.id || "";
-    if (wanted !== shown.id) open(wanted);
-    if (shown.id) {
-      const [run, workers] = await Promise.all([
-        getJson(`/v1/runs/${shown.id}`), getJson(`/v1/runs/${shown.id}/topology`),
-      ]);
-      showRun(run);
-      showWorkers(workers.items);
-    }
+    const [list] = await Promise.all([getJson("/v1/runs?page_size=200"), who ?? getJson("/page/who").then((me) => { who = me; })]);
+    runs = list.items;
+    await show();
     $("trouble").hidden = true;
     $("sign-in").hidden = true;
   } catch (error) {
-    $("sign-in").hidden = !(error instanceof TokenNeeded);
-    if (error instanceof TokenNeeded) return;
-    $("trouble").textContent = `The controller does not answer: ${error.message}`;
-    $("trouble").hidden = false;
+    complain(error);
   }
 }
 
-function listRuns(runs) {
+function complain(error) {
+  const isStranger = error instanceof TokenNeeded;
+  $("sign-in").hidden = !isStranger;
+  $("trouble").hidden = isStranger;
+  $("trouble").textContent = error instanceof Refused ? error.message : `The controller does not answer: ${error.message}`;
+  if (!isStranger && !(error instanceof Refused)) console.warn(error);
+}
+
+/** Bring what is shown in line with the address and with how the run is now. */
+async function show() {
   $("empty").hidden = runs.length > 0;
-  $("run").hidden = runs.length === 0;
-  $("runs").replaceChildren(...runs.map((run) => {
-    const link = element("a", run.name, { href: `#${run.id}` });
-    if (run.id === shown.id) link.setAttribute("aria-current", "true");
-    link.append(element("small", `${run.state}, step ${run.step}`));
-    const item = element("li");
-    item.append(link);
-    return item;
-  }));
+  if (!current().run && runs.length) go({ ...current(), run: mostWanted(runs).id }, { replaces: true });
+  const where = current();
+  listRuns(runs);
+  $("run").hidden = !where.run;
+  if (!where.run) return;
+  const key = [where.run, ...where.others].join(" ");
+  if (shown?.key !== key) await open(key, where);
+  if (shown?.key !== key || !shown.all) return; // another one was asked for meanwhile, or it is still being read
+  if (shown.tab !== where.tab) openTab(where.tab);
+  const run = await getJson(`/v1/runs/${where.run}`);
+  if (shown.key !== key) return;
+  Object.assign(shown.all[0].run, run);
+  head();
+  shown.view.refresh?.(shown.all[0].run);
 }
 
-function open(id) {
-  shown.stop.abort();
-  shown = { id, steps: [], syncs: [], scores: [], stop: new AbortController() };
-  $("events").replaceChildren();
-  $("component").replaceChildren($("component").firstElementChild);
-  drawCharts($("charts"), shown);
-  if (id) follow(shown);
-  openLog();
+async function open(key, { run: id, others }) {
+  close();
+  const opened = { key, tab: "", stop: new AbortController() };
+  shown = opened;
+  const all = [id, ...others].map((each) => new Series({ id: each }));
+  const newest = await Promise.all(all.map(readWhole)).catch((error) => {
+    if (shown === opened) shown = null; // it is tried again
+    throw error;
+  });
+  if (shown !== opened) return;
+  const found = all.map(({ run }) => run);
+  for (const series of all) series.label = labelOf(series.run, found);
+  opened.all = all;
+  all.forEach((series, index) => follow(opened, series, newest[index]));
 }
 
-/** Read the log that is chosen, from its end on. */
-function openLog() {
-  reading.abort();
-  reading = new AbortController();
-  $("logs").replaceChildren();
-  if (shown.id) followLogs(shown.id, $("component").value, reading.signal);
+/** Read a run with its series; returns the number of an event that both are sure to have taken in. */
+async function readWhole(series) {
+  const path = `/v1/runs/${series.run.id}`;
+  const [run, { items }] = await Promise.all([getJson(path), getJson(`${path}/events?order_by=-seq&limit=1`), series.read()]);
+  Object.assign(series.run, run);
+  series.begin = Date.parse(run.start_time ?? run.create_time) / 1000;
+  return Math.max((items[0]?.seq ?? 0) - OVERLAP, 0);
 }
 
-async function followLogs(id, chosen, signal) {
+function close() {
+  shown?.stop.abort();
+  shown?.view?.close();
+}
+
+/** What a run is called beside others: its name, and its id where that is not enough. */
+function labelOf(run, all) {
+  return all.filter(({ name }) => name === run.name).length > 1 ? `${run.name} ${run.id.slice(-6)}` : run.name;
+}
+
+function openTab(tab) {
+  shown.view?.close();
+  shown.tab = tab;
+  const where = current();
+  $("tabs").replaceChildren(...TABS.map(([name, text]) => h("a", {
+    href: address({ ...where, tab: name }), role: "tab", id: `tab-${name}`, "aria-selected": String(name === tab), "aria-controls": "panel", tabIndex: name === tab ? 0 : -1,
+  }, text)));
+  $(`tab-${tab}`).scrollIntoView({ inline: "center", block: "nearest" });
+  $("panel").setAttribute("aria-labelledby", `tab-${tab}`);
+  $("panel").replaceChildren();
+  const [{ run }] = shown.all;
+  const others = shown.all.slice(1).map((series) => series.run);
+  const makers = {
+    curves: (panel) => new Curves(panel, shown.all), timeline: (panel) => new Timeline(panel, run), samples: (panel) => new Samples(panel, run),
+    events: (panel) => new Events(panel, run), workers: (panel) => new Workers(panel, run),
+    checkpoints: (panel) => new Checkpoints(panel, run, { role: who.role, say }), configuration: (panel) => new Configuration(panel, run, others),
+  };
+  shown.view = makers[tab]($("panel"));
+}
+
+/** Take in a run's events until it has ended or another one is shown. */
+async function follow(opened, series, seq) {
+  const { signal } = opened.stop;
   while (!signal.aborted) {
     try {
-      let isFirst = true;
-      for await (const { component, line } of readLogs(id, chosen, 100, signal)) {
-        if (component === undefined) return; // the run has ended
-        if (isFirst) $("logs").replaceChildren(); // a stream that is opened again begins with the past
-        isFirst = false;
-        offerLog(component);
-        addLine(chosen ? `${line}\n` : `${component}  ${line}\n`);
+      for await (const event of readEvents(series.run.id, seq, signal)) {
+        if (event.state) return; // the run has ended
+        seq = event.seq;
+        const isNews = series.take(event);
+        if (shown !== opened) return;
+        if (series === opened.all[0]) {
+          if (!(opened.view instanceof Curves)) opened.view?.take(event);
+          if (isNews) head();
+        }
+        if (isNews && opened.view instanceof Curves) opened.view.take();
       }
     } catch (error) {
       if (signal.aborted) return;
@@ -83,149 +139,55 @@ async function followLogs(id, chosen, signal) {
   }
 }
 
-function offerLog(component) {
-  const options = [...$("component").options];
-  if (options.some((option) => option.value === component)) return;
-  const next = options.find((option) => option.value > component) ?? null;
-  $("component").insertBefore(element("option", component, { value: component }), next);
-}
-
-function addLine(text) {
-  const logs = $("logs");
-  const isAtEnd = logs.scrollTop + logs.clientHeight >= logs.scrollHeight - 4;
-  logs.append(text);
-  if (logs.childNodes.length > KEPT_LINES) logs.firstChild.remove();
-  if (isAtEnd) logs.scrollTop = logs.scrollHeight;
-}
-
-async function follow(run) {
-  let seq = 0;
-  let isDrawn = true;
-  while (!run.stop.signal.aborted) {
-    try {
-      for await (const event of readEvents(run.id, seq, run.stop.signal)) {
-        if (event.state) return; // the run has ended
-        seq = event.seq;
-        takeIn(run, event);
-        if (isDrawn) {
-          isDrawn = false; // many events arrive at once when a run is opened
-          requestAnimationFrame(() => { isDrawn = true; if (run === shown) drawCharts($("charts"), run); });
-        }
-      }
-    } catch (error) {
-      if (run.stop.signal.aborted) return;
-    }
-    await new Promise((resolve) => setTimeout(resolve, REFRESH_MS));
-  }
-}
-
-function takeIn(run, event) {
-  if (event.type === "StepCommitted") run.steps.push(event.data);
-  else if (event.type === "WeightsPublished") run.syncs.push({ ...event.data, step: event.data.version });
-  else if (event.type === "Validated") run.scores.push({ ...event.data, step: event.data.version });
-  if (QUIET.has(event.type)) return;
-  const item = element("li");
-  item.append(
-    element("time", new Date(event.time).toLocaleTimeString([], { hourCycle: "h23" }), { class: "quiet" }),
-    element("b", event.type), element("span", event.message || describe(event.data)),
-  );
-  $("events").prepend(item);
-  if ($("events").children.length > KEPT_EVENTS) $("events").lastChild.remove();
-}
-
-function describe(data) {
-  return Object.entries(data).filter(([, value]) => typeof value !== "object")
-    .map(([key, value]) => `${key} ${value}`).join(", ");
-}
-
-function showRun(run) {
+const head = oncePerFrame(() => {
+  if (!shown?.all) return;
+  const [series] = shown.all;
+  const { run } = series;
+  document.title = `${run.name} ${run.state.toLowerCase()} ${run.step} – Slipstream`;
   $("name").textContent = run.name;
   $("state").textContent = run.state;
   $("state").className = `state ${run.state}`;
-  $("progress").textContent = progress(run, shown.steps.slice(-10));
+  $("progress").textContent = progress(run, series);
+  $("bar").max = run.spec.trainer.steps;
+  $("bar").value = run.step;
   $("id").textContent = run.id;
   $("prompts").textContent = prompts(run.summary?.prompts);
   $("message").textContent = run.message;
   $("message").hidden = !run.message;
-  $("verdict").textContent = verdict(shown.steps.slice(-10));
-  showRows("conditions", run.conditions.map((condition) => [
-    condition.type, condition.status.toLowerCase(), new Date(condition.last_transition_time).toLocaleString(),
-    why(condition),
-  ]));
-}
+  $("verdict").textContent = verdict(series);
+  const legend = shown.all.length < 2 ? [] : shown.all.map(({ label }, index) => h("span", {}, h("i", { class: `swatch colour-${index}` }), label));
+  $("compared").replaceChildren(...legend);
+  offerActions(run, who.role, say);
+});
 
-/** Why a condition is as it is; some messages begin with the reason. */
-function why({ reason, message }) {
-  return message.startsWith(reason) ? message : [reason, message].filter(Boolean).join(": ");
-}
-
-/** How far the run is, what it does, and how long the rest takes at the pace of the newest steps. */
-function progress(run, steps) {
-  const parts = [`step ${run.step} of ${run.spec.trainer.steps}`, `weight version ${run.weight_version}`];
-  const left = ((run.spec.trainer.steps - run.step) * sum(steps, "seconds")) / (steps.length || 1);
-  if (run.state === "RUNNING" && left) parts.push(`about ${duration(left)} left`);
-  const doing = run.activities?.map((name) => name.toLowerCase().replaceAll("_", " ")) ?? [];
-  return parts.concat(doing).join(" · ");
-}
-
-function duration(seconds) {
-  if (seconds < 90) return `${Math.round(seconds)} s`;
-  return seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
-}
-
-/** Where the issued prompts are. */
-function prompts(counts) {
-  if (!counts) return "";
-  const { issued, reasons, ...places } = counts;
-  const text = Object.entries(places).map(([place, count]) => `${count} ${place}`).join(", ");
-  const why = Object.entries(reasons ?? {}).map(([reason, count]) => `${count} ${reason}`).join(", ");
-  return `${issued} prompts issued: ${text}${why && ` (${why})`}`;
-}
-
-/** Who waits for whom, from the newest steps. */
-function verdict(steps) {
-  const total = sum(steps, "seconds");
-  if (!total) return "";
-  const share = Math.round((100 * sum(steps, "trainer_wait_s")) / total);
-  const of = `in the last ${steps.length} steps the trainer waited ${share} % of the time`;
-  if (share > 50) return `Rollouts are the bottleneck: ${of} for samples.`;
-  if (share < 10) return `The trainer is the bottleneck: ${of} for samples.`;
-  return `Trainer and rollouts are in balance: ${of} for samples.`;
-}
-
-function sum(items, key) {
-  return items.reduce((total, item) => total + (item[key] ?? 0), 0);
-}
-
-function showWorkers(workers) {
-  showRows("workers", workers.map((worker) => [
-    worker.worker_id, worker.state, worker.activity, worker.weight_version,
-    worker.gauges.running_samples ?? "", worker.gauges.waiting_samples ?? "",
-  ]));
-}
-
-/** Fill a table. */
-function showRows(id, rows) {
-  $(id).replaceChildren(...rows.map((cells) => {
-    const row = element("tr");
-    row.append(...cells.map((cell) => element("td", cell)));
-    return row;
-  }));
-}
-
-function element(name, text = "", attributes = {}) {
-  const made = document.createElement(name);
-  made.textContent = text;
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  return made;
+function say(text, isTrouble = false) {
+  $("said").textContent = text;
+  $("said").className = isTrouble ? "bad" : "";
+  $("said").hidden = false;
+  setTimeout(() => { if ($("said").textContent === text) $("said").hidden = true; }, isTrouble ? 20000 : 5000);
+  refresh();
 }
 
 $("sign-in").addEventListener("submit", (submitted) => {
   submitted.preventDefault();
   useToken($("token").value);
+  who = null;
   refresh();
 });
-$("component").addEventListener("change", openLog);
-window.addEventListener("hashchange", refresh);
+$("search").addEventListener("input", () => listRuns(runs));
+$("tabs").addEventListener("keydown", (key) => {
+  const way = { ArrowLeft: -1, ArrowRight: 1 }[key.key];
+  if (!way) return;
+  const names = TABS.map(([name]) => name);
+  const tab = names[(names.indexOf(current().tab) + way + names.length) % names.length];
+  go({ ...current(), tab });
+  refresh().then(() => $(`tab-${tab}`)?.focus());
+});
+onMove(() => show().catch(complain));
+const code = new URLSearchParams(location.hash.slice(1)).get("code");
+if (code) {
+  history.replaceState(null, "", location.pathname + location.search); // it works once, so it must not stay
+  await signIn(code);
+}
 await refresh();
 setInterval(refresh, REFRESH_MS);

@@ -7,8 +7,8 @@ import grpc
 from services.common.clock import Clock
 from services.common.errors import InvalidArgumentError
 from services.controller.client import GroupFailure, WorkerRole, WorkerState
-from services.controller.membership import HeartbeatOutcome, Membership, Worker
-from services.controller.runs import RunManager
+from services.controller.manager.runs import RunManager
+from services.controller.membership.registry import HeartbeatOutcome, Membership, Worker
 from services.controller.settings import ControllerSettings
 from slipstream.controller.v1 import membership_pb2, membership_pb2_grpc
 from slipstream.type.v1 import worker_pb2

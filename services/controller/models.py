@@ -3,11 +3,23 @@
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    WithJsonSchema,
+)
 
-from services.controller.api.roles import Role
-from services.controller.run.conditions import ConditionStatus, ConditionType
-from services.controller.run.run_state import Desired
+from services.common.spec.bounds import shape_problem
+from services.controller.rules.conditions import ConditionStatus, ConditionType
+from services.controller.rules.run_state import Desired
+
+Role = Literal["viewer", "operator", "admin"]
+"""Roles of those who use the API."""
+_RANK: dict[Role, int] = {"viewer": 0, "operator": 1, "admin": 2}
 
 _KEY = "[a-z0-9]([a-z0-9._/-]{0,61}[a-z0-9])?"
 _LABEL = f"^{_KEY}$"
@@ -31,7 +43,29 @@ Labels = Annotated[
 Priority = Annotated[int, Field(ge=-1000, le=1000)]
 
 
-class RunError(BaseModel):
+def _bounded(document: dict[str, Any]) -> dict[str, Any]:
+    if problem := shape_problem(document):
+        raise ValueError(f"the document {problem}")
+    return document
+
+
+Document = Annotated[dict[str, Any], AfterValidator(_bounded)]
+"""JSON whose depth and lengths are bounded."""
+
+
+class Body(BaseModel):
+    """What is sent; a key that is not known is refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class View(BaseModel):
+    """What is answered; made from the record whose fields it has."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+
+class RunError(View):
     """Why a run failed."""
 
     code: str
@@ -47,7 +81,7 @@ class RunError(BaseModel):
     """Trace of the step that was not finished: in log lines, and with a collector in spans."""
 
 
-class ConditionView(BaseModel):
+class ConditionView(View):
     """Whether something is true of a run, why, and since when."""
 
     type: ConditionType
@@ -61,8 +95,8 @@ class ConditionView(BaseModel):
     """When the status last changed."""
 
 
-class RunView(BaseModel):
-    """A run as clients see it."""
+class ListedRun(View):
+    """A run in a list, without its specification."""
 
     id: str
     project: str
@@ -78,8 +112,9 @@ class RunView(BaseModel):
     step: int
     weight_version: int
     summary: dict[str, Any]
-    spec: dict[str, Any]
     spec_digest: str
+    target_steps: int
+    """Steps that the specification asks for."""
     activities: list[str] = []
     """What it is doing now: TRAINING, SYNCING_WEIGHTS, VALIDATING, CHECKPOINTING, FINALIZING."""
     conditions: list[ConditionView] = []
@@ -96,10 +131,16 @@ class RunView(BaseModel):
     """Grows with each change of ``spec``."""
 
 
+class RunView(ListedRun):
+    """A run as clients see it."""
+
+    spec: dict[str, Any]
+
+
 class RunPage(BaseModel):
     """A page of runs, newest first."""
 
-    items: list[RunView]
+    items: list[ListedRun]
     next_page_token: str
 
 
@@ -111,7 +152,7 @@ class ValidatedView(BaseModel):
     spec_digest: str
 
 
-class EventView(BaseModel):
+class EventView(View):
     """Something that happened to a run."""
 
     run_id: str
@@ -129,7 +170,7 @@ class EventPage(BaseModel):
     items: list[EventView]
 
 
-class WorkerView(BaseModel):
+class WorkerView(View):
     """A worker of a run."""
 
     worker_id: str
@@ -146,10 +187,10 @@ class Topology(BaseModel):
     items: list[WorkerView]
 
 
-class CheckpointView(BaseModel):
+class CheckpointView(View):
     """A checkpoint of a run."""
 
-    id: str
+    id: str = Field(validation_alias=AliasChoices("id", "checkpoint_id"))
     step: int
     weight_version: int
     path: str
@@ -174,22 +215,37 @@ class CheckpointPage(BaseModel):
     items: list[CheckpointView]
 
 
-class MetricPoint(BaseModel):
-    """A number of one step."""
+class Metric(BaseModel):
+    """A number of each step."""
 
-    step: int
-    time: datetime
     name: str
-    value: float
+    values: list[float | None]
+    """One for each step; None where it has no such number."""
+
+
+class MetricHistogram(BaseModel):
+    """How the samples of each step spread."""
+
+    name: str
+    bounds: list[int]
+    """Upper bounds of the buckets, which belong to them."""
+    counts: list[list[int]]
+    """Samples in each bucket, for each step."""
 
 
 class MetricPage(BaseModel):
-    """Numbers of a run's steps, in order."""
+    """Numbers of a run's steps, as columns."""
 
-    items: list[MetricPoint]
+    steps: list[int]
+    """In order."""
+    times: list[datetime]
+    """When each of them was trained."""
+    items: list[Metric]
+    """By name."""
+    histograms: list[MetricHistogram]
 
 
-class SampleView(BaseModel):
+class GroupView(View):
     """A group of samples and what became of it. Texts are not part of it."""
 
     group_id: str
@@ -202,13 +258,13 @@ class SampleView(BaseModel):
     reason: str = ""
 
 
-class SamplePage(BaseModel):
+class GroupPage(BaseModel):
     """Groups of a run by sequence."""
 
-    items: list[SampleView]
+    items: list[GroupView]
 
 
-class QuotaView(BaseModel):
+class QuotaView(View):
     """What a project may use, and uses."""
 
     project: str
@@ -239,14 +295,12 @@ class VersionView(BaseModel):
     version: str
 
 
-class RunPatch(BaseModel):
+class RunPatch(Body):
     """What may change; parts that are not sent stay as they are."""
-
-    model_config = ConfigDict(extra="forbid")
 
     labels: Labels | None = None
     priority: Priority | None = None
-    limits: dict[str, Any] | None = None
+    limits: Document | None = None
     """Keys of ``limits`` in the specification."""
     validation_every: int | None = Field(None, ge=0, le=1 << 31)
     """``validation.every`` from the next step on."""
@@ -256,27 +310,15 @@ class RunPatch(BaseModel):
     """``rollout.replicas``: more are taken in once they have loaded, fewer at once; the run goes on."""
 
 
-class SubmitOptions(BaseModel):
-    """What is said of a run beside its specification."""
-
-    priority: Priority = 0
-    """Runs with a higher one start first."""
-    labels: Labels = {}
-
-
-class PauseOptions(BaseModel):
+class PauseOptions(Body):
     """How a run is held."""
-
-    model_config = ConfigDict(extra="forbid")
 
     checkpoint: StrictBool = True
     """Whether a checkpoint is saved behind the step; otherwise the run goes on from the one before."""
 
 
-class CancelOptions(BaseModel):
+class CancelOptions(Body):
     """How a run is ended."""
-
-    model_config = ConfigDict(extra="forbid")
 
     grace_seconds: float = Field(0.0, ge=0, le=86_400, strict=True)
     """Time in which the run may finish its step; then it is ended by force. 0 ends it at once."""
@@ -284,21 +326,17 @@ class CancelOptions(BaseModel):
     """Whether a checkpoint is saved behind that step."""
 
 
-class ForkRequest(BaseModel):
+class ForkRequest(Body):
     """A new run that goes on from a checkpoint of another one."""
-
-    model_config = ConfigDict(extra="forbid")
 
     checkpoint_id: str = Field("", max_length=40)
     """The checkpoint; empty takes the newest one."""
     name: str = Field("", pattern="^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$")
     """Name of the new run; empty keeps that of the old one."""
-    overrides: dict[str, Any] = Field(default_factory=dict)
+    overrides: Document = Field(default_factory=dict)
     """Keys of the specification that differ, such as ``{"trainer": {"steps": 200}}``."""
 
-    @property
-    def needed_role(self) -> Role:
-        """Who may ask for it: code that comes with a model needs an admin."""
-        model = self.overrides.get("model")
-        trusts = isinstance(model, dict) and "trust_remote_code" in model
-        return "admin" if trusts else "operator"
+
+def covers(role: Role, needed: Role) -> bool:
+    """Whether whoever has a role may do what needs another one."""
+    return _RANK[role] >= _RANK[needed]

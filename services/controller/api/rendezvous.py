@@ -4,7 +4,7 @@ from typing import Any
 
 import grpc
 
-from services.controller.rendezvous import RendezvousStore
+from services.controller.membership.rendezvous import RendezvousStore
 from slipstream.controller.v1 import membership_pb2, membership_pb2_grpc
 
 _Context = grpc.aio.ServicerContext[Any, Any]

@@ -1,0 +1,323 @@
+"""What each operation of the run API does: one method for each, named after it."""
+# ruff: noqa: D102  operations say what they do
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from services.common.errors import FailedPreconditionError
+from services.common.spec.loader import canonical_json, parse_spec, spec_digest
+from services.controller.api import operations as ops
+from services.controller.api.page_tokens import PageTokens
+from services.controller.api.principals import Principal
+from services.controller.api.request_limits import RequestLimits
+from services.controller.api.views import view_listed, view_quota, view_run
+from services.controller.manager.audit import RunAudit
+from services.controller.manager.logs import RunLogs
+from services.controller.manager.runs import RunManager
+from services.controller.models import (
+    CheckpointPage,
+    CheckpointView,
+    EventPage,
+    EventView,
+    GroupPage,
+    LogLine,
+    MetricPage,
+    QuotaView,
+    RunPage,
+    RunView,
+    Topology,
+    ValidatedView,
+    VersionView,
+    WorkerView,
+)
+from services.controller.samples import SamplePage, WholeSample
+from services.controller.store.records import (
+    Event,
+    EventFilter,
+    RequestKey,
+    Run,
+    RunFilter,
+    Submission,
+)
+
+Items = AsyncIterator[Sequence[tuple[str, Event | LogLine | RunView | None]]]
+"""What a stream holds, some at once, each with the id that goes on behind it. The last one tells of the end:
+a run, or None."""
+
+
+class PreconditionRequiredError(FailedPreconditionError):
+    """The request must say which revision it changes."""
+
+    reason = "PRECONDITION_REQUIRED"
+
+
+@dataclass(slots=True)
+class Call:
+    """One request: who makes it, and of which run."""
+
+    who: Principal
+    _run: Run | None = None
+    is_repeated: bool = False
+    """Whether nothing was made: the answer is that of an earlier request, or only a check."""
+
+    @property
+    def run(self) -> Run:
+        """The run as it was found; only where the operation is of one."""
+        assert self._run is not None
+        return self._run
+
+    def key(self, what: str, idempotency_key: str, body: str) -> RequestKey | None:
+        """Identity of a request: with a key the same one has the same answer."""
+        return RequestKey.of(f"{self.who.project}/{self.who.name} {what}", idempotency_key, body)
+
+
+class Handlers:
+    """Answers operations whose callers may ask for them.
+
+    Args:
+        manager: The runs.
+        audit: What they did.
+        logs: What their workers wrote.
+        limits: Counts open streams.
+    """
+
+    def __init__(
+        self, manager: RunManager, audit: RunAudit, logs: RunLogs, limits: RequestLimits
+    ) -> None:
+        self._manager = manager
+        self._audit = audit
+        self._logs = logs
+        self._limits = limits
+        self._pages = PageTokens()
+
+    async def create_run(self, call: Call, asked: ops.CreateRun) -> RunView | ValidatedView:
+        # What is large or strange takes its time elsewhere.
+        spec = await asyncio.to_thread(parse_spec, asked.spec)
+        if asked.validate_only:
+            self._manager.policy.check(spec, call.who.role)
+            call.is_repeated = True
+            return ValidatedView(spec=spec.model_dump(mode="json"), spec_digest=spec_digest(spec))
+        labels = dict(pair.split("=", 1) for pair in asked.label)
+        body = f"{canonical_json(spec)} {asked.priority} {sorted(labels.items())}"
+        submission = Submission(
+            spec=spec,
+            project=call.who.project,
+            priority=asked.priority,
+            labels=labels,
+            actor=call.who.name,
+            request=call.key("CreateRun", asked.idempotency_key, body),
+        )
+        run, is_new = await self._manager.create(submission, role=call.who.role)
+        call.is_repeated = not is_new
+        return self._view(run)
+
+    async def list_runs(self, call: Call, asked: ops.ListRuns) -> RunPage:
+        key, _, value = asked.label.partition("=")
+        only = RunFilter(
+            project=call.who.project,
+            state=asked.state,
+            name=asked.name or None,
+            label=(key, value) if asked.label else None,
+            is_oldest_first=asked.order_by == "create_time",
+        )
+        after = self._pages.read(asked.page_token, repr(only))
+        runs = await self._manager.list_runs(limit=asked.page_size + 1, after=after, only=only)
+        page = runs[: asked.page_size]
+        has_more = len(runs) > len(page)
+        return RunPage(
+            items=[view_listed(run, self._doing(run)) for run in page],
+            next_page_token=self._pages.make(page[-1].run_id, repr(only)) if has_more else "",
+        )
+
+    async def get_run(self, call: Call, asked: ops.GetRun) -> RunView:
+        return self._view(call.run)
+
+    async def update_run(self, call: Call, asked: ops.UpdateRun) -> RunView:
+        return self._view(
+            await self._manager.patch(
+                asked.run_id,
+                asked,
+                revision=revision_of(asked.if_match),
+                actor=call.who.name,
+                role=call.who.role,
+            )
+        )
+
+    async def delete_run(self, call: Call, asked: ops.DeleteRun) -> None:
+        await self._manager.delete(
+            asked.run_id,
+            revision=revision_of(asked.if_match),
+            delete_checkpoints=asked.delete_checkpoints,
+        )
+
+    async def cancel_run(self, call: Call, asked: ops.CancelRun) -> RunView:
+        return self._view(await self._manager.cancel(asked.run_id, asked, actor=call.who.name))
+
+    async def pause_run(self, call: Call, asked: ops.PauseRun) -> RunView:
+        return self._view(await self._manager.pause(asked.run_id, asked, actor=call.who.name))
+
+    async def resume_run(self, call: Call, asked: ops.ResumeRun) -> RunView:
+        return self._view(await self._manager.resume(asked.run_id, actor=call.who.name))
+
+    async def evaluate_run(self, call: Call, asked: ops.EvaluateRun) -> RunView:
+        await self._manager.drivers.evaluate(call.run)
+        return self._view(call.run)
+
+    async def save_run(self, call: Call, asked: ops.SaveRun) -> RunView:
+        await self._manager.drivers.running(call.run).save()
+        return self._view(call.run)
+
+    async def fork_run(self, call: Call, asked: ops.ForkRun) -> RunView:
+        body = asked.model_dump_json(exclude={"idempotency_key"})
+        key = call.key("ForkRun", asked.idempotency_key, body)
+        return self._view(
+            await self._manager.fork(
+                call.run, asked, actor=call.who.name, role=call.who.role, request=key
+            )
+        )
+
+    async def list_events(self, call: Call, asked: ops.ListEvents) -> EventPage:
+        only = EventFilter(
+            types=tuple(asked.type),
+            not_types=tuple(asked.not_type),
+            before_seq=asked.before_seq or None,
+            is_newest_first=asked.order_by == "-seq",
+        )
+        events = await self._manager.feed.page(
+            asked.run_id, after_seq=asked.after_seq, limit=asked.limit, only=only
+        )
+        return EventPage(items=[EventView.model_validate(event) for event in events])
+
+    async def watch_run(self, call: Call, asked: ops.WatchRun) -> Items:
+        known = asked.last_event_id
+        start = int(known) if known.isdecimal() and len(known) < 16 else asked.after_seq
+        if start:
+            # An answer that has begun cannot say that events are gone.
+            await self._manager.feed.page(asked.run_id, after_seq=start, limit=1)
+
+        async def items() -> Items:
+            async for events in self._manager.feed.watch(asked.run_id, start):
+                yield [(str(event.seq), event) for event in events]
+            yield [("", self._view(await self._manager.get(asked.run_id)))]
+
+        return items()
+
+    async def watch_runs(self, call: Call, asked: ops.WatchRuns) -> Items:
+        project, moment = call.who.project, _moment(asked.last_event_id)
+        if moment is not None:
+            await self._manager.feed.check_moment(project, moment)
+
+        async def items() -> Items:
+            async for events in self._manager.feed.watch_project(project, moment):
+                yield [(f"{event.time:.6f}", event) for event in events]
+
+        return items()
+
+    async def read_logs(self, call: Call, asked: ops.ReadLogs) -> list[LogLine]:
+        return await self._logs.tail(asked.run_id, asked.component, asked.tail_lines)
+
+    async def follow_logs(self, call: Call, asked: ops.FollowLogs) -> Items:
+        async def items() -> Items:
+            cursor = ""
+            async for lines in self._logs.follow(
+                asked.run_id, asked.component, asked.tail_lines, asked.last_event_id
+            ):
+                yield lines
+                cursor = lines[-1][0] if lines else cursor
+            yield [(cursor, None)]
+
+        return items()
+
+    async def list_metrics(self, call: Call, asked: ops.ListMetrics) -> MetricPage:
+        return await self._audit.metrics(
+            asked.run_id,
+            names=asked.name,
+            from_step=asked.from_step,
+            to_step=asked.to_step,
+            max_points=asked.max_points,
+        )
+
+    async def list_groups(self, call: Call, asked: ops.ListGroups) -> GroupPage:
+        found = await self._audit.groups(asked.run_id, asked.after_step, asked.steps)
+        return GroupPage(items=found)
+
+    async def list_samples(self, call: Call, asked: ops.ListSamples) -> SamplePage:
+        scope = asked.model_dump_json(exclude={"page_token", "page_size", "excerpt"})
+        found = await self._manager.kept.page(
+            asked.run_id,
+            asked,
+            after=self._pages.read(asked.page_token, scope) or "",
+            limit=asked.page_size + 1,
+            excerpt=asked.excerpt,
+        )
+        page = found[: asked.page_size]
+        has_more = len(found) > len(page)
+        return SamplePage(
+            items=page,
+            next_page_token=self._pages.make(page[-1].id, scope) if has_more else "",
+        )
+
+    async def get_sample(self, call: Call, asked: ops.GetSample) -> WholeSample:
+        return await self._manager.kept.one(asked.run_id, asked.sample_id)
+
+    async def export_samples(self, call: Call, asked: ops.ExportSamples) -> AsyncIterator[bytes]:
+        return await self._manager.kept.export(
+            asked.run_id, asked, limit=asked.limit, with_tokens=asked.tokens
+        )
+
+    async def list_checkpoints(self, call: Call, asked: ops.ListCheckpoints) -> CheckpointPage:
+        found = await self._audit.checkpoints(asked.run_id)
+        return CheckpointPage(items=[CheckpointView.model_validate(each) for each in found])
+
+    async def get_checkpoint(self, call: Call, asked: ops.GetCheckpoint) -> CheckpointView:
+        found = await self._audit.checkpoint(asked.run_id, asked.checkpoint_id)
+        return CheckpointView.model_validate(found)
+
+    async def delete_checkpoint(self, call: Call, asked: ops.DeleteCheckpoint) -> None:
+        await self._manager.checkpoints.delete(
+            asked.run_id, asked.checkpoint_id, actor=call.who.name
+        )
+
+    async def get_topology(self, call: Call, asked: ops.GetTopology) -> Topology:
+        workers = self._manager.workers(asked.run_id)
+        return Topology(items=[WorkerView.model_validate(worker) for worker in workers])
+
+    async def get_quota(self, call: Call, asked: ops.GetQuota) -> QuotaView:
+        project = call.who.project
+        quota = await self._manager.quota(project)
+        return view_quota(quota, event_streams=self._limits.num_streams(project))
+
+    async def get_version(self, call: Call, asked: ops.GetVersion) -> VersionView:
+        return VersionView(version=version("slipstream"))
+
+    def _view(self, run: Run) -> RunView:
+        return view_run(run, self._doing(run))
+
+    def _doing(self, run: Run) -> list[str]:
+        return self._manager.drivers.activities(run.run_id)
+
+
+def revision_of(if_match: str) -> int:
+    """The revision in an ``If-Match`` header.
+
+    Raises:
+        PreconditionRequiredError: If there is none.
+    """
+    if not if_match:
+        raise PreconditionRequiredError(
+            "If-Match is needed: send the ETag of the run as you read it"
+        )
+    text = if_match.strip().removeprefix('"').removesuffix('"')
+    # What is no revision of ours matches none.
+    return int(text) if text.isdecimal() and text.isascii() and len(text) < 19 else -1
+
+
+def _moment(last_event_id: str) -> float | None:
+    """The moment behind which a stream goes on; None for now."""
+    try:
+        moment = float(last_event_id)
+    except ValueError:
+        return None
+    return moment if 0.0 < moment < 1e11 else None

@@ -1,0 +1,40 @@
+// Checkpoints of a run: where they are, what may be done with them.
+import { act, getJson } from "./api.js";
+import { perform } from "./actions.js";
+import { h, table } from "./dom.js";
+import { bytes, date } from "./format.js";
+
+export class Checkpoints {
+  constructor(panel, run, { role, say }) {
+    Object.assign(this, { run, role, say });
+    this.list = h("div", {});
+    panel.replaceChildren(this.list);
+    this.refresh();
+  }
+
+  close() {}
+
+  take(event) {
+    if (event.type.startsWith("Checkpoint")) this.refresh();
+  }
+
+  async refresh() {
+    const { items } = await getJson(`/v1/runs/${this.run.id}/checkpoints`);
+    const there = items.filter(({ state }) => state !== "DELETED");
+    this.list.replaceChildren(table("Checkpoints", ["step", "state", "size", "saved", "id", "folder", ""], there.map((one) => [
+      one.step, one.message ? `${one.state}: ${one.message}` : one.state, bytes(one.size_bytes), date(one.create_time),
+      h("code", {}, one.id), h("code", {}, one.path), this.#delete(one),
+    ]), "None is saved yet. The last step is always saved; trainer.checkpoint.every saves others."));
+  }
+
+  #delete(one) {
+    if (this.role === "viewer") return "";
+    const action = {
+      text: "Delete checkpoint", isGrave: true, asks: () => [], about: `Step ${one.step} (${one.id}) cannot be gone on from any more.`,
+      send: () => act("DELETE", `/v1/runs/${this.run.id}/checkpoints/${one.id}`),
+    };
+    return h("button", {
+      type: "button", class: "part", onclick: () => perform(action, this.run, (...said) => { this.say(...said); this.refresh(); }),
+    }, "delete");
+  }
+}

@@ -1,0 +1,173 @@
+// The curves of a run, and of others beside it: smoothing, axes, and a part of the steps seen closely.
+import { CATALOG, SPREADS, furtherCharts, linesOf } from "./catalog.js";
+import { Chart } from "./chart.js";
+import { choice, h, oncePerFrame } from "./dom.js";
+import { Series } from "./series.js";
+import { Spread } from "./spread.js";
+
+const SETTINGS = "slipstream-curves";
+
+export class Curves {
+  /**
+   * @param panel Where it is shown.
+   * @param all Series of whole runs: the shown one first.
+   */
+  constructor(panel, all) {
+    const kept = JSON.parse(localStorage.getItem(SETTINGS) ?? "{}");
+    Object.assign(this, { all, runs: all, axis: "step", smoothing: 0, ...kept, range: null, charts: [] });
+    this.draw = oncePerFrame(() => this.#draw());
+    this.body = h("div", {});
+    panel.replaceChildren(this.#tools(), this.body);
+    this.visible = new IntersectionObserver((entries) => {
+      for (const { target, isIntersecting } of entries) {
+        target.chart.isVisible = isIntersecting;
+        if (isIntersecting && target.chart.isStale) target.chart.draw();
+      }
+    }, { rootMargin: "200px" });
+    this.sizes = new ResizeObserver(oncePerFrame(() => this.charts.forEach((chart) => chart.isVisible && chart.fit())));
+    this.sizes.observe(panel);
+    this.scheme = matchMedia("(prefers-color-scheme: dark)");
+    this.scheme.onchange = () => this.draw();
+    this.#lay();
+  }
+
+  close() {
+    this.visible.disconnect();
+    this.sizes.disconnect();
+    this.scheme.onchange = null;
+    this.charts.forEach((chart) => chart.remove());
+  }
+
+  /** A run has new numbers. */
+  take() {
+    if (!this.range) this.draw();
+  }
+
+  /** See steps (or seconds, by the axis) `from` to `to` closely; all of them without. */
+  async zoom(from, to) {
+    const wanted = (this.wanted = from === null ? null : [from, to]);
+    let runs = this.all;
+    if (wanted) {
+      runs = await Promise.all(this.all.map((whole) => {
+        const part = Object.assign(new Series(whole.run), { label: whole.label, begin: whole.begin });
+        return part.read(...(this.axis === "time" ? stepsBetween(whole, from, to) : [Math.max(from, 1), Math.max(to, 1)]));
+      }));
+      for (const part of runs) {
+        const [first, last] = [part.steps[0] ?? 0, part.steps.at(-1) ?? 0];
+        part.scores = part.scores.filter(({ step }) => step >= first && step <= last);
+      }
+    }
+    if (wanted !== this.wanted) return; // another part was chosen meanwhile
+    this.range = wanted;
+    this.runs = runs;
+    this.#say();
+    this.draw();
+  }
+
+  /** Widen or narrow what is seen, around `middle`. */
+  zoomBy(factor, middle) {
+    const xs = this.all.map(({ steps, times, begin }) => (this.axis === "time" ? times.map((time) => time - begin) : steps));
+    const [least, most] = [Math.min(...xs.map((x) => x[0] ?? 0)), Math.max(...xs.map((x) => x.at(-1) ?? 1))];
+    const [from, to] = this.range ?? [least, most];
+    const width = (to - from) * factor;
+    if (width >= most - least) return this.zoom(null);
+    const begin = Math.min(Math.max((middle ?? (from + to) / 2) - width / 2, least), most - width);
+    return this.zoom(begin, begin + width);
+  }
+
+  #tools() {
+    this.from = h("input", { type: "number", min: 1, "aria-label": "First step", placeholder: "first" });
+    this.to = h("input", { type: "number", min: 1, "aria-label": "Last step", placeholder: "last" });
+    this.reset = h("button", { type: "button", class: "part", disabled: true, onclick: () => this.zoom(null) }, "all");
+    const smoothing = h("input", {
+      type: "range", min: 0, max: 0.99, step: 0.01, value: String(this.smoothing), "aria-label": "Smoothing",
+      oninput: () => { this.smoothing = Number(smoothing.value); this.#keep(); },
+    });
+    const axis = choice("Horizontal axis", [["step", "steps"], ["time", "time"]], this.axis, (value) => {
+      this.axis = value;
+      this.#keep();
+      this.zoom(null);
+    });
+    return h("form", { class: "tools", onsubmit: (submitted) => this.#chosen(submitted) },
+      h("label", {}, "smoothing ", smoothing), axis,
+      h("span", { class: "choice", role: "group", "aria-label": "Zoom" },
+        h("button", { type: "button", class: "part", "aria-label": "Zoom in", onclick: () => this.zoomBy(0.5) }, "+"),
+        h("button", { type: "button", class: "part", "aria-label": "Zoom out", onclick: () => this.zoomBy(2) }, "−"),
+        this.reset),
+      h("span", {}, "steps ", this.from, " to ", this.to, " ", h("button", { class: "part" }, "show")),
+      h("span", { class: "quiet hint" }, "drag over a chart to zoom, double-click for all"));
+  }
+
+  #chosen(submitted) {
+    submitted.preventDefault();
+    const steps = this.all.flatMap((run) => [run.steps[0] ?? 1, run.steps.at(-1) ?? 1]);
+    const from = Number(this.from.value) || Math.min(...steps);
+    const to = Number(this.to.value) || Math.max(...steps);
+    const [first] = this.all;
+    if (this.axis === "time") this.zoom(...[from, to].map((step) => (first.times[first.steps.findLastIndex((one) => one <= step)] ?? first.begin) - first.begin));
+    else this.zoom(Math.min(from, to), Math.max(from, to));
+  }
+
+  #keep() {
+    localStorage.setItem(SETTINGS, JSON.stringify({ axis: this.axis, smoothing: this.smoothing }));
+    this.draw();
+  }
+
+  #say() {
+    this.reset.disabled = !this.range;
+    const [first, last] = this.range ? [this.runs[0].steps[0], this.runs[0].steps.at(-1)] : ["", ""];
+    this.from.value = first ?? "";
+    this.to.value = last ?? "";
+  }
+
+  /** Make the charts; those of numbers that no chart names are laid out once steps have them. */
+  #lay() {
+    const sections = CATALOG.map(([heading, charts]) => [heading, charts.map((chart) => new Chart(chart, this))]);
+    sections[1][1].push(...SPREADS.map((spread) => new Spread(spread, this)));
+    this.further = h("details", { class: "further", hidden: true }, h("summary", {}), h("div", { class: "charts" }));
+    this.furtherNames = new Set();
+    this.body.replaceChildren(
+      ...sections.map(([heading, charts]) => h("section", { "aria-label": heading }, h("h3", {}, heading),
+        h("div", { class: "charts" }, charts.map((chart) => this.#hang(chart))))),
+      this.further);
+    this.draw();
+  }
+
+  #hang(chart) {
+    chart.element.chart = chart;
+    this.charts.push(chart);
+    this.visible.observe(chart.element);
+    return chart.element;
+  }
+
+  #layFurther() {
+    const names = new Set(this.runs.flatMap((run) => [...run.columns.keys()]));
+    if (names.size === this.furtherNames.size) return;
+    const [summary, place] = this.further.children;
+    this.charts = this.charts.filter((chart) => !place.contains(chart.element) || chart.remove());
+    this.furtherNames = names;
+    for (const chart of this.charts.filter(({ beginning }) => beginning)) {
+      chart.lines = linesOf(chart.beginning, names);
+      chart.element.hidden = !chart.lines.length;
+    }
+    const charts = furtherCharts(names);
+    summary.textContent = `Everything else that steps record (${charts.length})`;
+    place.replaceChildren(...charts.map((chart) => this.#hang(new Chart(chart, this))));
+    this.further.hidden = !charts.length;
+  }
+
+  #draw() {
+    this.#layFurther();
+    for (const chart of this.charts) {
+      chart.isStale = true;
+      if (chart.isVisible) chart.draw();
+    }
+  }
+}
+
+/** The steps that a run trained between two moments, in seconds from its beginning. */
+function stepsBetween({ steps, times, begin }, from, to) {
+  const first = times.findIndex((time) => time - begin >= from);
+  const last = times.findLastIndex((time) => time - begin <= to);
+  return [steps[Math.max(first, 0)] ?? 1, steps[Math.max(last, 0)] ?? 1];
+}

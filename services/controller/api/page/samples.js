@@ -1,0 +1,99 @@
+// What the model wrote: samples found by step, reward and text, and one of them with its tokens and its group.
+import { download, getJson } from "./api.js";
+import { h, table } from "./dom.js";
+import { date, short } from "./format.js";
+import { Sample } from "./sample.js";
+
+const FILTERS = [
+  ["split", "of", "select", [["train", "training"], ["heldout", "evaluation"]]],
+  ["order_by", "first", "select", [["newest", "newest"], ["best", "best"], ["worst", "worst"]]],
+  ["text", "with the text", "search"], ["step", "of step", "number"], ["min_reward", "reward from", "number"], ["max_reward", "to", "number"],
+  ["finish_reason", "ended by", "select", [["", "anything"], ["stop", "stop"], ["length", "length"], ["failed", "failed"]]],
+];
+
+export class Samples {
+  constructor(panel, run) {
+    Object.assign(this, { run, page: "", id: "" });
+    this.fields = FILTERS.map(([name, label, kind, options]) => {
+      const change = () => this.#again();
+      const input = kind === "select"
+        ? h("select", { name, onchange: change }, options.map(([value, text]) => h("option", { value }, text)))
+        : h("input", { name, type: kind, onchange: change, ...(kind === "number" ? { step: "any" } : {}) });
+      return h("label", {}, `${label} `, input);
+    });
+    this.form = h("form", { class: "tools", onsubmit: (submitted) => { submitted.preventDefault(); this.#again(); } }, this.fields,
+      h("button", { type: "button", class: "part", onclick: () => this.#download() }, "download as JSONL"));
+    this.list = h("ol", { class: "samples", "aria-label": "Samples" });
+    this.says = h("p", { class: "quiet", role: "status" });
+    this.more = h("button", { type: "button", class: "part", hidden: true, onclick: () => this.#read() }, "more");
+    this.one = h("article", { class: "sample", "aria-label": "One sample", tabIndex: -1 });
+    panel.replaceChildren(this.form, this.says, h("div", { class: "beside" }, h("div", {}, this.list, this.more), this.one));
+    this.#again();
+  }
+
+  close() {}
+
+  take() {}
+
+  /** What is searched for, as a query. */
+  #query() {
+    const said = new FormData(this.form);
+    return new URLSearchParams([...said].filter(([, value]) => value !== ""));
+  }
+
+  async #again() {
+    this.page = "";
+    this.list.replaceChildren();
+    await this.#read();
+  }
+
+  async #read() {
+    const query = this.#query();
+    if (this.page) query.set("page_token", this.page);
+    const asked = (this.asked = query.toString());
+    this.says.textContent = "";
+    try {
+      const found = await getJson(`/v1/runs/${this.run.id}/samples?page_size=50&excerpt=200&${query}`);
+      if (this.asked !== asked) return; // something else was asked for meanwhile
+      this.list.append(...found.items.map((sample) => this.#entry(sample)));
+      this.page = found.next_page_token;
+      this.more.hidden = !this.page;
+      if (!this.list.children.length) this.says.textContent = "There are none yet, or none that are like this.";
+      if (!this.id && found.items.length) await this.#open(found.items[0].id);
+    } catch (error) {
+      this.says.textContent = error.message;
+    }
+  }
+
+  #entry(sample) {
+    const facts = [sample.step === null ? "not trained" : `step ${sample.step}`, `${sample.response_tokens} tokens`,
+      sample.staleness ? `${sample.staleness} behind` : "", sample.finish_reason === "stop" ? "" : sample.finish_reason].filter(Boolean);
+    return h("li", {}, h("button", { type: "button", "data-sample": sample.id, onclick: () => this.#open(sample.id), "aria-current": String(sample.id === this.id), title: date(sample.time) },
+      h("b", { class: "reward" }, short(sample.reward)), h("span", { class: "quiet" }, facts.join(" · ")),
+      h("span", { class: "excerpt" }, h("span", { class: "quiet" }, sample.prompt, " "), sample.response)));
+  }
+
+  async #open(id) {
+    this.id = id;
+    for (const button of this.list.querySelectorAll("button")) button.setAttribute("aria-current", String(button.dataset.sample === id));
+    const path = `/v1/runs/${this.run.id}/samples`;
+    const sample = await getJson(`${path}/${id}`);
+    const { items } = await getJson(`${path}?split=${sample.split}&group_id=${sample.group_id}&page_size=100&excerpt=100${sample.split === "heldout" ? `&weight_version=${sample.oldest_version}` : ""}`);
+    if (this.id !== id) return;
+    const members = items.sort((a, b) => a.member - b.member);
+    const view = new Sample(sample, (other) => getJson(`${path}/${other}`));
+    this.one.replaceChildren(view.element, h("h3", {}, `Group ${sample.group_id}`), table("The group", ["member", "reward", "advantage", "tokens", "ended by", "response", ""], members.map((one) => [
+      one.member, short(one.reward), short(one.advantage), one.response_tokens, one.finish_reason, h("span", { class: "excerpt" }, one.response),
+      one.id === id ? "shown" : h("span", { class: "choice" },
+        h("button", { type: "button", class: "part", onclick: () => this.#open(one.id) }, "show"),
+        h("button", { type: "button", class: "part", onclick: () => view.differ(one.id) }, "diff")),
+    ]), "It has no other members."));
+  }
+
+  async #download() {
+    const query = this.#query();
+    this.says.textContent = "is being read";
+    await download(`/v1/runs/${this.run.id}/samples.jsonl?${query}`, `${this.run.name}-samples.jsonl`);
+    this.says.textContent = "";
+  }
+}

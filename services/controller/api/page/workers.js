@@ -1,0 +1,74 @@
+// The workers of a run, and what they write.
+import { getJson, readLogs } from "./api.js";
+import { h, table } from "./dom.js";
+import { short } from "./format.js";
+
+const KEPT_LINES = 1000;
+const AGAIN_MS = 2000;
+
+export class Workers {
+  constructor(panel, run) {
+    Object.assign(this, { run, reading: new AbortController() });
+    this.list = h("div", { id: "workers" });
+    this.component = h("select", { id: "component", "aria-label": "Whose log", onchange: () => this.#open() }, h("option", { value: "" }, "all workers"));
+    this.logs = h("pre", { id: "logs", tabIndex: 0, "aria-label": "Logs of the workers" });
+    panel.replaceChildren(h("h3", {}, "Workers"), this.list, h("h3", {}, "Logs ", this.component), this.logs);
+    this.refresh();
+    this.#open();
+  }
+
+  close() { this.reading.abort(); }
+
+  take() {}
+
+  async refresh() {
+    const { items } = await getJson(`/v1/runs/${this.run.id}/topology`);
+    this.list.replaceChildren(table("Workers", ["worker", "state", "doing", "version", "samples", "waiting"], items.map((worker) => [
+      worker.worker_id, worker.state, worker.activity, worker.weight_version, gauge(worker, "running_samples"), gauge(worker, "waiting_samples"),
+    ]), "None is registered."));
+  }
+
+  /** Read the log that is chosen, from its end on. */
+  #open() {
+    this.reading.abort();
+    this.reading = new AbortController();
+    this.logs.replaceChildren();
+    this.#follow(this.component.value, this.reading.signal);
+  }
+
+  async #follow(chosen, signal) {
+    while (!signal.aborted) {
+      try {
+        let isFirst = true;
+        for await (const { component, line } of readLogs(this.run.id, chosen, 100, signal)) {
+          if (component === undefined) return; // the run has ended
+          if (isFirst) this.logs.replaceChildren(); // a stream that is opened again begins with the past
+          isFirst = false;
+          this.#offer(component);
+          this.#add(chosen ? `${line}\n` : `${component}  ${line}\n`);
+        }
+      } catch (error) {
+        if (signal.aborted) return;
+      }
+      await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
+    }
+  }
+
+  #offer(component) {
+    const options = [...this.component.options];
+    if (options.some((option) => option.value === component)) return;
+    const next = options.find((option) => option.value > component) ?? null;
+    this.component.insertBefore(h("option", { value: component }, component), next);
+  }
+
+  #add(text) {
+    const isAtEnd = this.logs.scrollTop + this.logs.clientHeight >= this.logs.scrollHeight - 4;
+    this.logs.append(text);
+    if (this.logs.childNodes.length > KEPT_LINES) this.logs.firstChild.remove();
+    if (isAtEnd) this.logs.scrollTop = this.logs.scrollHeight;
+  }
+}
+
+function gauge(worker, name) {
+  return name in worker.gauges ? short(worker.gauges[name]) : "";
+}

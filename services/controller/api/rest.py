@@ -1,0 +1,197 @@
+"""The run API over REST: one route for each operation."""
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from http import HTTPStatus
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Header, Path, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from services.common.errors import InvalidArgumentError
+from services.controller.api.errors import BodyError
+from services.controller.api.handlers import Items
+from services.controller.api.operations import OPERATIONS, Operation, Place
+from services.controller.api.principals import Principal
+from services.controller.api.run_api import RunApi, handler_name
+from services.controller.api.sse import DESCRIPTION, event_stream, frame_of
+from services.controller.api.strangers import peer_of
+from services.controller.models import EventView, LogLine, RunView
+from services.controller.store.records import Event
+
+_KEPT_FRAMES = 2000
+_PLACES: dict[Place, Any] = {"path": Path, "query": Query, "header": Header}
+_FURTHER: dict[str, dict[int | str, dict[str, Any]]] = {
+    "create_run": {200: {"description": "The run of an earlier request, or what was validated."}},
+    "get_run": {304: {"description": "Not changed."}},
+    "read_logs": {200: {"content": {"application/x-ndjson": {}}}},
+    "export_samples": {200: {"content": {"application/x-ndjson": {}}}},
+}
+
+
+def add_routes(app: FastAPI, api: RunApi) -> None:
+    """Add a route for each operation."""
+    encoded = _Encoded()
+
+    async def authenticate(
+        request: Request, authorization: Annotated[str, Header(include_in_schema=False)] = ""
+    ) -> Principal:
+        return await api.authenticate(authorization, peer_of(request))
+
+    async def streaming(
+        who: Annotated[Principal, Depends(authenticate)],
+    ) -> AsyncIterator[Principal]:
+        # Left when the stream has ended.
+        with api.limits.stream(who.project):
+            yield who
+
+    for operation in OPERATIONS:
+        method, path = operation.http.split(" ")
+        further: dict[str, Any] = {"response_model": operation.answer()}
+        if operation.form != "json":
+            further = {"response_model": None, "response_class": StreamingResponse}
+        name = handler_name(operation)
+        is_stream = operation.form == "events"
+        endpoint = _endpoint(api, operation, encoded)
+        endpoint.__name__ = name
+        endpoint.__signature__ = _signature(  # type: ignore[attr-defined]
+            operation, Depends(streaming if is_stream else authenticate)
+        )
+        app.add_api_route(
+            path,
+            endpoint,
+            methods=[method],
+            status_code=operation.status,
+            description=inspect.getdoc(operation),
+            responses=DESCRIPTION if is_stream else _FURTHER.get(name),
+            **further,
+        )
+
+
+def _endpoint(
+    api: RunApi, operation: type[Operation[Any]], encoded: "_Encoded"
+) -> Callable[..., Awaitable[Any]]:
+    async def endpoint(request: Request, response: Response, who: Principal, **sent: Any) -> Any:
+        fields = await _fields(operation, request, sent)
+        try:
+            asked = operation.model_validate(fields)
+        except ValidationError as error:
+            raise RequestValidationError(error.errors()) from error
+        answer, call = await api.answer(who, asked)
+        if operation.form == "events":
+            return event_stream(encoded.frames(answer))
+        if operation.form == "lines":
+            lines = answer if isinstance(answer, AsyncIterator) else _lines(answer)
+            return StreamingResponse(lines, media_type="application/x-ndjson")
+        if call.is_repeated:
+            response.status_code = HTTPStatus.OK
+        if isinstance(answer, RunView):
+            response.headers["ETag"] = f'"{answer.revision}"'
+            if operation.location:
+                response.headers["Location"] = operation.location.format(id=answer.id)
+            if sent.get("if_none_match") == response.headers["ETag"]:
+                return Response(status_code=HTTPStatus.NOT_MODIFIED)
+        return answer
+
+    return endpoint
+
+
+def _lines(answer: Sequence[BaseModel]) -> Iterator[str]:
+    return (line.model_dump_json() + "\n" for line in answer)
+
+
+async def _fields(
+    operation: type[Operation[Any]], request: Request, sent: dict[str, Any]
+) -> dict[str, Any]:
+    """The fields of an operation, from wherever they are in a request."""
+    body = sent.pop("body", None)
+    fields = sent if body is None else sent | body.model_dump(exclude_unset=True)
+    for name in operation.model_fields:
+        if operation.place(name) == "document":
+            fields[name] = await _document(request)
+    return fields
+
+
+async def _document(request: Request) -> dict[str, Any]:
+    """The body of a request.
+
+    Raises:
+        BodyError: If it is not JSON, or nothing that can be read.
+        InvalidArgumentError: If it is no object.
+    """
+    try:
+        document = await request.json()
+    except (ValueError, RecursionError) as error:
+        raise BodyError(str(error)) from error
+    if not isinstance(document, dict):
+        raise InvalidArgumentError("the body must be a JSON object: the run's specification")
+    return document
+
+
+def _signature(operation: type[Operation[Any]], who: Any) -> inspect.Signature:
+    """The fields of an operation as FastAPI takes them from a request."""
+    types: dict[str, Any] = {
+        "request": Request,
+        "response": Response,
+        "who": Annotated[Principal, who],
+    }
+    defaults: dict[str, Any] = {}
+    for name, field in operation.model_fields.items():
+        if (place := operation.place(name)) in _PLACES:
+            types[name] = _annotation(field, _PLACES[place])
+            if not field.is_required():
+                defaults[name] = field.default
+    if (body := operation.body()) is not None:
+        types["body"] = body
+        if operation.http.startswith("POST"):
+            types["body"], defaults["body"] = body | None, None
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                annotation=kind,
+                default=defaults.get(name, inspect.Parameter.empty),
+            )
+            for name, kind in types.items()
+        ]
+    )
+
+
+def _annotation(field: FieldInfo, place: Any) -> Any:
+    bounds = [item for item in field.metadata if not isinstance(item, str)]
+    return Annotated[(field.annotation, *bounds, place(json_schema_extra=field.json_schema_extra))]
+
+
+class _Encoded:
+    """The newest events as they are sent, made once however many read them."""
+
+    def __init__(self) -> None:
+        self._frames: dict[tuple[str, int], bytes] = {}
+
+    async def frames(self, items: Items) -> AsyncIterator[bytes]:
+        """What a stream holds, as it is sent."""
+        async for some in items:
+            yield b"".join(self._frame(id_, item) for id_, item in some)
+            if some and not isinstance(some[0][1], Event):
+                yield b""
+
+    def _frame(self, id_: str, item: Event | LogLine | RunView | None) -> bytes:
+        if isinstance(item, Event):
+            return b"id: %b\n%b" % (id_.encode(), self._event(item))
+        if isinstance(item, LogLine):
+            return frame_of("line", item.model_dump_json(), id_)
+        return frame_of("end", item.model_dump_json() if item else "{}", id_)
+
+    def _event(self, event: Event) -> bytes:
+        key = (event.run_id, event.seq)
+        frame = self._frames.get(key)
+        if frame is None:
+            if len(self._frames) >= _KEPT_FRAMES:
+                del self._frames[next(iter(self._frames))]
+            view = EventView.model_validate(event)
+            frame = self._frames[key] = frame_of(event.type, view.model_dump_json())
+        return frame

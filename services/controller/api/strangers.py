@@ -1,0 +1,57 @@
+"""How often unknown callers are looked for, by where they come from: each costs a query or more."""
+
+import time
+from collections.abc import Callable
+
+from starlette.requests import Request
+
+from services.controller import metrics
+from services.controller.api.request_limits import RateLimitedError
+
+_PER_SECOND = 10.0
+_BURST = 50.0
+_MAX_PEERS = 4096
+
+
+def peer_of(request: Request) -> str:
+    """Where a request comes from."""
+    return request.client.host if request.client else ""
+
+
+class Strangers:
+    """Counts calls with tokens that nobody knows. Belongs to the event loop's thread.
+
+    Args:
+        clock: Seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._used: dict[str, tuple[float, float]] = {}
+        """By peer, calls that count still, and when that was so."""
+
+    def admit(self, peer: str) -> None:
+        """Count a call of a peer with a token that is to be looked for.
+
+        Raises:
+            RateLimitedError: If too many of its tokens were unknown.
+        """
+        over = self._now(peer) + 1.0 - _BURST
+        if over > 0:
+            metrics.API_REFUSALS.labels("rate_limited").inc()
+            raise RateLimitedError(
+                f"too many calls with unknown tokens came from {peer}; send fewer, with the right one",
+                retry_after_s=over / _PER_SECOND,
+                peer=peer,
+            )
+        if peer not in self._used and len(self._used) >= _MAX_PEERS:
+            self._used.clear()
+        self._used[peer] = (self._now(peer) + 1.0, self._clock())
+
+    def forgive(self, peer: str) -> None:
+        """The token of a call that was counted is known."""
+        self._used[peer] = (max(self._now(peer) - 1.0, 0.0), self._clock())
+
+    def _now(self, peer: str) -> float:
+        used, when = self._used.get(peer, (0.0, 0.0))
+        return max(used - (self._clock() - when) * _PER_SECOND, 0.0)
