@@ -2,44 +2,46 @@
 
 import asyncio
 import json
-import re
 import signal
-import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
+from pydantic import ValidationError
 
+from services.cli import known_tokens
 from services.cli.api import Api, ApiError
 from services.cli.local import ServiceExitedError
-from services.cli.output import patient
+from services.cli.names import find_run, is_id, may_be_run
+from services.cli.output import console, errors, fail, patient
 from services.cli.settings import CliSettings
+from services.cli.state_lock import StateInUseError
 from services.common.spec.loader import SpecError
 from services.common.task_group import TaskGroup
+from services.controller.api.operations import Answer, Operation
 
 _T = TypeVar("_T")
 
-_RUN_ID = re.compile("run_[0-9a-f]{32}")
-
-# What is piped is read by programs too: lines are not broken for a screen that is not there.
-console = Console(width=None if sys.stdout.isatty() else 1000)
-errors = Console(stderr=True)
+# What a person understands; anything else is a fault of ours, with its traceback.
+_TOLD = (ApiError, ServiceExitedError, SpecError, StateInUseError, ValidationError)
+_SOME_ID = f"run_{'0' * 32}"
 
 
 def _given(run_id: str) -> str:
     """In ``slipstream watch "$(slipstream submit FILE)"`` nothing is left of a run that was refused."""
     if not run_id:
         raise typer.BadParameter("is empty: was the run submitted?")
-    if not _RUN_ID.fullmatch(run_id):
+    if not may_be_run(run_id):
         raise typer.BadParameter(
-            f"{run_id!r} is no id of a run; 'slipstream list' shows those there are"
+            f"{run_id!r} is no name and no id of a run; 'slipstream list' shows those there are"
         )
     return run_id
 
 
-RunId = Annotated[str, typer.Argument(help="Id of a run, such as run_0198....", callback=_given)]
+RunId = Annotated[
+    str, typer.Argument(help="Name of a run, or the beginning of its id.", callback=_given)
+]
 StateDirectory = Annotated[Path, typer.Option(help="Folder of runs, logs and the database.")]
 Url = Annotated[str | None, typer.Option(help="REST address of the controller.")]
 
@@ -53,8 +55,36 @@ def call_api(url: str | None, work: Callable[[Api], Awaitable[_T]]) -> _T:
     return result
 
 
+def ask(url: str | None, operation: type[Operation[Answer]], **fields: Any) -> Answer:
+    """What the controller answers to an operation that answers once."""
+    given = fields.get("run_id", "")
+    if given and not is_id(given):
+        fields["run_id"] = _SOME_ID
+    try:
+        asked = operation(**fields)
+    except ValidationError as error:
+        raise typer.BadParameter(_told(error)) from error
+
+    async def work(api: Api) -> Answer:
+        if not given or is_id(given):
+            return await api.call(asked)
+        return await api.call(asked.model_copy(update={"run_id": await find_run(api, given)}))
+
+    return call_api(url, work)
+
+
+def of_run(url: str | None, run_id: str, work: Callable[[Api, str], Awaitable[_T]]) -> _T:
+    """The same as :func:`call_api` for one run; the work gets its id."""
+
+    async def found(api: Api) -> _T:
+        return await work(api, await find_run(api, run_id))
+
+    return call_api(url, found)
+
+
 async def _with_api(url: str | None, work: Callable[[Api], Awaitable[_T]]) -> _T:
-    async with Api(_find_url(url), token=CliSettings().token) as api:
+    found = _find_url(url)
+    async with Api(found, token=CliSettings().token or known_tokens.find(found)) as api:
         return await work(api)
 
 
@@ -62,40 +92,54 @@ def _find_url(url: str | None) -> str:
     if found := url or CliSettings().url:
         return found
     up_file = DEFAULT_STATE / UP_FILE
-    if not up_file.exists():
-        raise ApiError(
-            "no controller is known: start one here with 'slipstream up', or give --url or SLIPSTREAM_URL"
-        )
-    found = json.loads(up_file.read_text(encoding="utf-8"))["url"]
-    return str(found)
+    if up_file.exists():
+        return str(json.loads(up_file.read_text(encoding="utf-8"))["url"])
+    running = known_tokens.running()
+    if len(running) > 1:
+        raise ApiError(f"several controllers run here: {', '.join(running)}; say which with --url")
+    if running:
+        return running[0]
+    raise ApiError(
+        "no controller is known: start one with 'slipstream up', or give --url or SLIPSTREAM_URL"
+    )
 
 
 def run_until_signal(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run to the end; SIGINT and SIGTERM cancel the work, which then cleans up."""
+    """Run to the end; SIGINT, SIGTERM and SIGHUP cancel the work, which then cleans up."""
 
     async def main() -> Any:
         async with TaskGroup() as tasks:
             task = tasks.create_task(work)
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 asyncio.get_running_loop().add_signal_handler(number, task.cancel)
         return task.result()
 
     try:
         with patient(console):
             return asyncio.run(main())
+    except BrokenPipeError:
+        raise typer.Exit(0) from None  # whoever read has read enough, as `head` does
     except asyncio.CancelledError:
         errors.print("stopped", highlight=False)
         raise typer.Exit(130) from None
     except BaseExceptionGroup as group:
-        known, unknown = group.split((ApiError, ServiceExitedError, SpecError))
+        if group.subgroup(BrokenPipeError) is not None:
+            raise typer.Exit(0) from None
+        known, unknown = group.split(_TOLD)
         if unknown is not None:
             raise
         assert known is not None
         for error in _most_telling(list(_leaves(known))):
-            errors.print(
-                f"error: {error}", style="red", soft_wrap=True, highlight=False, markup=False
-            )
+            fail(_told(error))
         raise typer.Exit(1) from None
+
+
+def _told(error: BaseException) -> str:
+    """What is wrong, for a person."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    wrong = error.errors(include_url=False)
+    return "\n".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in wrong)
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

@@ -50,6 +50,7 @@ def _decorate(axes: Any, title: str, unit: str) -> None:
     axes.set_title(title)
     axes.set_xlabel("step")
     axes.set_ylabel(unit)
-    axes.set_ylim(bottom=0)
+    if axes.dataLim.ymin >= 0:  # rewards may be negative
+        axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()

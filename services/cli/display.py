@@ -7,15 +7,15 @@ from typing import Any, Protocol, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 _ROWS = 12
-
-_COLUMNS = (
-    "step", "reward", "held-out greedy/sampled", "staleness mean/max", "sync ms", "tokens/s", "queue",
-    "who waits",
-)  # fmt: skip
+_COLUMNS = ("step", "reward", "held-out", "stale", "sync ms", "tok/s", "queue", "waits")
+"""Together at most 80 characters wide."""
+_RECENT = 20
+"""Steps whose mean duration the rest is reckoned from."""
 
 
 class Display(Protocol):
@@ -32,8 +32,8 @@ class Display(Protocol):
     ) -> None:
         """End."""
 
-    def workers(self, workers: Sequence[Mapping[str, Any]]) -> None:
-        """What the workers are doing before the first step."""
+    def workers(self, workers: Sequence[Mapping[str, Any]], *, seconds: float) -> None:
+        """What the workers are doing before the first step, and for how long the run has been starting."""
 
     def step(self, record: Mapping[str, Any], heldout: Sequence[Mapping[str, Any]]) -> None:
         """A step is complete."""
@@ -55,13 +55,43 @@ def row_of(record: Mapping[str, Any], heldout: Sequence[Mapping[str, Any]]) -> t
     return (
         f"{record['step']}",
         _score(record, "reward_mean"),
-        f"{_score(newest, 'greedy')} / {_score(newest, 'sampled')}",
-        f"{record.get('staleness_mean', 0.0):.2f} / {record.get('staleness_max', 0):.0f}",
+        f"{_score(newest, 'greedy')}/{_score(newest, 'sampled')}",
+        f"{record.get('staleness_mean', 0.0):.1f}/{record.get('staleness_max', 0):.0f}",
         f"{record['sync_ms']:.0f}" if "sync_ms" in record else "-",
         f"{record.get('response_tokens', 0) / max(record['seconds'], 1e-9):,.0f}",
-        f"{record['ready_groups']} ready, {record['running_groups']} running",
+        f"{record['ready_groups']}+{record['running_groups']}",
         _who_waits(record),
     )
+
+
+def heldout_line(data: Mapping[str, Any]) -> str:
+    """What an evaluation found."""
+    greedy, sampled = _score(data, "greedy"), _score(data, "sampled")
+    scores = f"greedy {greedy}, sampled {sampled} ({data['reason']})"
+    return f"held-out, version {data['version']}: {scores}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for a person: ``48 s``, ``2:05 min``, ``1:02:09 h``."""
+    whole = round(seconds)
+    minutes, hours = whole // 60, whole // 3600
+    if hours:
+        return f"{hours}:{minutes % 60:02}:{whole % 60:02} h"
+    return f"{minutes}:{whole % 60:02} min" if minutes else f"{whole} s"
+
+
+class _Pace:
+    """How long the rest of a run takes, if it goes on as in its newest steps."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total = total_steps
+        self._seconds: deque[float] = deque(maxlen=_RECENT)
+
+    def rest(self, record: Mapping[str, Any]) -> str:
+        """The time from a step to the end."""
+        self._seconds.append(record["seconds"])
+        left = self._total - record["step"]
+        return duration(left * sum(self._seconds) / len(self._seconds))
 
 
 def _score(score: Mapping[str, Any] | None, name: str) -> str:
@@ -74,15 +104,15 @@ def _who_waits(record: Mapping[str, Any]) -> str:
     if max(trainer, rollouts) < 0.02 * record["seconds"]:
         return "nobody"
     if trainer >= rollouts:
-        return f"trainer {trainer:.2f} s"
-    return f"rollouts {rollouts:.2f} s"
+        return f"trainer {trainer:.1f}s"
+    return f"rollouts {rollouts:.1f}s"
 
 
 class _PlainLines:
     def __init__(self, total_steps: int, console: Console) -> None:
         self._total = total_steps
         self._console = console
-        self._shown = ""
+        self._pace = _Pace(total_steps)
 
     def __enter__(self) -> Self:
         return self
@@ -90,17 +120,15 @@ class _PlainLines:
     def __exit__(self, *_: object) -> None:
         """Nothing to take down."""
 
-    def workers(self, workers: Sequence[Mapping[str, Any]]) -> None:
-        text = _activities(workers)
-        if text and text != self._shown:
-            self._shown = text
-            self._line(f"starting: {text}")
+    def workers(self, workers: Sequence[Mapping[str, Any]], *, seconds: float) -> None:
+        self._line(_starting(workers, seconds))
 
     def step(self, record: Mapping[str, Any], heldout: Sequence[Mapping[str, Any]]) -> None:
         step, reward, scores, staleness, sync, tokens, queue, waits = row_of(record, heldout)
         self._line(
             f"step {step:>4}/{self._total}  reward {reward}  held-out {scores}  staleness {staleness}  "
-            f"sync {sync} ms  {tokens} tokens/s  queue {queue}  waits: {waits}"
+            f"sync {sync} ms  {tokens} tokens/s  queue {queue}  waits: {waits}  "
+            f"left {self._pace.rest(record)}"
         )
 
     def note(self, text: str) -> None:
@@ -116,6 +144,8 @@ class _LiveTable:
         self._total = total_steps
         self._rows: deque[tuple[str, ...]] = deque(maxlen=_ROWS)
         self._status = "starting"
+        self._done = 0
+        self._pace = _Pace(total_steps)
         self._live = Live(self._render(), console=console, refresh_per_second=8)
 
     def __enter__(self) -> Self:
@@ -130,28 +160,38 @@ class _LiveTable:
     ) -> None:
         self._live.__exit__(exc_type, exc, traceback)
 
-    def workers(self, workers: Sequence[Mapping[str, Any]]) -> None:
-        self._status = f"starting: {_activities(workers)}"
+    def workers(self, workers: Sequence[Mapping[str, Any]], *, seconds: float) -> None:
+        self._status = _starting(workers, seconds)
         self._live.update(self._render())
 
     def step(self, record: Mapping[str, Any], heldout: Sequence[Mapping[str, Any]]) -> None:
         self._rows.append(row_of(record, heldout))
-        self._status = f"step {record['step']} of {self._total}"
+        self._done = record["step"]
+        self._status = f"{self._done}/{self._total}, {self._pace.rest(record)} left"
         self._live.update(self._render())
 
     def note(self, text: str) -> None:
         self._live.console.print(text, highlight=False, markup=False)
 
     def _render(self) -> RenderableType:
-        table = Table(expand=False)
+        title = Text(self._title, style="bold", overflow="ellipsis", no_wrap=True)
+        if not self._rows:
+            return Group(title, Text(self._status))
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for column in _COLUMNS:
             table.add_column(column, justify="right", no_wrap=True)
         for row in self._rows:
             table.add_row(*row)
-        return Group(Text(f"{self._title}   {self._status}", style="bold"), table)
+        bar = Table.grid(padding=(0, 1), expand=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True)
+        bar.add_row(ProgressBar(total=self._total, completed=self._done), self._status)
+        return Group(title, table, bar)
 
 
-def _activities(workers: Sequence[Mapping[str, Any]]) -> str:
-    return ", ".join(
-        f"{worker['worker_id']} {worker['activity'] or worker['state']}" for worker in workers
+def _starting(workers: Sequence[Mapping[str, Any]], seconds: float) -> str:
+    doing = ", ".join(
+        f"{worker['worker_id']} {worker['activity'] or worker['state'].lower()}"
+        for worker in workers
     )
+    return f"starting, {seconds:.0f} s: {doing or 'the workers are started'}"

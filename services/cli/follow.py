@@ -3,19 +3,29 @@
 import asyncio
 import time
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from services.cli.api import Api, ApiError
-from services.cli.display import Display, make_display
-from services.cli.report import summary_lines, write_report
+from services.cli.display import Display, heldout_line, make_display
+from services.cli.report import METRICS, summary_lines, write_report
 from services.cli.steps import StepLog
 from services.common.task_group import TaskGroup
+from services.controller.api.operations import GetTopology
 
-_POLL_S = 1.0
-_TOLD = ("StateChanged", "Waiting", "WorkerPending", "WorkerLost", "GroupFailed")
+_POLL_S = 2.0
+_TOLD = (
+    "StateChanged",
+    "Waiting",
+    "WorkerPending",
+    "WorkerLost",
+    "GroupFailed",
+    "CheckpointFailed",
+    "NoProgress",
+)
 
 
 async def follow(
@@ -26,22 +36,23 @@ async def follow(
     Returns:
         The ended run, with ``summary_path`` added.
     """
-    begin = time.monotonic()
     run = (await api.get(run_id)).model_dump(mode="json")
     log = StepLog()
+    folder = state_directory / run_id
+    folder.mkdir(parents=True, exist_ok=True)
     with make_display(
-        f"{run['name']} {run_id}", run["spec"]["trainer"]["steps"], console
+        f"{run['name']}  {run_id}", run["spec"]["trainer"]["steps"], console
     ) as display:
         async with TaskGroup() as tasks:
             starting = tasks.create_task(_show_start(api, run_id, display))
             async for kind, event in api.watch(run_id):
                 _show(kind, event, log, display)
-                if kind != "StateChanged" or event["data"]["to"] != "STARTING":
+                log.append(folder / METRICS)
+                if kind in ("StepCommitted", "end"):
                     starting.cancel()
                 if kind == "end":
                     run = event
-    wall_seconds = time.monotonic() - begin
-    folder = state_directory / run_id
+    wall_seconds = _seconds(run)
     path = write_report(folder, run, log, wall_seconds=wall_seconds)
     for line in summary_lines(run, folder, wall_seconds=wall_seconds):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
@@ -52,17 +63,25 @@ def _show(kind: str, event: Mapping[str, Any], log: StepLog, display: Display) -
     for record in log.take(kind, event):
         display.step(record, log.heldout)
     if kind == "Validated":
-        display.note(f"held-out: {event['message']} ({event['data']['reason']})")
+        display.note(heldout_line(event["data"]))
     elif kind in _TOLD:
         display.note(event["message"])
 
 
 async def _show_start(api: Api, run_id: str, display: Display) -> None:
-    """Show what the workers load, until the first event that is not of the start."""
+    """Show what the workers do, until the first step is done."""
+    begin = time.monotonic()
     while True:
         try:
-            workers = await api.topology(run_id)
-            display.workers([worker.model_dump() for worker in workers])
+            workers = await api.call(GetTopology(run_id=run_id))
         except ApiError:
             return
+        seconds = time.monotonic() - begin
+        display.workers([worker.model_dump() for worker in workers.items], seconds=seconds)
         await asyncio.sleep(_POLL_S)
+
+
+def _seconds(run: Mapping[str, Any]) -> float:
+    """How long an ended run took, by the controller's clock, from when it left the queue."""
+    begin, end = run.get("start_time") or run["create_time"], run["finish_time"]
+    return (datetime.fromisoformat(end) - datetime.fromisoformat(begin)).total_seconds()

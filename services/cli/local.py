@@ -9,21 +9,28 @@ import ctypes
 import json
 import os
 import secrets
+import shutil
 import sys
-import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
+from services.cli import known_tokens
+from services.cli.owned_folder import owned_folder
+from services.cli.state_lock import sole_use
 from services.common.task_group import TaskGroup
 from services.controller.launch.log_files import last_lines
 
 _START_TIMEOUT_S = 60.0
 _STOP_GRACE_S = 6.0
+# With less nothing can be written that is worth it.
+_LEAST_FREE_BYTES = 1 << 20
 _PR_SET_CHILD_SUBREAPER = 36
+KEPT_SAMPLES = "samples"
+"""Folder of the samples that may be read, in that of the state."""
 
 
 class ServiceExitedError(RuntimeError):
@@ -49,6 +56,8 @@ class LocalServices:
     max_restarts: int
     url: str = ""
     """REST address of the controller."""
+    token: str = ""
+    """API token of an admin; this start's own."""
     grpc_address: str = ""
     """``host:port`` of the controller's gRPC server."""
     services: list[_Service] = field(default_factory=list)
@@ -90,14 +99,15 @@ async def local_services(
 
     Raises:
         ServiceExitedError: If one of them does not start.
+        StateInUseError: If another process has the state directory.
     """
     logs = state_directory / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
     _adopt_orphans()
-    services = LocalServices(max_restarts=max_restarts)
+    strangers = psutil.Process().children()
+    services = LocalServices(max_restarts=max_restarts, token=f"slp_{secrets.token_urlsafe(32)}")
 
-    async def start(name: str, folder: str, settings: dict[str, str]) -> dict[str, str]:
-        service = _Service(name, logs / f"{name}.log", Path(folder) / name, settings)
+    async def start(name: str, folder: Path, settings: dict[str, str]) -> dict[str, str]:
+        service = _Service(name, logs / f"{name}.log", folder / name, settings)
         services.services.append(service)
         service.log.write_bytes(b"")
         while True:
@@ -110,15 +120,23 @@ async def local_services(
                     raise
                 service.num_restarts += 1
 
-    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
-        # Only this user reads the folder, so other users of the machine reach the API but no worker.
-        key = Path(folder) / "key"
+    with _files_of_this_user(), sole_use(state_directory), owned_folder() as folder:
+        logs.mkdir(parents=True, exist_ok=True)
+        # Only this user reads the folder, so nobody else on the machine uses the API or reaches a worker.
+        key, token = folder / "key", folder / "token"
         key.write_text(secrets.token_hex(32), encoding="ascii")
+        token.write_text(services.token, encoding="ascii")
         try:
             queue = await start(
                 "transferqueue",
                 folder,
-                {"SNAPSHOT_FOLDER": f"{folder}/snapshots", "SERVICE_KEY_FILE": str(key)},
+                {
+                    "SNAPSHOT_FOLDER": f"{folder}/snapshots",
+                    "KEPT_FOLDER": f"{state_directory}/{KEPT_SAMPLES}",
+                    "SERVICE_KEY_FILE": str(key),
+                    # Workers of this user share its memory; others on this machine reach the port, too.
+                    "USE_CURVE": "true",
+                },
             )
             controller = await start(
                 "controller",
@@ -127,7 +145,8 @@ async def local_services(
                     "TRANSFERQUEUE_ADDRESS": queue["address"],
                     "STATE_DIRECTORY": str(state_directory),
                     "REST_BIND": f"127.0.0.1:{port}",
-                    "INSECURE_DEV": "true",
+                    "ADMIN_TOKEN_FILE": str(token),
+                    "GRPC_REFLECTION": "true",
                     "SERVICE_KEY_FILE": str(key),
                 },
             )
@@ -136,9 +155,20 @@ async def local_services(
             services.services[1].settings["BIND"] = controller["grpc"]
             services.url, services.grpc_address = controller["rest"], controller["grpc"]
             services.services[1].settings["REST_BIND"] = services.url.removeprefix("http://")
-            yield services
+            with known_tokens.known(services.url, services.token):
+                yield services
         finally:
-            await _stop_everything(services)
+            await _stop_everything(services, strangers)
+
+
+@contextmanager
+def _files_of_this_user() -> Iterator[None]:
+    """What is made meanwhile, here and by the services, is readable by nobody else."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 async def _start(service: _Service) -> dict[str, str]:
@@ -179,6 +209,11 @@ async def _start(service: _Service) -> dict[str, str]:
 
 
 def _exited(service: _Service) -> ServiceExitedError:
+    if shutil.disk_usage(service.log.parent).free < _LEAST_FREE_BYTES:  # its log is cut off as well
+        return ServiceExitedError(
+            f"{service.name} ended: the disk of {service.log.parent} is full; free some of it, then the same "
+            "command goes on"
+        )
     code = None if service.process is None else service.process.returncode
     return ServiceExitedError(
         f"{service.name} ended with exit code {code}; its last lines ({service.log}):\n"
@@ -186,8 +221,13 @@ def _exited(service: _Service) -> ServiceExitedError:
     )
 
 
-async def _stop_everything(services: LocalServices) -> None:
-    """Ask the controller first, because it stops its workers; kill whatever is left."""
+async def _stop_everything(services: LocalServices, strangers: Sequence[psutil.Process]) -> None:
+    """Ask the controller first, because it stops its workers; kill whatever is left.
+
+    Args:
+        services: What was started.
+        strangers: Children that this process had before, which are left alone.
+    """
     try:
         async with asyncio.timeout(_STOP_GRACE_S):
             for service in reversed(services.services):
@@ -198,10 +238,18 @@ async def _stop_everything(services: LocalServices) -> None:
                 await service.process.wait()
     except TimeoutError:
         pass
-    leftovers = psutil.Process().children(recursive=True)
+    ours = [child for child in psutil.Process().children() if child not in strangers]
+    leftovers = [*ours, *(below for child in ours for below in _below(child))]
     for leftover in leftovers:
-        leftover.kill()
+        with suppress(psutil.NoSuchProcess):
+            leftover.kill()
     await asyncio.to_thread(psutil.wait_procs, leftovers, timeout=1.0)
+
+
+def _below(process: psutil.Process) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        return process.children(recursive=True)
+    return []
 
 
 def _adopt_orphans() -> None:

@@ -1,25 +1,29 @@
-"""Commands that only look at runs: their state, events, logs, numbers, samples, checkpoints, workers."""
+"""Commands that only look at runs: their state, events, logs, numbers, groups, checkpoints, workers."""
 
 import sys
 from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
+from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
 from services.cli.api import Api
-from services.cli.calling import RunId, Url, call_api, console, errors
-from services.controller.api.models import EventView, RunView
+from services.cli.calling import RunId, Url, ask, of_run
+from services.cli.names import short_ids
+from services.cli.output import console, errors
+from services.controller.api.operations import (
+    GetTopology,
+    ListCheckpoints,
+    ListGroups,
+    ListMetrics,
+    ListRuns,
+)
+from services.controller.models import EventView, ListedRun, RunView
+from services.controller.rules.run_state import TERMINAL
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")]
-
-
-def add_look_commands(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command(name="list")(list_)
-    for command in (get, events, logs, metrics, samples, checkpoints, workers):
-        app.command()(command)
 
 
 def list_(
@@ -31,14 +35,15 @@ def list_(
     """List runs, newest first."""
     if label and "=" not in label:
         raise typer.BadParameter(f"--label {label}: expected KEY=VALUE, such as team=blue")
-    page = call_api(
-        url, lambda api: api.list_runs(state=state.upper(), label=label, page_size=limit)
-    )
+    page = ask(url, ListRuns, state=state.upper() or None, label=label, page_size=limit)
     table = Table("id", "name", "state", "step", "held-out", "age", box=None, pad_edge=False)
     table.columns[0].no_wrap = True
-    for run in page.items:
+    ids = [run.id for run in page.items]
+    # Who pipes it gets whole ids.
+    shown = short_ids(ids) if console.is_terminal else ids
+    for run, run_id in zip(page.items, shown, strict=True):
         table.add_row(
-            run.id, run.name, run.state, _steps(run), _heldout(run), _age(run.create_time)
+            run_id, run.name, run.state, _steps(run), _heldout(run), _age(run.create_time)
         )
     console.print(table if page.items else "no runs", highlight=False)
     if page.next_page_token:
@@ -53,7 +58,7 @@ def get(
     url: Url = None,
 ) -> None:
     """Show one run."""
-    run = call_api(url, lambda api: api.get(run_id))
+    run = of_run(url, run_id, lambda api, found: api.get(found))
     if as_json or not console.is_terminal:
         sys.stdout.write(run.model_dump_json(indent=2) + "\n")
         return
@@ -76,7 +81,8 @@ def get(
     for name, value in facts.items():
         table.add_row(name, value)
     console.print(table, highlight=False)
-    console.print(_conditions(run), highlight=False)
+    if run.state not in TERMINAL:
+        console.print(_conditions(run), highlight=False)
     if run.error is not None:
         console.print(f"\n{run.error.component} failed ({run.error.code})", highlight=False)
     if run.message:
@@ -91,16 +97,16 @@ def events(
 ) -> None:
     """Show what happened to a run."""
 
-    async def work(api: Api) -> None:
+    async def work(api: Api, found: str) -> None:
         if not follow:
-            for event in await api.events(run_id, type_=type_):
+            for event in await api.events(found, type_=type_):
                 _print_event(event)
             return
-        async for kind, data in api.watch(run_id):
+        async for kind, data in api.watch(found):
             if kind != "end" and type_ in ("", kind):
                 _print_event(EventView.model_validate(data))
 
-    call_api(url, work)
+    of_run(url, run_id, work)
 
 
 def logs(
@@ -112,9 +118,9 @@ def logs(
 ) -> None:
     """Show what the workers of a run wrote."""
 
-    async def work(api: Api) -> None:
+    async def work(api: Api, found: str) -> None:
         is_empty = True
-        lines = api.logs(run_id, component=component, tail_lines=tail, follow=follow)
+        lines = api.logs(found, component=component, tail_lines=tail, follow=follow)
         async for line in lines:
             is_empty = False
             prefix = "" if component else f"{line.component:<12} "
@@ -122,7 +128,7 @@ def logs(
         if is_empty:
             _hint(f"there are no lines of {component or 'any worker'}")
 
-    call_api(url, work)
+    of_run(url, run_id, work)
 
 
 def metrics(
@@ -133,21 +139,23 @@ def metrics(
     url: Url = None,
 ) -> None:
     """Show a number of each step, or which numbers there are."""
-    points = call_api(url, lambda api: api.metrics(run_id, name=name))
-    if not points:
+    found = ask(url, ListMetrics, run_id=run_id, name=[name] if name else [])
+    if not found.items:
         _hint(
             f"there is no number {name!r}; leave it out to see their names"
             if name
             else "no step is done"
         )
     if not name:
-        console.print("\n".join(sorted({point.name for point in points})), highlight=False)
+        console.print("\n".join(metric.name for metric in found.items), highlight=False)
         return
-    for point in points:
-        console.print(f"{point.step:>8}  {point.value:.6g}", highlight=False)
+    for metric in found.items:
+        for step, value in zip(found.steps, metric.values, strict=True):
+            if value is not None:
+                console.print(f"{step:>8}  {value:.6g}", highlight=False)
 
 
-def samples(
+def groups(
     run_id: RunId,
     after_step: Annotated[int, typer.Option(help="Step behind which they begin.", min=0)] = 0,
     steps: Annotated[int, typer.Option(help="Steps that are shown.", min=1, max=100)] = 10,
@@ -156,7 +164,8 @@ def samples(
     """List the groups that steps trained, then those in flight and those that were given up."""
     columns = ("group", "row", "attempt", "state", "step", "staleness", "why")
     table = Table(*columns, box=None, pad_edge=False)
-    for item in call_api(url, lambda api: api.samples(run_id, after_step=after_step, steps=steps)):
+    page = ask(url, ListGroups, run_id=run_id, after_step=after_step, steps=steps)
+    for item in page.items:
         step, staleness = (
             "-" if number is None else str(number) for number in (item.step, item.staleness)
         )
@@ -165,18 +174,24 @@ def samples(
     console.print(table, highlight=False)
 
 
-def checkpoints(run_id: RunId, url: Url = None) -> None:
+def checkpoints(
+    run_id: RunId,
+    all_: Annotated[bool, typer.Option("--all", help="Deleted ones too.")] = False,
+    url: Url = None,
+) -> None:
     """List the checkpoints of a run, newest first."""
-    columns = ("id", "step", "version", "state", "age", "bytes", "path")
+    columns = ("id", "step", "version", "state", "age", "size", "path")
     table = Table(*columns, box=None, pad_edge=False)
-    for item in call_api(url, lambda api: api.checkpoints(run_id)):
+    for item in ask(url, ListCheckpoints, run_id=run_id).items:
+        if item.state == "DELETED" and not all_:
+            continue
         table.add_row(
             item.id,
             str(item.step),
             str(item.weight_version),
             item.state,
             _age(item.create_time),
-            f"{item.size_bytes:,}",
+            _size(item.size_bytes),
             item.path or item.message,
         )
     console.print(table if table.row_count else "no checkpoints", highlight=False)
@@ -185,7 +200,7 @@ def checkpoints(run_id: RunId, url: Url = None) -> None:
 def workers(run_id: RunId, url: Url = None) -> None:
     """List the workers of a run and what they are doing."""
     table = Table("worker", "state", "version", "doing", box=None, pad_edge=False)
-    for worker in call_api(url, lambda api: api.topology(run_id)):
+    for worker in ask(url, GetTopology, run_id=run_id).items:
         version = str(worker.weight_version) if worker.weight_version >= 0 else "-"
         table.add_row(worker.worker_id, worker.state, version, worker.activity)
     console.print(table if table.row_count else "no workers", highlight=False)
@@ -217,14 +232,19 @@ def _print_event(event: EventView) -> None:
     )
 
 
-def _steps(run: RunView) -> str:
-    return f"{run.step}/{run.spec['trainer']['steps']}"
+def _steps(run: ListedRun) -> str:
+    return f"{run.step}/{run.target_steps}"
 
 
-def _heldout(run: RunView) -> str:
+def _heldout(run: ListedRun) -> str:
     scores = run.summary.get("heldout") or {}
     found = [scores.get(name) for name in ("greedy", "sampled")]
     return " / ".join("-" if score is None else f"{score:.3f}" for score in found)
+
+
+def _size(num_bytes: int) -> str:
+    """Bytes for a person; whole for a program."""
+    return decimal(num_bytes) if console.is_terminal else str(num_bytes)
 
 
 def _age(moment: datetime) -> str:

@@ -1,172 +1,143 @@
-"""The ``slipstream`` command."""
+"""The ``slipstream`` command: which commands there are. Each is loaded when it is called."""
 
-import json
-import sys
-from pathlib import Path
-from typing import Annotated, Any
+from importlib import import_module
+from typing import Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from services.cli.api import Api
-from services.cli.calling import (
-    DEFAULT_STATE,
-    UP_FILE,
-    StateDirectory,
-    Url,
-    call_api,
-    console,
-    errors,
-    run_until_signal,
-)
-from services.cli.follow import follow
-from services.cli.local import LocalServices, local_services
-from services.cli.look_commands import add_look_commands
-from services.cli.project_commands import add_project_commands
-from services.cli.run_commands import add_run_commands
-from services.cli.unfinished import submit_or_go_on
-from services.common.spec.loader import SpecError, load_spec
-from services.common.spec.run import RunSpec
-from services.common.task_group import TaskGroup
-
-app = typer.Typer(
-    help="Asynchronous reinforcement learning for language models.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-)
-
-SpecPath = Annotated[Path, typer.Argument(help="The run's specification: YAML or JSON.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Overrides, such as algorithm.max_staleness=2. May be repeated."),
-]
-Port = Annotated[int, typer.Option(help="Port of the REST API; 0 takes a free one.")]
-
-_PATIENCE_S = 30.0
-# A service that ends more often than this under `slipstream up` ends it.
-_UP_RESTARTS = 20
-
-
-@app.command()
-def run(
-    spec: SpecPath,
-    overrides: Overrides = None,
-    state_directory: StateDirectory = DEFAULT_STATE,
-    port: Port = 0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the path of summary.json as the last line.")
-    ] = False,
-) -> None:
-    """Start all services on this machine, train, show progress, and end everything.
-
-    Ctrl-C cancels the run. One that was cut off with everything goes on when its specification is run again.
-    """
-    loaded = _load(spec, overrides)
-    ended = run_until_signal(_run(loaded, state_directory.resolve(), port))
-    if as_json:
-        sys.stdout.write(f"{ended['summary_path']}\n")
-    if ended["state"] != "SUCCEEDED":
-        raise typer.Exit(1)
-
-
-@app.command()
-def validate(spec: SpecPath, overrides: Overrides = None) -> None:
-    """Check a specification and everything it names, without starting anything."""
-    loaded = _load(spec, overrides)
-    console.print(f"{spec}: run {loaded.name!r} is valid", highlight=False)
-
-
-@app.command()
-def up(state_directory: StateDirectory = DEFAULT_STATE, port: Port = 8700) -> None:
-    """Start controller and transferqueue, and keep them running for submitted runs."""
-    run_until_signal(_up(state_directory.resolve(), port))
-
-
-@app.command()
-def submit(
-    spec: SpecPath,
-    overrides: Overrides = None,
-    label: Annotated[
-        list[str] | None, typer.Option(help="Label, such as team=blue. May be repeated.")
-    ] = None,
-    priority: Annotated[
-        int, typer.Option(help="Runs with a higher one start first.", min=-1000, max=1000)
-    ] = 0,
-    url: Url = None,
-) -> None:
-    """Submit a run and print its id."""
-    labels, loaded = _labels(label or []), _load(spec, overrides)
-    created = call_api(
-        url,
-        lambda api: api.submit(loaded.model_dump(mode="json"), priority=priority, labels=labels),
-    )
-    sys.stdout.write(f"{created.id}\n")
-
-
-add_run_commands(app)
-add_look_commands(app)
-add_project_commands(app)
-
-
-def _labels(pairs: list[str]) -> dict[str, str]:
-    if wrong := [pair for pair in pairs if "=" not in pair]:
-        raise typer.BadParameter(f"--label {wrong[0]}: expected KEY=VALUE, such as team=blue")
-    return dict(pair.split("=", 1) for pair in pairs)
+_COMMANDS = {
+    "Train": {
+        "run": (
+            "local_commands:run",
+            "Start all services on this machine, train, show progress, and end everything.",
+        ),
+        "validate": (
+            "spec_commands:validate",
+            "Check a specification and everything it names, without starting anything.",
+        ),
+        "init": (
+            "init_command:init",
+            "Write a commented specification for a model and a data set.",
+        ),
+        "up": (
+            "local_commands:up",
+            "Start controller and transferqueue, and keep them running for submitted runs.",
+        ),
+        "submit": ("submit_command:submit", "Submit a run and print its id."),
+    },
+    "Look": {
+        "list": ("look_commands:list_", "List runs, newest first."),
+        "watch": ("run_commands:watch", "Show a run's progress until it ends."),
+        "get": ("look_commands:get", "Show one run."),
+        "events": ("look_commands:events", "Show what happened to a run."),
+        "logs": ("look_commands:logs", "Show what the workers of a run wrote."),
+        "metrics": (
+            "look_commands:metrics",
+            "Show a number of each step, or which numbers there are.",
+        ),
+        "groups": (
+            "look_commands:groups",
+            "List the groups that steps trained, then those in flight and those that were given up.",
+        ),
+        "samples": (
+            "sample_commands:samples",
+            "Show what a run's model wrote: prompts, responses, rewards and what came of them.",
+        ),
+        "checkpoints": (
+            "look_commands:checkpoints",
+            "List the checkpoints of a run, newest first.",
+        ),
+        "workers": ("look_commands:workers", "List the workers of a run and what they are doing."),
+        "compare": (
+            "compare_command:compare",
+            "Compare two runs: results, and keys of their specifications that differ.",
+        ),
+        "page": (
+            "project_commands:page",
+            "Print a link to the run page that signs one browser in, once.",
+        ),
+    },
+    "Steer": {
+        "pause": (
+            "run_commands:pause",
+            "Finish the current step, save a checkpoint and stop the run's workers.",
+        ),
+        "resume": ("run_commands:resume", "Let a paused run go on from its checkpoint."),
+        "cancel": ("run_commands:cancel", "End a run."),
+        "checkpoint": (
+            "run_commands:checkpoint",
+            "Save a checkpoint at the end of the current step.",
+        ),
+        "eval": (
+            "run_commands:evaluate",
+            "Evaluate the weights that are served now, and show the result.",
+        ),
+        "fork": (
+            "run_commands:fork",
+            "Start a new run that goes on from a checkpoint, and print its id.",
+        ),
+        "export": (
+            "export_command:export",
+            "Write a run's weights as a Hugging Face folder, adapters merged, with its tokenizer.",
+        ),
+        "delete": ("run_commands:delete", "Forget a run that has ended."),
+        "delete-checkpoint": (
+            "run_commands:delete_checkpoint",
+            "Delete a checkpoint that no run needs.",
+        ),
+    },
+    "Controller": {
+        "quota": (
+            "project_commands:quota",
+            "Show what the project uses, and what it may use.",
+        ),
+        "version": ("project_commands:version", "Show the release of the controller."),
+        "backup": (
+            "backup_commands:backup",
+            "Copy the database, also while a controller works; checkpoints are files and not part of it.",
+        ),
+        "restore": (
+            "backup_commands:restore",
+            "Put a copy in the place of the database, while no controller uses it.",
+        ),
+    },
+}
+"""By panel and name: where the function is, and the first line of its docstring."""
 
 
-def _load(path: Path, overrides: list[str] | None) -> RunSpec:
-    try:
-        spec = load_spec(path, overrides or ())
-        # It loads torch, which takes seconds that a mistyped key does not need.
-        from services.cli import preflight
+class _Commands(TyperGroup):
+    """Shows all commands at once, and loads the one that is called: what they import takes a second."""
 
-        preflight.check(spec)
-    except SpecError as error:
-        for problem in error.problems:
-            errors.print(
-                f"error: {problem}", style="red", soft_wrap=True, highlight=False, markup=False
-            )
-        raise typer.Exit(2) from error
-    return spec
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = {
+            name: TyperCommand(name, help=summary, rich_help_panel=panel)
+            for panel, commands in _COMMANDS.items()
+            for name, (_, summary) in commands.items()
+        }
 
-
-async def _run(spec: RunSpec, state_directory: Path, port: int) -> dict[str, Any]:
-    async with (
-        local_services(
-            state_directory, port=port, max_restarts=spec.limits.max_restarts
-        ) as services,
-        # A controller that dies is started again.
-        Api(services.url, patience_s=_PATIENCE_S) as api,
-    ):
-        run_id = await submit_or_go_on(api, spec, console)
-        return await _follow_beside(services, api, run_id, state_directory)
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Load the command that the arguments name."""
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, None if name is None else load(name), rest
 
 
-async def _follow_beside(
-    services: LocalServices, api: Api, run_id: str, state_directory: Path
-) -> dict[str, Any]:
-    """Follow a run; a dying service ends that."""
-    async with TaskGroup() as tasks:
-        exits = tasks.create_task(services.keep())
-        ended = await follow(api, run_id, state_directory=state_directory, console=console)
-        exits.cancel()
-    return ended
+def load(name: str) -> Any:
+    """The command of a name."""
+    references = {name: where for panel in _COMMANDS.values() for name, (where, _) in panel.items()}
+    module, _, function = references[name].partition(":")
+    part = typer.Typer(add_completion=False)
+    part.command(name)(getattr(import_module(f"services.cli.{module}"), function))
+    return typer.main.get_command(part)
 
 
-async def _up(state_directory: Path, port: int) -> None:
-    async with local_services(state_directory, port=port, max_restarts=_UP_RESTARTS) as services:
-        up_file = state_directory / UP_FILE
-        up_file.write_text(json.dumps({"url": services.url}) + "\n", encoding="utf-8")
-        console.print(
-            f"controller at {services.url}, API documentation at {services.url}/docs, gRPC at "
-            f"{services.grpc_address}; Ctrl-C ends it",
-            highlight=False,
-            soft_wrap=True,
-        )
-        try:
-            await services.keep()
-        finally:
-            up_file.unlink(missing_ok=True)
+app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def main() -> None:
+    """Asynchronous reinforcement learning for language models."""
 
 
 if __name__ == "__main__":

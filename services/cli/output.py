@@ -1,19 +1,39 @@
 """Standard output for commands that must go on while nobody reads it, as when it is piped into a pager."""
 
+import asyncio
+import errno
 import io
 import os
 import queue
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import IO, cast
 
 from rich.console import Console
+
+from services.common.task_group import TaskGroup
 
 # Pieces of output that wait for their reader; then whoever writes waits too.
 _MAX_WAITING = 100_000
 # A reader that has gone to sleep gets this long to take what is left of a command that was ended.
 _LAST_CHANCE_S = 1.0
+_TELL_EVERY_S = 2.0
+
+
+class _PipedConsole(Console):
+    """Leaves it to its user what becomes of a reader that is gone; rich's own ends the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise the BrokenPipeError that is being handled."""
+        raise
+
+
+# What is piped is read by programs too: lines are not broken for a screen that is not there.
+console = _PipedConsole(width=None if sys.stdout.isatty() else 1000)
+errors = Console(stderr=True)
 
 
 class _Output(io.TextIOBase):
@@ -51,7 +71,7 @@ class _Output(io.TextIOBase):
             BrokenPipeError: If the reader is gone.
         """
         if self._is_broken:
-            raise BrokenPipeError
+            raise BrokenPipeError(errno.EPIPE, "nobody reads any more")
         self._waiting.put(text)
         return len(text)
 
@@ -89,3 +109,30 @@ def patient(console: Console) -> Iterator[None]:
     finally:
         console.file = before
         output.finish(timeout_s)
+
+
+def say(console: Console, text: str) -> None:
+    """Print a sentence as it is: neither coloured nor broken into lines."""
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+@asynccontextmanager
+async def told(what: str, console: Console) -> AsyncIterator[None]:
+    """Say what is being done, and every two seconds for how long, until the block ends."""
+    say(console, what)
+    async with TaskGroup() as tasks:
+        ticking = tasks.create_task(_tick(what, console))
+        yield
+        ticking.cancel()
+
+
+async def _tick(what: str, console: Console) -> None:
+    begin = time.monotonic()
+    while True:
+        await asyncio.sleep(_TELL_EVERY_S)
+        say(console, f"{what}, {time.monotonic() - begin:.0f} s")
+
+
+def fail(problem: str) -> None:
+    """Say what is wrong, on standard error."""
+    errors.print(f"error: {problem}", style="red", soft_wrap=True, highlight=False, markup=False)

@@ -4,93 +4,293 @@ Every check is one that a service makes as well; here all of them are made at on
 reported together.
 """
 
-import importlib.util
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from services.common.callables import load_callable
-from services.common.models.loading import load_config
-from services.common.models.tokenizer import load_tokenizer
-from services.common.spec.loader import SpecError
+from services.cli.machine import go_offline_unless_reachable, hub_is_needed, lacks
+from services.common.callables import bind_callable, load_callable
+from services.common.models.configs import read_config
+from services.common.models.families import FAMILIES, check_trainer
+from services.common.models.made_tokenizers import Vocabulary, made_vocabulary, tokenizer_name
+from services.common.spec.built_in import AGENTS, EARNED, REWARDS, SERVICES, WORKFLOWS
+from services.common.spec.formulas import ADVANTAGES, LOSSES
+from services.common.spec.loader import Draft, SpecError, read_draft
 from services.common.spec.run import RunSpec
-from services.rollout.data import open_sources
+from services.rollout.data import open_source
+from services.rollout.prompts import check_prompt
 from services.rollout.workflows.load import load_workflow
+from services.trainer.checkpoint import manifest
 
-_ENGINE_PACKAGES = {"vllm": "vllm", "sglang": "sglang"}
-_BUILT_IN_REWARDS = ("exact_match", "math_verify", "reasoning_gym", "code_tests")
+_OFFLINE = (
+    "Hugging Face does not answer within 2 s, and the cache of this machine lacks what the run names: check "
+    "the network, or name local folders and files in model.path, model.tokenizer and data"
+)
 
 
-def check(spec: RunSpec) -> None:
-    """Check everything that can be checked on this machine.
+def read_checked(path: Path, overrides: Sequence[str] = (), *, is_here: bool = True) -> Draft:
+    """Read a specification file, and check it and everything it names.
+
+    Args:
+        path: A YAML or JSON file.
+        overrides: Assignments.
+        is_here: Whether the run will be on this machine, which must then have what it needs and names.
 
     Raises:
         SpecError: With one line per problem.
     """
-    problems: list[str] = []
-    for step in (_check_model, _check_data, _check_rewards, _check_workflow, _check_engine):
-        _collect(problems, step, spec)
+    draft = read_draft(path, overrides)
+    found = draft.examined
+    problems = list(found.problems)
+    if found.spec is not None and is_here:
+        named = _problems(found.spec)
+        problems += [each for each in named if not found.is_about_stand_ins(each)]
     if problems:
+        raise SpecError(tuple(dict.fromkeys(problems)))
+    return draft
+
+
+def check(spec: RunSpec) -> None:
+    """Check everything that a specification names.
+
+    Raises:
+        SpecError: With one line per problem.
+    """
+    if problems := _problems(spec):
         raise SpecError(problems)
 
 
-def _collect(problems: list[str], step: Callable[[RunSpec], None], spec: RunSpec) -> None:
+def memory_table(spec: RunSpec, *, gpu_gb: float) -> str:
+    """What each GPU of a rollout will hold.
+
+    Raises:
+        SpecError: If that does not fit.
+    """
+    # They import torch, which no other check needs.
+    from services.common.models.loading import load_config
+    from services.common.models.tokenizer import load_tokenizer
+    from services.rollout.engines.memory import plan_of
+
+    config = load_config(spec.model, load_tokenizer(spec.model))
     try:
-        step(spec)
+        return plan_of(spec, config, gpu_bytes=int(gpu_gb * 1e9)).table()
+    except ValueError as error:
+        raise SpecError([str(error)]) from error
+
+
+def _problems(spec: RunSpec) -> list[str]:
+    problems: list[str] = []
+    is_offline = hub_is_needed(spec) and not go_offline_unless_reachable()
+    for step in (_model, _start, _sources, _rewards, _workflow, _formulas, lacks):
+        _collect(problems, step, spec)
+    if problems and is_offline:
+        problems.append(_OFFLINE)
+    return problems
+
+
+def _collect(problems: list[str], step: Callable[[RunSpec], Iterator[str]], spec: RunSpec) -> None:
+    try:
+        problems.extend(step(spec))
     except (ValueError, OSError) as error:
         problems.append(str(error))
 
 
-def _check_model(spec: RunSpec) -> None:
+def _mixture_problems(spec: RunSpec, config: Mapping[str, Any]) -> list[str]:
+    """What is asked of experts that the model does not have."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    routing = None if family is None else family.routing
+    balancing, problems = spec.trainer.balancing, []
+    wanted = {
+        "rollout.routing_replay": (spec.rollout.routing_replay, "off"),
+        "trainer.balancing.kind": (balancing.kind, "none"),
+    }
+    problems += [
+        f"{key} is {value!r}, but model.path is of type {config.get('model_type')!r}, which has no experts; "
+        f"set it to {off!r}"
+        for key, (value, off) in wanted.items()
+        if value != off and routing is None
+    ]
+    if balancing.kind == "bias" and routing not in (None, "sigmoid"):
+        problems.append(
+            "trainer.balancing.kind is 'bias', but routers of model.path have no e_score_correction_bias; "
+            "set it to 'loss'"
+        )
+    has_coefficient = balancing.coefficient or config.get("router_aux_loss_coef")
+    if balancing.kind == "loss" and routing is not None and not has_coefficient:
+        problems.append(
+            "trainer.balancing.kind is 'loss', but model.path has no router_aux_loss_coef; set "
+            "trainer.balancing.coefficient"
+        )
+    return problems
+
+
+def _model(spec: RunSpec) -> Iterator[str]:
     path = spec.model.path
     if path.startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
         raise ValueError(
             f"model.path: there is no folder {path!r}; name a folder with a model, a Hugging Face id such as "
             "'Qwen/Qwen2.5-0.5B', or a preset such as 'tiny:qwen2-0.4m'"
         )
-    load_config(spec.model, load_tokenizer(spec.model))
+    if Path(path).is_dir() and not any(Path(path).glob("*.safetensors")):
+        yield (
+            f"model.path {path!r} has no weights; name a folder with *.safetensors files beside config.json"
+        )
     if spec.model.warm_start is not None:
-        _check_callable("model.warm_start.examples", spec.model.warm_start.examples)
-
-
-def _check_data(spec: RunSpec) -> None:
-    open_sources(spec.data)
-
-
-def _check_rewards(spec: RunSpec) -> None:
-    for index, reward in enumerate(spec.rollout.rewards):
-        if reward.name in _BUILT_IN_REWARDS or "://" in reward.name:
-            continue
-        key = f"rollout.rewards.{index}.name"
-        if ":" not in reward.name:
-            raise ValueError(
-                f"{key}: {reward.name!r} is no reward; take one of {', '.join(_BUILT_IN_REWARDS)}, or "
-                "'module:function' or 'file.py:function'"
-            )
-        _check_callable(key, reward.name)
-
-
-def _check_workflow(spec: RunSpec) -> None:
-    load_workflow(spec.rollout)
-    arguments = spec.rollout.workflow_arguments
-    named = {"agent": arguments.get("agent"), "tools": arguments.get("tools", ())}
-    if spec.rollout.workflow == "agent" and "://" not in str(named["agent"]):
-        _check_callable("rollout.workflow_arguments.agent", str(named["agent"]))
-    if spec.rollout.workflow == "multi_turn":
-        for tool in named["tools"]:
-            _check_callable("rollout.workflow_arguments.tools", str(tool))
-
-
-def _check_engine(spec: RunSpec) -> None:
-    package = _ENGINE_PACKAGES.get(spec.rollout.engine)
-    if package is not None and importlib.util.find_spec(package) is None:
-        raise ValueError(
-            f"rollout.engine is {spec.rollout.engine!r}, but the package {package} is not installed; "
-            f"install it, or set rollout.engine to 'torch'"
+        examples = spec.model.warm_start.examples
+        yield from _called("model.warm_start.examples", examples, (0, 0), {})
+    tokenizer = _vocabulary(spec)
+    config = read_config(spec.model, tokenizer)
+    yield from check_trainer(
+        config,
+        tensor_parallel=spec.trainer.tensor_parallel,
+        expert_parallel=spec.trainer.expert_parallel,
+    )
+    yield from _mixture_problems(spec, config)
+    vocab_size = config.get("vocab_size")
+    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
+        yield (
+            f"model.tokenizer has {tokenizer.vocab_size} tokens, but model.path's vocab_size is "
+            f"{vocab_size}; use its own"
+        )
+    yield from _lengths(spec, config.get("max_position_embeddings"))
+    if spec.data.chat_template and not tokenizer.has_chat_template:
+        yield (
+            "data.chat_template is true, but the tokenizer has no chat template; set it to false, or use the "
+            "tokenizer of a chat model"
         )
 
 
-def _check_callable(key: str, reference: str) -> None:
+def _lengths(spec: RunSpec, context: int | None) -> Iterator[str]:
+    """Neither may fill a model's context; together they may, and a response gets what its prompt leaves."""
+    for key, tokens in (
+        ("data.max_prompt_tokens", spec.data.max_prompt_tokens),
+        ("rollout.max_response_tokens", spec.rollout.max_response_tokens),
+    ):
+        if context is not None and tokens >= context:
+            yield (
+                f"{key} is {tokens}, but model.path holds {context} tokens (max_position_embeddings) for a "
+                "prompt and its response; lower it"
+            )
+
+
+def _vocabulary(spec: RunSpec) -> Vocabulary:
+    made = made_vocabulary(tokenizer_name(spec.model))
+    if made is not None:
+        return made
+    # It loads transformers, which takes a second.
+    from services.common.models.tokenizer import load_tokenizer
+
+    return load_tokenizer(spec.model, spec.data.chat_template_arguments)
+
+
+def _start(spec: RunSpec) -> Iterator[str]:
+    checkpoint = spec.trainer.checkpoint
+    if checkpoint.start_from is not None:
+        try:
+            step = manifest.step_of(Path(checkpoint.start_from))
+        except ValueError as error:
+            yield f"trainer.checkpoint.start_from: {error}"
+        else:
+            if step >= spec.trainer.steps:
+                yield (
+                    f"trainer.steps is {spec.trainer.steps}, but trainer.checkpoint.start_from is of step "
+                    f"{step}, so nothing would be trained; raise trainer.steps"
+                )
+    if checkpoint.directory is not None and Path(checkpoint.directory).is_file():
+        yield (
+            f"trainer.checkpoint.directory: {checkpoint.directory!r} is a file; name a folder, or leave it "
+            "out"
+        )
+
+
+def _sources(spec: RunSpec) -> Iterator[str]:
+    sources = {"train": spec.data.train, "heldout": spec.data.heldout}
+    for split, source_spec in sources.items():
+        if source_spec is None:
+            continue
+        try:
+            source = open_source(source_spec, spec.data, key=f"data.{split}")
+            if source_spec.source != "environment":
+                check_prompt(source[0], spec.data, f"data.{split}")
+        except (ValueError, OSError) as error:
+            yield from str(error).split("\n")
+            continue
+        metadata = source[0].get("metadata")
+        if any(reward.name == "reasoning_gym" for reward in spec.rollout.rewards) and (
+            not isinstance(metadata, dict) or "source_dataset" not in metadata
+        ):
+            yield (
+                f"rollout.rewards: reasoning_gym scores rows with metadata.source_dataset, which those of "
+                f"data.{split} lack; set data.{split}.source to reasoning_gym, or take another reward"
+            )
+
+
+def _rewards(spec: RunSpec) -> Iterator[str]:
+    for index, reward in enumerate(spec.rollout.rewards):
+        key = f"rollout.rewards.{index}"
+        if reward.name == EARNED or reward.name.startswith(SERVICES):
+            continue
+        reference = REWARDS.get(reward.name, reward.name)
+        if reward.name in REWARDS and not reward.arguments:
+            continue  # what it imports takes seconds
+        given = dict(reward.arguments) | ({"episode": {}} if reward.sees_episode else {})
+        yield from _called(f"{key}.name", reference, ("", "", None, {}), given)
+
+
+def _workflow(spec: RunSpec) -> Iterator[str]:
+    rollout, arguments = spec.rollout, spec.rollout.workflow_arguments
+    if rollout.workflow not in WORKFLOWS and ":" not in rollout.workflow:
+        return  # the rules say so
     try:
-        load_callable(reference)
+        load_workflow(rollout)
     except (ValueError, ImportError) as error:
-        raise ValueError(f"{key}: {error}") from error
+        text = str(error)
+        yield text if text.startswith("rollout.workflow") else f"rollout.workflow: {text}"
+    named = []
+    for workflow in ("agent", "environment"):
+        reference = str(arguments.get(workflow))
+        if rollout.workflow == workflow and "://" not in reference and reference not in AGENTS:
+            named = [(f"rollout.workflow_arguments.{workflow}", reference)]
+    if rollout.workflow == "multi_turn":
+        tools = arguments.get("tools", ())
+        named = [("rollout.workflow_arguments.tools", str(tool)) for tool in tools]
+    for key, reference in named:
+        yield from _called(key, reference, None, {})
+
+
+def _formulas(spec: RunSpec) -> Iterator[str]:
+    algorithm = spec.algorithm
+    # The built-in ones load torch, which takes seconds.
+    for key, name, known, arguments in (
+        ("algorithm.loss", algorithm.loss, LOSSES, algorithm.loss_arguments),
+        ("algorithm.advantage", algorithm.advantage, ADVANTAGES, algorithm.advantage_arguments),
+    ):
+        if name not in known and ":" in name:
+            try:
+                bind_callable(name, arguments, key=key)
+            except ValueError as error:
+                yield str(error)
+
+
+def _called(
+    key: str, reference: str, given: tuple[Any, ...] | None, arguments: dict[str, Any]
+) -> Iterator[str]:
+    """What keeps a function from being imported, and from being called like this."""
+    try:
+        function = load_callable(reference)
+    except (ValueError, ImportError, SyntaxError) as error:
+        yield f"{key}: {error}"
+        return
+    if given is None:
+        return
+    try:
+        inspect.signature(function).bind(*given, **arguments)
+    except TypeError as error:
+        yield (
+            f"{key}: {reference!r} cannot be called with {len(given)} arguments"
+            + (f" and {', '.join(sorted(arguments))}" if arguments else "")
+            + f" ({error}); change the function, or the arguments beside the key"
+        )
+    except ValueError:
+        return  # a built-in one, which has no signature

@@ -1,9 +1,12 @@
 """Commands that look at the project and at the controller."""
 
-import typer
+import sys
+
 from rich.table import Table
 
-from services.cli.calling import Url, call_api, console
+from services.cli.calling import Url, ask, call_api
+from services.cli.output import console
+from services.controller.api.operations import GetQuota, GetVersion
 
 _QUOTAS = (
     ("active runs", "active_runs", "max_active_runs"),
@@ -15,15 +18,9 @@ _QUOTAS = (
 )
 
 
-def add_project_commands(app: typer.Typer) -> None:
-    """Add the commands."""
-    for command in (quota, version):
-        app.command()(command)
-
-
 def quota(url: Url = None) -> None:
     """Show what the project uses, and what it may use."""
-    found = call_api(url, lambda api: api.quota())
+    found = ask(url, GetQuota)
     table = Table(f"project {found.project}", "uses", "of", box=None, pad_edge=False)
     for name, used, limit in _QUOTAS:
         table.add_row(name, f"{getattr(found, used):,}", _bound(getattr(found, limit)))
@@ -33,7 +30,12 @@ def quota(url: Url = None) -> None:
 
 def version(url: Url = None) -> None:
     """Show the release of the controller."""
-    console.print(call_api(url, lambda api: api.version()), highlight=False)
+    console.print(ask(url, GetVersion).version, highlight=False)
+
+
+def page(url: Url = None) -> None:
+    """Print a link to the run page that signs one browser in, once."""
+    sys.stdout.write(call_api(url, lambda api: api.page_link()) + "\n")
 
 
 def _bound(limit: int) -> str:

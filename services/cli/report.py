@@ -5,7 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from services.cli.display import duration
 from services.cli.steps import StepLog
+
+METRICS = "metrics.jsonl"
 
 
 def write_report(
@@ -13,7 +16,7 @@ def write_report(
 ) -> Path:
     """Write all three files; returns the path of ``summary.json``."""
     folder.mkdir(parents=True, exist_ok=True)
-    log.write(folder / "metrics.jsonl")
+    log.write(folder / METRICS)
     if log.records:
         # It loads matplotlib, which takes time that commands without a run to draw do not need.
         from services.cli import curves
@@ -36,7 +39,7 @@ def write_report(
 def summary_lines(run: Mapping[str, Any], folder: Path, *, wall_seconds: float) -> list[str]:
     """The end of a run, for a person."""
     summary = run["summary"]
-    lines = [f"{run['name']} {run['state']} after {wall_seconds:.0f} s ({run['state_reason']})"]
+    lines = [f"{run['name']} {run['state']} after {duration(wall_seconds)} ({run['state_reason']})"]
     if run["message"]:
         lines.append(run["message"])
     if not summary:

@@ -1,37 +1,43 @@
 """Commands that act on a run."""
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import yaml
-from pydantic import ValidationError
 
-from services.cli.api import Api
+from services.cli.api import Api, ApiError
 from services.cli.calling import (
     DEFAULT_STATE,
     RunId,
     StateDirectory,
     Url,
-    call_api,
-    console,
+    ask,
+    of_run,
 )
+from services.cli.display import heldout_line
 from services.cli.follow import follow
-from services.controller.api.models import ForkRequest, RunView
-
-
-def add_run_commands(app: typer.Typer) -> None:
-    """Add the commands."""
-    for command in (watch, cancel, pause, resume, checkpoint, evaluate, fork, delete):
-        app.command()(command)
-    app.command(name="delete-checkpoint")(delete_checkpoint)
+from services.cli.output import console
+from services.controller.api.operations import (
+    CancelRun,
+    DeleteCheckpoint,
+    DeleteRun,
+    EvaluateRun,
+    ForkRun,
+    PauseRun,
+    ResumeRun,
+    SaveRun,
+)
+from services.controller.models import RunView
 
 
 def watch(run_id: RunId, url: Url = None, state_directory: StateDirectory = DEFAULT_STATE) -> None:
     """Show a run's progress until it ends."""
-    ended = call_api(
-        url, lambda api: follow(api, run_id, state_directory=state_directory, console=console)
-    )
+
+    async def work(api: Api, found: str) -> dict[str, Any]:
+        return await follow(api, found, state_directory=state_directory, console=console)
+
+    ended = of_run(url, run_id, work)
     if ended["state"] != "SUCCEEDED":
         raise typer.Exit(1)
 
@@ -51,11 +57,12 @@ def cancel(
 ) -> None:
     """End a run."""
     _say(
-        call_api(
+        ask(
             url,
-            lambda api: api.cancel(
-                run_id, grace_seconds=grace_seconds, save_checkpoint=save_checkpoint
-            ),
+            CancelRun,
+            run_id=run_id,
+            grace_seconds=grace_seconds,
+            save_checkpoint=save_checkpoint,
         )
     )
 
@@ -68,24 +75,41 @@ def pause(
     url: Url = None,
 ) -> None:
     """Finish the current step, save a checkpoint and stop the run's workers."""
-    _say(call_api(url, lambda api: api.pause(run_id, checkpoint=checkpoint)))
+    _say(ask(url, PauseRun, run_id=run_id, checkpoint=checkpoint))
 
 
 def resume(run_id: RunId, url: Url = None) -> None:
     """Let a paused run go on from its checkpoint."""
-    _say(call_api(url, lambda api: api.resume(run_id)))
+    _say(ask(url, ResumeRun, run_id=run_id))
 
 
 def checkpoint(run_id: RunId, url: Url = None) -> None:
     """Save a checkpoint at the end of the current step."""
-    call_api(url, lambda api: api.checkpoint(run_id))
+    ask(url, SaveRun, run_id=run_id)
     console.print(f"{run_id} saves a checkpoint at the end of its step", highlight=False)
 
 
-def evaluate(run_id: RunId, url: Url = None) -> None:
-    """Evaluate the weights that are served now; `events` shows the result."""
-    call_api(url, lambda api: api.evaluate(run_id))
-    console.print(f"{run_id} evaluates its weights", highlight=False)
+def evaluate(
+    run_id: RunId,
+    wait: Annotated[bool, typer.Option(help="Wait for the result.")] = True,
+    url: Url = None,
+) -> None:
+    """Evaluate the weights that are served now, and show the result."""
+
+    async def work(api: Api, found: str) -> str:
+        run = await api.get(found)
+        if run.spec["data"]["heldout"] is None:
+            raise ApiError(f"{run.name} has no data.heldout, so there is nothing to evaluate on")
+        seen = (await api.events(found))[-1].seq
+        await api.call(EvaluateRun(run_id=found))
+        if not wait:
+            return f"{found} evaluates its weights"
+        async for kind, event in api.watch(found):
+            if kind == "Validated" and event["seq"] > seen:
+                return heldout_line(event["data"])
+        return f"{found} has ended; 'slipstream get' shows its last evaluation"
+
+    console.print(of_run(url, run_id, work), highlight=False)
 
 
 def fork(
@@ -102,12 +126,9 @@ def fork(
 ) -> None:
     """Start a new run that goes on from a checkpoint, and print its id."""
     changes = _nested(overrides or [])
-    try:
-        request = ForkRequest(checkpoint_id=checkpoint_id, name=name, overrides=changes)
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        raise typer.BadParameter(f"{wrong['loc'][0]}: {wrong['msg']}") from error
-    created = call_api(url, lambda api: api.fork(run_id, request))
+    created = ask(
+        url, ForkRun, run_id=run_id, checkpoint_id=checkpoint_id, name=name, overrides=changes
+    )
     typer.echo(created.id)
 
 
@@ -118,10 +139,11 @@ def delete(
 ) -> None:
     """Forget a run that has ended."""
 
-    async def work(api: Api) -> None:
-        await api.delete(await api.get(run_id), delete_checkpoints=checkpoints)
+    async def work(api: Api, found: str) -> None:
+        etag = f'"{(await api.get(found)).revision}"'
+        await api.call(DeleteRun(run_id=found, if_match=etag, delete_checkpoints=checkpoints))
 
-    call_api(url, work)
+    of_run(url, run_id, work)
     console.print(f"{run_id} is forgotten", highlight=False)
 
 
@@ -131,7 +153,7 @@ def delete_checkpoint(
     url: Url = None,
 ) -> None:
     """Delete a checkpoint that no run needs."""
-    call_api(url, lambda api: api.delete_checkpoint(run_id, checkpoint_id))
+    ask(url, DeleteCheckpoint, run_id=run_id, checkpoint_id=checkpoint_id)
     console.print(f"{checkpoint_id} is deleted", highlight=False)
 
 

@@ -1,5 +1,6 @@
 """Settings of the command line."""
 
+from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -12,3 +13,10 @@ class CliSettings(BaseSettings):
     """API token, where the controller asks for one."""
     url: str = ""
     """REST address of a controller. Default: the one that ``slipstream up`` started here."""
+
+
+class MachineSettings(BaseSettings):
+    """What the environment says of this machine."""
+
+    visible_gpus: str | None = Field(None, validation_alias="CUDA_VISIBLE_DEVICES")
+    """GPUs that may be used; None is all of them."""

@@ -19,6 +19,7 @@ class StepLog:
     heldout: list[dict[str, Any]] = field(default_factory=list)
     """Evaluations: ``version``, ``greedy``, ``sampled``."""
     _open: dict[str, Any] | None = None
+    _num_written: int = 0
 
     def take(self, kind: str, event: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Take in an event; yields the records that it completes."""
@@ -26,7 +27,9 @@ class StepLog:
         if kind == "StepCommitted":
             yield from self._close()
             # A trainer that was lost goes on from its checkpoint and trains the steps behind it again.
-            self.records = [record for record in self.records if record["step"] < data["step"]]
+            kept = [record for record in self.records if record["step"] < data["step"]]
+            if len(kept) < len(self.records):
+                self.records, self._num_written = kept, 0
             self._open = {"time": event["time"], **data}
         elif kind == "WeightsPublished" and self._open is not None:
             self._open.update(
@@ -38,6 +41,15 @@ class StepLog:
             self.heldout.append({name: data[name] for name in ("version", "greedy", "sampled")})
         elif kind == "end":
             yield from self._close()
+
+    def append(self, path: Path) -> None:
+        """Write the records that the file lacks; all of them if steps were trained again."""
+        new = self.records[self._num_written :]
+        if not new:
+            return
+        with path.open("a" if self._num_written else "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in new)
+        self._num_written = len(self.records)
 
     def write(self, path: Path) -> None:
         """Write all records as JSON lines; held-out scores stand in the step that they belong to."""

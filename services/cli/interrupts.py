@@ -1,0 +1,86 @@
+"""Ctrl-C, a closed terminal and ``kill``: runs are paused, and nothing is lost; Ctrl-C again cancels."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+
+from rich.console import Console
+
+from services.cli.api import Api, ApiError
+from services.cli.output import say
+from services.controller.api.operations import CancelRun, ListRuns, PauseRun
+from services.controller.rules.run_state import TERMINAL
+
+_PAUSE_TIMEOUT_S = 300.0
+
+
+class Interrupts:
+    """Signals that ask this process to end, from now on; they do not end it by themselves."""
+
+    def __init__(self) -> None:
+        self._came = asyncio.Event()
+        self._again = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self._interrupted)
+        loop.add_signal_handler(signal.SIGTERM, self._came.set)
+        loop.add_signal_handler(signal.SIGHUP, self._hung_up)
+
+    async def pause_runs(self, api: Api, console: Console) -> None:
+        """Wait for a signal, then pause every active run; returns when nothing goes on any more.
+
+        Args:
+            api: The controller.
+            console: Is told what happens, and how to go on.
+        """
+        await self._came.wait()
+        active = await _active(api)
+        if not active:
+            return
+        say(console, "pausing behind the current step; Ctrl-C again cancels instead")
+        pausing = []
+        for run_id in active:
+            with suppress(ApiError):  # what is only being started has nothing to save
+                await api.call(PauseRun(run_id=run_id))
+                pausing.append(run_id)
+        paused = asyncio.ensure_future(_until_paused(api, pausing))
+        again = asyncio.ensure_future(self._again.wait())
+        try:
+            async with asyncio.timeout(_PAUSE_TIMEOUT_S):
+                await asyncio.wait((paused, again), return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            say(console, f"not paused within {_PAUSE_TIMEOUT_S:.0f} s: it is cut off where it is")
+        finally:
+            again.cancel()
+            paused.cancel()
+        if self._again.is_set():
+            for run_id in active:
+                with suppress(ApiError):  # it may have ended
+                    await api.call(CancelRun(run_id=run_id))
+            say(console, "cancelled")
+        else:
+            say(console, "paused: the same command goes on from there")
+
+    def _interrupted(self) -> None:
+        (self._again if self._came.is_set() else self._came).set()
+
+    def _hung_up(self) -> None:
+        # Nobody reads along any more, and writing to a terminal that is gone is an error.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in (1, 2):
+            os.dup2(nowhere, descriptor)
+        self._came.set()
+
+
+async def _active(api: Api) -> list[str]:
+    listed = (await api.call(ListRuns())).items
+    return [run.id for run in listed if run.state not in TERMINAL and run.state != "PAUSED"]
+
+
+async def _until_paused(api: Api, run_ids: Sequence[str]) -> None:
+    for run_id in run_ids:
+        async for kind, _ in api.watch(run_id):
+            # The state is asked for, because events tell of earlier pauses too.
+            if kind == "StateChanged" and (await api.get(run_id)).state == "PAUSED":
+                break

@@ -1,0 +1,67 @@
+"""Tokens of the controllers that this user started on this machine, by address; nobody else reads them."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from services.common.process_identity import is_gone, own_identity
+
+
+@contextmanager
+def known(url: str, token: str) -> Iterator[None]:
+    """Keep the token of a controller that was started, until it ends.
+
+    Those that processes left behind that were killed are removed.
+    """
+    path = _path(url)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.chmod(0o700)
+    for left in path.parent.iterdir():
+        if _is_left_behind(left):
+            left.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump({"token": token, **own_identity()}, file)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def find(url: str) -> str:
+    """The token of the controller at an address; empty if it was not started here, or that cannot be read."""
+    try:
+        return str(json.loads(_path(url).read_text(encoding="utf-8"))["token"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def running() -> list[str]:
+    """Addresses of the controllers that this user started here and that have not ended."""
+    found = sorted(_folder().iterdir()) if _folder().is_dir() else []
+    return [f"http://{path.name}" for path in found if _lives(path)]
+
+
+def _lives(path: Path) -> bool:
+    try:
+        return not is_gone(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _is_left_behind(path: Path) -> bool:
+    try:
+        return is_gone(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _path(url: str) -> Path:
+    return _folder() / urlsplit(url).netloc.replace("/", "_")
+
+
+def _folder() -> Path:
+    return Path.home() / ".slipstream" / "tokens"

@@ -1,0 +1,136 @@
+"""Commands that start the services on this machine: `run` for one run, `up` for those that are submitted."""
+
+import asyncio
+import json
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from services.cli.api import Api
+from services.cli.calling import DEFAULT_STATE, UP_FILE, StateDirectory, run_until_signal
+from services.cli.checked_spec import Overrides, SpecPath, load_checked
+from services.cli.follow import follow
+from services.cli.interrupts import Interrupts
+from services.cli.local import LocalServices, local_services
+from services.cli.output import console, say, told
+from services.cli.unfinished import submit_or_go_on
+from services.common.spec.run import RunSpec
+from services.common.task_group import TaskGroup
+
+Port = Annotated[int, typer.Option(help="Port of the REST API; 0 takes a free one.")]
+
+_PATIENCE_S = 30.0
+# A service that ends more often than this under `slipstream up` ends it.
+_UP_RESTARTS = 20
+# What shells say of a command that Ctrl-C ended.
+_INTERRUPTED = 130
+
+
+def run(
+    spec: SpecPath,
+    overrides: Overrides = None,
+    state_directory: StateDirectory = DEFAULT_STATE,
+    port: Port = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the path of summary.json as the last line.")
+    ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on from the newest checkpoint of a run that was cancelled or failed.",
+        ),
+    ] = False,
+) -> None:
+    """Start all services on this machine, train, show progress, and end everything.
+
+    Ctrl-C, a closed terminal and kill pause the run behind its step, with a checkpoint; Ctrl-C again
+    cancels it.
+    One that was paused or cut off goes on when its specification is run again.
+    """
+    say(console, f"checking {spec}")
+    loaded = load_checked(spec, overrides)
+    ended = run_until_signal(_run(loaded, state_directory.resolve(), port, resume=resume))
+    if ended is None:
+        raise typer.Exit(_INTERRUPTED)
+    if as_json:
+        sys.stdout.write(f"{ended['summary_path']}\n")
+    if ended["state"] != "SUCCEEDED":
+        raise typer.Exit(1)
+
+
+def up(state_directory: StateDirectory = DEFAULT_STATE, port: Port = 8700) -> None:
+    """Start controller and transferqueue, and keep them running for submitted runs.
+
+    Ctrl-C, a closed terminal and kill pause the runs, with checkpoints; Ctrl-C again cancels them.
+    """
+    run_until_signal(_up(state_directory.resolve(), port))
+    raise typer.Exit(_INTERRUPTED)
+
+
+async def _run(
+    spec: RunSpec, state_directory: Path, port: int, *, resume: bool
+) -> dict[str, Any] | None:
+    """Returns the ended run, or None where a signal came first."""
+    async with AsyncExitStack() as stack:
+        async with told("starting the controller and the transferqueue", console):
+            services = await stack.enter_async_context(
+                local_services(state_directory, port=port, max_restarts=spec.limits.max_restarts)
+            )
+        # A controller that dies is started again.
+        api = await stack.enter_async_context(
+            Api(services.url, token=services.token, patience_s=_PATIENCE_S)
+        )
+        run_id = await submit_or_go_on(api, spec, console, resume=resume)
+        link = (await api.page_link()).replace("/page/", f"/runs/{run_id}")
+        say(console, f"run page, for one browser: {link}")
+        return await _follow_beside(services, api, run_id, state_directory)
+
+
+async def _follow_beside(
+    services: LocalServices, api: Api, run_id: str, state_directory: Path
+) -> dict[str, Any] | None:
+    """Follow a run; a dying service ends that, and a signal, for which None is returned."""
+    interrupts = Interrupts()
+    async with TaskGroup() as tasks:
+        exits = tasks.create_task(services.keep())
+        following = tasks.create_task(
+            follow(api, run_id, state_directory=state_directory, console=console)
+        )
+        stopping = tasks.create_task(interrupts.pause_runs(api, console))
+        await asyncio.wait((following, stopping), return_when=asyncio.FIRST_COMPLETED)
+        for task in (exits, following, stopping):
+            task.cancel()
+    return None if following.cancelled() else following.result()
+
+
+async def _up(state_directory: Path, port: int) -> None:
+    async with AsyncExitStack() as stack:
+        async with told("starting the controller and the transferqueue", console):
+            services = await stack.enter_async_context(
+                local_services(state_directory, port=port, max_restarts=_UP_RESTARTS)
+            )
+        up_file = state_directory / UP_FILE
+        up_file.write_text(json.dumps({"url": services.url}) + "\n", encoding="utf-8")
+        async with Api(services.url, token=services.token) as api:
+            link = await api.page_link()
+        console.print(
+            f"controller at {services.url}, API documentation at {services.url}/docs, gRPC at "
+            f"{services.grpc_address}; Ctrl-C pauses runs and ends it\nrun page, for one browser: {link}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        interrupts = Interrupts()
+        try:
+            async with (
+                Api(services.url, token=services.token, patience_s=_PATIENCE_S) as api,
+                TaskGroup() as tasks,
+            ):
+                keeping = tasks.create_task(services.keep())
+                await interrupts.pause_runs(api, console)
+                keeping.cancel()
+        finally:
+            up_file.unlink(missing_ok=True)

@@ -1,0 +1,108 @@
+"""What this machine lacks for a run: GPUs, packages, and a way to Hugging Face."""
+
+import importlib.util
+import os
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from services.cli.settings import MachineSettings
+from services.common.models.made_tokenizers import is_made, tokenizer_name
+from services.common.spec.engines import engine_kind
+from services.common.spec.run import RunSpec
+from services.controller.launch.gpus import host_gpus
+from services.controller.launch.launcher import num_gpus, worker_names
+
+# Where there are no GPUs a process stands for each, and this many share a core before nothing moves.
+_PROCESSES_A_CORE = 4
+_LEAST_PROCESSES = 8
+_REACH_TIMEOUT_S = 2.0
+
+
+def lacks(spec: RunSpec) -> Iterator[str]:
+    """What a run needs and this machine does not have."""
+    engine = spec.rollout.engine
+    package = engine_kind(engine).package
+    if package is not None and importlib.util.find_spec(package) is None:
+        yield (
+            f"rollout.engine is {engine!r}, but the package {package} is not installed; install it, or set "
+            "rollout.engine to 'torch'"
+        )
+    gpus = len(host_gpus(MachineSettings().visible_gpus))
+    if gpus == 0 and spec.weight_sync.backend == "nccl":
+        yield (
+            "weight_sync.backend is 'nccl', but this machine has no GPU; set it to 'auto' or 'gloo'"
+        )
+    yield from _too_many(spec, gpus)
+
+
+def hub_is_needed(spec: RunSpec) -> bool:
+    """Whether a model, a tokenizer or data come from Hugging Face."""
+    if not (is_made(name := tokenizer_name(spec.model)) or _is_folder(name)):
+        return True
+    if not (spec.model.is_tiny or _is_folder(spec.model.path)):
+        return True
+    sources = (spec.data.train, spec.data.heldout)
+    return any(source is not None and source.source == "huggingface" for source in sources)
+
+
+def _is_folder(name: str) -> bool:
+    """Whether a name is that of a folder, even of one that is not there."""
+    return name.startswith(("/", ".", "~")) or Path(name).is_dir()
+
+
+def go_offline_unless_reachable() -> bool:
+    """Have Hugging Face's libraries look into their cache alone if nobody answers within two seconds.
+
+    They would try for most of a minute, for every file.
+
+    Returns:
+        Whether somebody answered.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    answered = threading.Event()
+    # Resolving a name has no deadline of its own.
+    threading.Thread(target=_reach, args=(constants.ENDPOINT, answered), daemon=True).start()
+    if answered.wait(_REACH_TIMEOUT_S):
+        return True
+    constants.HF_HUB_OFFLINE = True
+    return False
+
+
+def _reach(url: str, answered: threading.Event) -> None:
+    try:
+        request = urllib.request.Request(url, method="HEAD")  # noqa: S310 -- the user's own endpoint
+        with urllib.request.urlopen(request, timeout=_REACH_TIMEOUT_S):  # noqa: S310
+            answered.set()
+    except urllib.error.HTTPError:
+        answered.set()
+    except (OSError, ValueError):
+        return
+
+
+def _too_many(spec: RunSpec, gpus: int) -> Iterator[str]:
+    key = "topology.gpus" if spec.topology.task_groups else "trainer.world_size"
+    needs = {worker_id: num_gpus(role, spec) for role, worker_id in worker_names(spec)}
+    total = spec.topology.gpus or sum(needs.values())
+    if gpus:
+        worker_id, most = max(needs.items(), key=lambda item: item[1])
+        if most > gpus or spec.topology.gpus > gpus:
+            yield (
+                f"{key}: the run needs {max(most, spec.topology.gpus)} GPUs ({worker_id} alone {most}), but "
+                f"this machine has {gpus}; lower trainer.world_size, topology.gpus or "
+                "rollout.engine_arguments, or say --elsewhere"
+            )
+        return
+    cores = os.cpu_count() or 1
+    most_processes = max(_LEAST_PROCESSES, _PROCESSES_A_CORE * cores)
+    if total > most_processes:
+        yield (
+            f"{key}: the run needs {total} GPUs, but this machine has none; as many processes on its "
+            f"{cores} cores would not get on (at most {most_processes}); lower trainer.world_size, "
+            "rollout.replicas or topology.gpus, or say --elsewhere"
+        )

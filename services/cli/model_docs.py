@@ -1,0 +1,36 @@
+"""Writes ``docs/models.md``: which model families do what, from the table that the code uses."""
+
+from services.common.models.families import FAMILIES
+
+_HEAD = """# Models
+
+Written by `make docs` from `services/common/models/families.py`.
+
+A family is accepted because tests compare it with its own forward and backward pass, to 1e-5 in float32:
+packed training (`tests/unit/trainer/test_families.py`), the torch engine's decoding
+(`tests/unit/rollout/test_torch.py`) and divided layers (`tests/integration/test_family_ranks.py`).
+`slipstream validate` judges a model by its `config.json`, before anything is loaded: layers of another kind
+than full or sliding attention, and rotary frequencies that depend on the longest sequence of a batch
+(`dynamic`, `longrope`), are refused. Windows, capped scores and logits, and scales of logits are computed.
+
+[Mixtures of experts](mixtures.md) are trained with all experts on every rank or with
+`trainer.expert_parallel` (`tests/integration/test_expert_ranks.py`).
+
+| `model_type` | trainer, FSDP2 | torch engine | `trainer.tensor_parallel` | `trainer.expert_parallel` |
+| --- | --- | --- | --- | --- |
+"""
+
+
+def main() -> None:
+    """Print the page."""
+    rows = []
+    for name, family in FAMILIES.items():
+        cells = [True, True, family.tensor_parallel]
+        words = ["yes" if cell else "no" for cell in cells]
+        words.append("no experts" if family.routing is None else "yes")
+        rows.append(f"| `{name}` | {' | '.join(words)} |")
+    print(_HEAD + "\n".join(rows))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

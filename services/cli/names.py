@@ -1,0 +1,61 @@
+"""Runs by their name, or by as much of their id as tells them apart."""
+
+import re
+from collections.abc import Sequence
+
+from services.cli.api import Api, ApiError
+from services.common.spec.similar import did_you_mean
+from services.controller.api.operations import ListRuns
+
+_ID = re.compile("run_[0-9a-f]{32}")
+_MAY_BE = re.compile("run_[0-9a-f]{1,32}|[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_MOST_RUNS = 500
+# The digits in front are the time of a run's submission: these change within a quarter of an hour.
+_LEAST_DIGITS = len("run_") + 7
+
+
+def is_id(text: str) -> bool:
+    """Whether it is the whole id of a run."""
+    return _ID.fullmatch(text) is not None
+
+
+def may_be_run(text: str) -> bool:
+    """Whether it may be the name of a run or the beginning of its id."""
+    return _MAY_BE.fullmatch(text) is not None
+
+
+async def find_run(api: Api, text: str) -> str:
+    """The id of a run.
+
+    Args:
+        api: The controller.
+        text: Its id, the beginning of its id, or its name, which means the newest run of that name.
+
+    Raises:
+        ApiError: If there is none, or several ids begin so.
+    """
+    if is_id(text):
+        return text
+    if named := (await api.call(ListRuns(name=text, page_size=1))).items:
+        return named[0].id
+    runs = (await api.call(ListRuns(page_size=_MOST_RUNS))).items
+    found = [run.id for run in runs if run.id.startswith((text, f"run_{text}"))]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ApiError(
+            f"{len(found)} runs have ids that begin with {text!r}, such as {found[0]} and {found[1]}; give "
+            "more of it"
+        )
+    meant = did_you_mean(text, sorted({run.name for run in runs}))
+    raise ApiError(
+        f"there is no run with the name or id {text!r}; 'slipstream list' shows those there are.{meant}"
+    )
+
+
+def short_ids(ids: Sequence[str]) -> list[str]:
+    """As much of each id as tells it from the others."""
+    length = _LEAST_DIGITS
+    while len({each[:length] for each in ids}) < len(set(ids)):
+        length += 1
+    return [each[:length] for each in ids]
