@@ -7,11 +7,11 @@ ARG BASE=docker.io/library/python:3.12-slim-bookworm
 FROM ${BASE} AS dependencies
 ARG PIP_OPTIONS=""
 WORKDIR /build
-COPY pyproject.toml LICENSE ./
+COPY pyproject.toml constraints.txt LICENSE ./
 # An empty package brings the dependencies, so that a change of code does not install them again.
 RUN mkdir -p services proto/gen/slipstream && touch README.md services/__init__.py proto/gen/slipstream/py.typed \
     && python3 -m venv /opt/venv \
-    && /opt/venv/bin/pip install --no-cache-dir ${PIP_OPTIONS} ".[rollout,tracing]"
+    && /opt/venv/bin/pip install --no-cache-dir ${PIP_OPTIONS} -c constraints.txt torch==2.13.0 ".[rollout,tracing]"
 
 FROM ${BASE}
 COPY --from=dependencies /opt/venv /opt/venv

@@ -55,6 +55,21 @@ ALL = (
         ),
     ),
     Alert(
+        name="SlipstreamRunMakesNoProgress",
+        expression='max by (run, reason) (slipstream_run_condition{type="Progressing",status="False"}) == 1 '
+        + _IS_RUNNING,
+        lasts="2m",
+        severity="ticket",
+        summary="Run {{ $labels.run }} trains no step: {{ $labels.reason }}",
+        meaning="The run is RUNNING and no step was trained for a minute and three times as long as its longest step lately. The condition `Progressing` and the events `NoProgress` say what it waits for.",
+        actions=(
+            "`slipstream get RUN` or the run page: the condition `Progressing` has the reason in words, with the groups that are finished, running and given up.",
+            "`WaitsForGroups`, `WaitsForOldest`: the rollouts are slow, or nearly all groups are given up; the message counts those by reason.",
+            "`NoGroupRuns`: no rollout takes work; look at their logs and at the newest weight sync.",
+            "`WaitsForWeights`, `WaitsForCheckpoint`: the dashboard Weight sync, the volume of checkpoints. `StepIsLong`: the trainer's log.",
+        ),
+    ),
+    Alert(
         name="SlipstreamRunStuckStarting",
         expression='max by (run) (slipstream_run_state{state="STARTING"}) == 1',
         lasts="30m",

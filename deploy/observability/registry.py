@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 
-from services.controller.run_collector import RunCollector
+from services.controller.manager.run_collector import RunCollector
 
 _MODULES = {
     "all": ("services.common.grpc_metrics", "services.common.access"),
@@ -15,7 +15,7 @@ _MODULES = {
     "transferqueue": ("services.transferqueue.metrics",),
     "rollout": ("services.rollout.metrics",),
     "trainer": ("services.trainer.metrics",),
-    "trainer and rollout": ("services.common.weightsync.metrics",),
+    "trainer and rollout": ("services.weightsync.metrics",),
 }
 _PREFIX = "slipstream_"
 

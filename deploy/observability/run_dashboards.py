@@ -89,6 +89,12 @@ OVERVIEW = Dashboard(
             is_stacked=True,
         ),
         Panel(
+            "Tokens that samples share",
+            "Part of them that a step need not compute again, such as the prompt of a group.",
+            each(shared="slipstream_train_shared_token_ratio"),
+            unit="percentunit",
+        ),
+        Panel(
             "Step time by phase",
             "Where the trainer's time goes.",
             mean_seconds("slipstream_trainer_step_duration_seconds"),

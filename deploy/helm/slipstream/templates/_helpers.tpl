@@ -153,7 +153,14 @@ tcpSocket: {port: grpc}
     defaultMode: 0440
 {{- end -}}
 
-{{/* Folders that specifications may name files in, as JSON */}}
-{{- define "slipstream.allowedRoots" -}}
-{{- concat (list "/opt/slipstream/code" "/var/cache/slipstream" "/var/lib/slipstream") .Values.workers.allowedRoots | toJson -}}
+{{/* What specifications may name, as environment. Downloaded models are data, never code. Needs: root, prefix */}}
+{{- define "slipstream.allowanceEnv" -}}
+{{- $workers := .root.Values.workers -}}
+{{- $code := concat (list "/opt/slipstream/code") $workers.codeRoots -}}
+- name: {{ .prefix }}_ALLOWED_ROOTS
+  value: {{ concat $code (list "/var/cache/slipstream" "/var/lib/slipstream") $workers.allowedRoots | toJson | quote }}
+- name: {{ .prefix }}_CODE_ROOTS
+  value: {{ $code | toJson | quote }}
+- name: {{ .prefix }}_ALLOWED_COMMANDS
+  value: {{ $workers.allowedCommands | toJson | quote }}
 {{- end -}}

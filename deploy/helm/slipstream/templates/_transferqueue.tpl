@@ -77,6 +77,12 @@ spec:
               value: /var/spool/slipstream
             - name: SLIPSTREAM_TRANSFERQUEUE_SNAPSHOT_FOLDER
               value: /var/lib/slipstream
+            {{- if $isIndex }}
+            - name: SLIPSTREAM_TRANSFERQUEUE_KEPT_FOLDER
+              value: /var/lib/slipstream/kept
+            - name: SLIPSTREAM_TRANSFERQUEUE_KEPT_BYTES
+              value: {{ mul (int64 $values.keptMiB) 1048576 | quote }}
+            {{- end }}
             - name: SLIPSTREAM_TRANSFERQUEUE_LOG_LEVEL
               value: {{ $values.logLevel }}
             - name: SLIPSTREAM_TRANSFERQUEUE_LOG_FORMAT
@@ -118,9 +124,9 @@ spec:
         - name: tmp
           emptyDir: {sizeLimit: 1Gi}
         - name: spill
-          emptyDir: {}
+          emptyDir: {sizeLimit: {{ printf "%dMi" (add (int $values.spillMiB) 64) }}}
         - name: snapshots
-          {{- include "slipstream.claimOrScratch" $values.snapshots.existingClaim | nindent 10 }}
+          {{- include "slipstream.claimOrScratch" $values.snapshots | nindent 10 }}
         {{- include "slipstream.keyVolume" .root | nindent 8 }}
         {{- include "slipstream.tlsVolume" (dict "root" .root "peer" "transferqueue") | nindent 8 }}
 {{- end -}}

@@ -83,8 +83,7 @@ spec:
         - name: {{ $prefix }}_LOG_FORMAT
           value: json
         {{- include "slipstream.tlsEnv" (dict "root" .root "prefix" $prefix) | nindent 8 }}
-        - name: {{ $prefix }}_ALLOWED_ROOTS
-          value: {{ include "slipstream.allowedRoots" .root | quote }}
+        {{- include "slipstream.allowanceEnv" (dict "root" .root "prefix" $prefix) | nindent 8 }}
         {{- if $workers.secrets }}
         - name: {{ $prefix }}_SECRETS_DIRECTORY
           value: /etc/slipstream/secrets
@@ -139,9 +138,9 @@ spec:
     - name: shm
       emptyDir: {medium: Memory, sizeLimit: {{ $workers.sharedMemory | quote }}}
     - name: cache
-      {{- include "slipstream.claimOrScratch" $workers.modelCache.existingClaim | nindent 6 }}
+      {{- include "slipstream.claimOrScratch" $workers.modelCache | nindent 6 }}
     - name: runs
-      {{- include "slipstream.claimOrScratch" $workers.checkpoints.existingClaim | nindent 6 }}
+      {{- include "slipstream.claimOrScratch" $workers.checkpoints | nindent 6 }}
     {{- include "slipstream.tlsVolume" (dict "root" .root "peer" "worker") | nindent 4 }}
     {{- with $workers.secrets }}
     - name: secrets
@@ -181,11 +180,12 @@ spec:
           backoffLimit: 0
 {{- end -}}
 
+{{/* Needs a map with existingClaim and scratch */}}
 {{- define "slipstream.claimOrScratch" -}}
-{{- if . -}}
-persistentVolumeClaim: {claimName: {{ . }}}
+{{- if .existingClaim -}}
+persistentVolumeClaim: {claimName: {{ .existingClaim }}}
 {{- else -}}
-emptyDir: {}
+emptyDir: {sizeLimit: {{ .scratch | quote }}}
 {{- end -}}
 {{- end -}}
 
