@@ -1,30 +1,44 @@
 """A run by all services on this host, as a user starts it, and what it left behind."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
 _SORT4 = REPOSITORY / "examples" / "sort4.yaml"
+_POLL_S = 0.5
+_AGAIN_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class WholeRun:
-    """A run that has succeeded."""
+    """A run that has succeeded, or was ended once it had trained enough."""
 
     summary: dict[str, Any]
+    """Empty if it was ended."""
     steps: list[dict[str, Any]]
     """What each step reported."""
+    began: float
+    """When the command was given, in seconds of the epoch."""
 
     def means(self, names: Iterable[str], *, after: int) -> dict[str, float]:
         """Means over the steps but for the first ``after``; 0 for a number that a step does not report."""
         steps = self.steps[after:]
         return {name: round(mean(step.get(name, 0.0) for step in steps), 4) for name in names}
+
+    def committed(self) -> list[float]:
+        """When each step was committed, in seconds from the command on."""
+        times = (datetime.fromisoformat(step["time"]).timestamp() for step in self.steps)
+        return [moment - self.began for moment in times]
 
 
 def whole_run(folder: Path, settings: Iterable[str], *, spec: Path = _SORT4) -> WholeRun:
@@ -38,14 +52,60 @@ def whole_run(folder: Path, settings: Iterable[str], *, spec: Path = _SORT4) -> 
     Raises:
         SystemExit: If the run fails, with what it said.
     """
-    command = [
-        *(sys.executable, "-m", "services.cli.main", "run", str(spec), "--json"),
-        *("--state-directory", str(folder)),
-        *(part for setting in settings for part in ("--set", setting)),
-    ]
+    command, began = _command(folder, settings, spec), time.time()
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
     summary = Path(done.stdout.splitlines()[-1])
-    lines = summary.with_name("metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return WholeRun(json.loads(summary.read_text(encoding="utf-8")), list(map(json.loads, lines)))
+    text = summary.read_text(encoding="utf-8")
+    return WholeRun(json.loads(text), _steps(summary.with_name("metrics.jsonl")), began=began)
+
+
+def run_for(num_steps: int, folder: Path, settings: Iterable[str], *, spec: Path) -> WholeRun:
+    """Train so many steps of a longer run and end it: a run that ends by itself winds down and saves.
+
+    Args:
+        num_steps: Steps that are wanted.
+        folder: As in :func:`whole_run`; for this run alone.
+        settings: As there.
+        spec: As there; of more than ``num_steps`` steps.
+
+    Raises:
+        SystemExit: If the run ends before, with what it said.
+    """
+    command, began = _command(folder, settings, spec), time.time()
+    folder.mkdir(parents=True, exist_ok=True)
+    output = folder / "output.log"
+    with output.open("w") as said:
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=said, stderr=subprocess.STDOUT)
+    try:
+        while process.poll() is None:
+            time.sleep(_POLL_S)
+            steps = [step for path in folder.glob("run_*/metrics.jsonl") for step in _steps(path)]
+            if len(steps) >= num_steps:
+                return WholeRun({}, steps[:num_steps], began=began)
+    finally:
+        _cancel(process)
+    raise SystemExit(f"{' '.join(command)} ended too early:\n{output.read_text()}")
+
+
+def _cancel(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt twice: the first time pauses, behind a checkpoint."""
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_AGAIN_S)
+
+
+def _command(folder: Path, settings: Iterable[str], spec: Path) -> list[str]:
+    return [
+        *(sys.executable, "-m", "services.cli.main", "run", str(spec), "--json"),
+        *("--state-directory", str(folder)),
+        *(part for setting in settings for part in ("--set", setting)),
+    ]
+
+
+def _steps(metrics: Path) -> list[dict[str, Any]]:
+    """Whole lines only: the last one may be being written."""
+    lines = metrics.read_text(encoding="utf-8").split("\n")[:-1]
+    return list(map(json.loads, lines))

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 from urllib.parse import urlsplit
 
-from bench.controller.stage import Stage
+from bench.controller.stage import TOKEN, Stage
 
 _PATHS = (
     "/v1/runs",
@@ -141,7 +141,9 @@ class _Stream(asyncio.Protocol):
 
 
 def _request(path: str) -> bytes:
-    return f"GET {path} HTTP/1.1\r\nHost: bench\r\n\r\n".encode()
+    return (
+        f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
+    )
 
 
 async def _read_answer(reader: asyncio.StreamReader) -> None:

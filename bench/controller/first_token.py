@@ -10,6 +10,7 @@ from typing import Any
 from services.cli.api import Api
 from services.cli.local import local_services
 from services.common.spec.loader import load_spec
+from services.controller.api.operations import CancelRun, GetTopology
 
 _SPEC = """
 name: first-token
@@ -33,19 +34,22 @@ async def measure_first_token(*, rounds: int) -> dict[str, Any]:
         (folder / "spec.yaml").write_text(_SPEC)
         spec = load_spec(folder / "spec.yaml").model_dump(mode="json")
         seconds: list[float] = []
-        async with local_services(folder / "runs") as services, Api(services.url) as api:
+        async with (
+            local_services(folder / "runs") as services,
+            Api(services.url, token=services.token) as api,
+        ):
             for _ in range(rounds):
                 begin = time.perf_counter()
                 run_id = (await api.submit(spec)).id
                 while not await _has_token(api, run_id):
                     await asyncio.sleep(0.02)
                 seconds.append(time.perf_counter() - begin)
-                await api.cancel(run_id)
+                await api.call(CancelRun(run_id=run_id))
                 while (await api.get(run_id)).state != "CANCELLED":
                     await asyncio.sleep(0.1)
     return {"seconds": seconds, "worst_s": max(seconds)}
 
 
 async def _has_token(api: Api, run_id: str) -> bool:
-    workers = await api.topology(run_id)
+    workers = (await api.call(GetTopology(run_id=run_id))).items
     return any(worker.gauges.get("tokens_total", 0.0) > 0 for worker in workers)

@@ -7,6 +7,7 @@ step take; the workers of that run register with the controller and send heartbe
 import asyncio
 import json
 import sys
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -18,7 +19,7 @@ from slipstream.controller.v1 import membership_pb2_grpc
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc
 from slipstream.type.v1 import worker_pb2
 
-_OPTIONS = (
+OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     # The services' own servers allow the pings that clients send while they wait.
@@ -27,9 +28,14 @@ _OPTIONS = (
 )
 
 
-async def main() -> None:
+Populate = Callable[[dict[str, Any], FakeQueue, asyncio.TaskGroup], Awaitable[None]]
+"""Brings up the workers of a run."""
+
+
+async def serve(populate: Populate) -> None:
+    """Serve a transferqueue, and the workers of each run that is named, until the input ends."""
     queue = FakeQueue()
-    server = grpc.aio.server(options=_OPTIONS)
+    server = grpc.aio.server(options=OPTIONS)
     transferqueue_pb2_grpc.add_TransferQueueServiceServicer_to_server(queue, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -39,31 +45,55 @@ async def main() -> None:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     async with asyncio.TaskGroup() as tasks:
         while line := await reader.readline():
-            tasks.create_task(_populate(json.loads(line), queue, tasks))
+            tasks.create_task(_obey(populate, json.loads(line), queue, tasks))
         raise SystemExit(0)
+
+
+async def _obey(
+    populate: Populate, order: dict[str, Any], queue: FakeQueue, tasks: asyncio.TaskGroup
+) -> None:
+    await populate(order, queue, tasks)
 
 
 async def _populate(order: dict[str, Any], queue: FakeQueue, tasks: asyncio.TaskGroup) -> None:
     """Bring up the workers of a run."""
     names = ["trainer-0", *(f"rollout-{i}" for i in range(order["rollouts"]))]
-    server = grpc.aio.server(options=_OPTIONS)
+    server = grpc.aio.server(options=OPTIONS)
     seconds = (order["least_s"], order["most_s"])
     add_services(server, queue, seconds=seconds, step_s=order["step_s"])
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
     ports = [server.add_insecure_port("127.0.0.1:0") for _ in names]
     await server.start()
-    channel = grpc.aio.insecure_channel(order["controller"], options=_OPTIONS)
-    members = membership_pb2_grpc.MembershipServiceStub(channel)
+    channel = grpc.aio.insecure_channel(order["controller"], options=OPTIONS)
     for number, (name, port) in enumerate(zip(names, ports, strict=True)):
         offset_s = order["heartbeat_s"] * number / len(names)
-        beat = _beat(members, order, name, port, offset_s=offset_s, version=queue)
-        tasks.create_task(beat)
+        version = lambda: queue.version  # noqa: E731
+        tasks.create_task(beat(channel, order, name, port, offset_s=offset_s, version=version))
     await server.wait_for_termination()
 
 
-async def _beat(
-    members: Any, order: dict[str, Any], name: str, port: int, *, offset_s: float, version: Any
+async def beat(
+    channel: grpc.aio.Channel,
+    order: dict[str, Any],
+    name: str,
+    port: int,
+    *,
+    version: Callable[[], int],
+    offset_s: float = 0.0,
+    gauges: Callable[[], dict[str, float]] = dict,
 ) -> None:
+    """Register a worker and send its heartbeats until the run ends.
+
+    Args:
+        channel: To the controller.
+        order: The run's.
+        name: The worker.
+        port: Of its server.
+        version: The weight version that it serves.
+        offset_s: When its heartbeats begin.
+        gauges: What it measures.
+    """
+    members = membership_pb2_grpc.MembershipServiceStub(channel)
     role = "TRAINER" if name == "trainer-0" else "ROLLOUT"
     known = {"run_id": order["run_id"], "worker_id": name, "incarnation": f"{name}-1"}
     await members.RegisterWorker(
@@ -74,15 +104,15 @@ async def _beat(
             host_id="bench",
         )
     )
-    gauges = {"prompts_train": float(order["rows"]), "prompts_heldout": 0.0, "tokens_total": 0.0}
+    rows = {"prompts_train": float(order["rows"]), "prompts_heldout": 0.0, "tokens_total": 0.0}
     await asyncio.sleep(offset_s)
     while True:
         answer = await members.Heartbeat(
             pb.HeartbeatRequest(
                 **known,
                 state=worker_pb2.WORKER_STATE_LOADED,
-                weight_version=version.version,
-                gauges=gauges,
+                weight_version=version(),
+                gauges=rows | gauges(),
             )
         )
         if answer.order == pb.HeartbeatResponse.ORDER_STOP:
@@ -91,4 +121,4 @@ async def _beat(
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(serve(_populate))

@@ -8,6 +8,8 @@ import asyncio
 import random
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import grpc
@@ -15,7 +17,7 @@ import grpc
 from services.common.batch import KVBatchMeta
 from services.common.columns import BlobRef, FieldColumn
 from services.common.fields import ROLLOUT_FIELDS
-from services.common.weightsync.plan import TensorSpec, fsdp_shards, make_plan
+from services.weightsync.plan import TensorSpec, fsdp_shards, make_plan
 from slipstream.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from slipstream.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from slipstream.transferqueue.v1 import transferqueue_pb2 as tq
@@ -27,19 +29,39 @@ _TENSORS = (TensorSpec("weight", (8, 8), "float32"),)
 _RESPONSE_TOKENS = 64
 
 
+@dataclass(frozen=True, slots=True)
+class MadeGroup:
+    """A group that a rollout has finished."""
+
+    group: Any
+    """As the controller asked for it."""
+    tokens: Sequence[int]
+    """Length of each response."""
+    oldest: int
+    """Oldest weight version in it."""
+    newest: int
+    """Newest one."""
+
+
 class FakeQueue(transferqueue_pb2_grpc.TransferQueueServiceServicer):
     """Tells watchers of samples; holds none."""
 
     def __init__(self) -> None:
         self._partitions: set[str] = set()
-        self._waiting: dict[str, list[Any]] = defaultdict(list)
+        self._waiting: dict[str, list[MadeGroup]] = defaultdict(list)
         self._arrived: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self.version = 0
 
     def put(self, groups: Sequence[Any]) -> None:
         """Samples of groups are stored."""
-        partition = groups[0].partition_id
-        self._waiting[partition] += groups
+        for group in groups:
+            tokens = (_RESPONSE_TOKENS,) * len(group.seeds)
+            self.add(MadeGroup(group, tokens, oldest=self.version, newest=self.version))
+
+    def add(self, made: "MadeGroup") -> None:
+        """A group that was made in some way is stored."""
+        partition = made.group.partition_id
+        self._waiting[partition].append(made)
         self._arrived[partition].set()
 
     async def CreatePartition(self, request: Any, context: Any) -> Any:
@@ -71,7 +93,7 @@ class FakeQueue(transferqueue_pb2_grpc.TransferQueueServiceServicer):
             self._arrived[partition].clear()
             groups, self._waiting[partition] = self._waiting[partition], []
             if groups:
-                meta = _meta(partition, groups, self.version)
+                meta = _meta(partition, groups)
                 yield tq.WatchBatchesResponse(batch=meta.to_proto())
 
     async def WatchLosses(self, request: Any, context: Any) -> AsyncIterator[Any]:
@@ -134,7 +156,7 @@ class FakeWeights(weightsync_pb2_grpc.WeightSyncServiceServicer):
 
     async def DescribeWeights(self, request: Any, context: Any) -> Any:
         found = [ws.TensorSpec(name=t.name, shape=t.shape, dtype=t.dtype) for t in _TENSORS]
-        return ws.DescribeWeightsResponse(tensors=found)
+        return ws.DescribeWeightsResponse(tensors=found, device="cpu")
 
     async def AgreePlan(self, request: Any, context: Any) -> Any:
         shards = fsdp_shards(_TENSORS, request.source_count)
@@ -173,36 +195,49 @@ def add_services(
     weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server(FakeWeights(queue), server)
 
 
-def _meta(partition: str, groups: Sequence[Any], version: int) -> KVBatchMeta:
+def _meta(partition: str, made: Sequence[MadeGroup]) -> KVBatchMeta:
     """Samples of groups, as a transferqueue describes them after one put."""
-    keys = tuple(f"{g.group_id}.{m}" for g in groups for m in range(len(g.seeds)))
-    size = len(keys)
-    members = [m for g in groups for m in range(len(g.seeds))]
+    samples = [
+        (one, member, tokens)
+        for one in made
+        for member, tokens in zip(one.group.members, one.tokens, strict=True)
+    ]
+    size = len(samples)
     columns = tuple(
         FieldColumn(
             name=name,
             dtype="float32",
             row_rank=1,
             tail_shape=(),
-            lengths=(_RESPONSE_TOKENS,) * size,
+            lengths=tuple(tokens for _, _, tokens in samples),
             blob_indexes=(index,) * size,
-            offsets=tuple(range(0, 256 * size, 256)),
+            offsets=tuple(accumulate((4 * t for _, _, t in samples[:-1]), initial=0)),
         )
         for index, name in enumerate(ROLLOUT_FIELDS)
     )
+    size_bytes = sum(4 * tokens for _, _, tokens in samples)
     blobs = tuple(
-        BlobRef(shard_id="s0", blob_id=index, size_bytes=256 * size, checksum=index)
+        BlobRef(shard_id="s0", blob_id=index, size_bytes=size_bytes, checksum=index)
         for index in range(len(columns))
     )
     tags: dict[str, Any] = {
-        "group_id": tuple(g.group_id for g in groups for _ in g.seeds),
-        "member": tuple(members),
-        "attempt": tuple(g.attempt for g in groups for _ in g.seeds),
-        "reward": tuple(float(m % 2) for m in members),
+        "group_id": tuple(one.group.group_id for one, _, _ in samples),
+        "member": tuple(member for _, member, _ in samples),
+        "attempt": tuple(one.group.attempt for one, _, _ in samples),
+        "reward": tuple(float(member % 2) for _, member, _ in samples),
         "finish_reason": ("stop",) * size,
         "data_source": ("bench",) * size,
+        "v_min": tuple(one.oldest for one, _, _ in samples),
+        "v_max": tuple(one.newest for one, _, _ in samples),
+        "v_first": tuple(one.oldest for one, _, _ in samples),
+        "response_tokens": tuple(tokens for _, _, tokens in samples),
     }
-    numbers = {"v_min": version, "v_max": version, "v_first": version, "num_segments": 1}
-    numbers |= {"prompt_tokens": 16, "response_tokens": _RESPONSE_TOKENS, "greedy": 0}
+    numbers = {"num_segments": 1, "prompt_tokens": 16, "greedy": 0}
     tags |= {name: (value,) * size for name, value in numbers.items()}
-    return KVBatchMeta(partition_id=partition, keys=keys, fields=columns, blobs=blobs, tags=tags)
+    return KVBatchMeta(
+        partition_id=partition,
+        keys=tuple(f"{one.group.group_id}.{member}" for one, member, _ in samples),
+        fields=columns,
+        blobs=blobs,
+        tags=tags,
+    )

@@ -8,7 +8,7 @@ import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,8 @@ import httpx
 import psutil
 
 from services.cli.api import Api
+
+TOKEN = "slp_" + "b" * 43
 
 
 @dataclass(kw_only=True)
@@ -54,21 +56,30 @@ class Stage:
         group_s: tuple[float, float] = (0.0, 0.0),
         step_s: float = 0.0,
         heartbeat_s: float = 1.0,
+        rollout: Mapping[str, Any] | None = None,
+        algorithm: Mapping[str, Any] | None = None,
+        trainer: Mapping[str, Any] | None = None,
+        fakes: Mapping[str, Any] | None = None,
     ) -> str:
-        """Submit a run and bring up its workers; returns its id."""
+        """Submit a run and bring up its workers; returns its id.
+
+        The last four are more of ``spec.rollout``, ``spec.algorithm`` and ``spec.trainer``, and of what the
+        fakes are told.
+        """
         spec = {
             "name": f"bench-{uuid.uuid4().hex[:8]}",
             "model": {"path": "tiny:qwen2-0.4m"},
             "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
-            "algorithm": {"max_staleness": max_staleness},
+            "algorithm": {"max_staleness": max_staleness, **(algorithm or {})},
             "rollout": {
                 "replicas": rollouts,
                 "group_size": group_size,
                 "max_running_samples": running,
                 "max_response_tokens": 64,
                 "rewards": [{"name": "exact_match"}],
+                **(rollout or {}),
             },
-            "trainer": {"steps": steps, "prompts_per_step": prompts_per_step},
+            "trainer": {"steps": steps, "prompts_per_step": prompts_per_step, **(trainer or {})},
             "validation": {"every": 0, "before_train": False, "at_end": False},
         }
         self.num_runs += 1
@@ -82,6 +93,7 @@ class Stage:
             "rows": rows,
             "heartbeat_s": heartbeat_s,
             "controller": self.grpc,
+            **(fakes or {}),
         }
         assert self.fleet.stdin is not None
         self.fleet.stdin.write(json.dumps(order).encode() + b"\n")
@@ -118,12 +130,22 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage() -> AsyncIterator[Stage]:
-    """Start a controller and its fakes; end them with the block."""
+async def stage(
+    fleet_module: str = "bench.controller.fleet",
+    *,
+    prepare: Callable[[Path], None] = lambda folder: None,
+) -> AsyncIterator[Stage]:
+    """Start a controller and its fakes; end them with the block.
+
+    Args:
+        fleet_module: Run as the fakes' process; it prints its transferqueue's port.
+        prepare: Is called with the controller's folder before that starts.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        prepare(folder)
         fleet = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "bench.controller.fleet"),
+            *(sys.executable, "-m", fleet_module),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
@@ -131,12 +153,15 @@ async def stage() -> AsyncIterator[Stage]:
         port = json.loads(await fleet.stdout.readline())["port"]
         metrics_port = _free_port()
         ready = folder / "ready"
+        (folder / "token").write_text(TOKEN)
         settings = {
             "TRANSFERQUEUE_ADDRESS": f"127.0.0.1:{port}",
             "STATE_DIRECTORY": name,
             "LAUNCHER": "none",
-            "INSECURE_DEV": "true",
+            "ADMIN_TOKEN_FILE": str(folder / "token"),
             "READY_FILE": str(ready),
+            "MAX_REQUESTS_PER_SECOND": "0",
+            "MAX_EVENT_STREAMS": "0",
             "METRICS_PORT": str(metrics_port),
             "LOG_LEVEL": "WARNING",
         }
@@ -147,7 +172,7 @@ async def stage() -> AsyncIterator[Stage]:
         )
         try:
             addresses = await _addresses(ready, controller)
-            async with Api(addresses["rest"]) as api:
+            async with Api(addresses["rest"], token=TOKEN) as api:
                 yield Stage(
                     api=api,
                     url=addresses["rest"],

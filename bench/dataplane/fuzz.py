@@ -1,5 +1,6 @@
 """Feeds the header decoder a million damaged and random inputs: ``python -m bench.dataplane.fuzz``."""
 
+import json
 import random
 import resource
 import sys
@@ -7,7 +8,7 @@ import time
 
 import msgpack
 
-from services.transferqueue.transport import codec
+from services.transferqueue.encoding import codec
 
 _SEEDS = (
     codec.Reserve("put_0", "run/train", (64, 128, 1 << 20), 30.0),
@@ -63,4 +64,4 @@ def fuzz(count: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(fuzz(int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000))
+    print(json.dumps(fuzz(int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000)))

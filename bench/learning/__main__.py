@@ -1,7 +1,7 @@
 """Train sort4 with every algorithm through the whole system: ``python -m bench.learning [VARIANT...]``.
 
 Each run starts all services, trains 50 steps and evaluates 256 held-out prompts. Results go to
-``bench/results/learning.json``, one entry for each variant and seed.
+``bench/results/learning.json`` or ``--out``, one entry for each variant and seed.
 """
 
 import argparse
@@ -22,6 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("variants", nargs="*", help=f"some of: {'; '.join(VARIANTS)}")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each variant")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="file of the results")
     parser.add_argument("--smoke", action="store_true", help="three steps of one seed, not kept")
     arguments = parser.parse_args()
     seeds = range(1 if arguments.smoke else arguments.seeds)
@@ -30,7 +31,7 @@ def main() -> None:
             entry = measure(VARIANTS[name], seed, extra=_SMOKE if arguments.smoke else ())
             print(f"{name:32} seed {seed}  {entry}", flush=True)
             if not arguments.smoke:
-                keep({"variant": name, "seed": seed, **entry})
+                keep({"variant": name, "seed": seed, **entry}, arguments.out)
 
 
 def measure(variant: Variant, seed: int, *, extra: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -50,14 +51,14 @@ def measure(variant: Variant, seed: int, *, extra: tuple[str, ...] = ()) -> dict
     }
 
 
-def keep(entry: dict[str, Any]) -> None:
+def keep(entry: dict[str, Any], results: Path) -> None:
     """Write an entry in the place of the former one of its variant and seed."""
-    entries = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
+    entries = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
     place = (entry["variant"], entry["seed"])
     entries = [old for old in entries if (old["variant"], old["seed"]) != place] + [entry]
     order = list(VARIANTS)
     entries.sort(key=lambda e: (order.index(e["variant"]), e["seed"]))
-    RESULTS.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    results.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

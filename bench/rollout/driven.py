@@ -1,17 +1,16 @@
-"""The engines that serve, and foreign ones driven without our adapter."""
+"""Engines that serve: through our adapter, or alone."""
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
 
 from services.rollout.engines.base import Engine, GenerationRequest
-from services.rollout.engines.build import make_backend
-from services.rollout.engines.model_shape import model_shape
-from services.rollout.engines.parted import PartedEngine
+from services.rollout.engines.build import make_engine
+from services.rollout.engines.order import EngineOrder
 
 Directly = Callable[[str, Sequence[int], int], Any]
 """Generates: name, prompt, number of tokens."""
@@ -27,61 +26,69 @@ async def serving(engine: Engine) -> AsyncIterator[None]:
         running.cancel()
 
 
-@asynccontextmanager
-async def opened(
-    name: str,
-    config: PretrainedConfig,
-    *,
-    dtype: torch.dtype,
-    max_running: int,
-    arguments: dict[str, Any],
-) -> AsyncIterator[tuple[PartedEngine, Directly]]:
-    """An engine that serves, and how to drive it without the adapter."""
-    backend: Any = make_backend(
-        name,
-        config,
-        dtype=dtype,
-        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-        max_running=max_running,
-        arguments=arguments,
+def order(config: Any, *, dtype: torch.dtype, max_running: int, **changes: Any) -> EngineOrder:
+    """An engine on the GPU, if there is one."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return EngineOrder(
+        config=config, dtype=dtype, device=device, max_running=max_running, **changes
     )
-    directly = _drive_vllm(backend) if name == "vllm" else _drive_sglang(backend)
-    engine = PartedEngine(backend, model_shape(config, dtype), max_running=max_running)
+
+
+@asynccontextmanager
+async def opened(name: str, ordered: EngineOrder) -> AsyncIterator[Engine]:
+    """An engine that serves behind its adapter."""
+    engine = make_engine(name, ordered)
     async with serving(engine):
-        yield engine, directly
+        yield engine
 
 
-def _drive_vllm(backend: Any) -> Directly:
+@asynccontextmanager
+async def alone(name: str, ordered: EngineOrder) -> AsyncIterator[Directly]:
+    """Another project's engine without our adapter; it answers once, with logprobs, at the end."""
+    # Its environment and its arguments on this device are the adapter's.
+    engine: Any = make_engine(name, ordered)
+    if name == "sglang":
+        async with serving(engine):
+            yield _ask_sglang(engine.backend.engine)
+        return
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        ordered.config.save_pretrained(folder)
+        arguments = engine.backend.engine_args(folder)
+        llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
+    try:
+        yield _ask_vllm(llm)
+    finally:
+        llm.shutdown()
+
+
+def _ask_vllm(llm: Any) -> Directly:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     async def generate(name: str, prompt: Sequence[int], num_tokens: int) -> None:
         parameters = SamplingParams(
             max_tokens=num_tokens,
-            seed=0,
             logprobs=0,
             ignore_eos=True,
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        asked = {"prompt_token_ids": list(prompt), "cache_salt": "direct"}
-        async for _ in backend.llm.generate(asked, parameters, name):
+        async for _ in llm.generate({"prompt_token_ids": list(prompt)}, parameters, name):
             pass
 
     return generate
 
 
-def _drive_sglang(backend: Any) -> Directly:
+def _ask_sglang(engine: Any) -> Directly:
     async def generate(name: str, prompt: Sequence[int], num_tokens: int) -> None:
-        stream = await backend.engine.async_generate(
+        await engine.async_generate(
             input_ids=list(prompt),
             sampling_params={"max_new_tokens": num_tokens, "temperature": 1.0, "ignore_eos": True},
             return_logprob=True,
-            stream=True,
             rid=name,
         )
-        async for _ in stream:
-            pass
 
     return generate
 

@@ -23,16 +23,16 @@ from bench.rollout.parts import NoCache
 from bench.rollout.report import report_to
 from services.common.spec.data import DataSpec
 from services.common.spec.rollout import RolloutSpec
-from services.controller.run.ledger import Group, Ledger
-from services.controller.run.replay import choose_batch
-from services.controller.run.staleness import StalenessGate
+from services.controller.rules.ledger import Group, Ledger
+from services.controller.rules.replay import choose_batch
+from services.controller.rules.staleness import StalenessGate
 from services.rollout.calls.pool import CallPool
 from services.rollout.client import GroupAssignment
 from services.rollout.engines.fake import FakeEngine, LongTail
 from services.rollout.engines.virtual_time import VirtualTimeLoop
 from services.rollout.group import Tools
 from services.rollout.prompts import Prompt, PromptBook
-from services.rollout.rewards.base import RewardInput
+from services.rollout.rewards.base import RewardInput, Score
 from services.rollout.samples import Sample
 from services.rollout.sampling import Failure, GroupSampler
 from services.rollout.workflows.single_turn import SingleTurn
@@ -68,8 +68,8 @@ class _Tokenizer:
 
 
 class _Reward:
-    async def score(self, given: RewardInput) -> float:
-        return 0.0
+    async def score(self, given: RewardInput) -> Score:
+        return Score(0.0)
 
 
 class Simulation:

@@ -17,7 +17,7 @@ from services.common.spec.model import ModelSpec
 from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.engines.torch import TorchEngine
 from services.rollout.partial import GroupProgress
-from services.rollout.rewards.base import Reward, RewardInput
+from services.rollout.rewards.base import Reward, RewardInput, Score
 
 MODEL = ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes")
 _START_S = 30.0
@@ -46,8 +46,8 @@ def tiny_engine(*, max_running: int, seed: int = 0) -> CountedEngine:
 
 
 class _NoReward:
-    async def score(self, given: RewardInput) -> float:
-        return 0.0
+    async def score(self, given: RewardInput) -> Score:
+        return Score(0.0)
 
 
 def no_reward() -> Reward:

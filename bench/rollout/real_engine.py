@@ -1,4 +1,4 @@
-r"""An engine with a trained model: weight updates, agreement with the trainer, cost of an adapter.
+r"""An engine with a trained model: weight updates, and agreement with the trainer.
 
 Usage: VENV/bin/python -m bench.rollout.real_engine ENGINE [--size tiny|1.5b] --folder F [--out FILE]
 
@@ -10,7 +10,6 @@ On one GPU, in bf16, where the engines' CUDA builds are installed, in a row; the
 model in the folder. The settings suit builds whose only kernels are FlashAttention and Triton. The first
 one takes about four minutes, one of them to train::
 
-    export VLLM_USE_FLASHINFER_SAMPLER=0  # it comes from another package
     python -m bench.rollout.real_engine vllm --size 1.5b --steps 300 --folder F \
         --arguments '{"enforce_eager": true, "gpu_memory_utilization": 0.4}' \
         --out bench/results/rollout-vllm-h200.json
@@ -22,7 +21,7 @@ one takes about four minutes, one of them to train::
         --out bench/results/rollout-torch-h200.json
     python -m bench.rollout.real_size --size 0.5b --out bench/results/rollout-torch-gpu-0.5b.json
 
-Bars: ``adapter_share`` >= 0.95; ``loaded`` equals ``fingerprints``, as ``itself`` does where a cached prefix
+Bars: ``loaded`` equals ``fingerprints``, as ``itself`` does where a cached prefix
 changes no rounding (SGLang's Triton attention it does); ``distance_mean`` <= 5e-3 and ``distance_p999`` <=
 0.1 (fp32: ``distance_max`` <= 1e-4).
 
@@ -46,7 +45,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config
 
-from bench.rollout.driven import Directly, opened, requests, serving
+from bench.rollout.driven import opened, order, requests, serving
 from bench.rollout.report import GrowingReport
 from services.common.jagged import Jagged
 from services.common.models.loading import build_model, load_folder
@@ -101,39 +100,6 @@ def train(size: str, dtype: torch.dtype, device: str, steps: int) -> tuple[PreTr
         optimizer.zero_grad()
     model.gradient_checkpointing_disable()
     return model.eval().requires_grad_(False), float(loss.detach())
-
-
-async def rates(engine: Engine, directly: Directly, repeats: int) -> dict[str, Any]:
-    """Tokens per second through the adapter and directly, in pairs whose order alternates.
-
-    The share is the median over pairs, so that what else the machine does weighs on both sides alike. The
-    processor time is that of this process alone, where the adapter runs.
-    """
-    count, num_tokens = 64, 64
-    took: dict[str, list[tuple[float, float]]] = {"adapter": [], "direct": []}
-    for repeat in range(repeats + 1):
-        for name in sorted(took, reverse=repeat % 2 == 1):
-            todo = requests(f"{name}{repeat}", count, num_tokens, NUM_SYMBOLS)
-            asked = [
-                engine.generate(request)
-                if name == "adapter"
-                else directly(request.request_id, request.context_ids, num_tokens)
-                for request in todo
-            ]
-            began, began_cpu = time.perf_counter(), time.process_time()
-            await asyncio.gather(*asked)
-            took[name].append((time.perf_counter() - began, time.process_time() - began_cpu))
-    measured = {name: pairs[1:] for name, pairs in took.items()}
-    shares = [d[0] / a[0] for a, d in zip(measured["adapter"], measured["direct"], strict=True)]
-    report: dict[str, Any] = {"adapter_share": round(statistics.median(shares), 3)}
-    report["adapter_shares"] = [round(share, 3) for share in shares]
-    for name, runs in measured.items():
-        tokens = count * num_tokens
-        report[f"{name}_tokens_per_s"] = round(tokens / statistics.median(s for s, _ in runs))
-        report[f"{name}_cpu_us_per_token"] = round(
-            1e6 * statistics.median(cpu for _, cpu in runs) / tokens, 1
-        )
-    return report
 
 
 async def updates(engine: Engine, weights: dict[str, Tensor]) -> dict[str, Any]:
@@ -240,7 +206,7 @@ async def measure(options: argparse.Namespace) -> None:
     weights = {name: value.detach() for name, value in model.named_parameters()}
     report.add({"weight_gb": round(sum(value.nbytes for value in weights.values()) / 1e9, 3)})
     started_at = time.perf_counter()
-    async with open_engine(options, dtype, device, arguments, loads=False) as (engine, directly):
+    async with open_engine(options, dtype, device, arguments, loads=False) as engine:
         report.add({"start_s": round(time.perf_counter() - started_at, 1)})
         report.add(await updates(engine, weights))
         synced = await fingerprint(engine)
@@ -248,9 +214,7 @@ async def measure(options: argparse.Namespace) -> None:
         todo = requests("s", 64, 128, NUM_SYMBOLS)
         results = await asyncio.gather(*[engine.generate(request) for request in todo])
         report.add(distances(model, todo, results))
-        if directly is not None:
-            report.add(await rates(engine, directly, options.repeats))
-    async with open_engine(options, dtype, device, arguments, loads=True) as (engine, _):
+    async with open_engine(options, dtype, device, arguments, loads=True) as engine:
         report.finish({"loaded": compared(synced, await fingerprint(engine))})
 
 
@@ -262,8 +226,8 @@ async def open_engine(
     arguments: dict[str, Any],
     *,
     loads: bool,
-) -> AsyncIterator[tuple[Engine, Directly | None]]:
-    """The engine, with random weights or with those of the folder, and how to drive it directly."""
+) -> AsyncIterator[Engine]:
+    """The engine, with random weights or with those of the folder."""
     config = make_config(options.size)
     if options.engine == "torch":
         if loads:
@@ -272,16 +236,14 @@ async def open_engine(
             model = build_model(config, dtype=dtype, device=device, seed=1)
         engine = TorchEngine(model, max_running=_MAX_RUNNING)
         async with serving(engine):
-            yield engine, None
+            yield engine
         return
     if loads:
         model_key = "model" if options.engine == "vllm" else "model_path"
         arguments = arguments | {"load_format": "auto", model_key: str(options.folder)}
-    opening = opened(
-        options.engine, config, dtype=dtype, max_running=_MAX_RUNNING, arguments=arguments
-    )
-    async with opening as (parted, directly):
-        yield parted, directly
+    ordered = order(config, dtype=dtype, max_running=_MAX_RUNNING, arguments=arguments)
+    async with opened(options.engine, ordered) as parted:
+        yield parted
 
 
 def main() -> None:
@@ -290,7 +252,6 @@ def main() -> None:
     parser.add_argument("--size", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--arguments", default="{}", help="engine arguments, as JSON")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

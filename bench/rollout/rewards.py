@@ -23,10 +23,10 @@ from bench.rollout.report import report_to
 from services.common.spec.data import DataSpec
 from services.common.spec.rollout import RolloutSpec
 from services.rollout.calls.pool import CallPool
+from services.rollout.calls.reach import Reach
 from services.rollout.client import GroupAssignment
 from services.rollout.group import Tools
 from services.rollout.prompts import Prompt, PromptBook
-from services.rollout.rewards.reach import Reach
 from services.rollout.rewards.scorer import Scorer
 from services.rollout.samples import Sample
 from services.rollout.sampling import Failure, GroupSampler
@@ -111,17 +111,19 @@ def report(outcome: Outcome) -> dict[str, Any]:
     """Advantages of the samples that count, and scores that were not earned."""
     text = tokenizer().decode
     scored = [[s for s in group if s.finish_reason != "failed"] for group in outcome.groups]
-    wrong = [s for group in scored for s in group if s.reward != earned(text(s.response_ids))]
-    advantages = [advantages_of([s.reward for s in group]) for group in scored if len(group) > 1]
+    wrong = [s for group in scored for s in group if s.score.value != earned(text(s.response_ids))]
+    advantages = [
+        advantages_of([s.score.value for s in group]) for group in scored if len(group) > 1
+    ]
     means = [statistics.fmean(group) for group in advantages]
     sizes = [statistics.fmean(map(abs, group)) for group in advantages]
-    rewards = [statistics.fmean(s.reward for s in group) for group in scored if group]
+    rewards = [statistics.fmean(s.score.value for s in group) for group in scored if group]
     return {
         "groups": len(outcome.groups),
         "failed_groups": outcome.failed,
         "masked_samples": sum(len(g) for g in outcome.groups) - sum(map(len, scored)),
         "scores_not_earned": len(wrong),
-        "scores_of_zero": sum(s.reward == 0 for group in scored for s in group),
+        "scores_of_zero": sum(s.score.value == 0 for group in scored for s in group),
         "mean_advantage": with_error(means),
         "mean_abs_advantage": with_error(sizes),
         "mean_reward": with_error(rewards),

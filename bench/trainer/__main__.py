@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from transformers import PreTrainedModel
 
 from bench.trainer.padded import PaddedStep
 from bench.trainer.study import compare, explain
+from bench.trainer.timing import peak_gib, reset_peak, timed
 from bench.trainer.workload import (
     Scale,
     full_scale,
@@ -32,16 +32,16 @@ from bench.trainer.workload import (
     useful_flops,
 )
 from services.common.models.loading import build_model
-from services.trainer.algorithm.logprobs import token_logprobs
+from services.trainer.algorithm.logprobs import OutputHead, token_logprobs
 from services.trainer.batch.packing import pack
-from services.trainer.batch.plan import StepPlan, plan_step
+from services.trainer.batch.plan import StepPlan, plan_step, share_of
 from services.trainer.batch.samples import Samples
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.model.flops import peak_flops
 from services.trainer.model.parallel import Topology, build_topology, distribute, join_processes
 from services.trainer.model.policy import Policy
 from services.trainer.ranks.build import sequence_cost
-from services.trainer.step import StepRunner
+from services.trainer.steps.step import StepRunner
 
 RESULTS = Path(__file__).parents[1] / "results" / "trainer.json"
 
@@ -161,15 +161,23 @@ def prepare(
     )
     distribute(policy, spec.trainer, topology)
     samples, cohort = make_samples(scale)
-    plan = plan_step(
+    shares = spec.trainer.share_prefixes
+    rows = share_of(
         cohort,
         num_updates=1,
         rank=topology.data.rank,
         num_ranks=topology.data.size,
-        max_tokens=spec.trainer.tokens_per_micro_batch,
         cost=cost,
+        shares_prefixes=shares,
     )
-    share = samples.select(plan.rows)
+    share = samples.select(rows.rows)
+    plan = plan_step(
+        rows,
+        share,
+        max_tokens=spec.trainer.tokens_per_micro_batch,
+        ranks=topology.data,
+        shares_prefixes=shares,
+    )
     runner = StepRunner(policy, reference=None, spec=spec, ranks=topology.data, device=device)
     return lambda: runner.run(1, share, cohort, plan), runner, plan, topology
 
@@ -241,7 +249,7 @@ def measure_logits_memory(scale: Scale, device: torch.device) -> dict[str, Any]:
         targets = torch.zeros(tokens, dtype=torch.int64, device=device)
         before = torch.cuda.memory_allocated(device)
         reset_peak(device)
-        logprobs, _ = token_logprobs(hidden, weight, targets, temperature=1.0)
+        logprobs, _ = token_logprobs(hidden, OutputHead(weight), targets, temperature=1.0)
         logprobs.sum().backward()  # type: ignore[no-untyped-call]
         extra = torch.cuda.max_memory_allocated(device) - before
         row[f"logits_path_gib_{tokens}_tokens"] = extra / 2**30
@@ -268,27 +276,6 @@ def measure_checkpoint(runner: StepRunner, topology: Topology) -> dict[str, Any]
         "checkpoint_whole_s": whole,
         "checkpoint_blocked_fraction": blocked / whole,
     }
-
-
-def timed(work: Callable[[], Any], rounds: int, device: torch.device) -> float:
-    """Median seconds, after one run to warm up; with no rounds, those of that one."""
-    seconds = []
-    for _ in range(rounds + 1):
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return median(seconds[1:] or seconds)
-
-
-def reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_gib(device: torch.device) -> float:
-    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
 
 
 def save(row: dict[str, Any], *, is_smoke: bool) -> None:

@@ -32,7 +32,7 @@ class PaddedStep:
             ]
             self._micro_batch(rows, [len(p) for p in prompts[start:stop]], device)
         norm = optim.gradient_norm(self._parameters)
-        optim.scale_gradients(self._parameters, norm, 1.0)
+        optim.clip_gradients(self._parameters, norm, 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 

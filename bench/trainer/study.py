@@ -14,9 +14,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from services.trainer import step as step_module
 from services.trainer.algorithm import logprobs
 from services.trainer.model.parallel import begin_micro_batch
+from services.trainer.steps import step as step_module
 
 _TURNS = 3
 _KINDS = {

@@ -7,10 +7,11 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from services.common.jagged import Jagged
+from services.common.models.loading import build_model
 from services.common.models.presets import preset_config
 from services.common.spec.run import RunSpec
 from services.trainer.batch.samples import Cohort, Samples
-from services.trainer.model.flops import training_flops
+from services.trainer.model.flops import active_weights, training_flops
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,10 @@ def make_samples(scale: Scale) -> tuple[Samples, Cohort]:
     cohort = Cohort(
         groups=torch.arange(len(lengths)) // 8,
         lengths=tuple(lengths),
+        prompt_lengths=tuple(prompts),
         is_truncated=none,
         is_member=~none,
+        is_failed=none,
         is_greedy=none,
     )
     return samples, cohort
@@ -117,4 +120,11 @@ def make_samples(scale: Scale) -> tuple[Samples, Cohort]:
 def useful_flops(scale: Scale) -> float:
     """Operations of one step that are of use."""
     lengths = long_tailed_lengths(scale)
-    return training_flops(scale.config, lengths, sum(n - n // 8 for n in lengths))
+    model = build_model(scale.config, dtype=torch.float32, device="meta")
+    return training_flops(
+        scale.config,
+        active_weights(model, scale.config),
+        tokens=sum(lengths),
+        squares=sum(length**2 for length in lengths),
+        predictions=sum(length - length // 8 for length in lengths),
+    )

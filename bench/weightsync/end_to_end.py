@@ -13,6 +13,7 @@ import asyncio
 import json
 import statistics
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from bench.weightsync.members import run_rollout, run_trainer_rank
 from bench.weightsync.shapes import SHAPES
 from services.common.grpc_server import serve
 from services.common.spec.weight_sync import WeightSyncSpec
-from services.controller.membership import Worker
-from services.controller.rendezvous import RendezvousStore
-from services.controller.rendezvous_server import RendezvousServicer
+from services.controller.api.rendezvous import RendezvousServicer
+from services.controller.membership.registry import Worker
+from services.controller.membership.rendezvous import RendezvousStore
 from services.controller.run.weight_sync import SyncReport, WeightSession
 from slipstream.controller.v1 import membership_pb2_grpc
 
@@ -55,7 +56,9 @@ def parse(arguments: Sequence[str] | None = None) -> Any:
 
 async def measure(options: Any) -> dict[str, float]:
     """Medians over the rounds; fails if a parameter differs in the end."""
-    rendezvous = RendezvousServicer(RendezvousStore())
+    meetings = RendezvousStore()
+    meetings.open("run_bench")
+    rendezvous = RendezvousServicer(meetings)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = mp.get_context("spawn")
     members: Any = context.Queue()
@@ -96,7 +99,7 @@ async def _rounds(options: Any, store: Any, ports: dict[str, int]) -> dict[str, 
         done = [f"stepped/{version}/{rank}" for rank in range(options.trainers)]
         await asyncio.to_thread(store.wait, done)
         await asyncio.sleep(0.05)
-        reports.append(await session.publish(version))
+        reports.append(await session.publish(partial(int, version)))
     store.set("end", "1")
     keys = [
         f"digest/{name}" for name in ["trainer", *(f"rollout-{i}" for i in range(len(rollouts)))]

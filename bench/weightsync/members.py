@@ -16,8 +16,6 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from bench.weightsync.shapes import SHAPES
 from services.common.grpc_server import serve
 from services.common.spec.trainer import TrainerSpec
-from services.common.weightsync.member import WeightMember
-from services.common.weightsync.server import WeightSyncServicer
 from services.controller.client import open_rendezvous
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.torch import TorchEngine
@@ -28,6 +26,8 @@ from services.trainer.ranks.crew import Crew, Kind, Order
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
 from services.trainer.weights import WeightExport
+from services.weightsync.member import WeightMember
+from services.weightsync.server import WeightSyncServicer
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
 
 _NOT_TRAINED = object()

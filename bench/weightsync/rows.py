@@ -21,10 +21,10 @@ from bench.weightsync.sides import (
     raw_broadcast,
     synchronize,
 )
-from services.common.weightsync.group import Seat, form_group
-from services.common.weightsync.member import WeightMember
-from services.common.weightsync.plan import fsdp_shards, make_plan, version_digest
-from services.common.weightsync.transfer import TransferOrder
+from services.weightsync.group import Seat, form_group
+from services.weightsync.member import WeightMember
+from services.weightsync.plan import fsdp_shards, make_plan, version_digest
+from services.weightsync.transfer import TransferOrder
 
 
 def measure(number: int, arguments: Any, use_gpu: bool, port: int, queue: Any) -> None:

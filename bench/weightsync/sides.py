@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.weightsync.shapes import fused_name
-from services.common.weightsync.canary import Canary
-from services.common.weightsync.copying import copy_all
-from services.common.weightsync.group import Channel
-from services.common.weightsync.plan import Shard, TensorSpec
+from services.weightsync.canary import Canary
+from services.weightsync.copying import copy_all
+from services.weightsync.group import Channel
+from services.weightsync.plan import Shard, TensorSpec
 
 
 class Store:

@@ -1,0 +1,248 @@
+"""A day of abuse in ten minutes: ``python -m bench.abuse [--minutes 10 | --smoke]``.
+
+Two projects train a run each, one of them with an agent, while a third identity sends what is oversized,
+malformed, slow and concurrent to every port of every process on loopback: REST, gRPC, ZeroMQ, rendezvous,
+agents' endpoint. Both runs must succeed with closed ledgers, controller and transferqueue stay below the
+limits of the chart, and the API answers the honest within 250 ms at the 99th percentile. Results go to
+``bench/results/abuse.json``; ``--smoke`` keeps none.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+import psutil
+import yaml
+
+from bench.abuse.honest import is_closed, look, spec_for
+from bench.whole_run import REPOSITORY
+from services.cli.api import Api
+from services.cli.local import LocalServices, local_services
+from services.common.run_tokens import issue_token
+from services.controller.api.operations import PauseRun
+from services.controller.api.principals import TokenStore
+from services.controller.models import RunView
+from services.controller.settings import DATABASE_FILE
+from services.controller.store.database import Database
+
+RESULTS = REPOSITORY / "bench" / "results" / "abuse.json"
+HONEST = ("blue", "green")
+P99_MS = 250.0
+_QUIET_S = 10.0
+_SAMPLE_S = 0.5
+_ENDS_WITHIN_S = 1800.0
+_VALUES = REPOSITORY / "deploy" / "helm" / "slipstream" / "values.yaml"
+_UNITS = {"Mi": 1, "Gi": 1024}
+
+
+def chart_limits_mib() -> dict[str, float]:
+    """Memory that the chart gives: all of the controller's, the transferqueue's beside the samples."""
+    values = yaml.safe_load(_VALUES.read_text(encoding="utf-8"))
+    limit = values["controller"]["resources"]["limits"]["memory"]
+    return {
+        "controller": float(limit[:-2]) * _UNITS[limit[-2:]],
+        "transferqueue": float(values["transferqueue"]["overheadMiB"]),
+    }
+
+
+def services_of(here: LocalServices) -> dict[str, psutil.Process]:
+    """Controller and transferqueue."""
+    found = {}
+    for service in here.services:
+        assert service.process is not None
+        found[service.name] = psutil.Process(service.process.pid)
+    return found
+
+
+def listening() -> dict[int, str]:
+    """Ports of all processes below this one, by what listens there."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            words = [word for word in process.cmdline() if word.startswith("services.")]
+            for connection in process.net_connections(kind="tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    name = words[0].removeprefix("services.") if words else "other"
+                    found[connection.laddr.port] = name
+    return found
+
+
+def own_mib(process: psutil.Process) -> float:
+    """Memory that a process has for itself: the samples are shared."""
+    memory = process.memory_info()
+    return float(memory.rss - memory.shared) / 2**20
+
+
+async def measure_memory(processes: dict[str, psutil.Process], most: dict[str, float]) -> None:
+    """Keep the most that each process had, until cancelled."""
+    while True:
+        for name, process in processes.items():
+            most[name] = max(most.get(name, 0.0), own_mib(process))
+        await asyncio.sleep(_SAMPLE_S)
+
+
+@asynccontextmanager
+async def attacking(order: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    """The third identity at work; its answers are known behind the block."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.abuse.attacks"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        cwd=REPOSITORY,
+    )
+    answers: dict[str, Any] = {}
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(order).encode() + b"\n")
+    await process.stdin.drain()
+    try:
+        yield answers
+        out, _ = await process.communicate()
+        answers |= json.loads(out)
+    finally:
+        if process.returncode is None:
+            process.kill()
+
+
+def spread_ms(waits_s: list[float]) -> dict[str, float]:
+    """Percentiles in milliseconds."""
+    cuts = quantiles(waits_s, n=100)
+    found = {"p50": cuts[49], "p99": cuts[98], "max": max(waits_s)}
+    return {name: round(1000 * value, 1) for name, value in found.items()} | {"n": len(waits_s)}
+
+
+async def abused(folder: Path, *, seconds: float) -> dict[str, Any]:
+    """Train, attack, and see what became of it."""
+    began, state = time.monotonic(), folder / "state"
+    async with AsyncExitStack() as stack:
+        here = await stack.enter_async_context(local_services(state))
+        tokens = TokenStore(Database(f"sqlite:///{state / DATABASE_FILE}"))
+        apis: dict[str, Api] = {}
+        runs: dict[str, RunView] = {}
+        for number, project in enumerate((*HONEST, "third")):
+            token = tokens.create(name=project, project=project, role="operator")
+            apis[project] = await stack.enter_async_context(Api(here.url, token=token))
+            own = folder / project
+            own.mkdir()
+            spec = spec_for(own, project, seconds=seconds, has_agent=number == 1)
+            runs[project] = await apis[project].submit(spec)
+        third = runs["third"]
+        for project, run in runs.items():
+            await until_step(apis[project], run.id, 1)
+        # So that it has streams to hold, and no workers.
+        await apis["third"].call(PauseRun(run_id=third.id, checkpoint=False))
+        quiet_s: list[float] = []
+        waits_s: list[float] = []
+        most: dict[str, float] = {}
+        processes = services_of(here)
+        async with asyncio.TaskGroup() as tasks:
+            watching = [
+                tasks.create_task(look(apis[name], runs[name].id, quiet_s)) for name in HONEST
+            ]
+            await asyncio.sleep(_QUIET_S)
+            before = {name: round(own_mib(process)) for name, process in processes.items()}
+            for task in watching:
+                task.cancel()
+        ports = listening()
+        order = {
+            "url": here.url,
+            "token": token,
+            "forged": issue_token(b"another installation", runs["blue"].id),
+            "run_id": third.id,
+            "ports": {str(port): name for port, name in ports.items()},
+            "spec": spec_for(folder / "third", "third", seconds=1, has_agent=False),
+            "seconds": seconds,
+            "seed": 0,
+        }
+        async with asyncio.TaskGroup() as tasks:
+            watching = [
+                tasks.create_task(look(apis[name], runs[name].id, waits_s)) for name in HONEST
+            ]
+            watching.append(tasks.create_task(measure_memory(processes, most)))
+            async with attacking(order) as answers:
+                await asyncio.sleep(seconds)
+            for task in watching:
+                task.cancel()
+        then = {name: (await apis[name].get(runs[name].id)).state for name in HONEST}
+        ended = {name: await until_end(apis[name], runs[name].id) for name in HONEST}
+        assert {name: process.pid for name, process in services_of(here).items()} == {
+            name: process.pid for name, process in processes.items()
+        }, "a service was started again"
+        log = (state / "logs" / "controller.log").read_text(encoding="utf-8")
+    limits, abused_ms = chart_limits_mib(), spread_ms(waits_s)
+    faults = Counter[str]()
+    for counts in answers.values():
+        faults.update({code: n for code, n in counts.items() if code in ("INTERNAL", "UNKNOWN")})
+        faults.update({code: n for code, n in counts.items() if code[:1] == "5"})
+    return {
+        "seconds": seconds,
+        "whole_s": round(time.monotonic() - began),
+        "ports": dict(Counter(ports.values())),
+        "attacks": {name: dict(counts) for name, counts in sorted(answers.items())},
+        "our_faults": dict(faults),
+        "log_mib": round(len(log) / 2**20, 2),
+        "runs": {
+            name: {
+                "state": run.state,
+                "steps": run.step,
+                "is_closed": is_closed(run),
+                "when_the_attack_ended": then[name],
+            }
+            for name, run in ended.items()
+        },
+        "memory_mib": {name: round(value) for name, value in most.items()},
+        "memory_before_mib": before,
+        "limits_mib": limits,
+        "api_ms": {"quiet": spread_ms(quiet_s), "abused": abused_ms, "bar": P99_MS},
+        "load": round(os.getloadavg()[0], 1),
+        "holds": (
+            all(run.state == "SUCCEEDED" and is_closed(run) for run in ended.values())
+            and all(most[name] <= limit for name, limit in limits.items())
+            and abused_ms["p99"] <= P99_MS
+            and not faults
+        ),
+    }
+
+
+async def until_step(api: Api, run_id: str, step: int) -> None:
+    """Wait until a run has trained a step."""
+    end = time.monotonic() + _ENDS_WITHIN_S
+    while (run := await api.get(run_id)).step < step:
+        assert time.monotonic() < end and run.state not in ("FAILED", "CANCELLED"), run.message
+        await asyncio.sleep(_SAMPLE_S)
+
+
+async def until_end(api: Api, run_id: str) -> RunView:
+    """Wait until a run has ended."""
+    async with asyncio.timeout(_ENDS_WITHIN_S):
+        async for _ in api.watch(run_id):
+            pass
+    return await api.get(run_id)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--smoke", action="store_true", help="half a minute, not kept")
+    options = parser.parse_args()
+    seconds = 30.0 if options.smoke else 60 * options.minutes
+    with tempfile.TemporaryDirectory() as name:
+        result = asyncio.run(abused(Path(name), seconds=seconds))
+    print(json.dumps(result, indent=1))
+    if not options.smoke:
+        RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if not result["holds"]:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The two honest projects: a run each, and people who look at it."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from services.cli.api import Api
+from services.controller.api.operations import ListEvents, ListRuns
+from services.controller.models import RunView
+
+_LOOKS_EVERY_S = 0.2
+_STEP_S = 1.5
+"""A step takes this long at least, because the rewards of two batches take twice as long."""
+_REWARD = f"""
+import time
+
+def slow(prompt, response, answer, row):
+    time.sleep({2 * _STEP_S})
+    return float(len(response))
+"""
+_AGENT = """
+import httpx
+
+http = httpx.AsyncClient(timeout=60)
+
+async def talk(base_url, api_key, model, prompt, row):
+    response = await http.post(
+        f"{base_url}/chat/completions",
+        headers={"Authorization": f"Bearer {api_key}"},
+        json={"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": 4},
+    )
+    response.raise_for_status()
+"""
+
+
+def spec_for(folder: Path, name: str, *, seconds: float, has_agent: bool) -> dict[str, Any]:
+    """A run on a random model that takes about so long."""
+    rows = (json.dumps({"prompt": f"question {number}"}) + "\n" for number in range(64))
+    (folder / "prompts.jsonl").write_text("".join(rows), encoding="utf-8")
+    (folder / "reward.py").write_text(_REWARD, encoding="utf-8")
+    (folder / "agent.py").write_text(_AGENT, encoding="utf-8")
+    agent = {"workflow": "agent", "workflow_arguments": {"agent": f"{folder}/agent.py:talk"}}
+    return {
+        "name": name,
+        "model": {"path": "tiny:qwen2-0.4m"},
+        "data": {
+            "train": {"source": "jsonl", "path": f"{folder}/prompts.jsonl"},
+            "answer_column": None,
+        },
+        "rollout": {
+            "group_size": 4,
+            "max_response_tokens": 4,
+            "rewards": [{"name": f"{folder}/reward.py:slow"}],
+            **(agent if has_agent else {}),
+        },
+        "trainer": {
+            "steps": int(seconds / _STEP_S / 1.5) + 20,
+            "prompts_per_step": 4,
+            "checkpoint": {"every": 20},
+        },
+        "validation": {"every": 0, "before_train": False, "at_end": False},
+    }
+
+
+async def look(api: Api, run_id: str, waits_s: list[float]) -> None:
+    """Ask as a person's page does, until cancelled; adds what each answer took."""
+    while True:
+        for operation in (
+            lambda: api.get(run_id),
+            lambda: api.call(ListRuns()),
+            lambda: api.call(ListEvents(run_id=run_id, limit=100)),
+        ):
+            begin = time.monotonic()
+            await operation()
+            waits_s.append(time.monotonic() - begin)
+            await asyncio.sleep(_LOOKS_EVERY_S)
+
+
+def is_closed(run: RunView) -> bool:
+    """Whether every prompt that was issued is in one place."""
+    prompts = run.summary["prompts"]
+    places = ("consumed", "dropped", "quarantined", "outstanding")
+    return bool(prompts["issued"] == sum(prompts[place] for place in places))

@@ -1,0 +1,138 @@
+"""The whole system at full speed: ``python -m bench.e2e [VARIANT...] [--shape SHAPE] [--smoke]``.
+
+All services through ``slipstream run``, the trainer on one GPU and a vLLM replica on another: the same
+training synchronous and some steps off. Beside each run stands its time line and what a step takes at least:
+``max(T_train, tokens / R)``, with the trainer's work per step and the rate of the engine alone, both of the
+same call. Results go to ``bench/results/e2e-SHAPE.json``; one that is measured again replaces
+its figures there.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.e2e.shapes import SHAPES, smoke
+from bench.e2e.spans import Collector, collecting
+from bench.e2e.timeline import FIRST_STEP, facts, least_step_s, time_line
+from bench.whole_run import REPOSITORY, run_for
+
+VARIANTS = {
+    "synchronous": ("algorithm.max_staleness=0",),
+    "periodic": ("algorithm.max_staleness=0", "trainer.accumulate_early=true"),
+    "lag 1": ("algorithm.max_staleness=1",),
+    "lag 4": ("algorithm.max_staleness=4",),
+}
+ENGINE = "engine alone"
+_MANY = 10_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("variants", nargs="*", help=f"some of: {'; '.join([ENGINE, *VARIANTS])}")
+    parser.add_argument("--shape", choices=SHAPES, default="geometric")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model and few steps")
+    parser.add_argument("--steps", type=int, default=FIRST_STEP + 11)
+    parser.add_argument("--set", action="append", default=[], help="further settings of the runs")
+    parser.add_argument("--folder", type=Path, help="where runs and logs stay; default: nowhere")
+    parser.add_argument("--out", type=Path, help="default: bench/results/e2e-SHAPE.json")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.variants) - {ENGINE, *VARIANTS}:
+        parser.error(f"no variant is called {', '.join(sorted(unknown))}")
+    with tempfile.TemporaryDirectory() as temporary, collecting() as (collector, endpoint):
+        # Steps and weight sessions; sample groups would be too many.
+        os.environ |= {"SLIPSTREAM_TRACE_ENDPOINT": endpoint, "SLIPSTREAM_TRACE_RATIO": "0"}  # noqa: TID251
+        _measure(arguments, (arguments.folder or Path(temporary)).resolve(), collector)
+
+
+def _measure(arguments: argparse.Namespace, folder: Path, collector: Collector) -> None:
+    is_smoke = arguments.smoke
+    shape = smoke(SHAPES[arguments.shape]) if is_smoke else SHAPES[arguments.shape]
+    results = None
+    if not is_smoke:
+        results = arguments.out or REPOSITORY / "bench" / "results" / f"e2e-{arguments.shape}.json"
+    found: dict[str, Any] = {"shape": arguments.shape, "device": _device(), "variants": {}}
+    if results is not None and results.exists():
+        found |= json.loads(results.read_text(encoding="utf-8"))
+    folder.mkdir(parents=True, exist_ok=True)
+    model = folder / f"model-{arguments.shape}"
+    if not (model / "config.json").exists():
+        shape.save_model(model)
+    spec = folder / "spec.json"
+    steps = FIRST_STEP + 1 if is_smoke else arguments.steps
+    spec.write_text(json.dumps(shape.spec(model, steps=_MANY)))
+    for variant in arguments.variants or [ENGINE, *VARIANTS]:
+        if variant == ENGINE:
+            found["engine"] = _engine_alone(arguments.shape, is_smoke=is_smoke)
+            print(json.dumps(found["engine"]), flush=True)
+        else:
+            settings = (*VARIANTS[variant], *arguments.set)
+            entry = _run(folder / variant.replace(" ", ""), settings, spec, found, steps=steps)
+            print("\n".join(collector.durations()), flush=True)
+            collector.write(folder / f"{variant.replace(' ', '')}.trace.json")
+            collector.spans.clear()
+            found["variants"][variant] = {"settings": list(settings), **entry}
+        if results is not None:
+            results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    _compare(found)
+
+
+def _run(
+    folder: Path, settings: tuple[str, ...], spec: Path, found: dict[str, Any], *, steps: int
+) -> dict[str, Any]:
+    run = run_for(steps, folder, settings, spec=spec)
+    entry = facts(run, first=FIRST_STEP)
+    # Of the newest engine measurement, so that both are of the same call.
+    rate = found.get("engine", {}).get("tokens_per_s") or max(
+        step["generated_tokens_per_s"] for step in run.steps
+    )
+    entry["least_step_s"] = round(
+        least_step_s(
+            trainer_s=entry["trainer_works_s"],
+            response_tokens=entry["response_tokens_per_step"],
+            engine_rate=rate,
+        ),
+        4,
+    )
+    entry["share_of_limit"] = round(entry["least_step_s"] / entry["step_s"], 3)
+    print(f"\n{' '.join(settings)}")
+    print("\n".join(time_line(run, max_rate=rate)))
+    print(json.dumps(entry), flush=True)
+    return entry
+
+
+def _engine_alone(shape: str, *, is_smoke: bool) -> dict[str, Any]:
+    command = [sys.executable, "-m", "bench.e2e.engine", shape, *(["--smoke"] if is_smoke else [])]
+    done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _compare(found: dict[str, Any]) -> None:
+    """Print a table of what was measured, now or before."""
+    synchronous = found["variants"].get("synchronous", {}).get("samples_per_s")
+    print(
+        f"\n{'':12} samples/s  x sync  step s  least  share  sync p50  waits for weights  first step s"
+    )
+    for variant, entry in found["variants"].items():
+        times = f"{entry['samples_per_s'] / synchronous:6.2f}" if synchronous else "     -"
+        print(
+            f"{variant:12} {entry['samples_per_s']:9.1f}  {times}  {entry['step_s']:6.2f}"
+            f"  {entry['least_step_s']:5.2f}  {entry['share_of_limit']:5.2f}"
+            f"  {entry['sync_ms']['p50'] or 0:8.1f}  {entry['waits_for_weights_share']:17.3f}"
+            f"  {entry['first_step_s']:12.1f}"
+        )
+
+
+def _device() -> str:
+    count = torch.cuda.device_count()
+    return f"{count} x {torch.cuda.get_device_name()}" if count else "CPU"
+
+
+if __name__ == "__main__":
+    main()

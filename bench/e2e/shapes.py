@@ -1,0 +1,158 @@
+"""What is trained: a random model, its task, and a batch of a size that means something."""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Config
+
+from services.common.models.loading import build_model
+
+_TASKS = Path(__file__).with_name("tasks.py")
+_BYTES = 258
+"""Tokens of the byte tokenizer: of a random model, one in so many ends the response."""
+_REAL = 151_936
+"""A vocabulary of real size: a random model's responses do not end by themselves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A model of Qwen2's form and the episodes that it is trained on."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    max_response_tokens: int
+    mean_response_tokens: int
+    """About; for requests that are made without a run."""
+    prompts_per_step: int = 32
+    group_size: int = 8
+    dtype: str = "bfloat16"
+    workflow: str = "single_turn"
+    workflow_arguments: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=lambda: {"compile": True})
+    engine: str = "vllm"
+
+    def config(self) -> Qwen2Config:
+        """The model's."""
+        return Qwen2Config(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            max_position_embeddings=8192,
+            tie_word_embeddings=True,
+            eos_token_id=1,
+            pad_token_id=0,
+            architectures=["Qwen2ForCausalLM"],
+        )
+
+    def save_model(self, folder: Path) -> None:
+        """Make the model; in a process of its own, which leaves no memory of a GPU behind."""
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            pool.submit(_save_model, self, folder).result()
+
+    def spec(self, model: Path, *, steps: int) -> dict[str, Any]:
+        """The run's specification."""
+        return {
+            "name": "e2e",
+            "model": {"path": str(model), "tokenizer": "bytes"},
+            "data": {
+                "train": {"source": "python", "path": f"{_TASKS}:prompts"},
+                "answer_column": None,
+                "max_prompt_tokens": 128,
+            },
+            "rollout": {
+                "engine": self.engine,
+                "replicas": 1,
+                "group_size": self.group_size,
+                "max_response_tokens": self.max_response_tokens,
+                "rewards": [{"name": f"{_TASKS}:reward"}],
+                "workflow": self.workflow,
+                "workflow_arguments": self.workflow_arguments,
+            },
+            "trainer": {
+                "steps": steps,
+                "prompts_per_step": self.prompts_per_step,
+                "dtype": self.dtype,
+                "optimizer": {"learning_rate": 1e-9},
+                **self.trainer,
+            },
+            "validation": {"every": 0},
+        }
+
+
+def _save_model(shape: Shape, folder: Path) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = build_model(shape.config(), dtype=getattr(torch, shape.dtype), device=device, seed=0)
+    model.save_pretrained(folder)
+
+
+_GEOMETRIC = Shape(
+    layers=28,
+    hidden=1536,
+    intermediate=8960,
+    heads=12,
+    kv_heads=2,
+    vocabulary=_BYTES,
+    max_response_tokens=1024,
+    mean_response_tokens=280,
+)
+
+SHAPES = {
+    # 1.31 B parameters; lengths are geometric.
+    "geometric": _GEOMETRIC,
+    # Layers of a 7 B model, fewer of them: master weights and AdamW of all 28 leave no room on one GPU.
+    "lognormal": Shape(
+        layers=16,
+        hidden=3584,
+        intermediate=18_944,
+        heads=28,
+        kv_heads=4,
+        vocabulary=_REAL,
+        max_response_tokens=4096,
+        mean_response_tokens=540,
+        workflow=f"{_TASKS}:Lognormal",
+        workflow_arguments={"least": 32, "most": 4096, "median": 360.0, "sigma": 0.9},
+        trainer={"compile": True, "activation_checkpointing": True},
+    ),
+    "tools": replace(
+        _GEOMETRIC,
+        max_response_tokens=1536,
+        mean_response_tokens=900,
+        workflow=f"{_TASKS}:SlowTools",
+        workflow_arguments={"turns": 4, "turn_tokens": 384, "mean_seconds": 1.5},
+    ),
+}
+
+
+def smoke(shape: Shape) -> Shape:
+    """The same on a CPU, in seconds."""
+    changes = {"least": 2, "most": 24, "median": 8.0, "turn_tokens": 6, "mean_seconds": 0.05}
+    return replace(
+        shape,
+        layers=2,
+        hidden=64,
+        intermediate=128,
+        heads=2,
+        kv_heads=2,
+        vocabulary=min(shape.vocabulary, 4096),
+        max_response_tokens=24,
+        mean_response_tokens=12,
+        prompts_per_step=4,
+        dtype="float32",
+        workflow_arguments={
+            name: changes.get(name, value) for name, value in shape.workflow_arguments.items()
+        },
+        trainer={},
+        engine="torch",
+    )

@@ -1,0 +1,74 @@
+"""Tasks that take real work and teach nothing; need no package, as reward and tool processes import them."""
+
+import asyncio
+import random
+from typing import Any
+
+_NUM_PROMPTS = 4096
+
+
+def prompts() -> list[dict[str, str]]:
+    """Prompts of 100 bytes."""
+    rng = random.Random(0)
+    return [{"prompt": f"{rng.getrandbits(400):0100x}"} for _ in range(_NUM_PROMPTS)]
+
+
+def reward(prompt: str, response: str, answer: str | None, row: dict[str, Any]) -> float:
+    """1 for about half of the responses, so that groups have a spread and each is trained on."""
+    return float(len(response) % 2)
+
+
+class Lognormal:
+    """Responses of lognormal length, however their tokens turn out.
+
+    Args:
+        least: Shortest response, in tokens.
+        most: Longest one.
+        median: Half of them are longer.
+        sigma: Spread of the logarithm.
+    """
+
+    def __init__(self, *, least: int, most: int, median: float, sigma: float) -> None:
+        self._bounds = (least, most)
+        self._median = median
+        self._sigma = sigma
+
+    async def run(self, episode: Any) -> None:
+        """Sample until the length is reached that the sample's seed draws."""
+        rng = random.Random(episode.limits.seed)
+        drawn = self._median * rng.lognormvariate(0.0, self._sigma)
+        least, most = self._bounds
+        length = min(max(round(drawn), least), most)
+        while (left := length - len(episode.response_ids)) > 0 and episode.remaining_tokens > 0:
+            await episode.generate(max_tokens=left)
+
+
+class SlowTools:
+    """Turns with calls of a remote tool between them, which takes its time and no processor.
+
+    Args:
+        turns: Sampled turns.
+        turn_tokens: Most tokens of a turn.
+        mean_seconds: Mean time of a call; the times are exponential.
+    """
+
+    def __init__(self, *, turns: int, turn_tokens: int, mean_seconds: float) -> None:
+        self._turns = turns
+        self._turn_tokens = turn_tokens
+        self._mean_seconds = mean_seconds
+
+    async def run(self, episode: Any) -> None:
+        """Sample a turn, call the tool, and so on."""
+        rng = random.Random(episode.limits.seed)
+
+        async def call() -> str:
+            await asyncio.sleep(seconds)
+            return "\nresult: 42\n"
+
+        for number in range(self._turns):
+            if episode.remaining_tokens < 1:
+                return
+            await episode.generate(max_tokens=self._turn_tokens)
+            seconds = rng.expovariate(1 / self._mean_seconds)
+            if number + 1 < self._turns and await episode.observe(call) is None:
+                return

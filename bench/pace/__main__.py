@@ -1,0 +1,97 @@
+"""How fast a run can be, before a GPU is asked: ``python -m bench.pace [--steps N] [NAME ...]``, minutes.
+
+A real controller drives rollouts, a trainer and a weight plane that take the time that two H200s took with
+1.3 billion parameters (``--pace`` changes it), in real time: geometric response lengths of 280 tokens, at
+most 1,024, 32 groups of 8 in a step. Printed are samples trained per second beside synchronous training and
+beside the limit, and why the trainer idled.
+"""
+
+import argparse
+import asyncio
+import json
+from dataclasses import asdict, replace
+from statistics import fmean
+from typing import Any
+
+from bench.controller.stage import Stage, stage
+from bench.pace.fakes import Pace
+
+GROUPS, GROUP_SIZE = 32, 8
+
+MODES: dict[str, dict[str, Any]] = {
+    "synchronous": {"max_staleness": 0},
+    "periodic": {"max_staleness": 0, "trainer": {"accumulate_early": True}},
+    "lag 1": {"max_staleness": 1},
+    "lag 4": {"max_staleness": 4},
+}
+# Samples per second, against synchronous.
+BARS = {"periodic": 1.2, "lag 1": 1.8, "lag 4": 3.0}
+_SETTLED = 4
+"""Steps before the measured ones."""
+
+
+async def measure(
+    here: Stage, pace: Pace, *, steps: int, places: int, **mode: Any
+) -> dict[str, Any]:
+    """Train under one mode."""
+    is_partial = mode["max_staleness"] > 0
+    run_id = await here.submit(
+        steps=steps,
+        prompts_per_step=GROUPS,
+        rollouts=1,
+        group_size=GROUP_SIZE,
+        running=places,
+        rollout={"partial_rollout": is_partial},
+        fakes={"pace": asdict(replace(pace, is_partial=is_partial)), "places": places},
+        **mode,
+    )
+    await here.until_step(run_id, steps)
+    committed = await here.api.events(run_id, after_seq=0, type_="StepCommitted")
+    times = [event.time.timestamp() for event in committed]
+    step_s = (times[-1] - times[_SETTLED - 1]) / (steps - _SETTLED)
+    idle = {
+        name: round(fmean(event.data.get(name, 0.0) for event in committed[_SETTLED:]), 3)
+        for name in sorted({n for e in committed for n in e.data if n.startswith("idle_seconds_")})
+    }
+    return {
+        "step_s": round(step_s, 2),
+        "samples_per_s": round(GROUPS * GROUP_SIZE / step_s, 1),
+        "idle": idle,
+        "weight_wait": round(idle.get("idle_seconds_weight_sync", 0.0) / step_s, 3),
+        "staleness_max": max(event.data["staleness_max"] for event in committed),
+        "staleness_mean": round(fmean(event.data["staleness_mean"] for event in committed), 2),
+    }
+
+
+async def measure_all(names: list[str], pace: Pace, *, steps: int, places: int) -> None:
+    """Train under all modes, one after the other, and print."""
+    lengths = [pace.length(seed) for seed in range(10_000)]
+    limit_s = max(pace.train_s, GROUPS * GROUP_SIZE * fmean(lengths) / pace.tokens_per_s)
+    limit = GROUPS * GROUP_SIZE / limit_s
+    print(f"limit: {limit_s:.2f} s a step, {limit:.0f} samples/s", flush=True)
+    async with stage("bench.pace.fleet") as here:
+        base = None
+        for name in names:
+            found = await measure(here, pace, steps=steps, places=places, **MODES[name])
+            base = base or found["samples_per_s"]
+            found["of_first"] = round(found["samples_per_s"] / base, 2)
+            found["of_limit"] = round(found["samples_per_s"] / limit, 2)
+            print(f"{name:12} {json.dumps(found)}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(MODES))
+    parser.add_argument("--steps", type=int, default=14, help="of each run")
+    parser.add_argument("--places", type=int, default=256, help="samples decoded at once")
+    parser.add_argument(
+        "--pace", type=json.loads, default={}, help="JSON of what takes other times"
+    )
+    arguments = parser.parse_args()
+    names = arguments.names or [*MODES]
+    pace = Pace(**arguments.pace)
+    asyncio.run(measure_all(names, pace, steps=arguments.steps, places=arguments.places))
+
+
+if __name__ == "__main__":
+    main()

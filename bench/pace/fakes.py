@@ -1,0 +1,195 @@
+"""A trainer, rollouts and their weight plane that take the time that real ones take, and compute nothing.
+
+Rollouts decode with the :class:`~services.rollout.engines.fake.FakeEngine`: one token per running request
+and step. The trainer sleeps; its weights are copied between two steps, as those of the real one.
+"""
+
+import asyncio
+import math
+from dataclasses import dataclass
+from random import Random
+from statistics import fmean
+from typing import Any
+
+from bench.controller.peers import FakeQueue, FakeRollouts, FakeTrainer, FakeWeights, MadeGroup
+from services.common.batch import KVBatchMeta
+from services.rollout.engines.base import GenerationRequest
+from services.rollout.engines.fake import FakeEngine
+from services.trainer.phases import IdleClock
+from slipstream.rollout.v1 import rollout_pb2
+from slipstream.trainer.v1 import trainer_pb2
+from slipstream.weightsync.v1 import weightsync_pb2 as ws
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How long everything takes: by default what two H200s took with 1.3 billion parameters."""
+
+    token_s: float = 0.0055
+    """One decode step while the engine is not full."""
+    tokens_per_s: float = 45_000.0
+    """Most that an engine makes."""
+    mean_tokens: float = 280.0
+    """Of the geometric response lengths."""
+    max_tokens: int = 1024
+    train_s: float = 1.5
+    """A step of the trainer, of ``batch_tokens`` response tokens."""
+    batch_tokens: float = 256 * 273.0
+    piece_s: float = 0.03
+    """What a part of a step takes by itself."""
+    pack_s: float = 0.005
+    """Copy of the trainer's weights, and the canary's score."""
+    transfer_s: float = 0.05
+    stall_s: float = 0.003
+    """Pause of an engine for an adoption."""
+    is_partial: bool = False
+    """Whether running responses go on under new weights."""
+
+    def step_seconds(self, num_running: int) -> float:
+        """One decode step of an engine."""
+        return max(self.token_s, num_running / self.tokens_per_s)
+
+    def length(self, seed: int) -> int:
+        """Tokens of the sample with this seed."""
+        drawn = Random(seed).random()
+        ends = math.log1p(-drawn) / math.log1p(-1 / self.mean_tokens)
+        return min(1 + int(ends), self.max_tokens)
+
+
+class PacedRollouts(FakeRollouts):
+    """Decodes groups with a fake engine."""
+
+    def __init__(
+        self, queue: FakeQueue, pace: Pace, *, places: int, tasks: asyncio.TaskGroup
+    ) -> None:
+        super().__init__(queue, (0.0, 0.0))
+        self._tasks = tasks
+        self.engine = FakeEngine(
+            max_running=places, step_seconds=pace.step_seconds, lengths=pace, vocab_size=256
+        )
+        self._groups: dict[str, asyncio.Task[None]] = {}
+
+    def gauges(self) -> dict[str, float]:
+        """What heartbeats say of the engine."""
+        stats = self.engine.stats()
+        return {"tokens_total": stats.tokens_total, "idle_seconds": stats.idle_seconds}
+
+    async def StartGroups(self, request: Any, context: Any) -> Any:
+        for group in request.groups:
+            self._groups[group.group_id] = self._tasks.create_task(self._make(group))
+        return rollout_pb2.StartGroupsResponse()
+
+    async def CancelGroups(self, request: Any, context: Any) -> Any:
+        for group_id in request.group_ids:
+            if (task := self._groups.pop(group_id, None)) is not None:
+                task.cancel()
+        return rollout_pb2.CancelGroupsResponse()
+
+    async def _make(self, group: Any) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            members = [
+                tasks.create_task(
+                    self.engine.generate(
+                        GenerationRequest(
+                            request_id=f"{group.group_id}.{member}/{group.attempt}",
+                            context_ids=(2,) * 100,
+                            max_tokens=1 << 19,
+                            seed=seed,
+                        )
+                    )
+                )
+                for member, seed in zip(group.members, group.seeds, strict=True)
+            ]
+        results = [member.result() for member in members]
+        versions = [version for result in results for version, _ in result.version_runs]
+        lengths = [len(result.token_ids) for result in results]
+        self._groups.pop(group.group_id, None)
+        self._queue.add(MadeGroup(group, lengths, oldest=min(versions), newest=max(versions)))
+
+
+class PacedTrainer(FakeTrainer):
+    """Sleeps for each step, and says why it idled between two."""
+
+    def __init__(self, pace: Pace) -> None:
+        super().__init__(pace.train_s)
+        self._pace = pace
+        self._known: set[str] = set()
+        self.turn = asyncio.Lock()
+        self._idle = IdleClock()
+
+    async def AccumulateStep(self, request: Any, context: Any) -> Any:
+        async with self.turn:
+            with self._idle.working():
+                await asyncio.sleep(self._pace.piece_s + self._work(request.batch))
+        return trainer_pb2.AccumulateStepResponse()
+
+    def _work(self, batch: Any) -> float:
+        """Seconds for what is new in a batch."""
+        meta = KVBatchMeta.from_proto(batch)
+        tokens = {
+            key: int(count)
+            for key, count in zip(meta.keys, meta.tag("response_tokens"), strict=True)
+            if key not in self._known
+        }
+        self._known |= set(tokens)
+        return self._pace.train_s * sum(tokens.values()) / self._pace.batch_tokens
+
+    async def TrainStep(self, request: Any, context: Any) -> Any:
+        async with self.turn:
+            idle = self._idle.step_begins(dict(request.waits))
+            versions = KVBatchMeta.from_proto(request.batch).tag("v_min")
+            await asyncio.sleep(self._work(request.batch))
+            self._known.clear()
+            self.newest = request.step
+            self._idle.step_ended()
+        numbers = {f"idle_seconds_{why}": spent for why, spent in idle.items()}
+        staleness = [request.weight_version - int(version) for version in versions]
+        numbers |= {"staleness_max": max(staleness), "staleness_mean": fmean(staleness)}
+        return trainer_pb2.TrainStepResponse(step=request.step, metrics=numbers)
+
+
+class PacedSource(FakeWeights):
+    """The trainer's side of a transfer."""
+
+    def __init__(self, queue: FakeQueue, pace: Pace, turn: asyncio.Lock) -> None:
+        super().__init__(queue)
+        self._pace = pace
+        self._turn = turn
+        self._packed = -1
+
+    async def PrepareTransfer(self, request: Any, context: Any) -> Any:
+        if request.version != self._packed:
+            async with self._turn:
+                await asyncio.sleep(self._pace.pack_s)
+            self._packed = request.version
+        return ws.PrepareTransferResponse(held_version=-1)
+
+    async def TransferWeights(self, request: Any, context: Any) -> Any:
+        await asyncio.sleep(self._pace.transfer_s)
+        return await super().TransferWeights(request, context)
+
+    async def ScoreWeights(self, request: Any, context: Any) -> Any:
+        async with self._turn:
+            return ws.ScoreWeightsResponse()
+
+
+class PacedSink(FakeWeights):
+    """A rollout's side of a transfer."""
+
+    def __init__(self, queue: FakeQueue, pace: Pace, engine: FakeEngine) -> None:
+        super().__init__(queue)
+        self._pace = pace
+        self._engine = engine
+        self._adopting = asyncio.Lock()
+
+    async def TransferWeights(self, request: Any, context: Any) -> Any:
+        await asyncio.sleep(self._pace.transfer_s)
+        return await super().TransferWeights(request, context)
+
+    async def AdoptWeights(self, request: Any, context: Any) -> Any:
+        async with self._adopting:
+            await self._engine.pause(drain=not self._pace.is_partial)
+            await asyncio.sleep(self._pace.stall_s)
+            await self._engine.adopt_weights(request.version, {})
+            await self._engine.resume()
+        return await super().AdoptWeights(request, context)

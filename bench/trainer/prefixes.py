@@ -1,0 +1,198 @@
+"""Measure prefix-shared training: ``python -m bench.trainer.prefixes [--smoke]``.
+
+The same groups are trained by the same step with ``trainer.share_prefixes`` and without, in turns, at several
+lengths of prompts and responses. Results go to ``bench/results/trainer-prefixes.json``; that both are equal
+is for the tests to say (``tests/unit/trainer/test_prefixes.py``).
+"""
+
+import argparse
+import json
+import math
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.trainer.timing import peak_gib, reset_peak, timed
+from bench.trainer.workload import Scale, full_scale, smoke_scale, spec_of
+from services.common.jagged import Jagged
+from services.common.models.loading import build_model
+from services.trainer.batch.plan import plan_step, share_of
+from services.trainer.batch.samples import Cohort, Samples
+from services.trainer.model.compiling import compile_ahead
+from services.trainer.model.parallel import Topology, build_topology, distribute
+from services.trainer.model.policy import Policy
+from services.trainer.ranks.build import sequence_cost
+from services.trainer.steps.step import StepRunner
+
+RESULTS = Path(__file__).parents[1] / "results" / "trainer-prefixes.json"
+_GROUP_SIZE = 8
+_SHAPES = {
+    "long prompts": (2048, 512),
+    "long responses": (512, 2048),
+    "responses only": (1, 2048),
+}
+"""Tokens of a prompt, and of a response in the mean."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="small sizes, for any machine")
+    parser.add_argument("--groups", type=int, default=8, help="groups of 8 samples in a step")
+    parser.add_argument("--tokens", type=int, help="token budget of a micro-batch")
+    parser.add_argument("--eager", action="store_true", help="layers without torch.compile")
+    arguments = parser.parse_args()
+    on_gpu = torch.cuda.is_available() and not arguments.smoke
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    scale = smoke_scale() if arguments.smoke else full_scale()
+    trainer: dict[str, Any] = {
+        "dtype": "bfloat16" if on_gpu else "float32",
+        "compile": on_gpu and not arguments.eager,
+        "tokens_per_micro_batch": arguments.tokens or scale.tokens_per_micro_batch,
+    }
+    shrink = 16 if arguments.smoke else 1
+    results = {
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "torch": torch.__version__,
+        **trainer,
+        "shapes": measure_shapes(scale, trainer, device, arguments.groups, shrink),
+    }
+    print(json.dumps(results, indent=1))
+    if not arguments.smoke:
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def measure_shapes(
+    scale: Scale, trainer: dict[str, Any], device: torch.device, num_groups: int, shrink: int
+) -> dict[str, Any]:
+    """Both ways to train, at all shapes."""
+    model = build_model(scale.config, dtype=torch.float32, device=device)
+    policy = Policy(model, temperature=1.0)
+    cost = sequence_cost(policy)
+    spec = spec_of(scale, **trainer).trainer
+    topology = build_topology(spec, device=device, rank=0, world_size=1)
+    distribute(policy, spec, topology)
+    if spec.compile:
+        compile_ahead(policy, spec, ranks=topology.data, device=device)
+    found = {}
+    for name, (prompt, response) in _SHAPES.items():
+        samples, cohort = make_groups(
+            scale, num_groups, max(1, prompt // shrink), max(2, response // shrink)
+        )
+        steps = {
+            way: _Step(policy, scale, trainer, topology, cost, samples, cohort, shares=shares)
+            for way, shares in (("plain", False), ("shared", True))
+        }
+        seconds: dict[str, list[float]] = {way: [] for way in steps}
+        peaks = {}
+        for turn in range(scale.rounds + 1):
+            for way, step in steps.items():
+                reset_peak(device)
+                spent = timed(step.run, 0, device)
+                peaks[way] = peak_gib(device)
+                if turn:  # the first one warms up
+                    seconds[way].append(spent)
+        found[name] = {
+            "prompt_tokens": int(cohort.prompt_lengths[0]),
+            "tokens": sum(cohort.lengths),
+            **{way: _figures(steps[way], seconds[way], peaks[way]) for way in steps},
+            "speedup": median(seconds["plain"]) / median(seconds["shared"]),
+        }
+    return found
+
+
+class _Step:
+    """A step over groups, with prefixes shared or not."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        scale: Scale,
+        trainer: dict[str, Any],
+        topology: Topology,
+        cost: Any,
+        samples: Samples,
+        cohort: Cohort,
+        *,
+        shares: bool,
+    ) -> None:
+        spec = spec_of(scale, **trainer, share_prefixes=shares)
+        ranks = topology.data
+        self._runner = StepRunner(
+            policy, reference=None, spec=spec, ranks=ranks, device=topology.device
+        )
+        self._cohort = cohort
+        share = share_of(
+            cohort, num_updates=1, rank=0, num_ranks=1, cost=cost, shares_prefixes=shares
+        )
+        self._samples = samples.select(share.rows)
+        self.plan = plan_step(
+            share,
+            self._samples,
+            max_tokens=spec.trainer.tokens_per_micro_batch,
+            ranks=ranks,
+            shares_prefixes=shares,
+        )
+        self.metrics: dict[str, float] = {}
+
+    def run(self) -> None:
+        self.metrics = self._runner.run(1, self._samples, self._cohort, self.plan).metrics
+
+
+def _figures(step: _Step, seconds: list[float], peak: float) -> dict[str, float]:
+    metrics = step.metrics
+    return {
+        "step_s": median(seconds),
+        "samples_per_s": metrics["samples"] / median(seconds),
+        "micro_batches": len(step.plan.updates[0]),
+        "shared_token_fraction": metrics["shared_token_fraction"],
+        "loss": metrics["loss"],
+        "grad_norm": metrics["grad_norm"],
+        "mfu_of_computed_tokens": metrics.get("mfu", 0.0),
+        "peak_memory_gib": peak,
+    }
+
+
+def make_groups(
+    scale: Scale, num_groups: int, prompt: int, response: int
+) -> tuple[Samples, Cohort]:
+    """Groups of one prompt each, with log-normal lengths of responses."""
+    generator = torch.Generator().manual_seed(2)
+    count = num_groups * _GROUP_SIZE
+    lengths = torch.exp(0.5 * torch.randn(count, generator=generator))
+    lengths = (lengths * (response / lengths.mean())).round().clamp(min=1).to(torch.int64)
+
+    def tokens(total: int) -> Tensor:
+        return torch.randint(2, scale.config.vocab_size, (total,), generator=generator)
+
+    prompts = [row for _ in range(num_groups) for row in [tokens(prompt)] * _GROUP_SIZE]
+    total = int(lengths.sum())
+    no, everything = torch.zeros(count, dtype=torch.bool), torch.ones(total, dtype=torch.bool)
+    samples = Samples(
+        rows=torch.arange(count),
+        prompts=Jagged.from_list(prompts),
+        responses=Jagged(tokens(total), lengths),
+        rewards=torch.rand(count, generator=generator),
+        tokens={
+            "response_mask": everything,
+            "loss_mask": everything,
+            "rollout_logprobs": torch.full((total,), -math.log(scale.config.vocab_size)),
+            "token_versions": torch.zeros(total, dtype=torch.int64),
+        },
+    )
+    cohort = Cohort(
+        groups=torch.arange(count) // _GROUP_SIZE,
+        lengths=tuple((lengths + prompt).tolist()),
+        prompt_lengths=(prompt,) * count,
+        is_truncated=no,
+        is_member=~no,
+        is_failed=no,
+        is_greedy=no,
+    )
+    return samples, cohort
+
+
+if __name__ == "__main__":
+    main()
