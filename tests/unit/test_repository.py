@@ -1,31 +1,148 @@
-"""What every file of the repository keeps to."""
+"""What every file of the repository keeps to; each test names all that do not."""
 
 import ast
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 REPOSITORY = Path(__file__).parents[2]
-SOURCES = sorted((REPOSITORY / "services").rglob("*.py"))
-MAX_LINES = 360
+CONTRIBUTING = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+PYTHON = {
+    path: path.read_text(encoding="utf-8")
+    for folder in ("services", "tests", "bench", "deploy")
+    for path in sorted((REPOSITORY / folder).rglob("*.py"))
+}
+SERVICES = {
+    path: text for path, text in PYTHON.items() if path.is_relative_to(REPOSITORY / "services")
+}
+TREES = {path: ast.parse(text) for path, text in PYTHON.items()}
+DOCUMENTS = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")]
 
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_a_file_fits_one_subject(path):
-    assert len(path.read_text().splitlines()) <= MAX_LINES
-
-
-@pytest.mark.parametrize(
-    "path",
-    [path for path in SOURCES if path.name == "__init__.py"],
-    ids=lambda path: str(path.relative_to(REPOSITORY)),
+_BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.AsyncFor, ast.AsyncWith, ast.Match)
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+# A path, or the name of a source file: `controller/api/`, `deploy/docker/trainer.Dockerfile`, `objective.py`.
+_PATH = re.compile(
+    r"`((?:[\w.-]+/)+|(?:[\w.-]+/)*[\w.-]+\.(?:py|proto|mk|sh)|(?:[\w.-]+/)+[\w.-]+\.\w{2,})`"
 )
-def test_package_files_hold_a_docstring_only(path):
-    body = ast.parse(path.read_text()).body
-    assert len(body) == 1
-    assert ast.get_docstring(ast.parse(path.read_text()))
+_LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+# What documents say should not be there, is a user's, or is an address.
+_NO_PATHS = {"utils.py", "helpers.py", "misc.py"}
+
+
+def limit(what: str) -> int:
+    """A number that CONTRIBUTING.md promises."""
+    found = re.search(rf"(\d+) {what}", CONTRIBUTING)
+    assert found, f"CONTRIBUTING.md gives no limit of {what}"
+    return int(found[1])
+
+
+def named(path: Path) -> str:
+    return path.relative_to(REPOSITORY).as_posix()
+
+
+def test_a_file_has_no_more_lines_than_contributing_says():
+    most = limit("lines a file")
+    lines = {named(path): len(text.splitlines()) for path, text in SERVICES.items()}
+    assert {path: count for path, count in lines.items() if count > most} == {}
+
+
+def test_a_function_has_no_more_lines_and_levels_than_contributing_says():
+    lines, levels = limit("a function"), limit("levels of nesting")
+    wrong = {
+        f"{named(path)}:{function.lineno} {function.name}": (length(function), depth(function))
+        for path in SERVICES
+        if "migrations" not in path.parts  # a schema is one list
+        for function in ast.walk(TREES[path])
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        if length(function) > lines or depth(function) > levels
+    }
+    assert wrong == {}, "lines and levels; the docstring is not counted"
+
+
+def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines without signature and docstring."""
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return function.end_lineno - body[0].lineno + 1 if body else 0
+
+
+def depth(node: ast.AST) -> int:
+    """Blocks inside each other; ``elif`` is no new one, and a function in a function is its own."""
+    return max((inner_depth(node, child) for child in ast.iter_child_nodes(node)), default=0)
+
+
+def inner_depth(node: ast.AST, child: ast.AST) -> int:
+    if isinstance(child, _SCOPES):
+        return 0
+    is_elif = isinstance(node, ast.If) and node.orelse == [child] and isinstance(child, ast.If)
+    return depth(child) + (isinstance(child, _BLOCKS) and not is_elif)
+
+
+def test_package_files_hold_a_docstring_only():
+    packages = {path: TREES[path] for path in SERVICES if path.name == "__init__.py"}
+    full = {named(path) for path, tree in packages.items() if len(tree.body) != 1}
+    silent = {named(path) for path, tree in packages.items() if not ast.get_docstring(tree)}
+    assert full | silent == set()
+
+
+def test_every_path_that_a_document_names_exists():
+    tracked = _tracked()
+    folders = {parent.as_posix() for path in tracked for parent in path.parents}
+    known = {"/" + path.as_posix() for path in tracked} | {f"/{folder}/" for folder in folders}
+    dead = {
+        f"{named(document)}: {path}"
+        for document in DOCUMENTS
+        for path in _PATH.findall(document.read_text(encoding="utf-8"))
+        if path not in _NO_PATHS and not any(real.endswith("/" + path) for real in known)
+    }
+    assert dead == set()
+
+
+def test_every_link_between_documents_leads_somewhere():
+    dead = {
+        f"{named(document)}: {link}"
+        for document in DOCUMENTS
+        for link in _LINK.findall(document.read_text(encoding="utf-8"))
+        if "://" not in link and not (document.parent / link).exists()
+    }
+    assert dead == set()
+
+
+def _tracked() -> list[Path]:
+    """Files of the repository; those made by builds and runs are none."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    return [Path(line) for line in done.stdout.splitlines() if (REPOSITORY / line).exists()]
+
+
+def test_tests_and_benchmarks_do_not_import_each_other():
+    wrong = {
+        f"{named(path)} imports {module}"
+        for path, tree in TREES.items()
+        for module in _imports(tree)
+        if {path.relative_to(REPOSITORY).parts[0], module.split(".")[0]} == {"tests", "bench"}
+    }
+    assert wrong == set(), "what both need is part of the product, or of tests/helpers"
+
+
+def test_what_several_suites_use_is_in_helpers():
+    wrong = {
+        f"{named(path)} imports {module}"
+        for path, tree in TREES.items()
+        for module in _imports(tree)
+        if module.startswith("tests.") and not module.startswith("tests.helpers")
+        if path.relative_to(REPOSITORY).parts[:2] != tuple(module.split(".")[:2])
+    }
+    assert wrong == set()
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
 
 
 def test_the_controller_process_never_loads_a_tensor_library():

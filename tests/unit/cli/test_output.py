@@ -1,10 +1,14 @@
 """Output that nobody reads holds nobody up."""
 
+import asyncio
 import os
 
 import pytest
+import typer
 from rich.console import Console
 
+from services.cli import output
+from services.cli.calling import run_until_signal
 from services.cli.output import patient
 
 MORE_THAN_A_PIPE_HOLDS = "x" * (1 << 20)
@@ -45,3 +49,18 @@ def test_a_reader_that_is_gone_ends_the_command(pipe):
     with pytest.raises(BrokenPipeError), patient(console):
         while True:
             console.file.write("one more line\n")
+
+
+def test_a_reader_that_is_gone_is_no_failure_of_what_a_command_does(pipe, monkeypatch):
+    reader, writer = pipe
+    reader.close()
+    monkeypatch.setattr(output.console, "_file", writer)
+
+    async def work():
+        while True:
+            output.console.print("one more line")
+            await asyncio.sleep(0)
+
+    with pytest.raises(typer.Exit) as ended:
+        run_until_signal(work())
+    assert ended.value.exit_code == 0

@@ -4,6 +4,7 @@ import httpx
 import pytest
 
 from services.cli.api import Api, ApiError
+from services.controller.api.operations import GetVersion, PauseRun
 
 
 def api_of(num_failures, calls, **options):
@@ -23,7 +24,7 @@ def api_of(num_failures, calls, **options):
 async def test_a_patient_client_asks_again_until_the_controller_is_back():
     calls = []
     async with api_of(1, calls, patience_s=30.0) as api:
-        assert await api.version() == "1"
+        assert (await api.call(GetVersion())).version == "1"
     assert len(calls) == 2
 
 
@@ -31,12 +32,12 @@ async def test_an_impatient_client_says_at_once_that_nobody_answers():
     calls = []
     async with api_of(1, calls) as api:
         with pytest.raises(ApiError, match="no controller answers"):
-            await api.version()
+            await api.call(GetVersion())
 
 
 async def test_only_what_may_be_repeated_is_asked_again():
     calls = []
     async with api_of(1, calls, patience_s=30.0) as api:
         with pytest.raises(ApiError):
-            await api.pause("run_1")
+            await api.call(PauseRun(run_id="run_" + "0" * 32))
     assert len(calls) == 1

@@ -1,6 +1,9 @@
 """Problems are found before anything starts, and all of them are named."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +66,32 @@ def test_a_problem_names_its_key_and_what_would_do(tmp_path, changes, words):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+def test_a_model_that_would_not_be_exact_is_refused_by_its_config_alone(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {"model_type": "phi3", "rope_scaling": {"type": "longrope"}, "vocab_size": 100}
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 512}))
+    spec = spec_with(
+        tmp_path,
+        model={"path": str(folder), "tokenizer": "bytes"},
+        data={"max_prompt_tokens": 600},
+        rollout={"rewards": [{"name": "exact_match"}], "max_response_tokens": 512},
+        trainer={"tensor_parallel": 2, "world_size": 2},
+    )
+    with pytest.raises(SpecError) as caught:
+        check(spec)
+    assert len(caught.value.problems) == 6
+    for word in (
+        "*.safetensors",
+        "longrope",
+        "trainer.tensor_parallel",
+        "vocab_size",
+        "data.max_prompt_tokens",
+        "rollout.max_response_tokens",
+    ):
+        assert word in str(caught.value)
+
+
 def test_an_empty_data_set_and_a_missing_column_are_named(tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
@@ -74,8 +103,26 @@ def test_an_empty_data_set_and_a_missing_column_are_named(tmp_path):
 
 def test_all_problems_come_at_once(tmp_path):
     spec = spec_with(
-        tmp_path, model={"path": "/no/such/folder"}, rollout={"rewards": [{"name": "nope"}]}
+        tmp_path, model={"path": "/no/such/folder"}, rollout={"rewards": [{"name": "nope:f"}]}
     )
     with pytest.raises(SpecError) as caught:
         check(spec)
     assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["validate", "examples/sort4.yaml"]])
+def test_the_command_loads_torch_only_where_it_must(arguments):
+    code = (
+        "import sys\n"
+        "from services.cli.main import app\n"
+        f"app({arguments!r}, standalone_mode=False)\n"
+        "assert not {'torch', 'fastapi', 'matplotlib', 'sqlalchemy'} & set(sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

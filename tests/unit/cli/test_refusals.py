@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 from services.cli.api import Api, ApiError
 from services.cli.main import app
 from services.common.http_server import serve_http
+from services.controller.api.operations import GetVersion
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ async def test_a_refusal_names_what_is_wrong(pointer, message, said):
 
     async with serve_http("127.0.0.1:0", refuse) as port, Api(f"http://127.0.0.1:{port}") as api:
         with pytest.raises(ApiError) as refused:
-            await api.version()
+            await api.call(GetVersion())
     assert str(refused.value) == f"no\n{said}"
 
 
@@ -41,7 +42,7 @@ def test_a_run_that_was_not_submitted_is_not_watched():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["get", "sort4"], "no id of a run"),
+        (["get", "Sort 4"], "no name and no id of a run"),
         (["fork", f"run_{'0' * 32}", "--name", "Bad_Name"], "name: String should match"),
         (["fork", f"run_{'0' * 32}", "--set", "trainer.steps"], "expected KEY=VALUE"),
         (["cancel", f"run_{'0' * 32}", "--grace-seconds", "-1"], "--grace-seconds"),
@@ -76,4 +77,4 @@ async def test_events_of_all_pages_are_read():
         await send({"type": "http.response.body", "body": answer.content})
 
     async with serve_http("127.0.0.1:0", serve) as port, Api(f"http://127.0.0.1:{port}") as api:
-        assert [event.seq for event in await api.events("run_1")] == list(range(1, 1501))
+        assert [event.seq for event in await api.events("run_" + "0" * 32)] == list(range(1, 1501))

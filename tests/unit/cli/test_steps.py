@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 from rich.console import Console
 
@@ -102,8 +103,8 @@ def test_a_row_says_who_waits():
         {**event["data"], "sync_ms": 7.4}, [{"version": 1, "greedy": 0.5, "sampled": None}]
     )
     assert row == (
-        *("1", "0.250", "0.500 / -", "1.00 / 1", "7", "200"),
-        *("3 ready, 1 running", "trainer 0.20 s"),
+        *("1", "0.250", "0.500/-", "1.0/1", "7", "200"),
+        *("3+1", "trainer 0.2s"),
     )
 
 
@@ -114,6 +115,21 @@ def test_without_a_terminal_progress_is_plain_lines():
         display.step({**event["data"], "sync_ms": 7.4}, [])
     (line,) = out.getvalue().splitlines()
     assert line.startswith("step    1/2  reward 0.250")
+
+
+def test_a_terminal_of_80_columns_shows_every_number_and_the_time_that_is_left():
+    out = io.StringIO()
+    _, event = committed(1)
+    wide = {"step": 9999, "response_tokens": 49_382.5, "ready_groups": 512, "running_groups": 512}
+    console = Console(file=out, width=80, force_terminal=True, color_system=None)
+    with make_display("task", 20_000, console) as display:
+        display.step({**event["data"], **wide, "sync_ms": 1234.5}, [])
+    shown = out.getvalue()
+    row = next(line for line in shown.splitlines() if line.strip().startswith("9999"))
+    assert row.split() == [
+        *("9999", "0.250", "-/-", "1.0/1", "1234", "98,765", "512+512", "trainer", "0.2s"),
+    ]
+    assert "9999/20000, 1:23:20 h left" in shown
 
 
 def test_a_failed_run_shows_its_message_first(tmp_path):
@@ -128,3 +144,17 @@ def test_a_failed_run_shows_its_message_first(tmp_path):
         "task FAILED after 3 s (WorkerLost)",
         "trainer-0 ended",
     ]
+
+
+def test_a_file_of_records_grows_while_a_run_goes_on_and_is_written_anew_after_a_rewind(
+    tmp_path: Path,
+) -> None:
+    log, path = StepLog(), tmp_path / "metrics.jsonl"
+    for step in (1, 2, 3, 2, 3):
+        list(log.take(*committed(step)))
+        log.append(path)
+    list(log.take("end", {}))
+    log.append(path)
+    log.append(path)
+    steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert steps == [1, 2, 3]

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from services.common.confinement import plain_secrets, strays, strays_here
+from services.common.confinement import Allowance, plain_secrets
 from services.common.errors import FailedPreconditionError
 from services.common.secrets import with_secrets
 from services.common.spec.loader import parse_spec
@@ -43,6 +43,14 @@ def roots(tmp_path):
     return [inside]
 
 
+def strays(spec, roots, **also):
+    return Allowance(roots=tuple(roots), code_roots=tuple(roots), **also).problems(spec)
+
+
+def strays_here(spec, roots, **also):
+    return Allowance(roots=tuple(roots), code_roots=tuple(roots), **also).problems_here(spec)
+
+
 def test_no_roots_allow_everything():
     assert strays(spec_with(model__path="/anywhere"), []) == []
     assert strays_here(spec_with(model__path="/anywhere"), []) == []
@@ -61,13 +69,24 @@ def test_no_roots_allow_everything():
         source("x:rows", "python", folder="/etc"),
         reward("/etc/x.py:score"),
         reward("exact_match", table={"paths": ["/etc/shadow"]}),
+        {"model__path": "examples/../../secretdir"},
+        {"model__tokenizer": "a/../../secretdir"},
+        source("examples/../../secretdir", "huggingface"),
+        source("a/../../x.jsonl", "parquet"),
+        {"trainer__checkpoint": {"start_from": "a/../../b"}},
+        {"trainer__checkpoint": {"directory": "b"}},
+        reward("exact_match", file="examples/../../secretdir"),
+        {"rollout__workflow": "/etc/x.py:Flow"},
+        {"rollout__workflow_arguments": {"tools": ["../x.py:tool"]}},
+        {"rollout__workflow_arguments": {"agent": "/x.py:agent"}},
+        {"model": {"path": "tiny:qwen2-0.4m", "warm_start": {"examples": "/x.py:pairs"}}},
     ],
 )
 def test_paths_out_of_the_roots_are_named(roots, changes):
     given = {**source(str(roots[0] / "train.jsonl")), **changes}
     (problem,) = strays(spec_with(**given), roots)
     assert str(roots[0]) in problem
-    assert problem.startswith(("model.path", "data.train", "rollout.rewards.0"))
+    assert problem.startswith(("model.", "data.train", "rollout.", "trainer."))
 
 
 @pytest.mark.parametrize("model", ["Qwen/Qwen2.5-0.5B", "tiny:qwen2-0.4m"])
@@ -94,6 +113,62 @@ def test_functions_of_modules_elsewhere_are_not_called(roots, monkeypatch):
         (problem,) = strays_here(spec_with(**inside, **reward(name)), roots)
         assert name.partition(":")[0].partition(".")[0] in problem
     assert "ours_for_test" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["subprocess:Popen", "/tmp/other/game.py:Game", "../game.py:Game", "not_there_at_all:Game"],
+)
+def test_environments_are_code_and_stay_inside(roots, name):
+    inside = source(str(roots[0] / "train.jsonl"))
+    arguments = {"environment": name}
+    spec = spec_with(
+        **inside, rollout__workflow="environment", rollout__workflow_arguments=arguments
+    )
+    (problem,) = strays_here(spec, roots)
+    assert "workflow_arguments.environment" in problem
+    arguments["environment"] = str(roots[0] / "game.py:Game")
+    spec = spec_with(
+        **inside, rollout__workflow="environment", rollout__workflow_arguments=arguments
+    )
+    assert strays_here(spec, roots) == []
+
+
+def test_environments_elsewhere_are_judged_where_they_are_asked(roots):
+    for url in ("https://games.example", "openenv+http://games.example:8000"):
+        spec = spec_with(
+            data__train={"source": "environment", "path": "train", "limit": 3},
+            rollout__workflow="environment",
+            rollout__workflow_arguments={"environment": url},
+        )
+        assert strays_here(spec, roots) == []
+
+
+def test_tasksets_of_verifiers_are_code_and_name_more_code(roots, monkeypatch):
+    (roots[0] / "our_tasks_for_test.py").write_text("")
+    monkeypatch.syspath_prepend(str(roots[0]))
+
+    def problems(path, **arguments):
+        return strays_here(spec_with(**source(path, "verifiers", **arguments)), roots)
+
+    assert problems("owner/our-tasks-for-test@1") == []
+    assert "data.train.path" in problems("os")[0]
+    plugged = {"task": {"rewards": {"x": {"fn": "os.system"}}}}
+    (problem,) = problems("our_tasks_for_test", taskset=plugged)
+    assert "rewards.x.fn" in problem
+    agent = {"runtime": {"type": "subprocess"}, "harness": {"id": "our_tasks_for_test"}}
+    (problem,) = problems("our_tasks_for_test", agent=agent)
+    assert "allowed_commands" in problem
+
+
+def test_rows_do_not_say_what_verifiers_runs(roots):
+    spec = spec_with(
+        **source(str(roots[0] / "train.jsonl")),
+        rollout__workflow="agent",
+        rollout__workflow_arguments={"agent": "verifiers"},
+    )
+    (problem,) = strays_here(spec, roots)
+    assert problem.startswith("data.train.source")
 
 
 def test_presets_are_no_modules(roots):
@@ -133,3 +208,52 @@ def test_a_secret_that_is_not_there_is_named(tmp_path, name):
         with_secrets(spec.rollout, tmp_path / "inner")
     with pytest.raises(FailedPreconditionError, match="not set"):
         with_secrets(spec.rollout, None)
+
+
+def servers(*commands):
+    return {"rollout__workflow_arguments": {"mcp_servers": [*commands]}}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["sh", "-c", "id"], "sh", ["search-server", "--also"], ["search-server"], [], [["sh"]]],
+)
+def test_only_the_commands_of_the_installation_are_started(roots, command):
+    inside = source(str(roots[0] / "train.jsonl"))
+    allowed = {"commands": (("search-server", "--index", "/data"),)}
+    for judge in (strays, strays_here):
+        (problem,) = judge(spec_with(**inside, **servers(command)), roots, **allowed)
+        assert problem.startswith("rollout.workflow_arguments.mcp_servers.0")
+        assert "search-server --index /data" in problem
+        honest = spec_with(**inside, **servers(["search-server", "--index", "/data"]))
+        assert judge(honest, roots, **allowed) == []
+    assert strays(spec_with(**inside, **servers(command)), []) == []
+
+
+def test_folders_with_data_are_no_folders_with_code(roots, monkeypatch):
+    """A model cache holds what strangers wrote."""
+    (roots[0] / "downloaded_for_test.py").write_text("def score(): ...\n")
+    monkeypatch.syspath_prepend(str(roots[0]))
+    allowance = Allowance(roots=tuple(roots), code_roots=(roots[0] / "code",))
+    inside = source(str(roots[0] / "train.jsonl"))
+    assert allowance.problems(spec_with(**inside)) == []
+    for name in (f"{roots[0]}/downloaded.py:score", "downloaded_for_test:score"):
+        for judge in (allowance.problems, allowance.problems_here):
+            assert len(judge(spec_with(**inside, **reward(name)))) == 1
+    code = spec_with(**inside, **reward(f"{roots[0]}/code/mine.py:score"))
+    assert allowance.problems(code) == allowance.problems_here(code) == []
+
+
+def test_a_folder_that_is_called_like_a_model_is_a_folder(roots, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    spec = spec_with(model__path="org/model", **source(str(roots[0] / "x.jsonl")))
+    assert strays(spec, roots) == []
+    assert len(strays_here(spec, roots)) == 1
+
+
+@pytest.mark.parametrize("path", ["~nobody-there/x", "a\0b", "/" * 5000, "http://../../etc"])
+def test_strange_paths_are_refused_and_raise_nothing(roots, path):
+    for judge in (strays, strays_here):
+        assert judge(spec_with(**source(path)), roots)
+        assert judge(spec_with(model__path=path, **source(str(roots[0] / "x.jsonl"))), roots)

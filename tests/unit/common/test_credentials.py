@@ -1,10 +1,13 @@
 """Calls are refused unless the caller shows the right token and, with TLS, the right certificate."""
 
+import asyncio
 import shutil
+from contextlib import suppress
 
+import grpc
 import pytest
 
-from services.common import errors
+from services.common import errors, grpc_server
 from services.common.access import caller_run
 from services.common.credentials import Identity, TlsFiles, acting_as, read_key
 from services.common.grpc_client import CHANNEL_OPTIONS, call, open_channel
@@ -12,7 +15,7 @@ from services.common.grpc_server import SERVER_OPTIONS, serve
 from services.common.run_tokens import SERVICES, bearer_of, issue_token
 from slipstream.controller.v1 import membership_pb2 as pb
 from slipstream.controller.v1 import membership_pb2_grpc as pb_grpc
-from tests.cluster.pki import make_authority
+from tests.helpers.pki import make_authority
 
 KEY = b"k" * 32
 SERVICE = Identity(key=KEY)
@@ -77,6 +80,66 @@ async def test_services_act_for_every_run():
 )
 async def test_callers_without_a_known_token_are_refused(client):
     assert type(await ask(SERVICE, client)) is errors.UnauthenticatedError
+
+
+async def test_nothing_is_read_of_a_caller_that_is_not_known():
+    read = []
+
+    def deserialize(data):
+        read.append(len(data))
+        return pb.GetValueRequest.FromString(data)
+
+    async def answer(request, context):
+        return pb.GetValueResponse()
+
+    def register_counting(server):
+        handler = grpc.unary_unary_rpc_method_handler(
+            answer, deserialize, pb.GetValueResponse.SerializeToString
+        )
+        methods = {"GetValue": handler}
+        name = "slipstream.controller.v1.RendezvousService"
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, methods),))
+
+    with acting_as(SERVICE):
+        serving = serve("127.0.0.1:0", register_counting)
+        port = await serving.__aenter__()
+    request = pb.GetValueRequest(scope="run_a/1", key="k" * (8 << 20))
+    for client, expected in ((Identity(), []), (SERVICE, [request.ByteSize()])):
+        with acting_as(client):
+            channel = open_channel(f"127.0.0.1:{port}", "controller")
+        async with channel:
+            stub = pb_grpc.RendezvousServiceStub(channel)
+            with suppress(errors.UnauthenticatedError):
+                await call(stub.GetValue, request, timeout_s=5.0)
+        assert read == expected
+    await serving.__aexit__(None, None, None)
+
+
+async def test_what_is_no_message_is_the_callers_fault():
+    async with (
+        serve("127.0.0.1:0", register) as port,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        method = channel.unary_unary("/slipstream.controller.v1.RendezvousService/GetValue")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await method(b"\xff" * 20, timeout=5.0)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("has_tls", [False, True])
+async def test_a_connection_that_says_nothing_is_ended(certificates, monkeypatch, has_tls):
+    (limit,) = [option for option in SERVER_OPTIONS if "handshake" in option[0]]
+    others = [option for option in SERVER_OPTIONS if option != limit]
+    monkeypatch.setattr(grpc_server, "SERVER_OPTIONS", (*others, (limit[0], 500)))
+    with acting_as(tls_of(certificates, "controller") if has_tls else Identity()):
+        serving = serve("127.0.0.1:0", register)
+        port = await serving.__aenter__()
+    async with asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        with suppress(ConnectionError):
+            await reader.read()  # a server may say its settings before it hears any
+        writer.close()
+    await serving.__aexit__(None, None, None)
 
 
 async def test_a_worker_obeys_the_token_of_its_run_only():

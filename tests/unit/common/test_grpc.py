@@ -8,41 +8,38 @@ import pytest
 from services.common import errors
 from services.common.grpc_client import call, open_channel
 from services.common.grpc_server import serve
-from slipstream.rollout.v1 import rollout_pb2 as pb
-from slipstream.rollout.v1 import rollout_pb2_grpc
+from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
+from slipstream.transferqueue.v1 import transferqueue_pb2_grpc
 
 
-class Servicer(rollout_pb2_grpc.RolloutServiceServicer):
+class Servicer(transferqueue_pb2_grpc.TransferQueueServiceServicer):
     def __init__(self, behave):
         self._behave = behave
         self.calls = 0
 
-    async def GetStatus(self, request, context):
+    async def ReleaseKeys(self, request, context):
         self.calls += 1
         await self._behave()
-        return pb.GetStatusResponse(running_count=3)
-
-    async def StartGroups(self, request, context):
-        return pb.StartGroupsResponse()
-
-    async def CancelGroups(self, request, context):
-        return pb.CancelGroupsResponse()
+        return pb.ReleaseKeysResponse(key_count=3)
 
 
 async def ask(behave, *, timeout_s=5.0, idempotent=False):
     servicer = Servicer(behave)
 
     def register(server):
-        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server)
+        transferqueue_pb2_grpc.add_TransferQueueServiceServicer_to_server(servicer, server)
 
     async with (
         serve("127.0.0.1:0", register) as port,
         open_channel(f"127.0.0.1:{port}", "worker") as channel,
     ):
-        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+        stub = transferqueue_pb2_grpc.TransferQueueServiceStub(channel)
         try:
             answer = await call(
-                stub.GetStatus, pb.GetStatusRequest(), timeout_s=timeout_s, idempotent=idempotent
+                stub.ReleaseKeys,
+                pb.ReleaseKeysRequest(),
+                timeout_s=timeout_s,
+                idempotent=idempotent,
             )
         except errors.ServiceError as error:
             return error, servicer.calls
@@ -84,9 +81,9 @@ async def test_a_silent_peer_ends_in_deadline_exceeded():
 
 async def test_an_unreachable_peer_is_named():
     async with open_channel("127.0.0.1:1", "worker") as channel:
-        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
-        with pytest.raises(errors.UnavailableError, match="GetStatus"):
-            await call(stub.GetStatus, pb.GetStatusRequest(), timeout_s=2.0)
+        stub = transferqueue_pb2_grpc.TransferQueueServiceStub(channel)
+        with pytest.raises(errors.UnavailableError, match="ReleaseKeys"):
+            await call(stub.ReleaseKeys, pb.ReleaseKeysRequest(), timeout_s=2.0)
 
 
 async def test_only_idempotent_calls_are_repeated():
@@ -97,7 +94,7 @@ async def test_only_idempotent_calls_are_repeated():
             raise error
 
     answer, calls = await ask(behave, idempotent=True)
-    assert (answer.running_count, calls) == (3, 2)
+    assert (answer.key_count, calls) == (3, 2)
 
     async def always():
         raise errors.UnavailableError("never")

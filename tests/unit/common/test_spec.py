@@ -34,7 +34,7 @@ def changed(**parts):
 @pytest.mark.parametrize(
     ("document", "words"),
     [
-        (changed(trainer={"stepz": 3}), ["trainer.stepz", "not a known key"]),
+        (changed(trainer={"stepz": 3}), ["trainer.stepz", "not a known key", "trainer.steps"]),
         (
             changed(weight_sync={"mode": "inplace"}, rollout={"engine": "vllm"}),
             ["inplace", "vllm", "shadow"],
@@ -59,6 +59,14 @@ def changed(**parts):
         (changed(rollout={"sampling": {"temperature": 0}}), ["temperature", "greedy"]),
         (changed(rollout={"sampling": {"top_p": 0.9}}), ["top_p", "1"]),
         (changed(trainer={"updates_per_step": 3}), ["updates_per_step", "prompts_per_step"]),
+        (changed(trainer={"accumulate_early": True}), ["accumulate_early", "max_staleness", "0"]),
+        (
+            changed(
+                trainer={"accumulate_early": True},
+                algorithm={"max_staleness": 0, "advantage": "reinforce_pp"},
+            ),
+            ["accumulate_early", "reinforce_pp", "grpo", "rloo"],
+        ),
         (changed(trainer={"world_size": 3, "tensor_parallel": 2}), ["world_size", "multiple"]),
         (changed(trainer={"zero_stage": 1, "cpu_offload": True}), ["zero_stage", "cpu_offload"]),
         (changed(validation={"only": True}), ["data.heldout"]),

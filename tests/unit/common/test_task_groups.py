@@ -99,7 +99,7 @@ def test_the_split_gives_the_numbers_of_processes():
 def test_an_engine_of_several_gpus_gives_fewer_replicas():
     spec = spec_with(
         {"task_groups": ["train", "generate"], "ratios": [0.5, 0.5], "gpus": 8},
-        rollout={"engine_arguments": {"tensor_parallel_size": 2}},
+        rollout={"engine": "vllm", "engine_arguments": {"tensor_parallel_size": 2}},
     )
     assert spec.rollout.replicas == 2
 

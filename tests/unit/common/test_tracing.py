@@ -16,8 +16,8 @@ from services.common.grpc_server import serve
 from services.common.logging import JsonFormatter
 from services.common.settings import ServiceSettings
 from services.common.trace_export import OpenTelemetrySink
-from slipstream.rollout.v1 import rollout_pb2 as pb
-from slipstream.rollout.v1 import rollout_pb2_grpc
+from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
+from slipstream.transferqueue.v1 import transferqueue_pb2_grpc
 
 
 @pytest.fixture
@@ -105,21 +105,21 @@ def test_a_damaged_header_is_no_trace(header):
 
 
 async def test_a_called_service_works_for_the_caller_s_trace(collected):
-    class Servicer(rollout_pb2_grpc.RolloutServiceServicer):
-        async def GetStatus(self, request, context):
+    class Servicer(transferqueue_pb2_grpc.TransferQueueServiceServicer):
+        async def ReleaseKeys(self, request, context):
             with tracing.span("served"):
-                return pb.GetStatusResponse()
+                return pb.ReleaseKeysResponse()
 
     def register(server):
-        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(Servicer(), server)
+        transferqueue_pb2_grpc.add_TransferQueueServiceServicer_to_server(Servicer(), server)
 
     async with (
         serve("127.0.0.1:0", register) as port,
         open_channel(f"127.0.0.1:{port}", "worker") as channel,
     ):
-        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+        stub = transferqueue_pb2_grpc.TransferQueueServiceStub(channel)
         with tracing.span("asks", tracing.of_step("run_1", 1)):
-            await call(stub.GetStatus, pb.GetStatusRequest(), timeout_s=10.0)
+            await call(stub.ReleaseKeys, pb.ReleaseKeysRequest(), timeout_s=10.0)
     served, asks = collected()
     assert served.parent.span_id == asks.context.span_id
     assert served.context.trace_id == asks.context.trace_id

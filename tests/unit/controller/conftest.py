@@ -7,10 +7,10 @@ import httpx
 import pytest
 import sqlalchemy as sa
 
-from services.controller.runs import RunManager
+from services.controller.manager.runs import RunManager
 from services.controller.store.database import Database
-from tests.unit.controller.databases import postgres_cluster
-from tests.unit.controller.rest import client_of, open_manager
+from tests.helpers.databases import postgres_cluster
+from tests.helpers.rest import client_of, open_manager
 
 
 @pytest.fixture(scope="session")

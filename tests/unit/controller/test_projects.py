@@ -5,8 +5,9 @@ from dataclasses import asdict
 import pytest
 from typer.testing import CliRunner
 
+from services.controller.manager.quotas import quota_of
 from services.controller.projects import app
-from services.controller.quotas import Limits, quota_of
+from services.controller.settings import Limits
 from services.controller.store.database import Database
 
 DEFAULTS = Limits(max_active_runs=16, max_queued_runs=1000)

@@ -13,23 +13,28 @@ WORKER = {"controller_address": "127.0.0.1:1", "run_id": "run_1", "worker_id": "
 
 
 def test_a_controller_without_users_does_not_start():
-    with pytest.raises(InvalidArgumentError, match="--insecure-dev"):
-        ControllerSettings(**CONTROLLER).check_exposure()
+    with pytest.raises(InvalidArgumentError, match="admin_token_file"):
+        ControllerSettings(**CONTROLLER).check_users()
 
 
 @pytest.mark.parametrize(
     "users",
-    [{"insecure_dev": True}, {"admin_token_file": "t"}, {"oidc_issuer": "https://id.example"}],
+    [{"admin_token_file": "t"}, {"oidc_issuer": "https://id.example"}],
 )
 def test_a_controller_with_users_starts(users):
-    ControllerSettings(**CONTROLLER, **users).check_exposure()
+    ControllerSettings(**CONTROLLER, **users).check_users()
 
 
-def test_the_open_api_is_for_this_host_only(tmp_path):
-    for name in ("rest_bind", "bind"):
-        settings = {**CONTROLLER, "insecure_dev": True, name: "0.0.0.0:80", "service_key_file": "k"}
-        with pytest.raises(InvalidArgumentError, match="this host only"):
-            ControllerSettings(**settings).check_exposure()
+@pytest.mark.parametrize(
+    ("bind", "hosts"),
+    [
+        ("127.0.0.1:8700", ("127.0.0.1", "localhost", "[::1]")),
+        ("0.0.0.0:8700", ()),
+    ],
+)
+def test_on_loopback_the_api_has_the_names_of_loopback_only(bind, hosts):
+    assert ControllerSettings(**CONTROLLER, rest_bind=bind).hosts == hosts
+    assert ControllerSettings(**CONTROLLER, rest_bind=bind, rest_hosts=["a"]).hosts == ("a",)
 
 
 @pytest.mark.parametrize(

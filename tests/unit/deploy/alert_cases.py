@@ -25,6 +25,7 @@ def _case(
     }
 
 
+_PROGRESSING = 'slipstream_run_condition{run="r",type="Progressing",status="%s",reason="%s"}'
 _SYNC = 'slipstream_weight_sync_duration_seconds_bucket{run="r",phase="total",le="%s"}'
 
 CASES = [
@@ -36,6 +37,16 @@ CASES = [
         },
         severity="page", run="r", quiet_at="20m", fires_at="30m",
         summary="Run r has finished no step for 20m 0s",
+    ),
+    _case(
+        "SlipstreamRunMakesNoProgress",
+        {
+            _PROGRESSING % ("True", "Training"): "1x10 _x30",
+            _PROGRESSING % ("False", "NoGroupRuns"): "_x11 1x30",
+            'slipstream_run_state{run="r",state="RUNNING"}': "1x80",
+        },
+        severity="ticket", run="r", reason="NoGroupRuns", quiet_at="10m", fires_at="20m",
+        summary="Run r trains no step: NoGroupRuns",
     ),
     _case(
         "SlipstreamRunStuckStarting",

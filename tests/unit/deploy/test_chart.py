@@ -11,7 +11,7 @@ from cryptography import x509
 
 from deploy.values_table import table
 from services.controller.launch.scale import GROUP, PLURAL, VERSION
-from tests.unit.deploy.chart import (
+from tests.helpers.chart import (
     CHART,
     EVERYTHING,
     EXISTING,
@@ -229,6 +229,11 @@ def test_controller_may_do_nothing_but_run_worker_pods() -> None:
         {"apiGroups": [""], "resources": ["events"], "verbs": ["list", "watch"]},
         {"apiGroups": [""], "resources": ["pods/log"], "verbs": ["get"]},
         {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create", "delete"]},
+        {
+            "apiGroups": ["networking.k8s.io"],
+            "resources": ["networkpolicies"],
+            "verbs": ["create", "delete"],
+        },
         {
             "apiGroups": ["apps"],
             "resources": ["deployments"],

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from services.controller.quotas import Limits
-from tests.unit.deploy.chart import CHART, EVERYTHING, Manifest, helm, one, pods, render
+from services.controller.settings import Limits
+from tests.helpers.chart import CHART, EVERYTHING, Manifest, helm, one, pods, render
 
 _PREFIX = "SLIPSTREAM_CONTROLLER_"
 
@@ -45,7 +45,7 @@ def test_a_registry_of_all_charts_wins() -> None:
     [
         ("nameOverride=", "http://127.0.0.1:8080"),
         ("controller.restTls.existingSecret=api", "https://127.0.0.1:8080"),
-        ("ingress.enabled=true,ingress.host=a.example.com", "http://a.example.com"),
+        ("ingress.enabled=true,ingress.host=a.example.com", "https://a.example.com"),
         (
             "httpRoute.enabled=true,httpRoute.hostnames={b.example.com},httpRoute.parentRefs[0].name=g",
             "https://b.example.com",
@@ -71,8 +71,8 @@ def test_quotas_of_projects_are_settings_of_the_controller() -> None:
         "max_gpus": "64",
         "max_transferqueue_bytes": "8796093022208",
         "max_checkpoint_bytes": "0",
-        "max_requests_per_second": "0",
-        "max_event_streams": "0",
+        "max_requests_per_second": "100",
+        "max_event_streams": "256",
     }
     refused = helm("template", "demo", str(CHART), "--set", "controller.quotas.maxGpus=-1")
     assert refused.returncode != 0
@@ -130,3 +130,28 @@ def test_the_job_asks_hugging_face_for_what_it_is_told(tmp_path: Path) -> None:
         "a/b@1 is in a/b model 1",
         "datasets/c/d is in c/d dataset None",
     ]
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ("ingress.enabled=true,ingress.tls.enabled=false", "ingress without TLS"),
+        ("controller.service.type=LoadBalancer", "controller.restTls.existingSecret"),
+    ],
+)
+def test_tokens_are_not_published_in_plain_http(values: str, problem: str) -> None:
+    refused = helm("template", "demo", str(CHART), "--set", values)
+    assert refused.returncode != 0
+    assert problem in refused.stderr
+    for said in ("ingress.tls.elsewhere=true", "controller.restTls.existingSecret=tls"):
+        if ("ingress" in said) == ("ingress" in values):
+            assert helm("template", "demo", str(CHART), "--set", f"{values},{said}").returncode == 0
+
+
+@pytest.mark.parametrize("profiles", [(), ("cpu-smoke",), ("multi-node",)])
+def test_every_scratch_volume_has_a_limit(profiles: tuple[str, ...]) -> None:
+    manifests = render("--set", "controller.persistence.enabled=false", profiles=profiles)
+    for component, pod in pods(manifests).items():
+        for volume in pod["spec"].get("volumes", []):
+            if "emptyDir" in volume:
+                assert volume["emptyDir"].get("sizeLimit"), (component, volume["name"])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.deploy.chart import ROOT
+from tests.helpers.chart import ROOT
 from tests.unit.deploy.test_images import DOCKERFILES, name_of
 
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.deploy.chart import ROOT, pods, render
+from tests.helpers.chart import ROOT, pods, render
 
 DOCKERFILES = sorted((ROOT / "deploy" / "docker").glob("*.Dockerfile"))
 # Versions of what pip installs are ranges of pyproject.toml, which the build reads.

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.unit.deploy.chart import EVERYTHING, Manifest, one, pods, render, worker_templates
+from services.controller.launch.worker_pods import run_policy
+from tests.helpers.chart import EVERYTHING, Manifest, pods, render, worker_templates
 
 # Who may open a connection to whom: (from, to, port).
 _CONNECTIONS = {
@@ -18,10 +19,6 @@ _CONNECTIONS = {
     ("trainer", "transferqueue", "data"),
     ("controller", "trainer", "grpc"),
     ("controller", "rollout", "grpc"),
-    ("trainer", "rollout", "grpc"),
-    ("rollout", "trainer", "grpc"),
-    ("rollout", "rollout", "grpc"),
-    ("trainer", "trainer", "grpc"),
     ("test", "controller", "grpc"),
     ("test", "transferqueue", "grpc"),
     ("transferqueue-shard", "transferqueue", "grpc"),
@@ -37,7 +34,11 @@ _SERVED = {
 }
 
 
-@pytest.mark.parametrize("options", [(), EVERYTHING], ids=["ingress", "both"])
+@pytest.mark.parametrize(
+    "options",
+    [("--set", "networkPolicy.egress.enabled=false"), (), EVERYTHING],
+    ids=["ingress", "default", "everything"],
+)
 def test_network_policies_allow_the_connection_matrix_and_no_more(options: Sequence[str]) -> None:
     manifests = render(*options, "--set", "transferqueue.shards=3")
     labels = {component: pod["metadata"]["labels"] for component, pod in pods(manifests).items()}
@@ -86,16 +87,42 @@ def test_the_code_of_runs_reaches_only_what_the_installation_names() -> None:
     assert reached["fetch"] == [], "no policy holds it back"
 
 
-def test_ports_that_workers_kernels_give_out_are_open_between_workers() -> None:
+def test_workers_reach_those_of_their_own_run_and_of_no_other() -> None:
     manifests = render()
-    policy = one(manifests, "NetworkPolicy", "demo-slipstream-workers")["spec"]
-    (opened,) = [item for item in policy["ingress"][0]["ports"] if "endPort" in item]
-    for template in worker_templates(manifests).values():
-        (setting,) = template["spec"]["securityContext"]["sysctls"]
-        assert setting["name"] == "net.ipv4.ip_local_port_range"
-        first, last = map(int, setting["value"].split())
-        assert opened["port"] < first < last == opened["endPort"]
-    assert opened["port"] == 29500, "torchrun's port"
+    policies = [m["spec"] for m in manifests if m["kind"] == "NetworkPolicy"]
+    policies += [run_policy(run_id, owner={})["spec"] for run_id in ("run_a", "run_b")]
+    kinds = worker_templates(manifests)
+    labels = {
+        (run_id, role): {**pod["metadata"]["labels"], "slipstream.dev/run": run_id}
+        for run_id in ("run_a", "run_b")
+        for role, pod in kinds.items()
+    }
+    for (source, target), port in itertools.product(
+        itertools.product(labels, labels), ("grpc", "collective")
+    ):
+        is_open = _allows(policies, labels[source], labels[target], port)
+        assert is_open == (source[0] == target[0]), (source, target, port)
+
+
+def test_workers_reach_nothing_outside_unless_the_installation_names_it() -> None:
+    manifests = render()
+    policies = [
+        m["spec"]
+        for m in manifests
+        if m["kind"] == "NetworkPolicy" and "Egress" in m["spec"]["policyTypes"]
+    ]
+    for pod in worker_templates(manifests).values():
+        rules = [
+            rule
+            for policy in policies
+            if _matches(policy["podSelector"], pod["metadata"]["labels"])
+            for rule in policy["egress"]
+        ]
+        assert rules, "no policy would let everything through"
+        for rule in rules:
+            ports = {item["port"] for item in rule.get("ports", [])}
+            assert "to" in rule or ports == {53}
+            assert all("ipBlock" not in peer for peer in rule.get("to", []))
 
 
 def test_pods_on_the_nodes_network_leave_its_ports_alone() -> None:

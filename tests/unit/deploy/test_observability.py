@@ -13,9 +13,9 @@ import yaml
 from deploy.observability import alerts, dashboards
 from deploy.observability.__main__ import ROOT, files
 from deploy.observability.registry import exposed_names, registered
-from tests.cluster.tools import require
+from tests.helpers.chart import EVERYTHING, one, render
+from tests.helpers.tools import require
 from tests.unit.deploy.alert_cases import CASES
-from tests.unit.deploy.chart import EVERYTHING, one, render
 
 _QUERIES = [
     (panel.title, expression)

@@ -10,7 +10,7 @@ from services.common.errors import FailedPreconditionError
 from services.common.spec.loader import parse_spec
 from services.controller.launch import job_set
 from services.controller.launch.worker_pods import Pod, build_pods, load_templates
-from tests.unit.deploy.chart import one, render
+from tests.helpers.chart import one, render
 
 SPEC = {
     "name": "demo",
@@ -93,7 +93,7 @@ def test_roles_of_their_own_get_pods_of_the_trainers_program(tmp_path: Path) -> 
         tmp_path,
         profiles=("multi-node",),
         algorithm={"kl": {"coefficient": 0.1}},
-        rollout={"replicas": 1, "engine_arguments": {"tensor_parallel_size": 2}},
+        rollout={"replicas": 1, "engine": "vllm", "engine_arguments": {"tensor_parallel_size": 2}},
         topology=groups,
     )
     names = [pod["metadata"]["name"].removeprefix("run-0198-") for pod in pods]

@@ -32,11 +32,6 @@ def test_what_the_engine_cannot_do_is_refused_with_the_reason() -> None:
         build(engine="fake", sampling={"stop": ("\n",)})
 
 
-def test_unknown_engine_arguments_are_named_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"\['kv'\].*max_kv_tokens"):
-        build(engine="torch", engine_arguments={"kv": 1})
-
-
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_an_engine_that_is_not_installed_is_asked_for(engine: str) -> None:
     if importlib.util.find_spec(engine) is not None:

@@ -8,7 +8,7 @@ from typing import Any
 from services.rollout.engines.base import GenerationResult
 from services.rollout.engines.fake import FakeEngine, LongTail
 from services.rollout.engines.virtual_time import VirtualTimeLoop
-from tests.unit.rollout.builders import request, running
+from tests.helpers.engines import request, running
 
 
 def simulate(work: Coroutine[Any, Any, None]) -> None:

@@ -115,3 +115,29 @@ def test_a_tensor_without_a_parameter_is_unknown() -> None:
     targets = shapes(engine_parameters(1, VOCAB))
     with pytest.raises(UnknownLayoutError, match="lm_head"):
         plan_pieces(shapes(checkpoint()) | {"lm_head.weight": (VOCAB, HIDDEN)}, targets)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("by_experts", [False, True])
+def test_fused_experts_go_whole_or_in_slices(ranks: int, *, by_experts: bool) -> None:
+    gate, up = torch.randn(8, 12, 6), torch.randn(8, 12, 6)
+    name = f"{LAYER}.mlp.experts"
+    source = {
+        f"{name}.gate_up_proj": torch.cat([gate, up], 1),
+        f"{name}.down_proj": torch.randn(8, 6, 12),
+    }
+    held, part = (8 // ranks, 12) if by_experts else (8, 12 // ranks)
+    for rank in range(ranks):
+        target = {
+            f"{name}.w13_weight": torch.full((held, 2 * part, 6), float("nan")),
+            f"{name}.w2_weight": torch.full((held, 6, part), float("nan")),
+        }
+        copy_weights(source, target, rank=rank, ranks=ranks, has_plain_experts=True)
+        experts = slice(rank * held, (rank + 1) * held) if by_experts else slice(None)
+        rows = slice(None) if by_experts else slice(rank * part, (rank + 1) * part)
+        expected = torch.cat([gate[experts, rows], up[experts, rows]], 1)
+        assert torch.equal(target[f"{name}.w13_weight"], expected)
+        down = source[f"{name}.down_proj"][experts, :, rows]
+        assert torch.equal(target[f"{name}.w2_weight"], down)
+        with pytest.raises(UnknownLayoutError):
+            copy_weights(source, target, rank=rank, ranks=ranks)

@@ -3,7 +3,7 @@
 import pytest
 
 from services.rollout.engines.base import EngineStats
-from services.rollout.liveness import EngineStalledError, ProgressWatch
+from services.rollout.liveness import EngineStalledError, EpisodeWatch, ProgressWatch
 
 
 def stats(num_running: int, tokens_total: int, weight_version: int = 0) -> EngineStats:
@@ -32,3 +32,21 @@ def test_tokens_updates_and_idleness_are_no_stall() -> None:
     ):
         watch.check(seen, now=9.0 * now)
     watch.check(stats(3, 2, weight_version=1), now=9.0 * 5)
+
+
+def test_an_episode_is_stalled_by_what_it_does_not_do_and_never_by_its_age() -> None:
+    watch = EpisodeWatch(deadline_s=600)
+    day_s = 86_400
+    for second in range(0, day_s, 300):
+        assert watch.look({"g1": {0: second, 1: 7 * second}}, now=second) == {}
+    assert watch.look({"g1": {0: 0, 1: 0}}, now=day_s) == {}
+    assert watch.look({"g1": {0: 0, 1: 1}}, now=day_s + 600) == {}
+    (why,) = watch.look({"g1": {0: 0, 1: 2}}, now=day_s + 601).values()
+    assert why.startswith("member 0 made no token and no call for 601 s")
+
+
+def test_an_episode_that_begins_again_begins_anew() -> None:
+    watch = EpisodeWatch(deadline_s=10)
+    watch.look({"g1": {0: 5}}, now=0)
+    watch.look({}, now=5)
+    assert watch.look({"g1": {0: 5}}, now=20) == {}

@@ -6,13 +6,14 @@ from collections.abc import Callable, Collection, Sequence
 import pytest
 import torch
 
-from services.common.weightsync.plan import TensorSpec
+from services.rollout.engines.backend import EngineDiedError
 from services.rollout.engines.base import EngineCapabilities, GenerationResult
 from services.rollout.engines.model_shape import ModelShape
-from services.rollout.engines.parted import EngineDiedError, PartedEngine
+from services.rollout.engines.parted import PartedEngine
 from services.rollout.engines.request_parts import Chunk, Part
 from services.rollout.engines.shared_tensors import open_shared
-from tests.unit.rollout.builders import request, running, until
+from services.weightsync.plan import TensorSpec
+from tests.helpers.engines import request, running, until
 
 WEIGHTS = {"weight": torch.ones(2, 3)}
 
@@ -111,6 +112,42 @@ async def test_parts_of_different_adoptions_never_share_a_prefix() -> None:
     assert first.cache_salt != second.cache_salt
     assert second.context_ids == [1, 2, *range(2, 2 + second.draw_offset)]
     assert first.max_tokens - second.max_tokens == second.draw_offset > 0
+
+
+async def test_many_requests_at_once_leave_the_event_loop_to_others_in_between() -> None:
+    backend = ScriptedBackend()
+    engine = make_engine(backend)
+    turns = [0]
+    submitted_at: list[int] = []
+    submit = backend.submit
+
+    async def counted(part: Part) -> ScriptedStream:
+        submitted_at.append(turns[0])
+        return await submit(part)
+
+    async def count() -> None:
+        while True:
+            turns[0] += 1
+            await asyncio.sleep(0)
+
+    backend.submit = counted  # type: ignore[method-assign]
+    async with running(engine):
+        await engine.adopt_weights(0, WEIGHTS)
+        counting = asyncio.ensure_future(count())
+        names = ("a", "b", "c", "d")
+        asked = [
+            asyncio.ensure_future(engine.generate(request(name, (1,), max_tokens=100)))
+            for name in names
+        ]
+        await until(lambda: len(submitted_at) == 4)
+        assert len(set(submitted_at)) == 4
+        await engine.abort()
+        assert [(await task).finish_reason for task in asked] == ["aborted"] * 4
+        late = asyncio.ensure_future(engine.generate(request("late", (1,), max_tokens=100)))
+        await asyncio.sleep(0)
+        await engine.abort()  # before it was the request's turn
+        assert (await late).finish_reason == "aborted"
+        counting.cancel()
 
 
 async def test_a_paused_request_can_be_aborted_and_scored_around() -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 from services.rollout.engines.gate import Gate
 from services.rollout.engines.places import Places
-from tests.unit.rollout.builders import request
+from tests.helpers.engines import request
 
 
 async def test_what_was_begun_under_an_old_version_gets_the_next_place() -> None:

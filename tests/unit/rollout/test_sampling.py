@@ -26,13 +26,13 @@ from services.rollout.partial import (
     encode_progress,
 )
 from services.rollout.prompts import Prompt, PromptBook
-from services.rollout.rewards.base import RewardInput
+from services.rollout.rewards.base import RewardInput, Score
 from services.rollout.samples import Sample, sample_fields, sample_tags
 from services.rollout.sampling import Failure, GroupSampler
 from services.rollout.workflows.base import Episode
 from services.rollout.workflows.single_turn import SingleTurn
 from services.rollout.workflows.turns import Turn
-from tests.unit.rollout.builders import make_engine, running, until, weights_of
+from tests.helpers.engines import make_engine, running, until, weights_of
 
 ROWS = [{"prompt": text, "answer": "x"} for text in ("12=", "345=", "", "6" * 40, "é", 7)]
 
@@ -91,9 +91,9 @@ class ScoreBy:
         self.function = function
         self.calls = 0
 
-    async def score(self, given: RewardInput) -> float:
+    async def score(self, given: RewardInput) -> Score:
         self.calls += 1
-        return self.function(given)
+        return Score(self.function(given))
 
 
 def tokenizer() -> Tokenizer:
@@ -161,10 +161,38 @@ async def test_groups_are_published_whole_with_fields_and_tags_that_agree() -> N
         )
         assert fields["response_mask"][index].all()
         assert fields["version_runs"][index].tolist() == [[-1, num_tokens]]
-        assert float(fields["rewards"][index]) == tags["reward"][index] == sample.reward
+        assert float(fields["rewards"][index]) == tags["reward"][index] == sample.score.value
     assert tags["greedy"] == [0, 0, 1]
     assert tags["member"] == [0, 1, 2]
     assert tags["prompt_tokens"] == [3, 3, 3]
+
+
+async def test_rewards_can_see_every_message_of_an_episode() -> None:
+    class Asked:
+        async def run(self, episode: Episode) -> None:
+            await episode.generate(max_tokens=2)
+            await episode.observe(result)
+            await episode.generate()
+
+    async def result() -> str:
+        return "7"
+
+    def look(given: RewardInput) -> float:
+        histories.append(given.episode())
+        return 1.0
+
+    histories: list[Any] = []
+    async with sampling(ScoreBy(look), workflow=Asked()) as (sampler, outcome, _):
+        sampler.start([assignment("a", seeds=(5,), temperatures=(1.0,))])
+        await outcome.wait_for(1)
+    (history,) = histories
+    (sample,) = outcome.published["a"]
+    roles = [message["role"] for message in history["messages"]]
+    assert roles[:3] == ["user", "assistant", "tool"]
+    tokens = [token for message in history["messages"][1:] for token in message["token_ids"]]
+    assert tokens == sample.response_ids
+    assert history["messages"][2]["content"] == "7"
+    assert 0 < history["messages"][1]["seconds"] <= history["seconds"]
 
 
 async def test_bad_prompts_are_refused_one_by_one() -> None:
@@ -198,7 +226,7 @@ async def test_a_failed_reward_is_generated_again_with_another_seed() -> None:
         sampler.start([assignment("a", seeds=(5,), temperatures=(1.0,))])
         await outcome.wait_for(1)
         assert engine.stats().tokens_total > 6
-    assert outcome.published["a"][0].reward == 1.0
+    assert outcome.published["a"][0].score.value == 1.0
 
 
 async def test_a_reward_that_keeps_failing_fails_the_group_and_is_no_zero() -> None:
@@ -298,7 +326,7 @@ async def test_interrupted_groups_resume_on_another_replica_with_the_same_tokens
     for name, samples in (first.published | second.published).items():
         for expected, got in zip(whole.published[name], samples, strict=True):
             assert got.response_ids == expected.response_ids
-            assert got.reward == expected.reward
+            assert got.score == expected.score
 
 
 async def test_segments_put_groups_aside_and_give_the_same_tokens_in_the_end() -> None:
@@ -340,12 +368,33 @@ async def test_a_checkpoint_is_enough_to_resume_after_a_crash() -> None:
         assert engine.stats().tokens_total == total - cached
 
 
+async def test_storing_after_updates_takes_a_small_part_of_the_time_only() -> None:
+    class Slow(MemoryCache):
+        async def save(self, groups: Mapping[str, GroupProgress], *, is_last: bool) -> None:
+            await asyncio.sleep(0.02)
+            self.saves += 1
+
+        saves = 0
+
+    cache = Slow()
+    async with sampling(ScoreBy(lambda _: 1.0), cache=cache, **LONG) as (sampler, _, engine):
+        sampler.start([assignment("a")])
+        await until(lambda: engine.stats().tokens_total >= 3)
+        for _ in range(4):
+            sampler.checkpoint_soon()
+            await until(lambda: cache.saves == 1)
+        assert cache.saves == 1
+        sampler._next_checkpoint = 0.0  # later
+        sampler.checkpoint_soon()
+        await until(lambda: cache.saves == 2)
+
+
 async def test_an_interruption_while_a_reward_is_computed_keeps_the_response() -> None:
     class Stuck:
-        async def score(self, given: RewardInput) -> float:
+        async def score(self, given: RewardInput) -> Score:
             scoring.set()
             await asyncio.Event().wait()
-            return 0.0
+            return Score(0.0)
 
     scoring, cache = asyncio.Event(), MemoryCache()
     async with sampling(Stuck(), cache=cache, **LONG) as (sampler, outcome, _):
@@ -383,7 +432,12 @@ async def test_responses_over_too_many_versions_fail_with_the_reason() -> None:
 def test_a_sample_whose_logprobs_do_not_cover_its_tokens_is_refused() -> None:
     turn = Turn(token_ids=(1, 2), logprobs=(0.0,), version_runs=((0, 2),), finish_reason="stop")
     sample = Sample(
-        member=0, prompt_ids=(1,), turns=(turn,), reward=0.0, finish_reason="stop", is_greedy=False
+        member=0,
+        prompt_ids=(1,),
+        turns=(turn,),
+        score=Score(0.0),
+        finish_reason="stop",
+        is_greedy=False,
     )
     with pytest.raises(ValueError, match="2 tokens, 1 logprobs"):
         sample_fields([sample])

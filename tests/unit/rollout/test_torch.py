@@ -5,11 +5,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from services.common.models.families import FAMILIES
 from services.rollout.engines.base import GenerationResult
 from services.rollout.engines.torch import TorchEngine
-from tests.unit.rollout.builders import (
+from tests.helpers.engines import (
     VOCAB_SIZE,
     make_engine,
     make_model,
@@ -19,6 +20,7 @@ from tests.unit.rollout.builders import (
     until,
     weights_of,
 )
+from tests.helpers.mixtures import mixture_shape
 
 CONTEXTS = [tuple(range(1, 2 + index % 7)) for index in range(20)]
 
@@ -42,8 +44,8 @@ async def test_logprobs_are_those_of_a_plain_forward_pass(temperature: float) ->
         torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
-async def test_other_architectures_agree_with_a_plain_forward_pass(architecture: str) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_every_family_agrees_with_its_own_forward_pass(family: str) -> None:
     shape = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,
@@ -54,13 +56,17 @@ async def test_other_architectures_agree_with_a_plain_forward_pass(architecture:
         "head_dim": 8,
         "max_position_embeddings": 64,
         "initializer_range": 0.3,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 1,
+        "sliding_window": 4,
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+        **mixture_shape(family),
     }
-    model = (
-        Qwen3ForCausalLM(Qwen3Config(**shape))
-        if architecture == "qwen3"
-        else LlamaForCausalLM(LlamaConfig(**shape))
-    )
-    engine = TorchEngine(model, max_running=4)
+    config = AutoConfig.for_model(family, **shape)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    engine = TorchEngine(model, max_running=8)
     async with running(engine):
         results = await generate_all(engine)
     for context, result in zip(CONTEXTS, results, strict=True):
@@ -314,25 +320,6 @@ async def test_kv_limit_holds_requests_back_and_loses_none() -> None:
     async with running(engine):
         results = await generate_all(engine)
     assert [len(result.token_ids) for result in results] == [8] * len(CONTEXTS)
-
-
-def test_sliding_window_models_are_refused() -> None:
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            use_sliding_window=True,
-            sliding_window=4,
-            max_window_layers=1,
-        )
-    )
-    with pytest.raises(ValueError, match="sliding_attention"):
-        TorchEngine(model, max_running=1)
 
 
 async def test_rounding_up_batches_and_spans_changes_nothing(monkeypatch) -> None:

@@ -79,8 +79,10 @@ class Batch:
         return Cohort(
             groups=torch.tensor(self.groups),
             lengths=tuple(length + 1 for length in self.lengths),
+            prompt_lengths=(1,) * len(self.lengths),
             is_truncated=no,
             is_member=~no,
+            is_failed=no,
             is_greedy=no,
         )
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.algorithm import advantages
-from services.trainer.algorithm.segments import Segments
+from services.trainer.batch.segments import Segments
 from tests.unit.trainer.vectors import assert_close, case, flat, groups_of, mask_of, segments_of
 
 

@@ -1,15 +1,127 @@
-"""Packed attention in compiled layers."""
+"""Packed attention: its kernels, and compiled layers."""
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from services.trainer.model import attention
+from services.trainer.batch import attention
+from services.trainer.batch.layout import build_layout
+from services.trainer.batch.packing import pack
+from services.trainer.batch.prefixes import branches, unshared
+from tests.helpers.tries import random_trie
 
 _WIDTH = 64
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks_take_weight_as_in_gpt_oss(window: int | None) -> None:
+    lengths = [13, 4, 9]
+    layer: Any = SimpleNamespace(sinks=torch.randn(4), num_key_value_groups=2, training=False)
+    query, key, value = (torch.randn(1, heads, sum(lengths), 8) for heads in (4, 2, 2))
+    layout = build_layout(branches(unshared(3), lengths), torch.device("cpu"))
+    actual, _ = attention.packed_attention(
+        layer, query, key, value, None, sliding_window=window, s_aux=layer.sinks, layout=layout
+    )
+    expected = []
+    for q, k, v in zip(*(part.split(lengths, 2) for part in (query, key, value)), strict=True):
+        distance = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+        visible = (distance >= 0) & (distance < (window or 100))
+        mask = torch.zeros_like(distance, dtype=torch.float32).masked_fill(~visible, -torch.inf)
+        expected.append(
+            eager_attention_forward(layer, q, k, v, mask[None, None], scaling=8**-0.5)[0]
+        )
+    torch.testing.assert_close(actual, torch.cat(expected, 1), rtol=0, atol=1e-6)
+
+
+def _aligned_at_the_end(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_queries: Tensor,
+    cu_keys: Tensor,
+    *_: int,
+    scale: float,
+    window_size: tuple[int, int],
+) -> Tensor:
+    """What the kernel for sequences of different lengths does: the last query sees the last key."""
+    outputs = []
+    for q, k, v in zip(
+        query.split(cu_queries.diff().tolist()),
+        key.split(cu_keys.diff().tolist()),
+        value.split(cu_keys.diff().tolist()),
+        strict=True,
+    ):
+        distance = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
+        reach = len(k) if window_size[0] < 0 else window_size[0]
+        mask = (distance >= 0) & (distance <= reach)
+        heads = (part.transpose(0, 1)[None] for part in (q, k, v))
+        output = functional.scaled_dot_product_attention(
+            *heads, attn_mask=mask, scale=scale, enable_gqa=True
+        )
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("kernel", ["_varlen", "_flex"])
+def test_kernels_of_gpus_see_the_same_paths(
+    kernel: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_varlen_kernel", _aligned_at_the_end)
+    monkeypatch.setattr(attention, "_flex_kernel", lambda: flex_attention)
+    is_flex = kernel == "_flex"
+    scores = attention.Scores(
+        0.3, window, cap=2.0 if is_flex else None, sinks=torch.randn(4) if is_flex else None
+    )
+    compared = 0
+    for seed in range(6):
+        prompts, responses = random_trie(random.Random(seed), vocabulary=3)
+        layout = pack(prompts, responses, device=torch.device("cpu"), shares_prefixes=True).layout
+        if layout.paths is None:
+            continue
+        compared += 1
+        states = [torch.randn(len(layout.ends), heads, 8).requires_grad_() for heads in (4, 2, 2)]
+        expected = attention._batched(*states, scores=scores, layout=layout)
+        if is_flex:
+            batched = (part.detach().transpose(0, 1)[None] for part in states)
+            actual = attention._flex(*batched, scores=scores, layout=layout)[0]
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+            continue  # torch has no gradients of it on CPUs
+        actual = attention._varlen(*states, scores=scores, layout=layout)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+        factors = torch.randn_like(expected)
+        for ours, plain in zip(
+            torch.autograd.grad((actual * factors).sum(), states),
+            torch.autograd.grad((expected * factors).sum(), states),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, plain, rtol=0, atol=1e-5)
+    assert compared >= 3
+
+
+def test_copies_of_shared_keys_are_part_of_compiled_layers() -> None:
+    def attend(states: Tensor, places: Tensor) -> Tensor:
+        copied: Tensor = attention._Copied.apply(states * 2.0, places)
+        return copied.square()
+
+    compiled = torch.compile(attend, dynamic=True, fullgraph=True, backend="aot_eager")
+    for tokens in (6, 9):
+        states = torch.randn(tokens, 2, 4).requires_grad_()
+        places = torch.randint(0, tokens, (20,))
+        factors = torch.randn(20, 2, 4)
+        actual, expected = compiled(states, places), (states * 2.0)[places].square()
+        assert torch.equal(actual, expected)
+        gradients = [
+            torch.autograd.grad((each * factors).sum(), states)[0] for each in (actual, expected)
+        ]
+        torch.testing.assert_close(*gradients)
 
 
 def test_only_the_number_of_tokens_varies_in_compiled_heads(
@@ -25,9 +137,10 @@ def test_only_the_number_of_tokens_varies_in_compiled_heads(
     monkeypatch.setattr(attention, "_batched", lambda query, *_, **__: query)
     weight = nn.Parameter(torch.randn(_WIDTH, _WIDTH))
 
+    layout: Any = SimpleNamespace(paths=None)
+
     def attend(layer: Any, states: Tensor) -> Tensor:
         heads = (states @ weight).view(1, states.shape[1], -1, layer.head_dim).transpose(1, 2)
-        layout: Any = None
         return attention.packed_attention(layer, heads, heads, heads, None, layout=layout)[0]
 
     # Layers that are sharded are compiled like any object: their numbers are taken for ones that may change.

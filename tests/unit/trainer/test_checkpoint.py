@@ -8,11 +8,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.errors import FailedPreconditionError, NotFoundError
 from services.trainer.batch.guard import NotFiniteError
-from services.trainer.checkpoint import manifest
+from services.trainer.checkpoint import manifest, writer
 from services.trainer.checkpoint.export import export_checkpoint
 from services.trainer.model.policy import Policy
 from services.trainer.ranks.rank import Rank
-from tests.unit.trainer.batches import Queue, policy_of, random_queue, rank_of, spec_of
+from tests.helpers.batches import Queue, policy_of, random_queue, rank_of, spec_of
 
 SPEC = spec_of()
 
@@ -23,11 +23,16 @@ def _trained(root: Path, *, seed: int = 0) -> tuple[Policy, Rank, Queue]:
     return policy, rank_of(SPEC, policy, queue, root=root), queue
 
 
-def test_training_goes_on_exactly_where_the_checkpoint_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file_bytes", [writer.FILE_BYTES, 100_000])
+def test_training_goes_on_exactly_where_the_checkpoint_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_bytes: int
+) -> None:
+    monkeypatch.setattr(writer, "FILE_BYTES", file_bytes)
     policy, rank, queue = _trained(tmp_path)
     for step in (1, 2):
         rank.train(step, queue.meta)
-    rank.checkpointer.write(rank.snapshot(2))
+    folder = rank.checkpointer.write(rank.snapshot(2))
+    assert (len(list(folder.glob("*.safetensors"))) > 1) == (file_bytes == 100_000)
     rank.train(3, queue.meta)
     other, resumed, _ = _trained(tmp_path, seed=1)
     assert resumed.restore() == 2

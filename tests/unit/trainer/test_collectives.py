@@ -9,7 +9,7 @@ from services.common.errors import (
     ServiceError,
     UnavailableError,
 )
-from services.trainer.ranks.collectives import Ranks
+from services.trainer.collectives import Ranks
 
 
 def beside(failed: int, gone: int, away: int) -> Ranks:

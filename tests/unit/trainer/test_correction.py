@@ -28,10 +28,23 @@ def test_weights_match(item: dict[str, Any]) -> None:
     )
     assert_close(weights, expected["weights"])
     assert_close(weights[mask].mean(), expected["mean"])
-    assert_close(correction.effective_sample_fraction(weights, mask), expected["ess_fraction"])
     if expected["frac_above_cap"] is not None:
         above = (raw > inputs["cap"])[mask].double().mean()
         assert_close(above, expected["frac_above_cap"])
+
+
+@pytest.mark.parametrize("item", cases("proximal_interpolation"), ids=lambda item: item["name"])
+def test_interpolated_proximal_logprobs_match(item: dict[str, Any]) -> None:
+    inputs = item["inputs"]
+    versions = torch.cat([torch.tensor(row) for row in inputs["token_version"]])
+    actual = correction.interpolated_proximal(
+        torch.cat([torch.tensor(row) for row in inputs["logprob"]]).requires_grad_(),
+        torch.cat([torch.tensor(row) for row in inputs["behave_logprob"]]),
+        inputs["weight_version"] - versions.float(),
+    )
+    expected = torch.cat([torch.tensor(row) for row in item["expected"]["prox_logprob"]])
+    assert not actual.requires_grad
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("item", cases("rejection_masks"), ids=lambda item: item["name"])

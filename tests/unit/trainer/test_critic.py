@@ -8,16 +8,16 @@ import torch
 from services.common.errors import FailedPreconditionError
 from services.common.jagged import Jagged
 from services.trainer.checkpoint.checkpointer import Checkpointer
-from services.trainer.critic.runner import CriticRunner
-from services.trainer.critic.step import CriticStepRunner
+from services.trainer.collectives import Ranks
 from services.trainer.model.parallel import Topology
 from services.trainer.model.policy import Critic
-from services.trainer.ranks.collectives import Ranks
 from services.trainer.ranks.crew import Crew
 from services.trainer.ranks.leader import Leader
 from services.trainer.ranks.rank import Rank
-from services.trainer.scoring.fields import FieldScoring
-from tests.unit.trainer.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
+from services.trainer.steps.critic import CriticRunner
+from services.trainer.steps.critic_step import CriticStepRunner
+from services.trainer.steps.fields import FieldScoring
+from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
 
 GAE = {"advantage": "gae", "gae_lambda": 0.9}
 
@@ -49,6 +49,7 @@ class Apart:
             ranks=Ranks(),
             cost=float,
             max_tokens=50,
+            shares_prefixes=True,
         )
 
     def _add(self, meta: object, fields: dict[str, list[torch.Tensor]]) -> None:

@@ -2,15 +2,15 @@
 
 import pytest
 
-from services.trainer.ranks import idle
-from services.trainer.ranks.idle import IdleClock
+from services.trainer import phases
+from services.trainer.phases import IdleClock
 
 
 @pytest.fixture
 def now(monkeypatch):
     """A clock that stands still unless it is set."""
     times = [0.0]
-    monkeypatch.setattr(idle.time, "perf_counter", lambda: times[0])
+    monkeypatch.setattr(phases.time, "perf_counter", lambda: times[0])
     return times
 
 
@@ -27,3 +27,19 @@ def test_what_the_run_did_not_wait_for_went_into_its_control(now):
     clock.step_ended()
     now[0] = 8.0
     assert clock.step_begins({"no_data": 1.5}) == {"no_data": 1.5, "control": 0.0}
+
+
+def test_groups_that_are_trained_early_take_from_the_wait_for_the_others(now):
+    clock = IdleClock()
+    clock.step_ended()
+    with clock.working():
+        now[0] = 3.0
+    now[0] = 7.0
+    assert clock.step_begins({"no_data": 5.0, "weight_sync": 1.0}) == {
+        "no_data": 2.0,
+        "weight_sync": 1.0,
+        "control": 1.0,
+    }
+    clock.step_ended()
+    now[0] = 8.0
+    assert clock.step_begins({"no_data": 1.0})["no_data"] == 1.0, "it was counted once"

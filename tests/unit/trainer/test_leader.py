@@ -10,7 +10,7 @@ from services.common.errors import FailedPreconditionError, UnavailableError
 from services.trainer.ranks.crew import Crew
 from services.trainer.ranks.leader import Leader
 from services.trainer.weights import WeightExport
-from tests.unit.trainer.batches import policy_of, random_queue, rank_of, spec_of
+from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 
 
 async def test_steps_are_trained_once_and_in_order() -> None:
@@ -57,3 +57,8 @@ async def test_only_the_newest_step_is_saved(tmp_path: Path) -> None:
     assert saved.num_bytes == sum(file.stat().st_size for file in saved.folder.rglob("*"))
     with pytest.raises(FailedPreconditionError, match="newest one is 1"):
         await leader.save(0)
+
+
+def test_a_fault_of_the_users_own_code_that_names_gloo_is_no_lost_rank() -> None:
+    with pytest.raises(RuntimeError, match="no gloo"), Crew(2).together():
+        raise RuntimeError("this loss knows no gloo")

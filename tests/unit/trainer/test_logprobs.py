@@ -6,7 +6,7 @@ import torch
 from services.common.jagged import Jagged
 from services.trainer.algorithm import logprobs
 from services.trainer.batch.packing import pack
-from tests.unit.trainer.batches import CPU, policy_of, spec_of
+from tests.helpers.batches import CPU, policy_of, spec_of
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 37 * 4 * 4, 1 << 20])
@@ -26,7 +26,7 @@ def test_chunks_do_not_change_values_or_gradients(
 
     log_p = torch.log_softmax(hidden @ weight.T / 0.7, -1)
     expected = log_p[torch.arange(11), targets], -(log_p.exp() * log_p).sum(-1)
-    actual = logprobs.token_logprobs(hidden, weight, targets, temperature=0.7)
+    actual = logprobs.token_logprobs(hidden, logprobs.OutputHead(weight), targets, temperature=0.7)
     for ours, plain in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
     for ours, plain in zip(gradients(*actual), gradients(*expected), strict=True):

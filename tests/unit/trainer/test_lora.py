@@ -9,15 +9,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.common.errors import DataLossError
 from services.common.spec.trainer import LoraSpec
-from services.common.weightsync.group import Channel, Work
-from services.common.weightsync.member import WeightMember
-from services.common.weightsync.plan import version_digest
-from services.common.weightsync.transfer import TransferOrder
 from services.trainer.checkpoint.export import export_checkpoint
-from services.trainer.model.lora import add_adapters
+from services.trainer.model.lora import add_adapters, begin_adapters
 from services.trainer.weights import WeightExport
+from services.weightsync.group import Channel, Work
+from services.weightsync.member import WeightMember
+from services.weightsync.plan import version_digest
+from services.weightsync.transfer import TransferOrder
+from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 from tests.helpers.weight_members import MemoryStore
-from tests.unit.trainer.batches import policy_of, random_queue, rank_of, spec_of
 
 SPEC = spec_of(trainer={"lora": {"rank": 4}, "optimizer": {"learning_rate": 0.01}})
 
@@ -50,6 +50,21 @@ def test_merged_weights_are_the_trained_policy(tmp_path: Path) -> None:
     elsewhere = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     torch.testing.assert_close(elsewhere(ids).logits, expected, rtol=1e-4, atol=1e-4)
     assert AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token_id == 1
+
+
+def test_adapters_begin_with_what_the_seed_says() -> None:
+    assert SPEC.trainer.lora is not None
+
+    def begun(seed: int) -> dict[str, torch.Tensor]:
+        policy = policy_of(SPEC)
+        add_adapters(policy.model, SPEC.trainer.lora)
+        begin_adapters(policy, seed=seed)
+        return {n: v for n, v in policy.named_parameters() if v.requires_grad}
+
+    first, again, other = begun(1), begun(1), begun(2)
+    assert all(torch.equal(value, again[name]) for name, value in first.items())
+    for name, value in first.items():
+        assert torch.equal(value, other[name]) == ("lora_B" in name), name
 
 
 class Sink:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.algorithm import correction, loss
-from services.trainer.algorithm.segments import Segments
+from services.trainer.batch.segments import Segments
 from tests.unit.trainer.vectors import assert_close, case, cases, flat, mask_of, segments_of
 
 
@@ -23,12 +23,23 @@ def _denominators(mask: Tensor, segments: Segments) -> loss.Denominators:
 def _check(
     inputs: dict[str, Any],
     expected: dict[str, Any],
-    compute: Callable[[Tensor, Tensor, Segments], loss.TokenLoss],
+    compute: Callable[[loss.LossTokens], loss.TokenLoss],
+    old: Tensor | None = None,
     mode: str = "token-mean",
 ) -> loss.TokenLoss:
     mask, segments = mask_of(inputs["mask"]), segments_of(inputs["mask"])
     logprobs = flat(inputs["logprob"]).requires_grad_()
-    result = compute(logprobs, mask, segments)
+    old = flat(inputs["old_logprob"]) if old is None else old
+    result = compute(
+        loss.LossTokens(
+            logprobs=logprobs,
+            old_logprobs=old,
+            rollout_logprobs=old,
+            advantages=flat(inputs["advantage"]),
+            mask=mask,
+            segments=segments,
+        )
+    )
     denominators = _denominators(mask, segments)
     total = loss.aggregate(result.values, mask, segments, mode=mode, denominators=denominators)
     total.backward()
@@ -49,33 +60,30 @@ def _check(
 @pytest.mark.parametrize("name", ["symmetric_0.2", "no_dual_clip"])
 def test_ppo_matches(name: str) -> None:
     inputs, expected = case("ppo_dual_clip", name)
-    old, advantages = flat(inputs["old_logprob"]), flat(inputs["advantage"])
     _check(
         inputs,
         expected,
-        lambda logprobs, *_: loss.ppo(
-            logprobs,
-            old,
-            advantages,
+        lambda tokens: loss.ppo(
+            tokens,
             clip_low=inputs["clip_low"],
             clip_high=inputs["clip_high"],
             dual_clip=inputs["dual_clip"],
         ),
     )
-    assert_close(loss.ratio_of(flat(inputs["logprob"]), old), expected["ratio"])
+    ratio = loss.ratio_of(flat(inputs["logprob"]), flat(inputs["old_logprob"]))
+    assert_close(ratio, expected["ratio"])
 
 
 @pytest.mark.parametrize("name", [item["name"] for item in cases("decoupled_ppo")])
 def test_decoupled_ppo_matches(name: str) -> None:
     inputs, expected = case("decoupled_ppo", name)
-    proximal, advantages = flat(inputs["prox_logprob"]), flat(inputs["advantage"])
-    rollout = flat(inputs["behave_logprob"])
+    proximal, rollout = flat(inputs["prox_logprob"]), flat(inputs["behave_logprob"])
 
-    def compute(logprobs: Tensor, mask: Tensor, segments: Segments) -> loss.TokenLoss:
+    def compute(tokens: loss.LossTokens) -> loss.TokenLoss:
         weights = correction.importance_weights(
             proximal - rollout,
-            mask,
-            segments,
+            tokens.mask,
+            tokens.segments,
             level="token",
             cap=inputs.get("cap"),
             floor=inputs.get("lower", 0.0),
@@ -83,30 +91,23 @@ def test_decoupled_ppo_matches(name: str) -> None:
         )
         assert_close(weights, expected["weights"])
         plain = loss.ppo(
-            logprobs,
-            proximal,
-            advantages,
+            tokens,
             clip_low=inputs["clip_low"],
             clip_high=inputs["clip_high"],
             dual_clip=inputs["dual_clip"],
         )
         return loss.TokenLoss(plain.values * weights)
 
-    _check(inputs, expected, compute)
+    _check(inputs, expected, compute, old=proximal)
 
 
 def test_gspo_matches() -> None:
     inputs, expected = case("other_losses", "gspo_tight")
-    old, advantages = flat(inputs["old_logprob"]), flat(inputs["advantage"])
     _check(
         inputs,
         expected,
-        lambda logprobs, mask, segments: loss.gspo(
-            logprobs,
-            old,
-            advantages,
-            mask,
-            segments,
+        lambda tokens: loss.gspo(
+            tokens,
             clip_low=inputs["clip_low"],
             clip_high=inputs["clip_high"],
         ),
@@ -116,14 +117,11 @@ def test_gspo_matches() -> None:
 
 def test_cispo_matches() -> None:
     inputs, expected = case("other_losses", "cispo")
-    old, advantages = flat(inputs["old_logprob"]), flat(inputs["advantage"])
     _check(
         inputs,
         expected,
-        lambda logprobs, *_: loss.cispo(
-            logprobs,
-            old,
-            advantages,
+        lambda tokens: loss.cispo(
+            tokens,
             clip_low=inputs["clip_low"],
             clip_high=inputs["clip_high"],
         ),
@@ -132,26 +130,23 @@ def test_cispo_matches() -> None:
 
 def test_aipo_matches() -> None:
     inputs, expected = case("other_losses", "aipo_rho_2")
-    rollout, advantages = flat(inputs["behave_logprob"]), flat(inputs["advantage"])
     _check(
         inputs,
         expected,
-        lambda logprobs, *_: loss.aipo(logprobs, rollout, advantages, ratio_max=inputs["rho"]),
+        lambda tokens: loss.aipo(tokens, ratio_max=inputs["rho"]),
+        old=flat(inputs["behave_logprob"]),
     )
 
 
 def test_sapo_matches() -> None:
     inputs, expected = case("other_losses", "sapo")
-    old, advantages = flat(inputs["old_logprob"]), flat(inputs["advantage"])
     _check(
         inputs,
         expected,
-        lambda logprobs, *_: loss.sapo(
-            logprobs,
-            old,
-            advantages,
-            temperature_positive=inputs["tau_pos"],
-            temperature_negative=inputs["tau_neg"],
+        lambda tokens: loss.sapo(
+            tokens,
+            sapo_temperature_positive=inputs["tau_pos"],
+            sapo_temperature_negative=inputs["tau_neg"],
         ),
         mode="seq-mean-token-mean",
     )
@@ -159,8 +154,7 @@ def test_sapo_matches() -> None:
 
 def test_reinforce_matches() -> None:
     inputs, expected = case("other_losses", "reinforce_token_mean")
-    advantages = flat(inputs["advantage"])
-    _check(inputs, expected, lambda logprobs, *_: loss.reinforce(logprobs, advantages))
+    _check(inputs, expected, loss.reinforce, old=flat(inputs["logprob"]))
 
 
 def test_the_value_loss_matches() -> None:

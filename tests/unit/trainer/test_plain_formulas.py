@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from services.common.spec.algorithm import AlgorithmSpec
-from services.trainer.algorithm.credit import assign_credit
-from services.trainer.algorithm.objective import Objective
-from services.trainer.ranks.collectives import Ranks, Tally
+from services.trainer.collectives import Ranks, Tally
+from services.trainer.steps.credit import CreditAssigner
+from services.trainer.steps.objective import Objective
 from tests.unit.trainer.plain_formulas import (
     HORIZON,
     Batch,
@@ -66,14 +66,8 @@ def test_advantages_are_those_of_the_formulas(name: str) -> None:
         spec = AlgorithmSpec.model_validate(
             {"advantage": name, "gamma": gamma, "gae_lambda": decay}
         )
-        found = assign_credit(
-            batch.samples(),
-            batch.cohort(),
-            spec,
-            Ranks(),
-            max_response_tokens=HORIZON,
-            kl_coefficient=kl,
-        )
+        credit = CreditAssigner(spec, Ranks(), max_response_tokens=HORIZON)
+        found = credit(batch.samples(), batch.cohort(), kl_coefficient=kl)
         rows = plain_advantages(batch, name, kl=kl, gamma=gamma, decay=decay)
         expected = torch.tensor([x for row in rows for x in row], dtype=torch.float32)
         torch.testing.assert_close(

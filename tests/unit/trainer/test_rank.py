@@ -1,6 +1,9 @@
 """A rank trains a batch once, exactly, and refuses what it cannot train right."""
 
+import gzip
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +11,10 @@ import torch
 
 from services.common.errors import NotFoundError
 from services.common.jagged import Jagged
+from services.common.spec.trainer import CriticSpec
 from services.trainer.batch.samples import IncompleteBatchError
-from tests.unit.trainer.batches import policy_of, random_queue, rank_of, spec_of
+from services.trainer.ranks.profiling import StepProfiler
+from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 
 
 def test_the_first_synchronous_step_is_on_policy() -> None:
@@ -24,6 +29,21 @@ def test_the_first_synchronous_step_is_on_policy() -> None:
     assert result.metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert result.metrics["staleness_max"] == 0
     assert any(not torch.equal(value, before[key]) for key, value in policy.state_dict().items())
+
+
+def test_chosen_steps_are_profiled(tmp_path: Path) -> None:
+    spec = spec_of()
+    policy = policy_of(spec)
+    queue = random_queue(policy)
+    profiler = StepProfiler(tmp_path / "profiles", rank=3, steps=frozenset({2}))
+    rank = rank_of(spec, policy, queue, profiler=profiler)
+    for step in (1, 2):
+        rank.train(step, queue.meta)
+    (file,) = (tmp_path / "profiles").iterdir()
+    assert file.name == "step-2-rank-3.json.gz"
+    with gzip.open(file) as trace:
+        names = {event.get("name") for event in json.load(trace)["traceEvents"]}
+    assert {"aten::mm", "autograd::engine::evaluate_function: MmBackward0"} <= names
 
 
 @pytest.mark.parametrize("field", ["rollout_logprobs", "version_runs"])
@@ -93,6 +113,49 @@ def test_a_failed_sample_is_in_neither_loss_nor_group() -> None:
     assert not result.skipped
     whole = rank_of(spec, policy_of(spec), queue).train(1, queue.meta)
     assert result.metrics["trained_tokens"] < whole.metrics["trained_tokens"]
+    assert result.metrics["reward_mean"] == pytest.approx(float(rewards[1:].mean()))
+    assert result.metrics["failed_fraction"] == 1 / 16
+
+
+def test_a_batch_without_a_trained_token_leaves_weights_and_schedule_as_they_are() -> None:
+    spec = spec_of(trainer={"optimizer": {"learning_rate": 0.01, "weight_decay": 0.1}})
+    policy = policy_of(spec)
+    queue = random_queue(policy)
+    rank = rank_of(spec, policy, queue)
+    rank.train(1, queue.meta)
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    mask = queue.fields["response_mask"]
+    idle = queue.replaced(response_mask=Jagged(torch.zeros_like(mask.values), mask.lengths))
+    rank = rank_of(spec, policy, idle)
+    result = rank.train(2, idle.meta)
+    assert not result.skipped
+    assert result.metrics["empty_updates"] == 1
+    assert rank.runner.num_updates == 0
+    assert all(torch.equal(value, before[key]) for key, value in policy.state_dict().items())
+
+
+def test_an_interpolated_proximal_policy_costs_no_forward_pass() -> None:
+    changes = {"correction": "decoupled", "max_staleness": 4}
+    metrics = {}
+    for proximal in ("computed", "interpolated"):
+        spec = spec_of(algorithm={**changes, "proximal": proximal}, trainer={"updates_per_step": 2})
+        policy = policy_of(spec, scale=1.0)
+        queue = random_queue(policy, version=1)
+        metrics[proximal] = rank_of(spec, policy, queue).train(4, queue.meta).metrics
+    assert "seconds_old_logprob" in metrics["computed"]
+    assert "seconds_old_logprob" not in metrics["interpolated"]
+    # The batch's own policy sampled it, so that nothing lies between the two.
+    assert metrics["interpolated"]["is_weight_mean"] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_the_divergence_is_bounded_as_its_ratio_is() -> None:
+    spec = spec_of(algorithm={"correction": "bypass"})
+    policy = policy_of(spec)
+    queue = random_queue(policy)
+    logprobs = queue.fields["rollout_logprobs"]
+    far = queue.replaced(rollout_logprobs=Jagged(logprobs.values + 100.0, logprobs.lengths))
+    metrics = rank_of(spec, policy, far).train(1, far.meta).metrics
+    assert metrics["ppo_kl"] == pytest.approx(20.0)
 
 
 @pytest.mark.parametrize("field", ["rollout_logprobs", "response_mask", "version_runs"])
@@ -156,6 +219,26 @@ def test_the_critic_learns_the_returns_of_a_repeated_batch() -> None:
     assert errors[-1] < 0.5 * errors[0]
 
 
+def test_in_its_warm_up_the_critic_alone_is_trained_at_its_own_rate() -> None:
+    critic = {"warmup_steps": 2, "learning_rate": 1e-3}
+    spec = spec_of(algorithm={"advantage": "gae"}).model_copy(
+        update={"critic": CriticSpec.model_validate(critic)}
+    )
+    policy = policy_of(spec, scale=1.0)
+    queue = random_queue(policy)
+    rank = rank_of(spec, policy, queue)
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    errors = [rank.train(step, queue.meta).metrics["value_loss"] for step in (1, 2)]
+    assert errors[1] < errors[0]
+    assert all(torch.equal(value, before[key]) for key, value in policy.state_dict().items())
+    (_, optimizer) = rank.runner.parts()["critic."]
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    assert rank.runner.facts()["num_updates"] == 0
+    assert rank.runner.facts()["critic.num_updates"] == 2
+    rank.train(3, queue.meta)
+    assert not all(torch.equal(value, before[key]) for key, value in policy.state_dict().items())
+
+
 def test_a_critic_whose_gradient_is_no_number_is_counted_and_left_as_it_is() -> None:
     spec = spec_of(algorithm={"advantage": "gae"})
     policy = policy_of(spec)
@@ -168,6 +251,62 @@ def test_a_critic_whose_gradient_is_no_number_is_counted_and_left_as_it_is() -> 
     metrics = rank.train(1, queue.meta).metrics
     assert (metrics["nonfinite_critic"], metrics["nonfinite_updates"]) == (1, 0)
     assert all(map(torch.equal, before, critic.parameters()))
+
+
+def early_rank(queue=None):
+    """A rank that trains groups early, its policy, and its queue."""
+    spec = spec_of(algorithm={"max_staleness": 0}, trainer={"accumulate_early": True})
+    policy = policy_of(spec)
+    queue = queue or random_queue(policy)
+    return rank_of(spec, policy, queue), policy, queue
+
+
+def weights_of(policy) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in policy.parameters()])
+
+
+FIRST, REST = range(4), range(4, 16)
+
+
+def test_what_was_trained_early_is_not_trained_again_and_moves_no_weight() -> None:
+    rank, policy, queue = early_rank()
+    before = weights_of(policy)
+    for _ in range(2):
+        rank.accumulate(queue.meta.select(FIRST), weight_version=0)
+    assert torch.equal(weights_of(policy), before)
+    rank._fetch = lambda meta, fields: queue.fetch(meta.select(range(12)), fields)  # the rest alone
+    assert rank.train(1, queue.meta).metrics["samples"] == 16
+    whole, same, _ = early_rank()
+    whole.train(1, queue.meta)
+    torch.testing.assert_close(weights_of(policy), weights_of(same), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["other groups", "other attempt", "other weights", "everything"])
+def test_early_groups_that_are_no_part_of_the_step_are_forgotten(case: str) -> None:
+    rank, policy, queue = early_rank()
+    queue.meta.tags["attempt"] = (1,) * 16  # type: ignore[index]
+    early = queue.meta if case == "everything" else queue.meta.select(FIRST)
+    rank.accumulate(early, weight_version=3 if case == "other weights" else 0)
+    if case == "other attempt":
+        queue.meta.tags["attempt"] = (2,) * 16  # type: ignore[index]
+    batch = queue.meta.select(REST) if case == "other groups" else queue.meta
+    rank.train(1, batch)
+    plain, same, _ = early_rank()
+    plain.train(1, batch)
+    assert torch.equal(weights_of(policy), weights_of(same))
+
+
+def test_a_reward_that_is_no_number_skips_the_step_of_early_groups_too() -> None:
+    rank, policy, queue = early_rank()
+    rewards = queue.fields["rewards"].values.clone()
+    rewards[5] = torch.nan
+    rank, policy, bad = early_rank(queue.replaced(rewards=Jagged.from_dense(rewards)))
+    before = weights_of(policy)
+    for rows in (FIRST, range(4, 8)):
+        rank.accumulate(bad.meta.select(rows), weight_version=0)
+    assert rank.train(1, bad.meta).metrics["nonfinite_reward"] == 1
+    assert torch.equal(weights_of(policy), before)
+    assert all(parameter.grad is None for parameter in policy.parameters())
 
 
 ALGORITHMS = [
@@ -184,6 +323,7 @@ ALGORITHMS = [
     {"loss": "sapo"},
     {"loss": "reinforce", "entropy_coefficient": 0.01},
     {"correction": "decoupled", "correction_level": "sequence", "correction_cap_mode": "mask"},
+    {"correction": "decoupled", "proximal": "interpolated"},
     {"correction": "none", "max_staleness": 0},
     {"rejection": [{"level": "token", "lower": 0.5, "upper": 2.0, "negative_only": True}]},
     {"overlong": {"buffer_tokens": 4, "mask_truncated": True}},
@@ -214,3 +354,18 @@ def test_remax_needs_a_greedy_response_in_each_group() -> None:
     rewards[0] = torch.nan
     bad = queue.replaced(rewards=Jagged.from_dense(rewards))
     assert rank_of(spec, policy, bad).train(1, bad.meta).skipped, "the baseline is no number"
+
+
+def test_a_group_whose_greedy_response_failed_does_not_train_under_remax() -> None:
+    """A failure is no baseline of 0."""
+    spec = spec_of(algorithm={"advantage": "remax"})
+    policy = policy_of(spec)
+    queue = random_queue(policy)
+    queue.meta.tags["greedy"] = (1, 0, 0, 0) * 4  # type: ignore[index]
+    whole = rank_of(spec, policy_of(spec), queue).train(1, queue.meta).metrics
+    lengths = queue.fields["response_mask"].lengths
+    lost = int(queue.fields["response_mask"].values[int(lengths[0]) : int(lengths[:4].sum())].sum())
+    queue.meta.tags["finish_reason"] = ("failed", *("stop",) * 15)  # type: ignore[index]
+    result = rank_of(spec, policy, queue).train(1, queue.meta)
+    assert not result.skipped
+    assert result.metrics["trained_tokens"] == whole["trained_tokens"] - lost

@@ -5,19 +5,19 @@ import torch
 
 from services.common.errors import FailedPreconditionError
 from services.common.jagged import Jagged
+from services.trainer.collectives import Ranks
 from services.trainer.model.policy import freeze
-from services.trainer.ranks.collectives import Ranks
-from services.trainer.scoring.fields import FieldScoring
 from services.trainer.scoring.leader import ScoringLeader
-from services.trainer.scoring.scorer import Scorer
-from tests.unit.trainer.batches import CPU, policy_of, queue_of, random_queue, rank_of, spec_of
+from services.trainer.steps.fields import FieldScoring
+from services.trainer.steps.scorer import Scorer
+from tests.helpers.batches import CPU, policy_of, queue_of, random_queue, rank_of, spec_of
 
 
 class Apart:
     """A worker beside a queue in memory; keeps what it adds."""
 
     def __init__(self, policy, queue, *, field="proximal_logprobs", version, max_tokens=100):
-        scorer = Scorer(freeze(policy), device=CPU)
+        scorer = Scorer(freeze(policy), device=CPU, shares_prefixes=True)
         self.added = {}
         fields = FieldScoring(
             field,
@@ -27,6 +27,7 @@ class Apart:
             ranks=Ranks(),
             cost=float,
             max_tokens=max_tokens,
+            shares_prefixes=True,
         )
         self.leader = ScoringLeader(scorer, fields, version=version)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.trainer.algorithm.segments import Segments
+from services.trainer.batch.segments import Segments
 
 _FOLDER = Path(__file__).parents[2] / "vectors"
 

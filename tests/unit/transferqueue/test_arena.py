@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.transferqueue.storage.arena import Arena, aligned
+from services.transferqueue.encoding.codec import aligned
+from services.transferqueue.storage.arena import Arena
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import pytest
 
 from services.common.columns import BlobRef
 from services.common.errors import DataLossError
-from services.transferqueue.tensors.readplan import Extent
-from services.transferqueue.transport import codec
+from services.transferqueue.encoding import codec
+from services.transferqueue.encoding.readplan import Extent
 from services.transferqueue.transport.arrival import Arrival
 
 DATA = bytes(range(40))

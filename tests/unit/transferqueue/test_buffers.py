@@ -4,7 +4,7 @@ import gc
 
 import torch
 
-from services.transferqueue.tensors.buffers import BufferPool
+from services.transferqueue.transport.buffers import BufferPool
 
 
 def test_memory_comes_back_when_the_last_view_is_gone() -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.transferqueue.transport import codec
+from services.transferqueue.encoding import codec
 
 COUNTS = st.integers(0, (1 << 63) - 1)
 TEXT = st.text(max_size=20)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from services.common.errors import DeadlineExceededError, UnavailableError
+from services.transferqueue.encoding import codec
 from services.transferqueue.facts import Shard
-from services.transferqueue.transport import codec
 from services.transferqueue.transport.connection import ShardConnection
 
 SHARD = Shard(shard_id="s", endpoint="tcp://127.0.0.1:1", public_key="", instance_id="i")

@@ -115,26 +115,21 @@ class IndexMachine(RuleBasedStateMachine):
             with pytest.raises(DeadlineExceededError):
                 self.runner.run(self.index.leasing.acquire(request))
             return
-        meta, _ = self.runner.run(self.index.leasing.acquire(request))
+        meta = self.runner.run(self.index.leasing.acquire(request))
         assert len(set(meta.keys)) == count
         assert set(meta.keys) <= self.queued
         self.queued -= set(meta.keys)
         self.leases[meta.lease_id] = set(meta.keys)
 
     @precondition(lambda self: self.leases)
-    @rule(data=st.data(), is_ack=st.booleans())
-    def end_lease(self, data: st.DataObject, is_ack: bool) -> None:
+    @rule(data=st.data())
+    def end_lease(self, data: st.DataObject) -> None:
         lease_id = data.draw(st.sampled_from(sorted(self.leases)))
         keys = self.leases.pop(lease_id)
-        if is_ack:
-            self.index.leasing.ack(PARTITION, lease_id)
-            self.index.leasing.ack(PARTITION, lease_id)
-            assert not keys & self.acked
-            self.acked |= keys
-        else:
-            self.index.leasing.nack(PARTITION, lease_id)
-            self.queued |= keys
-            self.dead_leases.add(lease_id)
+        self.index.leasing.ack(PARTITION, lease_id)
+        self.index.leasing.ack(PARTITION, lease_id)
+        assert not keys & self.acked
+        self.acked |= keys
 
     @precondition(lambda self: self.dead_leases)
     @rule(data=st.data())

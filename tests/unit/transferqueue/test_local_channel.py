@@ -4,8 +4,8 @@ import asyncio
 import socket
 import struct
 
-from services.transferqueue.transport.codec import MAX_HEADER_BYTES
-from services.transferqueue.transport.local_channel import LocalChannel
+from services.transferqueue.channels.local_channel import LocalChannel
+from services.transferqueue.encoding.codec import MAX_HEADER_BYTES
 
 
 class End:

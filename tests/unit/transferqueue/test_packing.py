@@ -6,19 +6,18 @@ from torch import Tensor
 
 from services.common.errors import InvalidArgumentError
 from services.common.jagged import Jagged
-from services.transferqueue.tensors.packing import (
+from services.transferqueue.encoding.checksums import blob_checksum
+from services.transferqueue.encoding.codec import FRAME_BYTES, ITEM_BYTES
+from services.transferqueue.encoding.packing import (
     PackedColumn,
     Values,
     pack,
     select_rows,
     share,
     unpack,
-    unpack_objects,
 )
-from services.transferqueue.transport.checksums import blob_checksum
-from services.transferqueue.transport.codec import FRAME_BYTES, ITEM_BYTES
 
-DTYPES = [getattr(torch, name) for name in ITEM_BYTES if name != "msgpack"]
+DTYPES = [getattr(torch, name) for name in ITEM_BYTES]
 
 
 def there_and_back(values: Values) -> Jagged:
@@ -75,21 +74,14 @@ def test_a_shared_row_is_stored_once() -> None:
     assert column.offsets == (0,) * 4
 
 
-def test_other_values_come_back_through_msgpack() -> None:
-    values: list[object] = [{"a": [1, 2.5, "x"]}, None, b"raw", "", []]
-    column = pack("x", values)
-    assert column.dtype == "msgpack"
-    assert unpack_objects(column.to_field(0), data_of(column)) == values
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ([torch.zeros(2), torch.zeros(2, dtype=torch.int32)], "must agree"),
         ([torch.zeros(2), torch.zeros(2, 2)], "must agree"),
         ([torch.zeros(1, 2), torch.zeros(1, 3)], "must agree"),
-        ([torch.zeros(2), "text"], "mixes"),
-        ([object()], "msgpack cannot"),
+        ([torch.zeros(2), "text"], "holds str; expected one tensor"),
+        ([], "holds nothing"),
         ([torch.zeros(2, dtype=torch.complex64)], "dtype complex64"),
     ],
 )

@@ -38,7 +38,7 @@ def meta_of(
 
 
 def partition() -> Partition:
-    return Partition("run/train", ["tokens"], {})
+    return Partition("run/train", ["tokens"])
 
 
 def test_a_description_says_where_everything_is() -> None:
@@ -205,27 +205,20 @@ def test_a_sample_with_all_its_fields_and_tags_takes_little_memory(
     assert used / 1000 < limit
 
 
-def test_puts_that_share_columns_lose_their_blobs_and_fields_apart() -> None:
+def test_puts_that_share_columns_lose_their_blobs_apart() -> None:
     target = partition()
     for number, key in enumerate("abc"):
         target.add(meta_of(key, blob_id=number))
     a, b, c = target.get(["a", "b", "c"])
     assert a.parts == b.parts == c.parts
     assert [blob.blob_id for blob in target.remove([b])] == [1]
-    ((part, put),) = target.settle([c])
-    dropped = target.drop_field(part, put, "tokens")
-    assert dropped is not None
-    assert dropped.blob_id == 2
-    assert target.drop_field(part, put, "tokens") is None
-    assert (a.field_names(), c.field_names()) == ({"tokens"}, set())
-    column = target.describe([c, a]).column("tokens")
-    assert (column.blob_indexes, column.lengths) == ((MISSING, 0), (0, 2))
-    assert [meta.field_names for meta in target.describe_puts()] == [("tokens",), ()]
-    before = {
-        tuple(row.key for row in extension.rows): extension.before
-        for extension in target.add(meta_of("a", "c", field="extra", blob_id=3))
-    }
-    assert before == {("a",): {"tokens"}, ("c",): set()}
+    (extension,) = target.add(meta_of("a", "c", field="extra", blob_id=3))
+    assert ([row.key for row in extension.rows], extension.before) == (["a", "c"], {"tokens"})
+    assert target.stored_bytes == 8 + 8 + 16
+    assert [blob.blob_id for blob in target.remove([c])] == [2]
+    column = target.describe([a]).column("tokens")
+    assert (column.blob_indexes, column.lengths) == ((0,), (2,))
+    assert [meta.field_names for meta in target.describe_puts()] == [("tokens", "extra")]
     assert target.stored_bytes == 8 + 16
 
 

@@ -16,10 +16,10 @@ from services.common.errors import (
     ServiceError,
     UnavailableError,
 )
+from services.transferqueue.encoding import codec
 from services.transferqueue.storage.arena import Arena
 from services.transferqueue.storage.blobs import Storage
 from services.transferqueue.storage.puts import Puts
-from services.transferqueue.transport import codec
 
 DATA = b"12345678"
 CHECKSUMS = (codec.checksum(DATA),)

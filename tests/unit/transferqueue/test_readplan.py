@@ -5,7 +5,7 @@ import pytest
 from services.common.batch import KVBatchMeta
 from services.common.columns import MISSING, BlobRef, FieldColumn
 from services.common.errors import NotFoundError
-from services.transferqueue.tensors.readplan import ReadPlan, plan_read
+from services.transferqueue.encoding.readplan import ReadPlan, plan_read
 
 
 def plan_of(

@@ -7,9 +7,9 @@ import pytest
 
 from services.common.columns import BlobRef
 from services.common.errors import DataLossError, InvalidArgumentError, NotFoundError
+from services.transferqueue.encoding.codec import checksum
 from services.transferqueue.storage.arena import Arena
 from services.transferqueue.storage.blobs import Storage
-from services.transferqueue.transport.codec import checksum
 
 
 def storage(capacity: int = 4096, spill: Arena | None = None) -> Storage:

@@ -1,9 +1,11 @@
 """Tokenizers made on the spot round-trip, and load elsewhere once saved."""
 
+import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from services.common.models.tokenizer import load_tokenizer
 from services.common.spec.model import ModelSpec
@@ -50,3 +52,39 @@ def test_a_chat_ends_where_the_answer_begins() -> None:
     tokenizer = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m"))
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
     assert tokenizer.decode(ids) == "user: hi\nassistant: "
+
+
+@pytest.fixture
+def llama_like(tmp_path: Path) -> ModelSpec:
+    """A folder as instruct models have it: a first token, several last ones, a template with a switch."""
+    backend = Tokenizer(
+        models.WordLevel({"<bos>": 0, "<eos>": 1, "<eot>": 2, "a": 3, "no": 4}, "a")
+    )
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 0)]
+    )
+    inner = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>")
+    inner.chat_template = "{{ messages[0]['content'] }}{% if not thinks %} no{% endif %}"
+    inner.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    return ModelSpec(path=str(tmp_path))
+
+
+def test_every_end_token_of_the_model_ends_a_response(llama_like: ModelSpec) -> None:
+    assert load_tokenizer(llama_like).stop_ids == {1, 2}
+    assert load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m")).stop_ids == {1}
+
+
+def test_a_prompt_begins_with_the_token_that_the_model_expects(llama_like: ModelSpec) -> None:
+    tokenizer = load_tokenizer(llama_like)
+    assert tokenizer.encode_prompt("a") == [0, 3]
+    assert tokenizer.encode("a") == [3]
+    plain = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="chars:ab"))
+    assert plain.encode_prompt("a") == plain.encode("a")
+
+
+def test_the_chat_template_reads_its_arguments(llama_like: ModelSpec) -> None:
+    chat = [{"role": "user", "content": "a"}]
+    assert load_tokenizer(llama_like).apply_chat_template(chat) == [3, 4]
+    assert load_tokenizer(llama_like, {"thinks": True}).apply_chat_template(chat) == [3]

@@ -10,7 +10,7 @@ import pytest
 from services.common.spec.rollout import RewardSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.failures import CallError
-from services.rollout.rewards.base import RewardInput
+from services.rollout.rewards.base import RewardInput, Score
 from services.rollout.rewards.scorer import Scorer
 
 USER_CODE = """
@@ -50,7 +50,9 @@ async def test_user_functions_sync_and_async_are_summed_by_weight(code: str) -> 
         RewardSpec(name="exact_match"),
     ]
     async with CallPool(2) as pool:
-        assert await Scorer(specs, pool).score(given()) == 2 * 4 - 0.5 + 1
+        assert await Scorer(specs, pool).score(given()) == Score(
+            2 * 4 - 0.5 + 1, {"good": 4.0, "later": 0.5, "exact_match": 1.0}
+        )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ async def test_failures_are_typed_and_the_pool_goes_on(
         with pytest.raises(CallError, match=message) as caught:
             await Scorer([bad], pool).score(given())
         assert caught.value.kind == kind
-        assert await Scorer([RewardSpec(name="exact_match")], pool).score(given()) == 1.0
+        assert (await Scorer([RewardSpec(name="exact_match")], pool).score(given())).value == 1.0
 
 
 async def test_a_reward_that_hangs_delays_the_others_by_at_most_its_deadline(code: str) -> None:
@@ -84,7 +86,9 @@ async def test_a_reward_that_hangs_delays_the_others_by_at_most_its_deadline(cod
             Scorer([RewardSpec(name=f"{code}:sleeps", timeout_s=0.3)], pool).score(given())
         )
         await asyncio.sleep(0)
-        assert await Scorer([RewardSpec(name="exact_match")], pool).score(given("no")) == 0.0
+        assert (
+            await Scorer([RewardSpec(name="exact_match")], pool).score(given("no"))
+        ).value == 0.0
         assert time.monotonic() - started_at < 30
         with pytest.raises(CallError):
             await hanging
@@ -103,4 +107,4 @@ async def test_workers_are_reused_and_bounded(tmp_path: Path) -> None:
     async with CallPool(2) as pool:
         scorer = Scorer([spec], pool)
         pids = await asyncio.gather(*[scorer.score(given()) for _ in range(20)])
-    assert 1 <= len(set(pids)) <= 2
+    assert 1 <= len({pid.value for pid in pids}) <= 2

@@ -54,7 +54,13 @@ def make_episode(
 ) -> Episode:
     return Episode(
         Prompt(token_ids=(5, 6), text="p", answer=None, row={}, data_source="test"),
-        EpisodeLimits(seed=1, temperature=temperature, max_response_tokens=room, stop_texts=()),
+        EpisodeLimits(
+            seed=1,
+            temperature=temperature,
+            max_response_tokens=room,
+            max_tokens=10_000,
+            stop_texts=(),
+        ),
         engine=engine,
         tokenizer=TOKENIZER,
         calls=CallPool(1),

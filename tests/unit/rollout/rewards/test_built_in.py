@@ -1,5 +1,8 @@
 """Built-in rewards."""
 
+import json
+from pathlib import Path
+
 import pytest
 import reasoning_gym
 
@@ -39,6 +42,20 @@ def test_gsm8k_answers_are_compared_by_value(response: str, score: float) -> Non
 def test_latex_answers_are_compared_by_value() -> None:
     assert math_answer("", r"It is $\frac{2}{4}$.", r"$\frac{1}{2}$", {}) == 1.0
     assert math_answer("", "1,000", "#### 1000", {}) == 1.0
+
+
+def test_answers_in_the_styles_of_public_data_sets_score_1_and_wrong_ones_0() -> None:
+    """200 answers as in MATH-500, AIME, GSM8K and OlympiadBench, with right and wrong responses."""
+    rows = json.loads(Path(__file__).with_name("math_answers.json").read_text())
+    assert len(rows) >= 200
+    misjudged = [
+        (row["gold"], response, kind)
+        for row in rows
+        for kind, score in (("right", 1.0), ("wrong", 0.0))
+        for response in row[kind]
+        if math_answer("", response, row["gold"], {}) != score
+    ]
+    assert misjudged == []
 
 
 def test_an_answer_without_an_expression_is_a_failure_not_a_zero() -> None:

@@ -1,14 +1,28 @@
 """Programs in the sandbox."""
 
-import struct
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from services.rollout.rewards import landlock, seccomp
+from services.rollout.rewards import bubblewrap, landlock, seccomp
 from services.rollout.rewards.code_tests import code_tests
 
 pytestmark = pytest.mark.skipif(not seccomp.is_supported(), reason="needs Linux")
+
+
+@pytest.fixture(params=["bubblewrap", "alone"], autouse=True)
+def isolation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With the host's sandbox, and with ours alone."""
+    if request.param == "alone":
+        monkeypatch.setattr(bubblewrap, "is_usable", lambda: False)
+    elif not bubblewrap.is_usable():
+        pytest.skip("needs bubblewrap")
+    return str(request.param)
+
 
 PAIRS = {"inputs": ["2", "3"], "outputs": ["4", "7"]}
 
@@ -73,12 +87,11 @@ def denied(call):
     try:
         call()
     except (PermissionError, OSError) as error:
-        return error.errno in (1, 13, 18)
+        return error.errno in {errors}
     return False
 """
 
 
-@pytest.mark.skipif(not landlock.is_supported(), reason="needs Landlock")
 @pytest.mark.parametrize(
     "escape",
     [
@@ -98,6 +111,10 @@ def denied(call):
         "lambda: os.utime('{secret}', (0, 0))",
         "lambda: os.setxattr('{secret}', 'user.x', b'')",
         "lambda: os.fork()",
+        "lambda: signal.pthread_kill(threading.get_ident(), 9)",
+        "lambda: os.memfd_create('x')",
+        "lambda: fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())",
+        "lambda: fcntl.fcntl(0, 10, 9)",
         "lambda: os.posix_spawn('/bin/sh', ['sh'], {{}})",
         "lambda: subprocess.run(['/bin/cat', '{secret}'])",
         "lambda: os.setuid(1) if os.getuid() == 0 else os.setuid(0)",
@@ -106,11 +123,15 @@ def denied(call):
         "lambda: ctypes.CDLL(None, use_errno=True).shmget(1, 1, 0o666) == -1 and fail()",
     ],
 )
-def test_escapes_are_denied(tmp_path: Path, escape: str) -> None:
+def test_escapes_are_denied(tmp_path: Path, isolation: str, escape: str) -> None:
     secret = tmp_path / "secret"
     secret.write_text("secret")
     fail = "def fail():\n    raise OSError(ctypes.get_errno(), '')\n"
-    program = f"import ctypes, os, subprocess\n{fail}{DENIED}"
+    program = f"import ctypes, fcntl, os, signal, subprocess, threading\n{fail}"
+    # Inside bubblewrap the files of the user do not exist, and the system's cannot be written.
+    program += DENIED.format(
+        errors=(1, 13, 18, 2, 30) if isolation == "bubblewrap" else (1, 13, 18)
+    )
     call = escape.format(secret=secret, folder=tmp_path)
     assert score(program, f"assert denied({call})") == 1.0
     assert secret.read_text() == "secret"
@@ -128,22 +149,95 @@ with ThreadPoolExecutor(2) as pool:
     assert score(program, "assert squares == [0, 1, 4, 9] and open('notes').read() == 'x'") == 1.0
 
 
-def test_without_landlock_programs_run_only_where_that_is_asked_for(monkeypatch) -> None:
+def test_without_landlock_programs_run_only_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(landlock, "is_supported", lambda: False)
+    monkeypatch.setattr(bubblewrap, "is_usable", lambda: False)
     with pytest.raises(RuntimeError, match="reads_files"):
         score("x = 1")
     assert score("x = 1", reads_files=True) == 1.0
 
 
-@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_every_jump_of_the_filter_ends_inside_it(machine: str) -> None:
-    code = list(struct.iter_unpack("HBBI", seccomp.build_filter(machine)))
-    for place, (operation, if_true, if_false, _) in enumerate(code):
-        if operation & 0x07 == 0x05:
-            assert place + 1 + max(if_true, if_false) < len(code)
-    allow, deny, unknown = range(len(code) - 3, len(code))
-    listed = [place for place, item in enumerate(code) if item[0] == 0x15][1:]
-    *denied, clone3, clone = [place + 1 + code[place][1] for place in listed]
-    assert set(denied) == {deny}
-    assert (clone3, code[clone][0]) == (unknown, 0x20)
-    assert listed[-1] + 1 + code[listed[-1]][2] == allow
+ON_OTHERS = """\
+import ctypes, os, sys
+call = ctypes.CDLL(None, use_errno=True).syscall
+pid = {pid}
+nothing = (ctypes.c_uint64 * 16)()
+pair = (ctypes.c_uint64 * 2)(0, 0)
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="has the numbers of x86_64")
+@pytest.mark.parametrize(
+    "call",
+    [
+        "call(302, pid, 0, pair, None)",  # prlimit64, RLIMIT_CPU 0
+        "call(302, pid, 7, None, nothing)",
+        "call(141, 0, pid, 19)",  # setpriority
+        "call(140, 0, pid)",  # getpriority
+        "call(144, pid, 3, nothing)",  # sched_setscheduler
+        "call(142, pid, nothing)",  # sched_setparam
+        "call(203, pid, 128, nothing)",  # sched_setaffinity
+        "call(204, pid, 128, nothing)",  # sched_getaffinity
+        "call(314, pid, nothing, 0)",  # sched_setattr
+        "call(251, 1, pid, 3 << 13)",  # ioprio_set
+        "call(252, 1, pid)",  # ioprio_get
+        "call(434, pid, 0)",  # pidfd_open
+        "call(440, 3, nothing, 1, 4, 0)",  # process_madvise
+        "call(448, 3, 0)",  # process_mrelease
+        "call(310, pid, nothing, 1, nothing, 1, 0)",  # process_vm_readv
+        "call(62, pid, 0)",  # kill
+        "call(129, pid, 9, nothing)",  # rt_sigqueueinfo
+        "call(121, pid)",  # getpgid
+        "call(256, pid, 0, nothing, nothing)",  # migrate_pages
+        "call(312, pid, pid, 0, 0, 0)",  # kcmp
+    ],
+)
+def test_other_processes_of_the_user_cannot_be_touched(call: str) -> None:
+    victim = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        program = ON_OTHERS.format(pid=victim.pid)
+        assert score(program, f"assert {call} == -1 and ctypes.get_errno() == 1") == 1.0
+        assert os.sched_getaffinity(victim.pid) == os.sched_getaffinity(0)
+        assert os.getpriority(os.PRIO_PROCESS, victim.pid) == os.getpriority(os.PRIO_PROCESS, 0)
+        with pytest.raises(subprocess.TimeoutExpired):
+            victim.wait(1.2 if "302, pid, 0" in call else 0)
+    finally:
+        victim.send_signal(signal.SIGKILL)
+        victim.wait()
+
+
+def test_neither_the_answer_nor_the_mark_is_in_a_frame_of_the_program() -> None:
+    program = """\
+import re, sys
+seen = []
+def solve():
+    frame = sys._getframe(1)
+    while frame is not None:
+        for thing in (*frame.f_code.co_consts, *frame.f_locals.values(), *frame.f_globals.values()):
+            seen.extend(re.findall("[0-9a-f]{32}|the_" + "answer", str(thing)))
+        frame = frame.f_back
+"""
+    early = f"{program}\nsolve()\nassert seen == []\ndel solve\ndef solve(): pass\n"
+    assert score(early, "the_answer = 1") == 1.0
+    assert score(program, "solve()\nassert not [text for text in seen if len(text) == 32]") == 1.0
+
+
+@pytest.mark.parametrize("status", [137, 143])
+def test_a_program_cannot_pass_for_one_that_was_killed_from_outside(status: int) -> None:
+    for way in (f"sys.exit({status})", f"os._exit({status})"):
+        assert score(f"import os, sys\n{way}") == 0.0
+
+
+def test_bubblewrap_shows_no_other_process_and_no_file_of_the_user(
+    isolation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if isolation != "bubblewrap":
+        pytest.skip("only with bubblewrap")
+    monkeypatch.setattr(landlock, "is_supported", lambda: False)
+    (tmp_path / "secret").write_text("secret")
+    program = "import os"
+    assert score(program, f"assert not os.path.exists({str(tmp_path)!r})") == 1.0
+    assert score(program, "assert os.getpid() < 10 and not os.path.exists('/proc/1')") == 1.0
+    assert score(program, "assert not os.path.exists('/etc/passwd')") == 1.0

@@ -7,6 +7,8 @@ import pytest
 
 from services.common.spec.rollout import RewardSpec
 from services.rollout.calls.pool import CallPool
+from services.rollout.failures import CallError
+from services.rollout.rewards.base import RewardInput
 from services.rollout.rewards.scorer import Scorer
 from services.rollout.samples import sample_fields
 from tests.unit.rollout.test_sampling import assignment, sampling
@@ -66,7 +68,7 @@ async def test_one_reward_in_five_fails_and_no_score_is_unearned(rewards: str, p
     assert not outcome.failed
     samples = [sample for group in outcome.published.values() for sample in group]
     scored = [sample for sample in samples if sample.finish_reason != "failed"]
-    assert all(sample.reward == earned(decode(sample.response_ids)) > 0 for sample in scored)
+    assert all(sample.score.value == earned(decode(sample.response_ids)) > 0 for sample in scored)
     masks = sample_fields(samples)["response_mask"]
     assert [bool(mask.any()) for mask in masks] == [s.finish_reason != "failed" for s in samples]
     assert (len(scored) == len(samples)) == (policy == "regenerate")
@@ -86,3 +88,35 @@ async def test_a_reward_that_sleeps_for_ever_costs_no_more_than_its_deadline(rew
     assert len(outcome.published) == 6
     # The rest is the start of another process, not a second wait; far below the sleep.
     assert seconds < 30
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(10**400, id="huge"),
+        pytest.param(-(10**400), id="negative"),
+        # Python refuses to write it as digits.
+        pytest.param(10**5000, id="unwritable"),
+        *(1e308, float("inf"), "1", None, [1.0], {"score": "1"}),
+    ],
+)
+async def test_what_is_no_finite_number_is_no_score(value: object) -> None:
+    class Judge:
+        async def score(self, given: RewardInput, **_: object) -> object:
+            return value
+
+    spec = RewardSpec(name="http://judge", weight=10.0)
+    scorer = Scorer([spec], None, {"http://judge": Judge()})  # type: ignore[arg-type,dict-item]
+    given = RewardInput(prompt="", response="", answer=None, row={})
+    with pytest.raises(CallError, match="must return a finite number") as caught:
+        await scorer.score(given)
+    assert caught.value.kind == "invalid_value"
+    assert len(caught.value.message) < 400
+
+
+async def test_a_huge_integer_of_a_python_reward_does_not_crash_the_rollout(tmp_path: Path) -> None:
+    (tmp_path / "huge.py").write_text("def huge(*arguments):\n    return 10 ** 400\n")
+    async with CallPool(1) as pool:
+        scorer = Scorer([RewardSpec(name=f"{tmp_path}/huge.py:huge", bounds=(0, 1))], pool)
+        with pytest.raises(CallError, match="an integer of 1329 bits"):
+            await scorer.score(RewardInput(prompt="", response="", answer=None, row={}))

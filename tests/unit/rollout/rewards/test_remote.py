@@ -10,11 +10,11 @@ import pytest
 
 from services.common.spec.rollout import RewardSpec
 from services.rollout.calls.pool import CallPool
+from services.rollout.calls.reach import Reach
 from services.rollout.failures import CallError
-from services.rollout.rewards.base import RewardInput
+from services.rollout.rewards.base import RewardInput, Score
 from services.rollout.rewards.grpc_client import GrpcRewardService
 from services.rollout.rewards.http_service import HttpRewardService
-from services.rollout.rewards.reach import Reach
 from services.rollout.rewards.remote import CircuitBreaker, RemoteReward
 from services.rollout.rewards.scorer import Scorer
 from slipstream.reward.v1 import reward_pb2 as pb
@@ -39,7 +39,7 @@ async def test_a_score_comes_back_weighted() -> None:
     bodies: list[bytes] = []
     async with service(handler) as remote, CallPool(1) as pool:
         scorer = Scorer([RewardSpec(name=URL, weight=2.0)], pool, {URL: remote})
-        assert await scorer.score(GIVEN) == 0.5
+        assert await scorer.score(GIVEN) == Score(0.5, {"score": 0.25})
     assert b'"response":"r"' in bodies[0].replace(b" ", b"")
 
 
@@ -117,7 +117,7 @@ async def test_a_grpc_service_scores_and_its_failures_are_typed() -> None:
             ) as remote,
         ):
             scorer = Scorer([RewardSpec(name=url, weight=2.0)], pool, {url: remote})
-            assert await scorer.score(GIVEN) == 1.0
+            assert (await scorer.score(GIVEN)).value == 1.0
             assert judge.requests[1].answer_json == '"a"'
             assert judge.requests[1].row_json == '{"x": 1}'
             with pytest.raises(CallError, match="INVALID_ARGUMENT: an empty response") as caught:

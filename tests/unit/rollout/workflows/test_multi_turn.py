@@ -71,9 +71,16 @@ class Scripted:
 
 
 def episode(
-    engine: Any, calls: CallPool, *, recorded: Sequence[Turn] = (), room: int = 1000
+    engine: Any,
+    calls: CallPool,
+    *,
+    recorded: Sequence[Turn] = (),
+    room: int = 1000,
+    context: int = 2000,
 ) -> Episode:
-    limits = EpisodeLimits(seed=1, temperature=1.0, max_response_tokens=room, stop_texts=())
+    limits = EpisodeLimits(
+        seed=1, temperature=1.0, max_response_tokens=room, max_tokens=context, stop_texts=()
+    )
     return Episode(
         PROMPT,
         limits,
@@ -83,6 +90,15 @@ def episode(
         request_id="r",
         recorded=recorded,
     )
+
+
+async def test_a_long_prompt_leaves_the_response_what_the_model_holds() -> None:
+    engine = Scripted(["it is 5, I am quite sure"])
+    async with CallPool(1) as calls:
+        done = episode(engine, calls, context=len(PROMPT.token_ids) + 4)
+        await MultiTurn(tools=[]).run(done)
+    (request,) = engine.requests
+    assert request.max_tokens == len(done.response_ids) == 4
 
 
 def call(name: str, **arguments: object) -> str:

@@ -1,0 +1,97 @@
+"""What commands that were killed left on this machine: it goes at the next start, and nothing else does."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from services.cli import known_tokens
+from services.cli.owned_folder import owned_folder
+from services.common.process_identity import own_identity
+
+# Both commands hold a folder and a token, say so, and wait.
+PROGRAM = """
+import sys
+from services.cli import known_tokens
+from services.cli.owned_folder import owned_folder
+with owned_folder() as folder, known_tokens.known(f"http://127.0.0.1:{sys.argv[1]}", "secret"):
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def places(tmp_path, monkeypatch):
+    for name in ("HOME", "TMPDIR"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+
+
+def begin(port: int) -> tuple[subprocess.Popen, Path]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(port)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_what_a_killed_command_left_goes_and_what_a_living_one_has_stays():
+    (killed, left), (living, kept) = begin(1), begin(2)
+    try:
+        killed.kill()
+        killed.wait()
+        assert left.is_dir()
+        assert known_tokens.find("http://127.0.0.1:1") == "secret"
+        with owned_folder() as own, known_tokens.known("http://127.0.0.1:3", "own"):
+            assert not left.exists()
+            assert known_tokens.find("http://127.0.0.1:1") == ""
+            assert kept.is_dir()
+            assert own.is_dir()
+            assert known_tokens.find("http://127.0.0.1:2") == "secret"
+            assert known_tokens.find("http://127.0.0.1:3") == "own"
+    finally:
+        living.communicate()
+    assert not kept.exists()
+    assert known_tokens.find("http://127.0.0.1:2") == ""
+
+
+@pytest.mark.parametrize("owner", ["nobody", "elsewhere", "unreadable"])
+def test_what_may_be_in_use_stays(tmp_path, owner):
+    folder = tmp_path / "TMPDIR" / "slipstream-foreign"
+    folder.mkdir()
+    gone = {**own_identity(), "start_time": 0.0}
+    if owner != "nobody":
+        text = json.dumps({**gone, "host": "elsewhere"}) if owner == "elsewhere" else "pid 17"
+        (folder / "owner").write_text(text)
+    with owned_folder():
+        assert folder.is_dir()
+    (folder / "owner").write_text(json.dumps(gone))
+    link = folder.with_name("slipstream-link")
+    link.symlink_to(tmp_path)
+    with owned_folder():
+        assert not folder.exists()
+        assert link.is_symlink()
+
+
+@pytest.mark.parametrize("text", ["slp_of_an_older_release", "[]", "{}", ""])
+def test_a_token_file_that_cannot_be_read_is_none(tmp_path, text):
+    folder = tmp_path / "HOME" / ".slipstream" / "tokens"
+    folder.mkdir(parents=True)
+    (folder / "127.0.0.1:1").write_text(text)
+    assert known_tokens.find("http://127.0.0.1:1") == ""
+
+
+def test_controllers_that_run_here_are_known_by_their_addresses():
+    assert known_tokens.running() == []
+    with known_tokens.known("http://127.0.0.1:8700", "secret"):
+        process, _ = begin(8701)
+        assert known_tokens.running() == ["http://127.0.0.1:8700", "http://127.0.0.1:8701"]
+        process.kill()
+        process.wait()
+        assert known_tokens.running() == ["http://127.0.0.1:8700"]

@@ -1,0 +1,49 @@
+"""Runs are found by name and by as much of their id as tells them apart."""
+
+import pytest
+
+from services.cli.api import ApiError
+from services.cli.names import find_run, short_ids
+
+IDS = [f"run_0198{digits:0<28}" for digits in ("aaa1", "aab2", "bcd3")]
+
+
+class Run:
+    def __init__(self, run_id: str, name: str) -> None:
+        self.id, self.name = run_id, name
+
+
+class Page:
+    def __init__(self, items: list[Run]) -> None:
+        self.items = items
+
+
+class Controller:
+    """Has three runs, two of them of one name, the newest first."""
+
+    async def call(self, operation):
+        runs = [Run(IDS[2], "sort"), Run(IDS[1], "sort"), Run(IDS[0], "count")]
+        found = [run for run in runs if operation.name in ("", run.name)]
+        return Page(found[: operation.page_size])
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [(IDS[1], 1), ("sort", 2), ("count", 0), ("run_0198aaa", 0), ("0198b", 2), ("run_0198aab2", 1)],
+)
+async def test_a_name_is_the_newest_of_it_and_a_prefix_is_enough(text, number):
+    assert await find_run(Controller(), text) == IDS[number]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("run_0198aa", "2 runs"), ("sart", "Did you mean 'sort'"), ("run_9", "list")]
+)
+async def test_what_names_no_run_or_several_is_refused(text, said):
+    with pytest.raises(ApiError, match=said):
+        await find_run(Controller(), text)
+
+
+def test_short_ids_differ():
+    shown = short_ids(IDS)
+    assert len(set(shown)) == 3
+    assert max(map(len, shown)) == 11

@@ -1,0 +1,36 @@
+"""Two commands in one state directory: the second is told of the first."""
+
+import subprocess
+import sys
+
+import pytest
+
+from services.cli.state_lock import StateInUseError, sole_use
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from services.cli.state_lock import sole_use
+with sole_use(Path(sys.argv[2])):
+    print("has it", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_second_command_is_told_who_has_the_folder_until_that_is_gone(tmp_path):
+    first = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "up", str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert first.stdout.readline() == "has it\n"
+        who = rf"process {first.pid} \(slipstream up .*--state-directory"
+        with pytest.raises(StateInUseError, match=who), sole_use(tmp_path):
+            pytest.fail("two have it")
+    finally:
+        first.kill()
+        first.communicate()
+    with sole_use(tmp_path), pytest.raises(StateInUseError), sole_use(tmp_path):
+        pytest.fail("two have it")

@@ -1,0 +1,216 @@
+"""Wrong specifications: each mistake is named with its key and what would do, without the network."""
+
+import json
+import socket
+
+import pytest
+import yaml
+
+from services.cli.preflight import read_checked
+from services.common.spec.loader import SpecError
+
+GONE = "(left out)"
+RIGHT = {
+    "name": "right",
+    "model": {"path": "tiny:qwen2-0.4m"},
+    "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
+    "rollout": {"rewards": [{"name": "exact_match"}]},
+    "trainer": {"steps": 10, "prompts_per_step": 4},
+}
+TASK = """
+def reward(prompt, response, answer, row, *, scale=1.0): return scale
+def narrow(prompt): return 0.0
+def rows(count): return [{"prompt": "a", "answer": "b"}] * count
+def nothing(): return []
+value = 3
+"""
+GROUPS = {"task_groups": ["train", "generate"], "ratios": [0.5, 0.5]}
+
+# What is set, and what is told: the key, then words of the fix.
+WRONG = [
+    ({"nam": "x"}, ["nam:", "name"]),
+    ({"trainer.stepz": 3}, ["trainer.stepz", "'trainer.steps'"]),
+    ({"trainer.learning_rate": 1e-5}, ["trainer.learning_rate", "trainer.optimizer.learning_rate"]),
+    ({"trainer.optimizer.lr": 1e-5}, ["trainer.optimizer.lr", "learning_rate"]),
+    ({"group_size": 8}, ["group_size", "rollout.group_size"]),
+    ({"trainer.batch_size": 8}, ["trainer.batch_size", "trainer.prompts_per_step"]),
+    ({"rollout.max_new_tokens": 8}, ["rollout.max_new_tokens", "rollout.max_response_tokens"]),
+    ({"rollout.rewards": [{"nam": "exact_match"}]}, ["rollout.rewards.0.nam", "name"]),
+    ({"name": GONE}, ["name:", "required"]),
+    ({"model": GONE}, ["model:", "required"]),
+    ({"trainer.steps": GONE}, ["trainer.steps", "required"]),
+    ({"rollout.rewards": []}, ["rollout.rewards", "at least 1"]),
+    ({"name": "Not A Label"}, ["name", "pattern"]),
+    ({"seed": -1}, ["seed", "greater than or equal to 0"]),
+    ({"trainer.steps": "many"}, ["trainer.steps", "integer", "'many'"]),
+    ({"trainer": 5}, ["trainer", "got 5"]),
+    ({"data.shuffle": "maybe"}, ["data.shuffle", "boolean"]),
+    ({"rollout.sampling.temperature": 50}, ["rollout.sampling.temperature", "10"]),
+    ({"trainer.dtype": "bfloat"}, ["trainer.dtype", "'bfloat16'"]),
+    ({"data.train.source": "json"}, ["data.train.source", "'jsonl'"]),
+    ({"weight_sync.mode": "shaddow"}, ["weight_sync.mode", "'shadow'"]),
+    ({"trainer.steps": 10**40}, ["trainer.steps", "2**63"]),
+    ({"rollout.engine": "vlm"}, ["rollout.engine", "'vllm'?"]),
+    ({"rollout.engine": "vllm"}, ["rollout.engine", "not installed", "'torch'"]),
+    ({"rollout.workflow": "multiturn"}, ["rollout.workflow", "'multi_turn'?"]),
+    ({"rollout.workflow_arguments": {"x": 1}}, ["rollout.workflow_arguments", "'x'"]),
+    ({"rollout.rewards": [{"name": "exactmatch"}]}, ["rollout.rewards.0.name", "'exact_match'?"]),
+    ({"rollout.rewards": [{"name": "gone.py:f"}]}, ["rollout.rewards.0.name", "gone.py", "path"]),
+    ({"rollout.rewards": [{"name": "task.py:rewrd"}]}, ["rollout.rewards.0.name", "reward"]),
+    ({"rollout.rewards": [{"name": "task.py:value"}]}, ["rollout.rewards.0.name", "function"]),
+    ({"rollout.rewards": [{"name": "task.py:narrow"}]}, ["rollout.rewards.0.name", "arguments"]),
+    (
+        {"rollout.rewards": [{"name": "task.py:reward", "arguments": {"scal": 2}}]},
+        ["rollout.rewards.0.name", "scal", "arguments"],
+    ),
+    ({"rollout.rewards": [{"name": "no_module_x:f"}]}, ["rollout.rewards.0.name", "no_module_x"]),
+    (
+        {"rollout.rewards": [{"name": "exact_match", "bounds": [1, 0]}]},
+        ["rollout.rewards.0.bounds", "smaller one first"],
+    ),
+    ({"rollout.rewards": [{"name": "reasoning_gym"}]}, ["rollout.rewards", "data.train.source"]),
+    ({"data.answer_column": None}, ["rollout.rewards.0.name", "data.answer_column"]),
+    ({"algorithm.advantage": "grop"}, ["algorithm.advantage", "'grpo'?"]),
+    ({"algorithm.loss": "pppo"}, ["algorithm.loss", "'ppo'?"]),
+    ({"algorithm.loss": "no_module_y:f"}, ["algorithm.loss", "no_module_y"]),
+    ({"algorithm.correction": "none"}, ["algorithm.correction", "algorithm.max_staleness"]),
+    ({"algorithm.rejection": [{"level": "token"}]}, ["algorithm.rejection.0", "upper"]),
+    ({"critic.warmup_steps": 2}, ["critic", "'gae'"]),
+    ({"rollout.group_size": 1}, ["rollout.group_size", "algorithm.min_group_size"]),
+    ({"rollout.sampling.temperature": 0}, ["rollout.sampling.temperature", "above 0"]),
+    ({"rollout.sampling.top_p": 0.9}, ["rollout.sampling.top_p", "must be 1"]),
+    ({"trainer.updates_per_step": 5}, ["trainer.updates_per_step", "trainer.prompts_per_step"]),
+    ({"trainer.tensor_parallel": 2}, ["trainer.world_size", "multiple"]),
+    ({"trainer.optimizer.betas": [0.9, 1.5]}, ["trainer.optimizer.betas", "below 1"]),
+    ({"validation.only": True}, ["validation.only", "data.heldout"]),
+    ({"validation.replicas": 2}, ["validation.replicas", "rollout.replicas"]),
+    ({"data.prompt_template": "no place"}, ["data.prompt_template", "{prompt}"]),
+    ({"data.prompt_column": "promt"}, ["data.prompt_column", "'prompt'?"]),
+    ({"data.answer_column": "ansver"}, ["data.answer_column", "'answer'?"]),
+    ({"data.prompt_column": "number"}, ["data.prompt_column", "text", "another column"]),
+    ({"data.train.path": "gone.jsonl"}, ["data.train.path", "gone.jsonl", "check the path"]),
+    ({"data.train.path": "empty.jsonl"}, ["data.train", "no rows", "at least one"]),
+    ({"data.train.path": "task.py"}, ["data.train", "no JSON", "one JSON object"]),
+    ({"data.heldout": {"source": "jsonl", "path": "gone.jsonl"}}, ["data.heldout.path", "gone"]),
+    ({"data.train": {"source": "python", "path": "task.py:row"}}, ["data.train.path", "rows"]),
+    ({"data.train": {"source": "python", "path": "task.py:rows"}}, ["data.train.arguments"]),
+    ({"model.path": "./gone"}, ["model.path", "no folder", "tiny:"]),
+    ({"model.path": "tiny:huge"}, ["model.path", "tiny:qwen2-0.4m"]),
+    ({"model.path": "gone/nowhere"}, ["model.path", "gone/nowhere", "does not answer", "local"]),
+    ({"model.path": "small"}, ["model.path", "*.safetensors"]),
+    ({"model.tokenizer": "chars:aab"}, ["model.tokenizer", "each once"]),
+    (
+        {"model.path": "small", "model.tokenizer": "bytes", "rollout.max_response_tokens": 100_000},
+        ["rollout.max_response_tokens", "512", "lower"],
+    ),
+    ({"trainer.checkpoint.start_from": "gone"}, ["trainer.checkpoint.start_from", "name a folder"]),
+    ({"trainer.world_size": 64}, ["trainer.world_size", "66 GPUs", "has none"]),
+    ({"topology": {**GROUPS, "gpus": 64}}, ["topology.gpus", "64 GPUs", "has none"]),
+    ({"topology": GROUPS}, ["topology.task_groups", "topology.gpus"]),
+    ({"topology": {**GROUPS, "gpus": 4, "ratios": [0.5]}}, ["topology.task_groups", "one ratio"]),
+    ({"topology": {**GROUPS, "gpus": 4, "ratios": [0.9, 0.9]}}, ["topology.task_groups", "most 1"]),
+    ({"weight_sync.backend": "nccl"}, ["weight_sync.backend", "no GPU", "'gloo'"]),
+    ({"weight_sync": {"mode": "inplace"}, "rollout.engine": "vllm"}, ["weight_sync.mode", "shadow"]),
+    (
+        {"algorithm.max_staleness": 2, "trainer.generate_ahead_steps": 1},
+        ["trainer.generate_ahead_steps", "algorithm.max_staleness", "keep one"],
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    def nowhere(*_, **__):
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", nowhere)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    row = {"prompt": "a", "answer": "b", "number": 3}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "task.py").write_text(TASK)
+    small = {"model_type": "qwen2", "vocab_size": 300, "max_position_embeddings": 512}
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text(json.dumps(small))
+    return tmp_path
+
+
+def told(folder, changes):
+    document = json.loads(json.dumps(RIGHT))
+    for key, value in changes.items():
+        *parents, leaf = key.split(".")
+        target = document
+        for parent in parents:
+            target = target.setdefault(parent, {})
+        if value is GONE:
+            del target[leaf]
+        else:
+            target[leaf] = value
+    (folder / "spec.yaml").write_text(yaml.safe_dump(document))
+    with pytest.raises(SpecError) as caught:
+        read_checked(folder / "spec.yaml")
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(("changes", "words"), WRONG, ids=lambda value: str(value)[:60])
+def test_a_mistake_is_named_with_its_key_and_a_fix(folder, changes, words):
+    problems = told(folder, changes)
+    assert all(word in "\n".join(problems) for word in words), problems
+
+
+def test_there_are_sixty():
+    assert len(WRONG) >= 60
+
+
+def test_one_mistake_is_told_once(folder):
+    for changes in ({"trainer.steps": "many"}, {"model": GONE}, {"data.train.path": "gone.jsonl"}):
+        assert len(told(folder, changes)) == 1, changes
+
+
+def test_mistakes_of_all_kinds_are_told_together(folder):
+    problems = told(
+        folder,
+        {
+            "nam": "x",
+            "seed": "no",
+            "rollout.group_size": 1,
+            "algorithm.loss": "pppo",
+            "model.path": "./gone",
+            "data.prompt_column": "question",
+            "rollout.rewards": [{"name": "task.py:gone"}],
+        },
+    )
+    keys = (
+        "nam",
+        "seed",
+        "rollout.group_size",
+        "algorithm.loss",
+        "model.path",
+        "data.prompt_column",
+    )
+    for key in (*keys, "rollout.rewards.0.name"):
+        assert any(problem.startswith(key) for problem in problems), (key, problems)
+    assert len(problems) == 7, problems
+
+
+def test_what_is_right_passes_and_another_name_of_a_key_is_said_once(folder):
+    document = {**RIGHT, "trainer": {**RIGHT["trainer"], "generate_ahead_steps": 2}}
+    (folder / "spec.yaml").write_text(yaml.safe_dump(document))
+    draft = read_checked(folder / "spec.yaml")
+    assert draft.examined.spec.algorithm.max_staleness == 2
+    assert draft.notes == (
+        "trainer.generate_ahead_steps is another name of algorithm.max_staleness",
+    )
+
+
+def test_a_key_given_twice_is_refused(folder):
+    (folder / "spec.yaml").write_text("name: a\nseed: 1\nseed: 2\n")
+    with pytest.raises(SpecError, match="'seed' is given twice"):
+        read_checked(folder / "spec.yaml")
+
+
+def test_a_run_elsewhere_needs_nothing_of_this_machine(folder):
+    document = {**RIGHT, "trainer": {**RIGHT["trainer"], "world_size": 64}}
+    (folder / "spec.yaml").write_text(yaml.safe_dump(document))
+    assert read_checked(folder / "spec.yaml", is_here=False).examined.spec.trainer.world_size == 64

@@ -1,0 +1,44 @@
+"""What a run may ask of an engine is checked before one starts."""
+
+from typing import Any
+
+import pytest
+
+from services.common.spec.engines import ENGINES
+
+
+@pytest.mark.parametrize(
+    ("engine", "arguments", "gpus"),
+    [
+        ("torch", {}, 1),
+        ("vllm", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 4),
+        ("vllm", {"data_parallel_size": 4, "enable_expert_parallel": True}, 4),
+        ("vllm", {"tensor_parallel_size": 2, "data_parallel_size": 4}, 8),
+        ("sglang", {"tp_size": 4, "pp_size": 2}, 8),
+        ("sglang", {"tp_size": 8, "dp_size": 4, "enable_dp_attention": True, "ep_size": 8}, 8),
+        ("sglang", {"tp_size": 2, "dp_size": 2}, 4),
+    ],
+)
+def test_every_kind_of_parallelism_takes_gpus(
+    engine: str, arguments: dict[str, Any], gpus: int
+) -> None:
+    assert ENGINES[engine].num_gpus(arguments) == gpus
+
+
+@pytest.mark.parametrize(
+    ("engine", "arguments", "message"),
+    [
+        ("torch", {"kv": 1}, r"\['kv'\].*max_kv_tokens"),
+        ("fake", {"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ("vllm", {"tensor_parallel_size": 0}, "number of GPUs from 1, but is 0"),
+        ("vllm", {"max_num_seqs": 8}, "set rollout.max_running_samples"),
+        ("vllm", {"load_format": "auto"}, "load_format follows from the run; remove it$"),
+        ("vllm", {"max_model_len": 500}, "is 500, but .* may have 1000 tokens"),
+        ("sglang", {"context_length": 999}, "is 999, but .* may have 1000 tokens"),
+    ],
+)
+def test_arguments_that_contradict_the_run_are_refused_by_name(
+    engine: str, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ENGINES[engine].check(arguments, most_tokens=1000)

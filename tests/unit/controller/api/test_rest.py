@@ -1,0 +1,331 @@
+"""The REST API over a manager whose runs wait for workers that never come."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from services.common.confinement import Allowance
+from services.controller.api import errors
+from services.controller.api.principals import TokenStore
+from tests.helpers.rest import SPEC, client_of, named, open_manager
+
+JSON = {"Content-Type": "application/json"}
+
+
+async def test_a_run_is_submitted_read_and_cancelled(api):
+    created = await api.post("/v1/runs", json=SPEC)
+    assert created.status_code == 201
+    path = created.headers["Location"]
+    found = await api.get(path)
+    assert found.json()["state"] in ("QUEUED", "STARTING")
+    assert (
+        await api.get(path, headers={"If-None-Match": found.headers["ETag"]})
+    ).status_code == 304
+    assert (await api.post(f"{path}/cancel")).json()["state"] in ("CANCELLING", "CANCELLED")
+
+
+async def test_an_idempotency_key_makes_one_run(api):
+    first = await api.post("/v1/runs", json=SPEC, headers={"Idempotency-Key": "k"})
+    again = await api.post("/v1/runs", json=SPEC, headers={"Idempotency-Key": "k"})
+    assert (first.status_code, again.status_code) == (201, 200)
+    assert first.json()["id"] == again.json()["id"]
+    other = await api.post("/v1/runs", json={**SPEC, "seed": 1}, headers={"Idempotency-Key": "k"})
+    assert (other.status_code, other.json()["code"]) == (409, "idempotency_key_reused")
+
+
+async def test_runs_wait_for_their_turn_and_the_queue_is_bounded(api):
+    for number in range(3):
+        assert (await api.post("/v1/runs", json=named(number))).status_code == 201
+    quota = (await api.get("/v1/quota")).json()
+    assert (quota["active_runs"], quota["queued_runs"]) == (1, 2)
+    refused = await api.post("/v1/runs", json=SPEC)
+    assert (refused.status_code, refused.json()["code"]) == (429, "quota_exceeded")
+    assert int(refused.headers["Retry-After"]) > 0
+
+
+async def test_a_name_is_free_again_once_its_run_has_ended(api):
+    path = (await api.post("/v1/runs", json=SPEC)).headers["Location"]
+    refused = await api.post("/v1/runs", json=SPEC)
+    assert (refused.status_code, refused.json()["code"]) == (409, "name_taken")
+    await api.post(f"{path}/cancel")
+    await api.get(f"{path}/events/stream")
+    assert (await api.post("/v1/runs", json=SPEC)).status_code == 201
+
+
+async def test_a_run_of_higher_priority_starts_first(api, manager):
+    runs = [
+        (await api.post("/v1/runs", json=named(n), params={"priority": priority})).json()["id"]
+        for n, priority in enumerate((0, 0, 5))
+    ]
+    await api.post(f"/v1/runs/{runs[0]}/cancel")
+    async for events in manager.feed.watch(runs[2], 1):
+        if any(event.data.get("to") == "STARTING" for event in events):
+            break
+    assert (await api.get(f"/v1/runs/{runs[1]}")).json()["state"] == "QUEUED"
+
+
+async def test_a_patch_needs_the_revision_that_was_read(api):
+    created = await api.post("/v1/runs", json=SPEC)
+    path = created.headers["Location"]
+    patch = {"labels": {"team": "blue"}}
+    assert (await api.patch(path, json=patch)).status_code == 428
+    assert (await api.patch(path, json=patch, headers={"If-Match": '"0"'})).status_code == 412
+    etag = (await api.get(path)).headers["ETag"]
+    changed = await api.patch(path, json=patch, headers={"If-Match": etag})
+    assert changed.json()["labels"] == {"team": "blue"}
+    listed = (await api.get("/v1/runs", params={"label": "team=blue"})).json()["items"]
+    assert len(listed) == 1
+    assert (await api.get("/v1/runs", params={"label": "team=red"})).json()["items"] == []
+
+
+async def test_labels_and_priority_come_with_the_submission(api):
+    asked = {"label": ["team=blue", "note=a=b"], "priority": 7}
+    headers = {"Idempotency-Key": "k"}
+    run = (await api.post("/v1/runs", json=SPEC, params=asked, headers=headers)).json()
+    assert (run["labels"], run["priority"]) == ({"team": "blue", "note": "a=b"}, 7)
+    listed = (await api.get("/v1/runs", params={"label": "note=a=b"})).json()["items"]
+    assert [item["id"] for item in listed] == [run["id"]]
+    again = await api.post("/v1/runs", json=SPEC, params=asked, headers=headers)
+    assert (again.status_code, again.json()["id"]) == (200, run["id"])
+    other = await api.post("/v1/runs", json=SPEC, params={"label": "team=red"}, headers=headers)
+    assert other.json()["code"] == "idempotency_key_reused"
+    for label in ("team", "=blue", "Team=blue", "team=" + "x" * 64):
+        refused = await api.post("/v1/runs", json=SPEC, params={"label": label})
+        assert refused.status_code == 422, label
+
+
+async def test_only_ended_runs_are_deleted(api):
+    path = (await api.post("/v1/runs", json=SPEC)).headers["Location"]
+    etag = (await api.get(path)).headers["ETag"]
+    refused = await api.delete(path, headers={"If-Match": etag})
+    assert (refused.status_code, refused.json()["code"]) == (409, "not_terminal")
+    await api.post(f"{path}/cancel")
+    await api.get(f"{path}/events/stream")
+    found = await api.get(path)
+    assert (await api.delete(path, headers={"If-Match": found.headers["ETag"]})).status_code == 204
+    assert (await api.get(path)).status_code == 404
+
+
+async def test_pages_follow_each_other(api):
+    for number in range(3):
+        await api.post("/v1/runs", json=named(number))
+    first = (await api.get("/v1/runs", params={"page_size": 2})).json()
+    second = (
+        await api.get("/v1/runs", params={"page_size": 2, "page_token": first["next_page_token"]})
+    ).json()
+    assert [len(first["items"]), len(second["items"])] == [2, 1]
+    assert second["next_page_token"] == ""
+    forged = await api.get("/v1/runs", params={"page_token": "cnVuXzE="})
+    assert forged.status_code == 422
+
+
+async def test_events_are_streamed_to_the_end(api):
+    path = (await api.post("/v1/runs", json=SPEC)).headers["Location"]
+    await api.post(f"{path}/cancel")
+    body = (await api.get(f"{path}/events/stream")).text
+    kinds = [line.removeprefix("event: ") for line in body.splitlines() if line.startswith("event")]
+    assert kinds[0] == "Submitted"
+    assert kinds[-1] == "end"
+    after = (await api.get(f"{path}/events/stream", headers={"Last-Event-ID": "2"})).text
+    assert "id: 2\n" not in after.replace("\r", "")
+
+
+async def test_observations_of_a_run_without_steps_are_empty(api):
+    path = (await api.post("/v1/runs", json=SPEC)).headers["Location"]
+    for name in ("metrics", "samples", "checkpoints", "topology"):
+        assert (await api.get(f"{path}/{name}")).json()["items"] == []
+    assert (await api.get(f"{path}/logs")).text == ""
+    refused = await api.post(f"{path}/checkpoint")
+    assert (refused.status_code, refused.json()["code"]) == (409, "invalid_transition")
+
+
+async def test_a_queued_run_is_held_and_queued_again(api):
+    await api.post("/v1/runs", json=named(1))
+    path = (await api.post("/v1/runs", json=SPEC)).headers["Location"]
+    assert (await api.post(f"{path}/pause")).json()["state"] == "PAUSED"
+    assert (await api.post(f"{path}/resume")).json()["state"] == "QUEUED"
+
+
+async def test_problems_have_codes(api):
+    broken = await api.post("/v1/runs", content=b"{", headers=JSON)
+    assert (broken.status_code, broken.json()["code"]) == (400, "invalid_json")
+    assert broken.headers["Content-Type"] == "application/problem+json"
+    unknown = await api.post("/v1/runs", json={**SPEC, "colour": "red"})
+    assert (unknown.status_code, unknown.json()["code"]) == (422, "invalid_spec")
+    traced = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-00"}
+    assert (await api.get("/v1/runs/run_1", headers=traced)).json()["trace_id"] == "a" * 32
+    assert len(unknown.json()["trace_id"]) == 32
+    wrong = await api.put("/v1/runs")
+    assert (wrong.status_code, wrong.headers["Allow"]) == (405, "GET, POST")
+
+
+async def test_tokens_separate_projects_and_roles(manager, database, tmp_path):
+    tokens = TokenStore(database)
+    ours = tokens.create(name="ann", project="blue", role="operator")
+    seen = tokens.create(name="bob", project="blue", role="viewer")
+    theirs = tokens.create(name="eve", project="red", role="admin")
+    async with client_of(manager, database, tmp_path, tokens, ours) as client:
+        path = (await client.post("/v1/runs", json=SPEC)).headers["Location"]
+        assert (await client.get(path)).json()["created_by"] == "ann"
+    async with client_of(manager, database, tmp_path, tokens, seen) as client:
+        assert (await client.get(path)).status_code == 200
+        assert (await client.post(f"{path}/cancel")).status_code == 403
+    async with client_of(manager, database, tmp_path, tokens, theirs) as client:
+        assert (await client.get(path)).status_code == 404
+        assert (await client.get("/v1/runs")).json()["items"] == []
+    async with client_of(manager, database, tmp_path, tokens) as client:
+        refused = await client.get(path)
+        assert (refused.status_code, refused.headers["WWW-Authenticate"]) == (401, "Bearer")
+
+
+async def test_the_committed_description_is_current(api):
+    committed = Path(__file__).parents[4] / "docs" / "openapi.json"
+    assert json.loads(committed.read_text()) == (await api.get("/openapi.json")).json()
+
+
+async def test_what_the_installation_does_not_allow_is_refused(database, tmp_path):
+    async with (
+        open_manager(database, allowance=Allowance(roots=(tmp_path,))) as confined,
+        client_of(confined, database, tmp_path) as client,
+    ):
+        for query in ({}, {"validate_only": True}):
+            refused = await client.post("/v1/runs", json=SPEC, params=query)
+            assert (refused.status_code, refused.json()["code"]) == (422, "invalid_spec")
+            assert "data.train.path" in refused.text
+        plain = {**SPEC, "rollout": {**SPEC["rollout"], "workflow_arguments": {"api_key": "k"}}}
+        assert "workflow_arguments.api_key" in (await client.post("/v1/runs", json=plain)).text
+
+
+async def test_files_of_another_projects_runs_are_not_there(manager, database, tmp_path):
+    tokens = TokenStore(database)
+    ours = tokens.create(name="ann", project="blue", role="operator")
+    theirs = tokens.create(name="eve", project="red", role="admin")
+    async with client_of(manager, database, tmp_path, tokens, ours) as client:
+        run_id = (await client.post("/v1/runs", json=SPEC)).json()["id"]
+    stealing = {**named(2), "model": {"path": f"/var/lib/slipstream/{run_id}/checkpoints/step-1"}}
+    for token, status in ((theirs, 404), (ours, 201)):
+        async with client_of(manager, database, tmp_path, tokens, token) as client:
+            assert (await client.post("/v1/runs", json=stealing)).status_code == status
+
+
+TRUSTING = {"model": {"path": "org/model", "trust_remote_code": True}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        TRUSTING,
+        *(
+            {
+                "model": {"path": "org/model"},
+                "rollout": {**SPEC["rollout"], "engine": engine, "engine_arguments": arguments},
+            }
+            for engine, arguments in (
+                ("vllm", {"trust_remote_code": True}),
+                ("vllm", {"worker_cls": "evil.Worker"}),
+                ("vllm", {"distributed_executor_backend": "evil.Executor"}),
+                ("vllm", {"speculative_config": {"model": "evil/draft"}}),
+                ("sglang", {"trust_remote_code": True}),
+                ("sglang", {"speculative_draft_model_path": "evil/draft"}),
+            )
+        ),
+    ],
+)
+async def test_code_that_nobody_has_read_needs_an_admin(manager, database, tmp_path, changes):
+    tokens = TokenStore(database)
+    for role, status in (("operator", 403), ("admin", 201)):
+        token = tokens.create(name=role, project="blue", role=role)
+        async with client_of(manager, database, tmp_path, tokens, token) as client:
+            for query in ({"validate_only": True}, {}):
+                answer = await client.post("/v1/runs", json={**SPEC, **changes}, params=query)
+                assert answer.status_code == (200 if query and role == "admin" else status)
+                assert role == "admin" or "needs the role admin" in answer.text
+
+
+async def test_an_operator_sets_what_engines_do_with_their_memory(manager, database, tmp_path):
+    tokens = TokenStore(database)
+    token = tokens.create(name="ann", project="blue", role="operator")
+    rollout = {
+        **SPEC["rollout"],
+        "engine": "vllm",
+        "engine_arguments": {"gpu_memory_utilization": 0.8, "tensor_parallel_size": 2},
+    }
+    async with client_of(manager, database, tmp_path, tokens, token) as client:
+        answer = await client.post("/v1/runs", json={**SPEC, "rollout": rollout})
+        assert answer.status_code == 201, answer.text
+
+
+async def test_a_body_that_is_too_large_is_refused(api):
+    refused = await api.post("/v1/runs", content=b" " * ((1 << 20) + 1), headers=JSON)
+    assert (refused.status_code, refused.json()["code"]) == (413, "too_large")
+
+
+@pytest.mark.parametrize(
+    ("changes", "pointer"),
+    [
+        ({"name": 5}, "/name"),
+        ({"trainer": None}, "/trainer"),
+        ({"trainer": {"steps": 10**40, "prompts_per_step": 4}}, "/trainer/steps"),
+        ({"limits": {"step_timeout_s": float("inf")}}, "/limits/step_timeout_s"),
+        ({"topology": 5}, "/topology"),
+        (
+            {"trainer": {"sperated_node_tasks": ["train"], "nnodes": "a", "n_gpus_per_node": 8}},
+            "/trainer/nnodes",
+        ),
+        ({"validation": {"replicas": 2}}, "/validation/replicas"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_what_is_wrong_with_a_specification_is_pointed_at(api, changes, pointer):
+    refused = await api.post("/v1/runs", content=json.dumps({**SPEC, **changes}), headers=JSON)
+    assert (refused.status_code, refused.json()["code"]) == (422, "invalid_spec")
+    assert refused.json()["errors"][0]["pointer"] == pointer
+
+
+@pytest.mark.parametrize("count", ["x", 0, True, [1]])
+async def test_an_engine_needs_a_number_of_gpus(api, count):
+    split = {"task_groups": ["train", "generate"], "ratios": [0.5, 0.5], "gpus": 8}
+    rollout = {
+        **SPEC["rollout"],
+        "engine": "vllm",
+        "engine_arguments": {"tensor_parallel_size": count},
+    }
+    refused = await api.post("/v1/runs", json={**SPEC, "topology": split, "rollout": rollout})
+    assert refused.status_code == 422
+    assert "tensor_parallel_size must be a number of GPUs" in refused.text
+
+
+@pytest.mark.parametrize("body", [b"\xff\xfe", b"[" * 100_000, b'{"seed": ' + b"9" * 5000 + b"}"])
+async def test_what_cannot_be_read_is_no_json(api, body):
+    refused = await api.post("/v1/runs", content=body, headers=JSON)
+    assert (refused.status_code, refused.json()["code"]) == (400, "invalid_json")
+
+
+async def test_overrides_of_a_fork_may_be_anything_but_a_fault(api):
+    run_id = (await api.post("/v1/runs", json=SPEC)).json()["id"]
+    for overrides in ({"model": None}, {"model": "x"}, {"model": []}):
+        refused = await api.post(f"/v1/runs/{run_id}/fork", json={"overrides": overrides})
+        assert refused.status_code == 409, refused.text
+
+
+async def test_a_body_without_a_length_is_limited_too(api):
+    async def endless():
+        for _ in range(3):
+            yield b" " * (1 << 19)
+
+    refused = await api.post("/v1/runs", content=endless(), headers=JSON)
+    assert (refused.status_code, refused.json()["code"]) == (413, "too_large")
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(api, monkeypatch):
+    monkeypatch.setattr(errors, "_BODY_DEADLINE_S", 0.05)
+
+    async def stuck():
+        yield b"{"
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(10):
+        refused = await api.post("/v1/runs", content=stuck(), headers=JSON)
+    assert (refused.status_code, refused.json()["code"]) == (408, "request_timeout")

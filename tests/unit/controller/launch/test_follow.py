@@ -1,0 +1,46 @@
+"""What a watch sees of objects that come, change and go."""
+
+import asyncio
+import json
+from typing import Any
+
+from kubernetes.client import V1ListMeta, V1ObjectMeta, V1Pod, V1PodList
+
+from services.controller.launch.follow import Seen, follow
+
+
+class Answer:
+    """A stream of events that stays open."""
+
+    def __init__(self, *events: dict[str, Any]) -> None:
+        self._events = events
+
+    def stream(self, **options: Any) -> Any:
+        for event in self._events:
+            yield json.dumps(event).encode() + b"\n"
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    release_conn = close
+
+
+def pod(phase: str) -> dict[str, Any]:
+    return {"metadata": {"name": "rollout-0", "resourceVersion": "2"}, "status": {"phase": phase}}
+
+
+async def test_what_is_gone_is_shown_as_it_was_in_the_end() -> None:
+    def listing(*, watch: bool = False, **options: Any) -> Any:
+        if watch:
+            return Answer(
+                {"type": "MODIFIED", "object": pod("Running")},
+                {"type": "DELETED", "object": pod("Succeeded")},
+            )
+        known = [V1Pod(metadata=V1ObjectMeta(name="rollout-0"))]
+        return V1PodList(items=known, metadata=V1ListMeta(resource_version="1"))
+
+    listing.__doc__ = ":return: V1PodList"
+    async with follow(listing) as seen, asyncio.timeout(10):
+        assert (await seen.get()).body is not None
+        assert await seen.get() == Seen(name="rollout-0", body=pod("Running"))
+        assert await seen.get() == Seen(name="rollout-0", body=None, last=pod("Succeeded"))

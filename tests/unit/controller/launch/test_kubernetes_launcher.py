@@ -1,0 +1,671 @@
+"""KubernetesLauncher: pods in, exits and obstacles out."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from services.common.credentials import Identity, acting_as
+from services.common.errors import FailedPreconditionError
+from services.common.run_tokens import bearer_of
+from services.common.spec.loader import parse_spec
+from services.controller.launch.follow import Seen
+from services.controller.launch.kubernetes import KubernetesLauncher
+from services.controller.launch.launcher import WorkerExit
+from tests.helpers.job_sets import NAME_LABEL, pods_of
+
+RUN = "run_01"
+SPEC = parse_spec(
+    {
+        "name": "demo",
+        "model": {"path": "tiny:qwen2-0.4m"},
+        "data": {"train": {"source": "python", "path": "sort4.py:train"}},
+        "rollout": {"replicas": 1, "rewards": [{"name": "exact_match"}]},
+        "trainer": {"steps": 1, "prompts_per_step": 1},
+    }
+)
+SPREAD = {
+    **SPEC.model_dump(),
+    "topology": {"gpus_per_node": 1},
+    "trainer": {"steps": 1, "prompts_per_step": 1, "world_size": 2},
+}
+
+JOB = {"name": "node", "template": {"spec": {"completionMode": "Indexed"}}}
+JOB_SET = {"metadata": {}, "spec": {"replicatedJobs": [JOB]}}
+
+# What an API server says of a pod with a scheduling gate.
+GATED = {
+    "type": "PodScheduled",
+    "status": "False",
+    "reason": "SchedulingGated",
+    "message": "Scheduling is blocked due to non-empty scheduling gates",
+}
+
+
+@dataclass
+class FakeCluster:
+    """Pods by name; what happens to them is put into the queue that a watch would fill."""
+
+    seen: "asyncio.Queue[Seen]" = field(default_factory=asyncio.Queue)
+    pods: dict[str, dict[str, Any]] = field(default_factory=dict)
+    refuses: str = ""
+    ignores_deletion: bool = False
+    queue_is_full: bool = False
+    deletions: list[tuple[str, int | None]] = field(default_factory=list)
+    secrets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    job_sets: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    policies: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    async def put_policy(self, policy: Mapping[str, Any]) -> None:
+        self.policies[policy["metadata"]["name"]] = dict(policy)
+
+    async def delete_policy(self, name: str) -> None:
+        self.policies.pop(name, None)
+
+    async def put_secret(self, secret: Mapping[str, Any]) -> None:
+        self.secrets[secret["metadata"]["name"]] = dict(secret)
+
+    async def delete_secret(self, name: str) -> None:
+        self.secrets.pop(name, None)
+
+    async def create(self, pod: Mapping[str, Any]) -> dict[str, Any]:
+        name = pod["metadata"]["name"]
+        if self.refuses and name.endswith(self.refuses):
+            raise FailedPreconditionError(f"Kubernetes refused pod {name}: exceeded quota")
+        pod["metadata"]["uid"] = f"uid of {name}"
+        status = {"conditions": [GATED]} if self.queue_is_full else {}
+        self.pods[name] = {**pod, "status": {"phase": "Pending", **status}}
+        return self.pods[name]
+
+    async def list(self, selector: str) -> list[dict[str, Any]]:
+        key, value = selector.split("=")
+        return [pod for pod in self.pods.values() if pod["metadata"]["labels"].get(key) == value]
+
+    async def delete(
+        self, name: str, *, grace_s: int | None = None, is_queued: bool = False
+    ) -> bool:
+        labels = self.pods.get(name, {}).get("metadata", {}).get("labels", {})
+        assert is_queued == ("kueue.x-k8s.io/queue-name" in labels)
+        self.deletions.append((name, grace_s))
+        if name not in self.pods:
+            return False
+        if grace_s == 0 or not self.ignores_deletion:
+            del self.pods[name]
+            self.seen.put_nowait(Seen(name=name, body=None))
+        return True
+
+    async def create_job_set(self, body: Mapping[str, Any]) -> None:
+        assert body["metadata"]["name"] not in self.job_sets
+        self.job_sets[body["metadata"]["name"]] = dict(body)
+
+    async def delete_job_set(self, name: str) -> bool:
+        """Its pods go with it, and are seen to go before the answer comes."""
+        pods = self.pods.items()
+        for pod in [n for n, p in pods if p["metadata"]["labels"].get(NAME_LABEL) == name]:
+            del self.pods[pod]
+            self.seen.put_nowait(Seen(name=pod, body=None))
+        await self.settle()
+        return self.job_sets.pop(name, None) is not None
+
+    def make_pods(self, name: str) -> tuple[str, ...]:
+        """Do what the controllers of JobSets and Jobs do; returns the names of the pods."""
+        made: tuple[str, ...] = ()
+        for pod in pods_of(self.job_sets[name]):
+            pod_name = pod["metadata"]["name"]
+            pod["metadata"]["uid"] = f"uid of {pod_name}"
+            self.pods[pod_name] = pod
+            self.change(pod_name, phase="Pending")
+            made += (pod_name,)
+        return made
+
+    def change(self, name: str, **status: Any) -> None:
+        self.pods[name] = {**self.pods[name], "status": status}
+        self.seen.put_nowait(Seen(name=name, body=self.pods[name]))
+
+    def waiting(self, name: str, worker_id: str, reason: str, message: str) -> None:
+        state = {"waiting": {"reason": reason, "message": message}}
+        self.change(name, containerStatuses=[{"name": worker_id, "state": state}])
+
+    def terminated(self, name: str, worker_id: str, **end: Any) -> None:
+        self.change(name, containerStatuses=[{"name": worker_id, "state": {"terminated": end}}])
+
+    async def settle(self) -> None:
+        """Let the launcher take in all that was seen."""
+        for _ in range(self.seen.qsize() + 3):
+            await asyncio.sleep(0)
+
+
+@dataclass
+class Heard:
+    exits: list[WorkerExit] = field(default_factory=list)
+    pending: list[tuple[str, str, str]] = field(default_factory=list)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take_exit(self, exit_: WorkerExit) -> None:
+        self.exits.append(exit_)
+        self.ended.set()
+
+
+def write_templates(
+    folder: Path, topology: str = "separate", queue: str = "", job_sets: bool = False
+) -> Path:
+    if job_sets:
+        (folder / "job-set.yaml").write_text(yaml.safe_dump(JOB_SET))
+    (folder / "topology").write_text(topology)
+    labels = {"slipstream.dev/worker": "true"}
+    if queue:
+        labels["kueue.x-k8s.io/queue-name"] = queue
+    for role in ("trainer", "rollout"):
+        pod = {
+            "metadata": {"labels": labels, "annotations": {}},
+            "spec": {
+                "subdomain": "workers",
+                "terminationGracePeriodSeconds": 0,
+                "containers": [{"name": role, "image": role, "env": []}],
+                "volumes": [{"name": "tmp"}],
+            },
+        }
+        (folder / f"{role}.yaml").write_text(yaml.safe_dump(pod))
+    return folder
+
+
+@asynccontextmanager
+async def launching(
+    cluster: FakeCluster, templates: Path, *, pending_timeout_s: float = 60.0
+) -> AsyncIterator[tuple[KubernetesLauncher, Heard]]:
+    heard = Heard()
+    launcher = KubernetesLauncher(
+        cluster,  # type: ignore[arg-type]
+        templates,
+        owner={"uid": "u1"},
+        controller_address="controller:50051",
+        on_exit=heard.take_exit,
+        on_pending=lambda *told: heard.pending.append(told),
+        pending_timeout_s=pending_timeout_s,
+    )
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(launcher.watch(cluster.seen))
+        yield launcher, heard
+        watching.cancel()
+
+
+TRAINER, ROLLOUT = "run-01-trainer-0", "run-01-rollout-0"
+
+
+async def test_a_pod_per_worker_is_created_and_stop_waits_until_all_are_gone(
+    tmp_path: Path,
+) -> None:
+    cluster = FakeCluster()
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+        await launcher.start(RUN, SPEC)
+        assert set(cluster.pods) == {TRAINER, ROLLOUT}
+        await launcher.stop(RUN)
+        assert cluster.pods == {}
+        assert heard.exits == []
+
+
+async def test_pods_take_the_token_of_their_run_from_a_secret_that_goes_with_the_run(
+    tmp_path: Path,
+) -> None:
+    cluster = FakeCluster()
+    with acting_as(Identity(key=b"k" * 32)):
+        async with launching(cluster, write_templates(tmp_path)) as (launcher, _):
+            await launcher.start(RUN, SPEC)
+            secret = cluster.secrets["run-01-token"]
+            token = secret["stringData"]["token"]
+            assert bearer_of(b"k" * 32, token) == RUN
+            assert secret["metadata"]["ownerReferences"] == [{"uid": "u1"}]
+            for pod in cluster.pods.values():
+                assert token not in json.dumps(pod)
+                assert '{"name": "run-01-token", "key": "token"}' in json.dumps(pod)
+            await launcher.stop(RUN)
+            assert cluster.secrets == {}
+
+
+async def test_only_workers_of_the_same_run_reach_each_other(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, _):
+        await launcher.start(RUN, SPEC)
+        (policy,) = cluster.policies.values()
+        assert policy["metadata"]["ownerReferences"] == [{"uid": "u1"}]
+        own = policy["spec"]["podSelector"]["matchLabels"]
+        assert own["slipstream.dev/run"] == RUN
+        assert policy["spec"]["ingress"] == [{"from": [{"podSelector": {"matchLabels": own}}]}]
+        for pod in cluster.pods.values():
+            assert pod["metadata"]["labels"]["slipstream.dev/run"] == RUN
+        await launcher.stop(RUN)
+        assert cluster.policies == {}
+
+
+async def test_bundled_workers_share_one_pod_and_differ_in_ports(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    async with launching(cluster, write_templates(tmp_path, "bundled")) as (launcher, _):
+        await launcher.start(RUN, SPEC)
+        (pod,) = cluster.pods.values()
+        containers = pod["spec"]["containers"]
+        assert [container["name"] for container in containers] == ["trainer-0", "rollout-0"]
+        ports = [port["containerPort"] for c in containers for port in c["ports"]]
+        assert len(set(ports)) == 4
+        assert pod["spec"]["volumes"] == [{"name": "tmp"}]
+
+
+async def test_a_failed_container_is_told_once_with_its_last_lines(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+        await launcher.start(RUN, SPEC)
+        for _ in range(2):
+            cluster.terminated(
+                TRAINER, "trainer-0", exitCode=137, reason="OOMKilled", message="step 7\n"
+            )
+        await cluster.settle()
+        (exit_,) = heard.exits
+        assert exit_.worker_id == "trainer-0"
+        assert exit_.code == -9
+        assert exit_.last_lines == "OOMKilled\nstep 7"
+        await launcher.stop(RUN)
+
+
+async def test_a_deleted_pod_ends_its_worker(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+        await launcher.start(RUN, SPEC)
+        await cluster.delete(ROLLOUT)
+        await cluster.settle()
+        assert [(exit_.worker_id, exit_.code) for exit_ in heard.exits] == [("rollout-0", -9)]
+        await launcher.stop(RUN)
+
+
+async def test_the_end_of_a_deleted_pod_is_told_by_what_it_was_in_the_end(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+        await launcher.start(RUN, SPEC)
+        ended = {"name": "rollout-0", "state": {"terminated": {"exitCode": 0}}}
+        last = cluster.pods.pop(ROLLOUT) | {"status": {"containerStatuses": [ended]}}
+        cluster.seen.put_nowait(Seen(name=ROLLOUT, body=None, last=last))
+        await cluster.settle()
+        assert [(exit_.worker_id, exit_.code) for exit_ in heard.exits] == [("rollout-0", 0)]
+        await launcher.stop(RUN)
+
+
+async def test_a_preempted_pod_has_failed_before_its_containers_are_said_to_have_ended(
+    tmp_path: Path,
+) -> None:
+    cluster = FakeCluster()
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+        await launcher.start(RUN, SPEC)
+        cluster.pods[ROLLOUT]["metadata"]["deletionTimestamp"] = "2026-11-23T04:00:00Z"
+        waiting = {"name": "rollout-0", "state": {"waiting": {"reason": "ContainerCreating"}}}
+        cluster.change(ROLLOUT, phase="Failed", containerStatuses=[waiting])
+        await cluster.settle()
+        assert heard.exits == []
+        cluster.terminated(ROLLOUT, "rollout-0", exitCode=0, reason="Completed")
+        await cluster.settle()
+        assert [(exit_.worker_id, exit_.code) for exit_ in heard.exits] == [("rollout-0", 0)]
+        await launcher.stop(RUN)
+
+
+async def test_pods_of_one_trainer_end_together_and_are_told_once(tmp_path: Path) -> None:
+    cluster, spread = FakeCluster(), parse_spec(SPREAD)
+    first, second = TRAINER, f"{TRAINER}-node-1"
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+        await launcher.start(RUN, spread)
+        assert set(cluster.pods) == {first, second, ROLLOUT}
+        cluster.terminated(second, "trainer-0", exitCode=1, message="out of memory")
+        cluster.terminated(first, "trainer-0", exitCode=1, message="a peer is gone")
+        await cluster.settle()
+        (exit_,) = heard.exits
+        assert exit_.last_lines == "out of memory"
+        await launcher.end(RUN, "trainer-0")
+        assert set(cluster.pods) == {ROLLOUT}
+        await launcher.start(RUN, spread)
+        assert {cluster.pods[name]["status"]["phase"] for name in (first, second)} == {"Pending"}
+        assert len(heard.exits) == 1
+        await launcher.stop(RUN)
+
+
+async def test_a_trainer_that_lost_a_pod_unseen_is_started_as_a_whole(tmp_path: Path) -> None:
+    cluster, spread = FakeCluster(), parse_spec(SPREAD)
+    templates = write_templates(tmp_path)
+    async with launching(cluster, templates) as (launcher, _):
+        await launcher.start(RUN, spread)
+    kept, lost = cluster.pods[TRAINER], f"{TRAINER}-node-1"
+    cluster.pods[lost] = {**cluster.pods[lost], "status": {"phase": "Failed"}}
+    async with launching(cluster, templates) as (launcher, heard):
+        await launcher.start(RUN, spread)
+        assert cluster.pods[TRAINER] is not kept
+        assert heard.exits == []
+        await launcher.stop(RUN)
+
+
+async def test_pods_of_a_job_set_end_together_and_another_set_makes_them_anew(
+    tmp_path: Path,
+) -> None:
+    cluster, spread = FakeCluster(), parse_spec(SPREAD)
+    async with launching(cluster, write_templates(tmp_path, job_sets=True)) as (launcher, heard):
+        await launcher.start(RUN, spread)
+        assert set(cluster.pods) == {ROLLOUT}
+        assert set(cluster.job_sets) == {TRAINER}
+        _, second = cluster.make_pods(TRAINER)
+        cluster.terminated(second, "trainer-0", exitCode=1, message="out of memory")
+        await cluster.settle()
+        (exit_,) = heard.exits
+        assert (exit_.worker_id, exit_.last_lines) == ("trainer-0", "out of memory")
+        await launcher.end(RUN, "trainer-0")
+        assert set(cluster.pods) == {ROLLOUT}
+        assert cluster.job_sets == {}
+        await launcher.start(RUN, spread)
+        first, second = cluster.make_pods(TRAINER)
+        await cluster.settle()
+        del cluster.pods[first]
+        cluster.seen.put_nowait(Seen(name=first, body=None))
+        await cluster.settle()
+        assert [exit_.code for exit_ in heard.exits] == [1, -9]
+        await launcher.stop(RUN)
+        assert (cluster.pods, cluster.job_sets) == ({}, {})
+
+
+async def test_a_job_set_that_makes_no_pods_is_given_up(tmp_path: Path) -> None:
+    cluster, spread = FakeCluster(), parse_spec(SPREAD)
+    templates = write_templates(tmp_path, job_sets=True)
+    async with launching(cluster, templates, pending_timeout_s=0.05) as (launcher, heard):
+        await launcher.start(RUN, spread)
+        state = {"running": {"startedAt": "now"}}
+        cluster.change(ROLLOUT, containerStatuses=[{"name": "rollout-0", "state": state}])
+        await heard.ended.wait()
+        (exit_,) = heard.exits
+        assert f"could not start: JobSet {TRAINER} has not made it" in exit_.last_lines
+        await launcher.stop(RUN)
+        assert cluster.job_sets == {}
+
+
+async def test_a_job_set_of_an_earlier_controller_is_kept_if_it_is_whole(tmp_path: Path) -> None:
+    cluster, spread = FakeCluster(), parse_spec(SPREAD)
+    templates = write_templates(tmp_path, job_sets=True)
+    async with launching(cluster, templates) as (launcher, _):
+        await launcher.start(RUN, spread)
+    whole = cluster.job_sets[TRAINER]
+    _, second = cluster.make_pods(TRAINER)
+    async with launching(cluster, templates) as (launcher, _):
+        await launcher.start(RUN, spread)
+        assert cluster.job_sets[TRAINER] is whole
+    del cluster.pods[second]
+    async with launching(cluster, templates) as (launcher, heard):
+        await launcher.start(RUN, spread)
+        assert cluster.job_sets[TRAINER] is not whole
+        assert set(cluster.pods) == {ROLLOUT}
+        assert heard.exits == []
+        await launcher.stop(RUN)
+
+
+async def test_pods_that_a_queue_admitted_as_one_get_no_more(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    templates = write_templates(tmp_path, queue="gpus")
+    more = SPEC.model_copy(update={"rollout": SPEC.rollout.model_copy(update={"replicas": 2})})
+    async with launching(cluster, templates) as (launcher, _):
+        await launcher.start(RUN, SPEC)
+        with pytest.raises(FailedPreconditionError, match="admitted the run's 2 pods as one"):
+            await launcher.start(RUN, more)
+        await launcher.end(RUN, "rollout-0")
+        await launcher.start(RUN, SPEC)
+        assert set(cluster.pods) == {TRAINER, ROLLOUT}, "a lost one is replaced"
+        await launcher.stop(RUN)
+
+
+async def test_a_run_waits_for_its_queue_as_long_as_that_takes(tmp_path: Path) -> None:
+    cluster = FakeCluster(queue_is_full=True)
+    templates = write_templates(tmp_path, queue="gpus")
+    async with launching(cluster, templates, pending_timeout_s=0.01) as (launcher, heard):
+        starting = asyncio.ensure_future(launcher.start(RUN, SPEC))
+        while len(heard.pending) < 2:  # noqa: ASYNC110  templates are read in a thread
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)  # longer than what is admitted may take
+        assert not starting.done()
+        assert heard.exits == []
+        assert heard.pending[0] == (
+            RUN,
+            "SchedulingGated",
+            f"pod {TRAINER}: waits until the queue gpus admits the run",
+        )
+        for name in (TRAINER, ROLLOUT):
+            cluster.change(name, phase="Pending")
+        await starting
+        async with asyncio.timeout(30):
+            await heard.ended.wait()
+        assert "could not start" in heard.exits[0].last_lines, "what is admitted must start in time"
+        await launcher.stop(RUN)
+
+
+async def test_a_pod_that_is_held_back_later_is_not_given_up_for_it(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    templates = write_templates(tmp_path, queue="gpus")
+    async with launching(cluster, templates, pending_timeout_s=0.05) as (launcher, heard):
+        await launcher.start(RUN, SPEC)
+        for name in (TRAINER, ROLLOUT):
+            cluster.change(name, phase="Pending", conditions=[GATED])
+        await asyncio.sleep(0.1)
+        assert heard.exits == []
+        await launcher.stop(RUN)
+
+
+async def test_a_pod_that_is_deleted_in_the_queue_ends_the_wait(tmp_path: Path) -> None:
+    cluster = FakeCluster(queue_is_full=True)
+    templates = write_templates(tmp_path, queue="gpus")
+    async with launching(cluster, templates) as (launcher, heard):
+        starting = asyncio.ensure_future(launcher.start(RUN, SPEC))
+        while len(cluster.pods) < 2:  # noqa: ASYNC110  templates are read in a thread
+            await asyncio.sleep(0)
+        await cluster.delete(ROLLOUT, is_queued=True)
+        async with asyncio.timeout(30):
+            await starting
+        assert [exit_.worker_id for exit_ in heard.exits] == ["rollout-0"]
+        await launcher.stop(RUN)
+        assert cluster.pods == {}
+
+
+async def test_a_pod_that_its_queue_takes_back_before_it_has_a_node_is_let_go(
+    tmp_path: Path,
+) -> None:
+    cluster = FakeCluster()
+    async with launching(cluster, write_templates(tmp_path, queue="gpus")) as (launcher, heard):
+        await launcher.start(RUN, SPEC)
+        metadata = {
+            **cluster.pods[ROLLOUT]["metadata"],
+            "deletionTimestamp": "2026-01-01T00:00:00Z",
+        }
+        cluster.pods[ROLLOUT] |= {"metadata": metadata}
+        cluster.change(ROLLOUT, phase="Pending")
+        await cluster.settle()
+        assert set(cluster.pods) == {TRAINER}
+        assert [exit_.worker_id for exit_ in heard.exits] == ["rollout-0"]
+        await launcher.stop(RUN)
+
+
+async def test_an_evicted_pod_says_so(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+        await launcher.start(RUN, SPEC)
+        cluster.change(ROLLOUT, phase="Failed", reason="Evicted", message="low on memory")
+        await cluster.settle()
+        assert heard.exits[0].last_lines == "Evicted: low on memory"
+        assert heard.exits[0].code is None
+        await launcher.stop(RUN)
+
+
+async def test_an_unschedulable_pod_is_shown_once_then_given_up(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    templates = write_templates(tmp_path)
+    async with launching(cluster, templates, pending_timeout_s=0.05) as (launcher, heard):
+        await launcher.start(RUN, SPEC)
+        condition = {
+            "type": "PodScheduled",
+            "status": "False",
+            "reason": "Unschedulable",
+            "message": "0/4 nodes are available: 4 Insufficient nvidia.com/gpu",
+        }
+        for _ in range(3):
+            cluster.change(TRAINER, conditions=[condition])
+        cluster.change(ROLLOUT, containerStatuses=[{"name": "rollout-0", "state": {"running": {}}}])
+        await cluster.settle()
+        assert [reason for _, reason, _ in heard.pending] == ["Unschedulable"]
+        assert "nvidia.com/gpu" in heard.pending[0][2]
+        async with asyncio.timeout(30):
+            await heard.ended.wait()
+        (exit_,) = heard.exits
+        assert exit_.worker_id == "trainer-0"
+        assert "Unschedulable" in exit_.last_lines
+        await launcher.stop(RUN)
+
+
+async def test_a_volume_that_is_not_there_is_shown_from_the_events_of_its_pod(
+    tmp_path: Path,
+) -> None:
+    def warning(name: str, **values: Any) -> Seen:
+        about = {"name": TRAINER, "uid": f"uid of {TRAINER}"}
+        missing = {"reason": "FailedMount", "message": 'configmap "code" not found', "count": 3}
+        return Seen(name=name, body={"involvedObject": about, **missing, **values})
+
+    cluster, warnings = FakeCluster(), asyncio.Queue[Seen]()
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+        await launcher.start(RUN, SPEC)
+        cluster.waiting(TRAINER, "trainer-0", "ContainerCreating", "")
+        await cluster.settle()
+        warnings.put_nowait(warning("a delay", count=2))
+        warnings.put_nowait(warning("else", reason="Unhealthy"))
+        other = {"name": TRAINER, "uid": "that of an earlier pod"}
+        warnings.put_nowait(warning("of another", involvedObject=other))
+        for number in range(2):
+            warnings.put_nowait(warning(f"it {number}"))
+        taking = asyncio.ensure_future(launcher.watch_warnings(warnings))
+        for _ in range(warnings.qsize() + 3):
+            await asyncio.sleep(0)
+        taking.cancel()
+        told = (RUN, "FailedMount", f'pod {TRAINER}: configmap "code" not found')
+        assert heard.pending == [told]
+        await launcher.stop(RUN)
+
+
+@pytest.mark.parametrize("passing", ["ImagePullBackOff", "CreateContainerConfigError"])
+async def test_only_what_can_never_start_ends_at_once(tmp_path: Path, passing: str) -> None:
+    cluster = FakeCluster()
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+        await launcher.start(RUN, SPEC)
+        cluster.waiting(ROLLOUT, "rollout-0", passing, "timed out waiting for the condition")
+        await cluster.settle()
+        assert heard.exits == []
+        cluster.waiting(ROLLOUT, "rollout-0", "InvalidImageName", "cannot parse")
+        await cluster.settle()
+        assert [reason for _, reason, _ in heard.pending] == [passing, "InvalidImageName"]
+        assert "could not start: InvalidImageName" in heard.exits[0].last_lines
+        await launcher.stop(RUN)
+
+
+async def test_a_refused_pod_fails_the_start_and_leaves_nothing(tmp_path: Path) -> None:
+    cluster = FakeCluster(refuses="rollout-0")
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, _):
+        with pytest.raises(FailedPreconditionError, match="exceeded quota"):
+            await launcher.start(RUN, SPEC)
+        await launcher.stop(RUN)
+        assert cluster.pods == {}
+
+
+async def test_a_pod_that_outlasts_its_grace_is_killed_and_its_node_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for deadline in ("_STOP_MARGIN_S", "_KILL_S"):
+        monkeypatch.setattr(f"services.controller.launch.kubernetes.{deadline}", 0.05)
+    cluster = FakeCluster(ignores_deletion=True)
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, _):
+        await launcher.start(RUN, SPEC)
+        await launcher.stop(RUN)
+        assert cluster.pods == {}
+        assert [grace for name, grace in cluster.deletions if name == TRAINER] == [None, 1, 0]
+
+
+async def test_a_lost_worker_is_replaced_and_the_others_are_kept(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    async with launching(cluster, write_templates(tmp_path)) as (launcher, heard):
+        await launcher.start(RUN, SPEC)
+        kept = cluster.pods[TRAINER]
+        cluster.terminated(ROLLOUT, "rollout-0", exitCode=1)
+        await cluster.settle()
+        await launcher.end(RUN, "rollout-0")
+        assert ROLLOUT not in cluster.pods
+        await launcher.start(RUN, SPEC)
+        assert cluster.pods[ROLLOUT]["status"] == {"phase": "Pending"}
+        assert cluster.pods[TRAINER] is kept
+        cluster.terminated(ROLLOUT, "rollout-0", exitCode=1)
+        await cluster.settle()
+        assert [exit_.worker_id for exit_ in heard.exits] == ["rollout-0", "rollout-0"]
+        await launcher.stop(RUN)
+
+
+async def test_pods_of_an_earlier_controller_are_kept_if_they_run_and_replaced_if_not(
+    tmp_path: Path,
+) -> None:
+    cluster = FakeCluster()
+    templates = write_templates(tmp_path)
+    async with launching(cluster, templates) as (launcher, _):
+        await launcher.start(RUN, SPEC)
+    running = cluster.pods[TRAINER]
+    cluster.pods[ROLLOUT] = {**cluster.pods[ROLLOUT], "status": {"phase": "Failed"}}
+    async with launching(cluster, templates) as (launcher, heard):
+        await launcher.start(RUN, SPEC)
+        assert cluster.pods[TRAINER] is running
+        assert cluster.pods[ROLLOUT]["status"] == {"phase": "Pending"}
+        await cluster.settle()
+        # Who hears of an end has the worker replaced, which would be the second time.
+        assert heard.exits == []
+        await launcher.stop(RUN)
+        assert cluster.pods == {}
+
+
+async def test_stop_finds_the_pods_of_a_run_that_an_earlier_controller_started(
+    tmp_path: Path,
+) -> None:
+    cluster = FakeCluster()
+    templates = write_templates(tmp_path)
+    async with launching(cluster, templates) as (launcher, _):
+        await launcher.start(RUN, SPEC)
+    async with launching(cluster, templates) as (launcher, heard):
+        await launcher.stop(RUN)
+        assert cluster.pods == {}
+        assert heard.exits == []
+
+
+async def test_ended_pods_of_an_earlier_controller_are_removed(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    async with launching(cluster, write_templates(tmp_path)) as (_, heard):
+        for name, uid in (("old", "u1"), ("foreign", "u2")):
+            cluster.pods[name] = {
+                "metadata": {
+                    "name": name,
+                    "labels": {"slipstream.dev/run": "run_00"},
+                    "ownerReferences": [{"uid": uid}],
+                }
+            }
+            cluster.change(name, phase="Succeeded")
+        await cluster.settle()
+        assert set(cluster.pods) == {"foreign"}
+        assert heard.exits == []
+
+
+async def test_ended_pods_of_an_earlier_controller_go_with_their_job_set(tmp_path: Path) -> None:
+    cluster, spread = FakeCluster(), parse_spec(SPREAD)
+    templates = write_templates(tmp_path, job_sets=True)
+    async with launching(cluster, templates) as (launcher, _):
+        await launcher.start(RUN, spread)
+    made = cluster.make_pods(TRAINER)
+    async with launching(cluster, templates) as (_, heard):
+        for name in made:
+            cluster.change(name, phase="Succeeded")
+        await cluster.settle()
+        assert set(cluster.pods) == {ROLLOUT}
+        assert cluster.job_sets == {}
+        assert heard.exits == []

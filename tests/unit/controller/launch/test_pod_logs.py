@@ -1,0 +1,126 @@
+"""Logs of worker pods land in files that outlive the pods."""
+
+import asyncio
+import os
+import threading
+
+import pytest
+from urllib3.exceptions import ReadTimeoutError
+
+from services.controller.launch import pod_logs
+from services.controller.launch.follow import Seen
+from services.controller.launch.pod_logs import PodLogs
+from services.controller.manager.logs import RunLogs
+
+
+class FakeCore:
+    """Answers each request for a log with the next of its texts."""
+
+    def __init__(self, *texts):
+        self._texts = list(texts)
+        self.asked = []
+
+    def read_namespaced_pod_log(self, name, namespace, *, container, **options):
+        self.asked.append((name, container, options.get("since_seconds")))
+        text = self._texts.pop(0)
+        if isinstance(text, Exception):
+            raise text
+
+        class Answer:
+            def stream(self):
+                yield from (line.encode() for line in text.splitlines(keepends=True))
+
+        return Answer()
+
+
+def pod(*containers, name="run-01-rollout-0", **state):
+    statuses = [{"name": c, "state": state or {"running": {}}} for c in containers]
+    body = {
+        "metadata": {"name": name, "labels": {"slipstream.dev/run": "run_01"}},
+        "status": {"containerStatuses": statuses},
+    }
+    return Seen(name=name, body=body)
+
+
+async def keep(logs, *changes):
+    """Let everything that was seen be copied."""
+    seen = asyncio.Queue()
+    for change in changes:
+        seen.put_nowait(change)
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(logs.watch(seen))
+        for _ in range(len(changes) + 2):
+            await asyncio.sleep(0)
+        watching.cancel()
+    for thread in threading.enumerate():
+        if thread.name.startswith("log of"):
+            await asyncio.to_thread(thread.join, 10)
+
+
+async def lines(folder):
+    async def is_ended(run_id):
+        return True
+
+    tail = await RunLogs(folder, is_ended).tail("run_01", "", 100)
+    return [(line.component, line.line) for line in tail]
+
+
+async def test_the_api_shows_what_pods_wrote(tmp_path):
+    core = FakeCore("one\ntwo\n")
+    await keep(PodLogs(core, "train", tmp_path), pod("rollout-0"), pod("rollout-0"))
+    assert await lines(tmp_path) == [("rollout-0", "one"), ("rollout-0", "two")]
+    assert core.asked == [("run-01-rollout-0", "rollout-0", None)]
+
+
+async def test_a_container_that_waits_has_no_log(tmp_path):
+    core = FakeCore()
+    await keep(PodLogs(core, "train", tmp_path), pod("rollout-0", waiting={}))
+    assert core.asked == []
+
+
+async def test_containers_of_one_pod_and_pods_of_one_worker_have_files_of_their_own(tmp_path):
+    core = FakeCore("a\n", "b\n", "c\n", "d\n")
+    logs = PodLogs(core, "train", tmp_path)
+    await keep(logs, pod("trainer-0", name="run-01-bundle"))
+    await keep(logs, pod("rollout-0", name="run-01-bundle"))
+    await keep(logs, pod("trainer-1", name="run-01-trainer-1"))
+    await keep(logs, pod("trainer-1", name="run-01-trainer-1-node-1"))
+    names = {name for name, _ in await lines(tmp_path)}
+    assert names == {"rollout-0", "trainer-0", "trainer-1", "trainer-1-node-1"}
+
+
+async def test_a_log_that_broke_off_goes_on_behind_what_is_known(tmp_path):
+    core = FakeCore(ReadTimeoutError(None, "", "silent"), "one\n", "two\n")
+    logs = PodLogs(core, "train", tmp_path)
+    await keep(logs, pod("rollout-0"))
+    await keep(logs, pod("rollout-0"))
+    file = tmp_path / "run_01" / "logs" / "rollout-0.log"
+    os.utime(file, (file.stat().st_mtime - 60, file.stat().st_mtime - 60))
+    await keep(logs, Seen(name="run-01-rollout-0", body=None), pod("rollout-0"))
+    assert await lines(tmp_path) == [("rollout-0", "one"), ("rollout-0", "two")]
+    first, second, third = (since for _, _, since in core.asked)
+    assert (first, second) == (None, None)
+    assert 60 <= third <= 70
+
+
+async def test_what_the_node_says_of_a_removed_container_is_no_line_of_the_worker(tmp_path):
+    gone = 'rpc error: code = NotFound desc = an error occurred when try to find container "1f": not found'
+    core = FakeCore(f"KeyError: NotFound\nlast words\n{gone}")
+    await keep(PodLogs(core, "train", tmp_path), pod("rollout-0"))
+    assert await lines(tmp_path) == [
+        ("rollout-0", "KeyError: NotFound"),
+        ("rollout-0", "last words"),
+    ]
+
+
+async def test_no_log_fills_the_volume(tmp_path, monkeypatch):
+    monkeypatch.setattr(pod_logs, "MAX_BYTES", 10)
+    core = FakeCore("0123456789\n" * 3)
+    await keep(PodLogs(core, "train", tmp_path), pod("rollout-0"))
+    assert (tmp_path / "run_01" / "logs" / "rollout-0.log").stat().st_size == 11
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    yield
+    assert not [t for t in threading.enumerate() if t.name.startswith("log of")]

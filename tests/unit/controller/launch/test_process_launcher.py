@@ -1,0 +1,114 @@
+"""Workers that are processes of this host."""
+
+import json
+import os
+
+import pytest
+
+from services.common.spec.run import RunSpec
+from services.common.task_group import TaskGroup
+from services.controller.launch.process import ProcessLauncher, open_process_launcher
+from services.controller.launch.worker_process import ChildProcess
+from tests.helpers.rest import SPEC
+
+
+class Exited:
+    """A process that has ended."""
+
+    pid = os.getpid()
+
+    async def wait(self) -> int:
+        return 0
+
+    def send_signal(self, number: int) -> None:
+        """Nobody is there."""
+
+
+class Orders:
+    """In place of a fork server: keeps what it was to start."""
+
+    def __init__(self, process=None) -> None:
+        self.process = process
+        self.given = {}
+
+    async def start(self, module, environment, log):
+        self.given[log.stem] = (module, environment)
+        return self.process
+
+
+def launcher_of(tmp_path, tasks, forks=None) -> ProcessLauncher:
+    return ProcessLauncher(
+        controller_address="127.0.0.1:1",
+        state_directory=tmp_path,
+        on_exit=lambda told: None,
+        tasks=tasks,
+        forks=forks,
+    )
+
+
+async def test_workers_inherit_nothing_of_the_controllers_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_CONTROLLER_DATABASE_URL", "postgresql://user:password@host/db")
+    monkeypatch.setenv("SLIPSTREAM_TRACE_RATIO", "0.5")
+    orders = Orders(Exited())
+    async with TaskGroup() as tasks:
+        await launcher_of(tmp_path, tasks, orders).start("run_a", RunSpec.model_validate(SPEC))
+    assert orders.given.keys() == {"trainer-0", "rollout-0", "rollout-1"}
+    for module, environment in orders.given.values():
+        prefix = module.replace("services.", "slipstream_").upper()
+        assert environment[f"{prefix}_RUN_ID"] == "run_a"
+        assert environment["SLIPSTREAM_TRACE_RATIO"] == "0.5"
+        assert not [name for name in environment if name.startswith("SLIPSTREAM_CONTROLLER_")]
+
+
+@pytest.mark.parametrize("forks", [None, Orders()], ids=["none", "gave_up"])
+async def test_without_forks_a_worker_is_started_anew(tmp_path, forks):
+    (tmp_path / "worker.py").write_text("import os; print(os.environ['NAME']); raise SystemExit(3)")
+    log = tmp_path / "worker.log"
+    environment = {"PYTHONPATH": str(tmp_path), "NAME": "rollout-0"}
+    async with TaskGroup() as tasks:
+        launcher = launcher_of(tmp_path, tasks, forks)
+        process = await launcher._start_process("worker", environment, log)
+        assert isinstance(process, ChildProcess)
+        assert await process.wait() == 3
+    assert log.read_text() == "rollout-0\n"
+
+
+async def test_the_ranks_that_were_started_end_with_a_start_that_fails(tmp_path):
+    signals = []
+
+    class Ranks(Orders):
+        async def start(self, module, environment, log):
+            if environment["RANK"] == "1":
+                raise OSError("no room")
+            return self.process
+
+    process = Exited()
+    process.send_signal = signals.append
+    async with TaskGroup() as tasks:
+        launcher = launcher_of(tmp_path, tasks, Ranks(process))
+        with pytest.raises(OSError, match="no room"):
+            await launcher._spawn("run_a", "trainer", "trainer-0", ranks=2, environment={})
+    assert signals == [9]
+
+
+async def test_what_is_started_is_written_down(tmp_path):
+    async with TaskGroup() as tasks:
+        spec = RunSpec.model_validate(SPEC)
+        await launcher_of(tmp_path, tasks, Orders(Exited())).start("run_a", spec)
+    (entry,) = json.loads((tmp_path / "run_a" / "logs" / "rollout-0.process").read_text())
+    assert entry["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize(("gpus", "is_forking"), [("", True), ("0,1", False)])
+async def test_workers_are_forked_where_there_are_no_gpus(tmp_path, monkeypatch, gpus, is_forking):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    async with (
+        TaskGroup() as tasks,
+        open_process_launcher(
+            controller_address="127.0.0.1:1",
+            state_directory=tmp_path,
+            on_exit=lambda told: None,
+            tasks=tasks,
+        ) as launcher,
+    ):
+        assert (launcher._forks is not None) == is_forking

@@ -1,0 +1,371 @@
+"""Forks, checkpoints, changes, logs and streams of runs, over a manager without workers."""
+
+import asyncio
+import itertools
+import json
+
+import pytest
+
+from services.common import tracing
+from services.controller.api.principals import TokenStore
+from services.controller.rules.ledger import Ledger
+from services.controller.rules.run_state import RunEvent
+from services.controller.run.checkpoints import Checkpoint
+from services.controller.store import ledgers as ledger_store
+from services.controller.store.rows import forget_events
+from services.controller.store.runs import RunStore
+from services.controller.store.tables import CHECKPOINTS
+from tests.helpers.rest import SPEC, client_of, named
+
+NUMBERS = itertools.count()
+
+
+async def submitted(api) -> str:
+    return (await api.post("/v1/runs", json=named(next(NUMBERS)))).json()["id"]
+
+
+async def ended(api, run_id) -> None:
+    """Cancel a run and wait for its end."""
+    await api.post(f"/v1/runs/{run_id}/cancel")
+    await api.get(f"/v1/runs/{run_id}/events/stream")
+
+
+def save(database, run_id, *, step, path="", state="READY") -> str:
+    """Write down a checkpoint as a run does, and the steps behind it."""
+    checkpoint = Checkpoint(
+        checkpoint_id=f"ckpt_{run_id[-8:]}_{step}",
+        run_id=run_id,
+        step=step,
+        weight_version=step,
+        path=path,
+        state=state,
+        message="",
+        create_time=float(step),
+    )
+    with database.write() as connection:
+        values = {name: getattr(checkpoint, name) for name in Checkpoint.__slots__}
+        connection.execute(CHECKPOINTS.insert().values(values))
+    return checkpoint.checkpoint_id
+
+
+def train(database, run_id, *, steps) -> None:
+    """Issue two groups a step and one more, and train all but the last ones."""
+    ledger = Ledger(max_attempts=3)
+    with database.write() as connection:
+        for step in range(1, steps + 1):
+            groups = [ledger.issue(row=2 * step + i, position=2 * step + i) for i in range(2)]
+            for group in groups:
+                ledger.lease(group, "rollout-0", version=step - 1, now=0.0)
+                ledger.complete(group, oldest_version=step - 1)
+            ledger.train(groups)
+            ledger_store.write_change(connection, run_id, ledger.take_changes())
+            ledger_store.begin_step(connection, run_id, step, version=step - 1, groups=groups)
+            ledger.consume(groups)
+            ledger_store.write_change(connection, run_id, ledger.take_changes())
+            ledger_store.commit_step(connection, run_id, step, {"reward_mean": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("query", "steps"),
+    [
+        ("", [1, 2, 3, 4, 5, 6, 7]),
+        ("name=reward_mean&from_step=5", [5, 6, 7]),
+        ("max_points=3", [1, 4, 7]),
+        ("max_points=2&from_step=2", [4, 7]),
+        ("max_points=2&from_step=2&to_step=5", [3, 5]),
+        ("from_step=9", []),
+    ],
+)
+async def test_numbers_of_steps_are_thinned_out_evenly(api, database, query, steps):
+    run_id = await submitted(api)
+    train(database, run_id, steps=7)
+    found = (await api.get(f"/v1/runs/{run_id}/metrics?{query}")).json()
+    assert found["steps"] == steps
+    assert len(found["times"]) == len(steps)
+    known = [{"name": "reward_mean", "values": [0.5] * len(steps)}]
+    assert found["items"] == (known if steps else [])
+
+
+async def test_numbers_are_asked_for_by_name(api, database):
+    run_id = await submitted(api)
+    train(database, run_id, steps=2)
+    found = (await api.get(f"/v1/runs/{run_id}/metrics?name=loss&name=reward_mean")).json()
+    assert [metric["name"] for metric in found["items"]] == ["reward_mean"]
+
+
+async def test_events_are_read_from_the_newest_on_and_by_type(api):
+    run_id = await submitted(api)
+    await ended(api, run_id)
+    path = f"/v1/runs/{run_id}/events"
+
+    async def numbers(query):
+        found = (await api.get(f"{path}?{query}")).json()["items"]
+        return [event["seq"] for event in found]
+
+    everything = await numbers("")
+    assert len(everything) > 2
+    assert await numbers("order_by=-seq") == everything[::-1]
+    assert await numbers(f"order_by=-seq&limit=1&before_seq={everything[-1]}") == everything[-2:-1]
+    changes = await numbers("type=StateChanged&type=Cancelled")
+    others = await numbers("not_type=StateChanged&not_type=Cancelled")
+    assert changes
+    assert others
+    assert sorted(changes + others) == everything
+
+
+async def test_a_fork_goes_on_from_a_checkpoint_with_the_same_prompts(api, database):
+    run_id = await submitted(api)
+    train(database, run_id, steps=3)
+    save(database, run_id, step=2, path="/checkpoints/step-00000002")
+    body = {"name": "two", "overrides": {"trainer": {"steps": 9}, "algorithm": {"clip_low": 0.1}}}
+    forked = await api.post(f"/v1/runs/{run_id}/fork", json=body)
+    assert forked.status_code == 201, forked.text
+    run = forked.json()
+    assert (run["name"], run["step"], run["weight_version"]) == ("two", 2, 2)
+    assert run["spec"]["trainer"]["steps"] == 9
+    assert run["spec"]["trainer"]["checkpoint"]["start_from"] == "/checkpoints/step-00000002"
+    with database.read() as connection:
+        state = ledger_store.read_ledger(connection, run["id"])
+        steps = ledger_store.read_steps(connection, run["id"])
+    assert [step.step for step in steps] == [1, 2]
+    # What the third step trained is to be trained again.
+    assert [(group.sequence, group.row) for group in state.groups] == [(4, 6), (5, 7)]
+
+
+async def test_a_fork_with_other_data_begins_its_prompts_anew(api, database):
+    run_id = await submitted(api)
+    train(database, run_id, steps=2)
+    save(database, run_id, step=1, path="/checkpoints/step-00000001")
+    forked = await api.post(
+        f"/v1/runs/{run_id}/fork", json={"name": "other", "overrides": {"seed": 7}}
+    )
+    with database.read() as connection:
+        state = ledger_store.read_ledger(connection, forked.json()["id"])
+    assert state.groups == ()
+    assert state.position == 0
+    assert state.num_issued == sum(state.ended.values()) == 4
+
+
+async def test_an_operator_cannot_take_an_admins_trust_for_another_model(
+    manager, database, tmp_path, caplog
+):
+    tokens = TokenStore(database)
+    admin = tokens.create(name="ann", project="blue", role="admin")
+    operator = tokens.create(name="eve", project="blue", role="operator")
+    model = {"path": "org/model", "trust_remote_code": True}
+    async with client_of(manager, database, tmp_path, tokens, admin) as client:
+        run = (await client.post("/v1/runs", json={**SPEC, "model": model})).json()
+    train(database, run["id"], steps=1)
+    save(database, run["id"], step=1, path="/checkpoints/step-00000001")
+    fork = {"name": "stolen", "overrides": {"model": {"path": "evil/model"}}}
+    async with client_of(manager, database, tmp_path, tokens, operator) as client:
+        refused = await client.post(f"/v1/runs/{run['id']}/fork", json=fork)
+        assert refused.status_code == 403, refused.text
+        assert "model.trust_remote_code" in refused.json()["detail"]
+        assert "a specification was refused" in caplog.text
+        seen = await client.get(f"/v1/runs/{run['id']}")
+        changed = await client.patch(
+            f"/v1/runs/{run['id']}",
+            json={"checkpoint_every": 2},
+            headers={"If-Match": seen.headers["ETag"]},
+        )
+        assert changed.status_code == 200, changed.text
+        fork["overrides"]["model"]["trust_remote_code"] = False
+        honest = await client.post(f"/v1/runs/{run['id']}/fork", json=fork)
+        assert honest.status_code == 201, honest.text
+
+
+async def test_a_run_without_a_checkpoint_is_not_forked(api, database):
+    run_id = await submitted(api)
+    refused = await api.post(f"/v1/runs/{run_id}/fork", json={})
+    assert (refused.status_code, refused.json()["code"]) == (409, "no_usable_checkpoint")
+    save(database, run_id, step=1, state="FAILED")
+    refused = await api.post(f"/v1/runs/{run_id}/fork", json={"checkpoint_id": "ckpt_none"})
+    assert refused.status_code == 404
+
+
+async def test_a_checkpoint_that_a_run_needs_is_not_deleted(api, database, tmp_path):
+    run_id = await submitted(api)
+    folder = tmp_path / "step-00000002"
+    folder.mkdir()
+    (folder / "manifest.json").write_text("{}")
+    older = save(database, run_id, step=1)
+    newest = save(database, run_id, step=2, path=str(folder))
+    path = f"/v1/runs/{run_id}/checkpoints"
+    refused = await api.delete(f"{path}/{newest}")
+    assert (refused.status_code, refused.json()["code"]) == (409, "in_use")
+    assert (await api.delete(f"{path}/{older}")).status_code == 204
+    await ended(api, run_id)
+    assert (await api.delete(f"{path}/{newest}")).status_code == 204
+    assert (await api.delete(f"{path}/{newest}")).status_code == 204
+    assert not folder.exists()
+    assert {item["state"] for item in (await api.get(path)).json()["items"]} == {"DELETED"}
+
+
+async def test_limits_and_intervals_change_while_a_run_exists(api):
+    run_id = await submitted(api)
+    path = f"/v1/runs/{run_id}"
+    etag = (await api.get(path)).headers["ETag"]
+    patch = {"limits": {"max_restarts": 9}, "validation_every": 5, "checkpoint_every": 2}
+    changed = await api.patch(path, json=patch, headers={"If-Match": etag})
+    spec = changed.json()["spec"]
+    assert spec["limits"]["max_restarts"] == 9
+    assert (spec["validation"]["every"], spec["trainer"]["checkpoint"]["every"]) == (5, 2)
+    etag = changed.headers["ETag"]
+    refused = await api.patch(
+        path, json={"limits": {"max_restarts": -1}}, headers={"If-Match": etag}
+    )
+    assert (refused.status_code, refused.json()["code"]) == (422, "invalid_spec")
+
+
+async def test_logs_are_read_by_worker_and_followed_to_the_end(api, tmp_path):
+    run_id = await submitted(api)
+    folder = tmp_path / run_id / "logs"
+    folder.mkdir(parents=True)
+    (folder / "rollout-0.log").write_text("one\ntwo\n")
+    (folder / "trainer-0.log").write_text("three\n")
+    path = f"/v1/runs/{run_id}/logs"
+    lines = (await api.get(path, params={"component": "rollout-0", "tail_lines": 1})).text
+    assert json.loads(lines) == {"component": "rollout-0", "line": "two"}
+    await ended(api, run_id)
+    streamed = (await api.get(f"{path}/stream")).text
+    told = [json.loads(line[5:]) for line in streamed.splitlines() if line.startswith("data:")]
+    assert [line.get("line") for line in told] == ["one", "two", "three", None]
+    cursor = [line[3:].strip() for line in streamed.splitlines() if line.startswith("id:")][1]
+    rest = (await api.get(f"{path}/stream", headers={"Last-Event-ID": cursor})).text
+    assert "three" in rest
+    assert "two" not in rest
+
+
+async def test_events_of_all_runs_are_streamed(api, manager, database):
+    first = await submitted(api)
+    begun = (await api.get(f"/v1/runs/{first}/events")).json()["items"][0]
+    assert begun["type"] == "Submitted"
+    seen = []
+
+    async def read() -> None:
+        async for events in manager.feed.watch_project("default", 1.0):
+            seen.extend((event.run_id, event.type) for event in events)
+            if len(seen) >= 3:
+                return
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(read())
+        await asyncio.sleep(0)
+        second = await submitted(api)
+    assert {run for run, _ in seen} == {first, second}
+    assert (second, "Submitted") in seen
+
+
+async def test_a_cancel_with_grace_is_shortened_by_another_one(api, manager):
+    run_id = await submitted(api)
+    await asyncio.sleep(0)
+    patient = {"grace_seconds": 600, "save_checkpoint": True}
+    cancelled = await api.post(f"/v1/runs/{run_id}/cancel", json=patient)
+    assert cancelled.json()["state"] in ("CANCELLING", "CANCELLED")
+    await ended(api, run_id)
+    assert (await api.get(f"/v1/runs/{run_id}")).json()["state"] == "CANCELLED"
+
+
+async def test_a_second_cancel_may_come_while_the_first_one_ends_the_run(api, manager, monkeypatch):
+    run_id = await submitted(api)
+    may_end = asyncio.Event()
+
+    async def stop(run_id):
+        await may_end.wait()
+
+    monkeypatch.setattr(manager.drivers.services.launcher, "stop", stop)
+    await manager.cancel(run_id)
+    read = manager.get
+
+    async def read_before_the_end(run_id):
+        run = await read(run_id)
+        may_end.set()
+        await manager.drivers.wait()
+        return run
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "get", read_before_the_end)
+        assert (await manager.cancel(run_id)).state == "CANCELLING"
+    assert not manager.drivers.driven()
+    assert (await manager.get(run_id)).state == "CANCELLED"
+
+
+async def test_a_run_that_has_ended_is_not_ended_once_more(api, manager):
+    run_id = await submitted(api)
+    run = await manager.cancel(run_id)
+    await ended(api, run_id)
+    manager.drivers.drive(run)
+    await manager.drivers.wait()
+    assert (await manager.get(run_id)).state == "CANCELLED"
+
+
+async def test_a_failed_run_says_whose_fault_it_is(api, database):
+    await submitted(api)
+    run_id = await submitted(api)
+    message = "trainer-0 ended with exit code 1; its last lines:\ngone"
+    RunStore(database).apply(run_id, RunEvent.FAIL, reason="WorkerLost", message=message)
+    run = (await api.get(f"/v1/runs/{run_id}")).json()
+    assert run["error"] == {
+        "code": "WorkerLost",
+        "category": "INFRA",
+        "recoverable": True,
+        "message": message,
+        "component": "trainer-0",
+        "trace_id": tracing.of_step(run_id, 1).trace_id,
+    }
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "component"),
+    [
+        ("WorkerLost", "ref_logp-1 sent no heartbeat for 30 s", "ref_logp-1"),
+        ("INTERNAL", "/slipstream.transferqueue.v1.IndexService/Claim: broken", "transferqueue"),
+        ("GenerationError", "every rollout failed", "rollout"),
+        ("QueueTimeout", "the run did not start", "controller"),
+    ],
+)
+async def test_an_error_names_what_failed(api, database, reason, message, component):
+    await submitted(api)
+    run_id = await submitted(api)
+    RunStore(database).apply(run_id, RunEvent.FAIL, reason=reason, message=message)
+    assert (await api.get(f"/v1/runs/{run_id}")).json()["error"]["component"] == component
+
+
+async def test_a_run_says_when_it_left_the_queue_and_when_it_ended(api):
+    first, second = await submitted(api), await submitted(api)
+    await api.post(f"/v1/runs/{second}/cancel")
+    started = (await api.get(f"/v1/runs/{first}")).json()
+    assert started["create_time"] <= started["start_time"]
+    assert started["finish_time"] is None
+    ended = (await api.get(f"/v1/runs/{second}")).json()
+    assert ended["start_time"] is None
+    assert ended["create_time"] <= ended["finish_time"]
+
+
+async def test_a_paused_run_says_what_is_wanted_and_what_is_true(api):
+    run_id = await submitted(api)
+    await asyncio.sleep(0)
+    held = await api.post(f"/v1/runs/{await submitted(api)}/pause", json={"checkpoint": False})
+    assert (held.json()["state"], held.json()["desired"]) == ("PAUSED", "PAUSED")
+    run = (await api.get(f"/v1/runs/{run_id}")).json()
+    assert (run["desired"], run["generation"]) == ("RUNNING", 1)
+    found = {condition["type"]: condition["status"] for condition in run["conditions"]}
+    assert (found["Admitted"], found["Placed"], found["Progressing"]) == (
+        "True",
+        "Unknown",
+        "False",
+    )
+    unknown = await api.post(f"/v1/runs/{run_id}/pause", json={"release": True})
+    assert unknown.status_code == 422
+
+
+async def test_a_cursor_behind_what_is_kept_is_gone(api, database):
+    run_id = await submitted(api)
+    await ended(api, run_id)
+    with database.write() as connection:
+        forget_events(connection, run_id, until=2)
+    for path in ("events?after_seq=1", "events/stream?after_seq=1"):
+        refused = await api.get(f"/v1/runs/{run_id}/{path}")
+        assert (refused.status_code, refused.json()["code"]) == (410, "cursor_expired"), path
+    assert (await api.get(f"/v1/runs/{run_id}/events")).json()["items"][0]["seq"] == 3

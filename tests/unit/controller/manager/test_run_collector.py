@@ -1,0 +1,77 @@
+"""RunCollector: what Prometheus reads off the runs."""
+
+from types import SimpleNamespace
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from services.common.spec.loader import canonical_json, parse_spec
+from services.controller.manager.run_collector import RunCollector
+from services.controller.rules.run_state import RunState
+
+NOW = 10_000.0
+SPEC = canonical_json(
+    parse_spec(
+        {
+            "name": "demo",
+            "model": {"path": "tiny:qwen2-0.4m"},
+            "data": {"train": {"source": "python", "path": "sort4.py:train"}},
+            "rollout": {"rewards": [{"name": "exact_match"}]},
+            "algorithm": {"max_staleness": 2},
+            "trainer": {"steps": 50, "prompts_per_step": 32},
+        }
+    )
+)
+
+
+def run(run_id: str, state: RunState, *, updated: float = NOW) -> SimpleNamespace:
+    return SimpleNamespace(
+        run_id=run_id,
+        name="demo",
+        spec_json=SPEC,
+        state=state,
+        is_terminal=state in (RunState.SUCCEEDED, RunState.FAILED),
+        update_time=updated,
+        conditions=(SimpleNamespace(type="Progressing", status="False", reason="WaitsForGroups"),),
+        summary={"staleness": {"max": 1, "mean": 0.5}, "heldout": {"greedy": 0.7, "sampled": None}},
+    )
+
+
+def exposed(*runs: SimpleNamespace) -> str:
+    workers = [
+        SimpleNamespace(role="rollout", state="ready"),
+        SimpleNamespace(role="rollout", state="ready"),
+        SimpleNamespace(role="trainer", state="loading"),
+    ]
+    registry = CollectorRegistry()
+    registry.register(
+        RunCollector(lambda: runs, lambda run_id: workers, now=lambda: NOW)  # type: ignore[arg-type,return-value]
+    )
+    return generate_latest(registry).decode()
+
+
+def test_an_active_run_shows_its_state_bounds_and_workers() -> None:
+    text = exposed(run("r1", RunState.RUNNING))
+    assert 'slipstream_runs{state="RUNNING"} 1.0' in text
+    assert 'slipstream_runs{state="FAILED"} 0.0' in text
+    assert 'slipstream_run_state{run="r1",state="RUNNING"} 1.0' in text
+    assert 'slipstream_run_state{run="r1",state="FAILED"} 0.0' in text
+    condition = 'reason="WaitsForGroups",run="r1",status="False",type="Progressing"'
+    assert f"slipstream_run_condition{{{condition}}} 1.0" in text
+    assert 'slipstream_run_target_steps{run="r1"} 50.0' in text
+    assert 'slipstream_staleness_limit_versions{run="r1"} 2.0' in text
+    assert 'slipstream_run_staleness_versions{run="r1",stat="mean"} 0.5' in text
+    assert 'slipstream_run_workers{role="rollout",run="r1",state="ready"} 2.0' in text
+
+
+def test_a_score_that_is_not_known_is_not_shown() -> None:
+    text = exposed(run("r1", RunState.RUNNING))
+    assert 'slipstream_run_heldout_score{decoding="greedy",run="r1"} 0.7' in text
+    assert 'decoding="sampled"' not in text
+
+
+def test_an_ended_run_stays_for_a_while_without_workers_then_goes() -> None:
+    late, gone = run("r2", RunState.FAILED), run("r3", RunState.FAILED, updated=NOW - 3600)
+    text = exposed(late, gone)
+    assert 'slipstream_run_state{run="r2",state="FAILED"} 1.0' in text
+    assert "slipstream_run_workers{" not in text
+    assert '"r3"' not in text

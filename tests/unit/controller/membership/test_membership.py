@@ -1,0 +1,168 @@
+import asyncio
+import dataclasses
+
+import pytest
+
+from services.common.clock import SystemClock
+from services.common.errors import FailedPreconditionError
+from services.controller.api.membership import MembershipServicer
+from services.controller.membership.registry import Membership, Worker
+from services.controller.settings import ControllerSettings
+from slipstream.controller.v1 import membership_pb2
+from slipstream.type.v1 import worker_pb2
+
+
+def worker(incarnation="a"):
+    return Worker(
+        run_id="run_1",
+        worker_id="rollout-0",
+        incarnation=incarnation,
+        role="rollout",
+        address="127.0.0.1:1",
+        host_id="host",
+        last_heard=0.0,
+    )
+
+
+async def registered():
+    membership = Membership(SystemClock(), 30.0)
+    membership.open_run("run_1")
+    await membership.register(worker())
+    return membership
+
+
+async def hear(membership, state, **gauges):
+    return await membership.hear(
+        "run_1",
+        "rollout-0",
+        "a",
+        state=state,
+        activity="",
+        weight_version=-1,
+        gauges=gauges,
+    )
+
+
+async def until(membership, condition):
+    await membership.wait_until(condition, timeout_s=30.0, waiting_for=lambda: "it")
+
+
+async def test_whoever_waits_for_a_worker_to_load_hears_of_it():
+    membership = await registered()
+    waiting = asyncio.ensure_future(
+        until(membership, lambda: membership.find("run_1", "rollout-0").state == "loaded")
+    )
+    await hear(membership, "loading")
+    assert await hear(membership, "loaded") == "continue"
+    await waiting
+
+
+async def test_whoever_waits_for_a_workers_data_hears_of_it():
+    membership = await registered()
+    await hear(membership, "loaded")
+    waiting = asyncio.ensure_future(
+        until(membership, lambda: "rows" in membership.find("run_1", "rollout-0").gauges)
+    )
+    await hear(membership, "loaded", rows=4.0)
+    await waiting
+
+
+async def test_a_process_that_outlives_its_loss_stops_and_its_replacement_takes_no_place():
+    membership = await registered()
+    await membership.forget("run_1", "rollout-0")
+    assert await hear(membership, "ready") == "stop"
+    with pytest.raises(FailedPreconditionError, match="taken for gone"):
+        await membership.register(worker())
+    assert not await membership.register(worker("b"))
+
+
+async def test_heartbeats_that_bring_no_news_wake_nobody():
+    membership = await registered()
+    await hear(membership, "loading", tokens=1.0)
+    tried = 0
+
+    def condition():
+        nonlocal tried
+        tried += 1
+        return membership.find("run_1", "rollout-0").state == "loaded"
+
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(until(membership, condition))
+        await asyncio.sleep(0)
+        for number in range(10):
+            await hear(membership, "loading", tokens=float(number))
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        assert tried == 1
+        await hear(membership, "loaded", tokens=10.0)
+    assert tried == 2
+
+
+async def test_the_more_workers_there_are_the_more_seldom_each_is_heard(tmp_path):
+    membership = await registered()
+    settings = ControllerSettings(
+        transferqueue_address="127.0.0.1:1",
+        state_directory=tmp_path,
+        max_heartbeats_per_s=4.0,
+        heartbeat_timeout_s=30.0,
+    )
+    servicer = MembershipServicer(None, membership, settings, SystemClock())
+
+    async def interval_s() -> float:
+        request = membership_pb2.HeartbeatRequest(
+            run_id="run_1",
+            worker_id="rollout-0",
+            incarnation="a",
+            state=worker_pb2.WORKER_STATE_LOADED,
+        )
+        return (await servicer.Heartbeat(request, None)).heartbeat_interval_s
+
+    seen = [await interval_s()]
+    for more in (19, 1000):
+        for number in range(more):
+            name = f"rollout-{more}-{number}"
+            await membership.register(dataclasses.replace(worker(), worker_id=name))
+        seen.append(await interval_s())
+    assert seen == [1.0, 5.0, 7.5]
+
+
+class Watch:
+    def __init__(self):
+        self.now = 0.0
+
+    def time(self):
+        return self.now
+
+    def monotonic(self):
+        return self.now
+
+
+async def test_a_silent_worker_is_named_but_not_by_a_controller_that_stood_still():
+    clock = Watch()
+    membership = Membership(clock, 30.0)
+    membership.open_run("run_1")
+    membership.begin_watch("run_1")
+    await membership.register(worker())
+
+    clock.now = 15.0
+    assert membership.silent("run_1") == []
+    clock.now = 15.0 + 40.0  # stopped, as by SIGSTOP: nobody was heard, and nobody could be
+    assert membership.silent("run_1") == []
+    clock.now = 55.0 + 15.0
+    assert membership.silent("run_1") == []
+    clock.now = 70.0 + 16.0
+    assert [lost.worker_id for lost in membership.silent("run_1")] == ["rollout-0"]
+
+
+async def test_a_watch_that_begins_anew_is_no_pause():
+    clock = Watch()
+    membership = Membership(clock, 30.0)
+    membership.open_run("run_1")
+    membership.begin_watch("run_1")
+    await membership.register(worker())
+    clock.now = 14.0  # another worker is lost, just before silent ones would have been asked for
+    membership.begin_watch("run_1")
+    clock.now = 14.0 + 15.0
+    assert membership.silent("run_1") == []
+    clock.now = 29.0 + 2.0
+    assert [lost.worker_id for lost in membership.silent("run_1")] == ["rollout-0"]

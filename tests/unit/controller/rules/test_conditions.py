@@ -1,0 +1,83 @@
+"""Conditions follow from events, and from nothing else."""
+
+import pytest
+
+from services.controller.rules.conditions import Condition, conditions_after
+from services.controller.rules.run_state import RunEvent
+from services.controller.store.records import NewRun, Note
+from services.controller.store.runs import RunStore
+
+READY = ("WorkersReady", "all workers have loaded", {"absent": []})
+PENDING = ("WorkerPending", "Unschedulable: 0/3 nodes have a GPU", {"reason": "Unschedulable"})
+STILL = ("NoProgress", "no step for 90 s: 3 of 32 groups", {"reason": "WaitsForGroups"})
+LOST = ("WorkerLost", "rollout-0 ended with signal 9\nlast line", {"workers": ["rollout-0"]})
+
+
+def moved(to: str, reason: str = "Why", message: str = "why"):
+    return ("StateChanged", message, {"from": "", "to": to, "reason": reason})
+
+
+def after(*events) -> dict[str, Condition]:
+    """Conditions of a run behind some events, one each second."""
+    known: tuple[Condition, ...] = ()
+    for time, (event, message, data) in enumerate([("Submitted", "", {}), *events]):
+        known = conditions_after(known, event, message, data, generation=1, time=float(time))
+    return {condition.type: condition for condition in known}
+
+
+def statuses(*events) -> str:
+    """First letters of all statuses, in the order of the documentation."""
+    return "".join(condition.status[0] for condition in after(*events).values())
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([], "FFFFFFF"),
+        ([moved("STARTING")], "TUFFFFF"),
+        ([moved("STARTING"), PENDING], "TFFFFFF"),
+        ([moved("STARTING"), READY, moved("RUNNING")], "TTTTTFF"),
+        ([moved("STARTING"), READY, moved("RUNNING"), LOST], "TFFTTTF"),
+        ([moved("STARTING"), READY, LOST, moved("RECOVERING"), READY, moved("RUNNING")], "TTTTTFF"),
+        ([moved("STARTING"), READY, moved("RUNNING"), moved("PAUSING")], "TTTTTFF"),
+        ([moved("STARTING"), READY, moved("RUNNING"), STILL], "TTTTFFF"),
+        ([moved("STARTING"), READY, moved("RUNNING"), STILL, ("StepCommitted", "", {})], "TTTTTFF"),
+        ([moved("STARTING"), READY, moved("RUNNING"), moved("PAUSED")], "FFFFFFF"),
+        ([moved("STARTING"), ("CheckpointSaved", "step 3", {}), moved("SUCCEEDED")], "FFFFFFT"),
+        ([("CheckpointSaved", "step 3", {}), ("CheckpointFailed", "disk", {})], "FFFFFFF"),
+    ],
+)
+def test_each_event_changes_what_it_tells_of(events, expected):
+    assert statuses(*events) == expected
+
+
+def test_a_status_that_stays_keeps_its_time_and_gets_the_newest_reason():
+    waiting = after(("Waiting", "no GPU is left", {"reason": "GpuQuota"}))["Admitted"]
+    assert (waiting.reason, waiting.last_transition_time) == ("GpuQuota", 0.0)
+    assert after(moved("STARTING"))["Admitted"].last_transition_time == 1.0
+
+
+def test_a_failed_run_still_says_what_kept_it_from_starting():
+    placed = after(moved("STARTING"), PENDING, moved("FAILED", "WorkerLost", "gave up"))["Placed"]
+    assert (placed.reason, placed.message) == ("Unschedulable", PENDING[1])
+
+
+def test_a_call_that_fails_while_all_workers_live_leaves_the_data_plane_unknown():
+    found = after(moved("STARTING"), READY, ("WorkerLost", "UNAVAILABLE", {"workers": []}))
+    assert found["DataPlaneReady"].status == "Unknown"
+    assert found["Placed"].status == "True"
+
+
+def test_conditions_are_stored_with_their_events_and_their_generation(database):
+    store = RunStore(database)
+    run, _ = store.create(NewRun(run_id="run_1", name="one", spec_json="{}", spec_digest="d"))
+    store.apply("run_1", RunEvent.ADMIT, reason="Admitted")
+    store.patch("run_1", revision=2, values={"spec_json": "{}", "spec_digest": "e"})
+    store.record("run_1", Note("StepCommitted", "step 1 is trained", {}, 1))
+    before = store.get("run_1")
+    store.record("run_1", Note("StepCommitted", "step 2 is trained", {}, 2))
+    found = {condition.type: condition for condition in store.get("run_1").conditions}
+    assert (run.generation, before.generation) == (1, 2)
+    assert (found["Admitted"].observed_generation, found["Admitted"].reason) == (1, "Admitted")
+    assert (found["Progressing"].observed_generation, found["Progressing"].status) == (2, "True")
+    assert store.get("run_1").conditions == before.conditions

@@ -1,0 +1,29 @@
+"""Which weight version is evaluated next."""
+
+from services.controller.rules.validation import BegunEvaluation, Turns, is_periodic
+
+
+def test_periodic_versions_are_multiples():
+    versions = range(-1, 11)
+    assert [version for version in versions if is_periodic(version, 5)] == [5, 10]
+    assert not any(is_periodic(version, every) for version in versions for every in (-1, 0))
+
+
+def test_one_evaluation_is_made_at_a_time():
+    turns = Turns()
+    first, second = BegunEvaluation(1, "periodic"), BegunEvaluation(2, "manual")
+    turns.ask(first)
+    turns.ask(second)
+    assert (turns.current, turns.next) == (first, second)
+    turns.end()
+    assert (turns.current, turns.next) == (second, None)
+    turns.end()
+    assert turns.current is None
+
+
+def test_the_newest_waits_behind_the_current_one_but_never_in_place_of_a_final_one():
+    turns = Turns()
+    for version, reason in ((1, "periodic"), (2, "periodic"), (3, "final"), (4, "periodic")):
+        turns.ask(BegunEvaluation(version, reason))
+    assert turns.current == BegunEvaluation(1, "periodic")
+    assert turns.next == BegunEvaluation(3, "final")

@@ -1,0 +1,175 @@
+"""What is generated next, and where."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from services.common.spec.loader import parse_spec
+from services.controller.rules.groups import GroupState
+from services.controller.rules.ledger import Ledger
+from services.controller.rules.prompts import PromptOrder, ReturnedRows
+from services.controller.run.handout import GenerationError, Handout
+from services.controller.run.requests import CurrentSpec
+from services.controller.run.stored import StoredGroups
+
+SPEC = parse_spec(
+    {
+        "name": "one",
+        "model": {"path": "tiny:qwen2-0.4m"},
+        "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
+        "rollout": {
+            "group_size": 2,
+            "max_response_tokens": 8,
+            "rewards": [{"name": "exact_match"}],
+        },
+        "trainer": {"steps": 10, "prompts_per_step": 4},
+        "algorithm": {"max_staleness": 1},
+    }
+)
+
+
+class Recorder:
+    """A journal that writes nothing."""
+
+    async def save(self, ledger):
+        ledger.take_changes()
+
+
+class OneRollout:
+    """A rollout that takes everything."""
+
+    num_replicas = 1
+
+    def __init__(self):
+        self.started = []
+
+    def choose(self, group_id):
+        return "rollout-0", 0
+
+    def assigned(self, worker_id):
+        """Loads do not matter here."""
+
+    def newest_version(self):
+        return 0
+
+    async def start(self, by_worker):
+        self.started += [a.group_id for groups in by_worker.values() for a in groups]
+
+
+def handout_of(ledger, *, rows=100, quarantined=()):
+    rollouts = OneRollout()
+    order = PromptOrder(rows, seed=0, shuffle=False, quarantined=quarantined)
+    clock = SimpleNamespace(monotonic=lambda: 1.0)
+    handout = Handout(
+        CurrentSpec(SPEC),
+        "run_1",
+        ledger=ledger,
+        order=order,
+        journal=Recorder(),
+        replicas=rollouts,
+        stored=StoredGroups(None, "run_1/train", group_size=2, required_fields=()),
+        clock=clock,
+    )
+    return handout, rollouts
+
+
+async def hand_out(handout):
+    async with asyncio.TaskGroup() as starts:
+        await handout.hand_out(starts)
+
+
+async def test_as_many_groups_start_as_the_gate_lets_in():
+    ledger = Ledger(max_attempts=3)
+    handout, rollouts = handout_of(ledger)
+    handout.published_step = 0
+    await hand_out(handout)
+    await hand_out(handout)
+    assert len(rollouts.started) == 8
+
+
+async def test_groups_that_wait_after_a_rewind_do_not_pass_the_gate():
+    ledger = Ledger(max_attempts=3)
+    for row in range(12):
+        ledger.issue(row, position=row + 1)
+    handout, rollouts = handout_of(ledger)
+    handout.published_step = 0
+    await hand_out(handout)
+    assert rollouts.started == [f"g{sequence:08d}" for sequence in range(8)]
+    assert ledger.count(GroupState.PENDING) == 4
+    handout.published_step = 1
+    await hand_out(handout)
+    assert len(rollouts.started) == 12
+
+
+async def test_interrupted_groups_go_on_first_and_the_one_with_the_least_left_before_others():
+    ledger = Ledger(max_attempts=3)
+    handout, rollouts = handout_of(ledger)
+    handout.published_step = 0
+    await hand_out(handout)
+    far, near = ledger.running()[:2]
+    ledger.interrupt(far, num_unfinished=2, num_tokens=9)
+    ledger.interrupt(near, num_unfinished=1, num_tokens=3)
+    rollouts.started.clear()
+    await hand_out(handout)
+    assert rollouts.started == [near.group_id, far.group_id]
+
+
+async def test_a_run_without_prompts_left_says_so():
+    handout, _ = handout_of(Ledger(max_attempts=3), rows=2, quarantined=(0, 1))
+    handout.published_step = 0
+    async with asyncio.TaskGroup() as starts:
+        with pytest.raises(GenerationError, match="quarantined"):
+            await handout.hand_out(starts)
+
+
+def test_a_row_that_is_given_back_comes_once_more_at_the_end_of_its_epoch():
+    order = PromptOrder(3, seed=0, shuffle=False)
+    assert [order.next_row() for _ in range(2)] == [0, 1]
+    assert order.give_back(0)
+    assert not order.give_back(0)
+    assert [order.next_row() for _ in range(5)] == [2, 0, 0, 1, 2]
+    assert order.position == 6
+
+
+def test_returned_rows_survive_a_restart():
+    order = PromptOrder(3, seed=0, shuffle=False, position=2)
+    order.give_back(1)
+    again = PromptOrder(
+        3, seed=0, shuffle=False, position=2, returned=ReturnedRows(**vars_of(order.returned))
+    )
+    assert [again.next_row() for _ in range(3)] == [2, 1, 0]
+
+
+def vars_of(returned):
+    return {"epoch": returned.epoch, "waiting": returned.waiting, "known": returned.known}
+
+
+async def test_a_rollout_that_is_slow_to_take_a_group_keeps_no_other_waiting():
+    ledger = Ledger(max_attempts=3)
+    handout, rollouts = handout_of(ledger)
+    is_asked, takes, is_taken = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    start = rollouts.start
+
+    async def start_slowly(by_worker):
+        is_asked.set()
+        await takes.wait()
+        await start(by_worker)
+
+    async def start_at_once(by_worker):
+        await start(by_worker)
+        is_taken.set()
+
+    async with asyncio.TaskGroup() as starts:
+        rollouts.start = start_slowly
+        handout.published_step = 0
+        await handout.hand_out(starts)
+        await is_asked.wait()
+        rollouts.start = start_at_once
+        handout.published_step = 1
+        await handout.hand_out(starts)
+        await is_taken.wait()
+        assert rollouts.started == [f"g{sequence:08d}" for sequence in range(8, 12)]
+        takes.set()
+    assert len(rollouts.started) == 12
+    assert ledger.count(GroupState.GENERATING) == 12

@@ -1,0 +1,157 @@
+"""What users want of a run that trains: limits that change, and requests that nothing loses."""
+
+import asyncio
+
+import pytest
+
+from services.controller.models import PauseOptions, RunPatch
+from services.controller.store.records import Submission
+from services.controller.store.requests import read_requests
+from services.controller.store.runs import StaleRevisionError
+from tests.helpers.rest import open_manager
+from tests.unit.controller.workers import MemoryQueue, Workers, specification
+
+
+@pytest.fixture
+def workers(monkeypatch) -> Workers:
+    workers = Workers(MemoryQueue())
+    monkeypatch.setattr("services.controller.run.loop.assemble", workers.assemble)
+    return workers
+
+
+async def submitted(manager, **parts) -> str:
+    return (await manager.create(Submission(spec=specification(**parts))))[0].run_id
+
+
+async def patched(manager, run_id, patch) -> None:
+    while True:
+        run = await manager.get(run_id)
+        try:
+            await manager.patch(run_id, patch, revision=run.revision)
+        except StaleRevisionError:
+            continue  # something happened to the run in between: a version was published
+        return
+
+
+async def told(manager, run_id, *types) -> list:
+    events = await manager.feed.page(run_id, after_seq=0, limit=1000)
+    return [event for event in events if event.type in types]
+
+
+async def ended(manager, run_id):
+    async with asyncio.timeout(20):
+        await manager.drivers.wait()
+    run = await manager.get(run_id)
+    assert run.state == "SUCCEEDED", run.message
+    return run
+
+
+async def test_a_run_trains_to_its_end(database, workers):
+    async with open_manager(database, queue=workers.queue) as manager:
+        run_id = await submitted(manager)
+        assert (await ended(manager, run_id)).step == 4
+
+
+async def test_a_limit_that_changes_holds_from_the_next_step_on(database, workers):
+    workers.may_train.clear()
+    async with open_manager(database, queue=workers.queue) as manager:
+        run_id = await submitted(manager)
+        await workers.trains.wait()
+        await patched(manager, run_id, RunPatch(limits={"step_timeout_s": 77.0}))
+        workers.may_train.set()
+        await ended(manager, run_id)
+    assert workers.step_timeouts[1:] == [77.0, 77.0, 77.0]
+
+
+async def test_a_stall_is_found_under_the_limit_that_holds_now(database, workers):
+    workers.may_train.clear()
+    async with open_manager(database, queue=workers.queue) as manager:
+        run_id = await submitted(manager)
+        await workers.trains.wait()
+        workers.may_generate = False
+        await patched(manager, run_id, RunPatch(limits={"stall_timeout_s": 0.02}))
+        workers.may_train.set()
+        async with asyncio.timeout(20):
+            await workers.cancels.wait()
+
+
+async def lose_the_trainer(workers) -> None:
+    """The step that is being trained breaks; the run waits for its workers."""
+    workers.connects.clear()
+    workers.may_connect.clear()
+    workers.lose()
+    await workers.connects.wait()
+
+
+async def test_what_is_asked_of_a_run_outlives_the_loss_of_a_worker(database, workers, monkeypatch):
+    monkeypatch.setattr("services.controller.run.driver._EXIT_REPORT_S", 0.0)
+    workers.may_train.clear()
+    async with open_manager(database, queue=workers.queue) as manager:
+        run_id = await submitted(manager)
+        await workers.trains.wait()
+        driver = manager.drivers.running(await manager.get(run_id))
+        await driver.save()
+        await lose_the_trainer(workers)
+        await driver.evaluate()
+        workers.may_connect.set()
+        await ended(manager, run_id)
+        (evaluated,) = await told(manager, run_id, "Validated")
+        assert evaluated.data["reason"] == "manual"
+    assert workers.saved == [1, 4]
+
+
+async def test_what_is_asked_of_a_run_outlives_its_controller(database, workers):
+    workers.may_train.clear()
+    async with open_manager(database, queue=workers.queue) as first:
+        run_id = await submitted(first)
+        await workers.trains.wait()
+        driver = first.drivers.running(await first.get(run_id))
+        await driver.save()
+        workers.may_answer = False
+        await driver.evaluate()
+        await patched(first, run_id, RunPatch(rollout_replicas=3))
+        await first.close(leave=True)
+    workers.may_train.set()
+    workers.may_answer = True
+    async with open_manager(database, queue=workers.queue) as second:
+        await ended(second, run_id)
+        (resized,) = await told(second, run_id, "Resized")
+        assert resized.data == {"replicas": 3}
+        (evaluated,) = await told(second, run_id, "Validated")
+        assert (evaluated.data["reason"], evaluated.data["status"]) == ("manual", "ok")
+    assert workers.saved == [1, 4]
+
+
+async def test_a_pause_without_a_checkpoint_stays_one_under_another_controller(database, workers):
+    workers.may_train.clear()
+    workers.held_from = 2
+    async with open_manager(database, queue=workers.queue) as first:
+        run_id = await submitted(first)
+        await workers.trains.wait()
+        await first.pause(run_id, PauseOptions(checkpoint=False))
+        await first.close(leave=True)
+    workers.may_train.set()
+    async with open_manager(database, queue=workers.queue) as second:
+        async with asyncio.timeout(20):
+            await second.drivers.wait()
+        assert (await second.get(run_id)).state == "PAUSED"
+        await second.resume(run_id)
+        await ended(second, run_id)
+    assert workers.saved == [4]
+
+
+async def test_a_request_that_was_answered_is_not_answered_again(database, workers):
+    workers.may_train.clear()
+    async with open_manager(database, queue=workers.queue) as manager:
+        run_id = await submitted(manager)
+        await workers.trains.wait()
+        driver = manager.drivers.running(await manager.get(run_id))
+        await driver.save()
+        await driver.save()
+        await driver.evaluate()
+        workers.may_train.set()
+        await ended(manager, run_id)
+        assert len(await told(manager, run_id, "Validated")) == 1
+        with database.read() as connection:
+            assert read_requests(connection, run_id) == []
+    assert workers.saved == [1, 4]

@@ -1,0 +1,85 @@
+"""Weights are published beside training: the newest, one after the other, and the gate opens behind them."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from services.common.errors import UnavailableError
+from services.controller.run.publishing import Publishing
+from services.controller.run.weight_sync import SyncReport
+
+
+class Parts:
+    """A weight plane that publishes when the test lets it."""
+
+    def __init__(self):
+        self.may_publish = asyncio.Event()
+        self.may_publish.set()
+        self.published, self.opened, self.lost = [], [], ()
+        self.weights = self
+        self.serving = [SimpleNamespace(worker_id="rollout-0", weight_version=-1)]
+        self.replicas = SimpleNamespace(is_lent=lambda name: False, bring_back=lambda: None)
+
+    async def publish(self, newest):
+        await self.may_publish.wait()
+        self.published.append(newest())
+        times = dict.fromkeys(
+            ("copy_s", "prepare_s", "transfer_s", "adopt_s", "check_s", "stall_s"), 0.0
+        )
+        return SyncReport(version=newest(), digest="", num_bytes=1, lost=self.lost, **times)
+
+
+async def nothing(*args, **kwargs):
+    """Nobody evaluates, and nothing is written down."""
+
+
+def publishing(parts):
+    return Publishing(
+        spec=SimpleNamespace(now=SimpleNamespace(trainer=SimpleNamespace(steps=9))),
+        journal=SimpleNamespace(note=nothing),
+        parts=parts,
+        ledger=None,
+        generation=SimpleNamespace(published=parts.opened.append),
+        evaluator=SimpleNamespace(leased=nothing, published=nothing),
+        progress=SimpleNamespace(synced=lambda report: None, summary=lambda ledger: {}),
+        version_offset=100,
+    )
+
+
+async def test_versions_that_are_overtaken_are_never_sent():
+    parts = Parts()
+    one = publishing(parts)
+    parts.may_publish.clear()
+    task = asyncio.create_task(one.run())
+    for step in (1, 2, 3):
+        await one.offer(step)
+        assert one.is_busy
+    parts.may_publish.set()
+    await one.served(2)
+    assert parts.published == [103]
+    assert parts.opened == [3]
+    assert parts.serving[0].weight_version == 103
+    await one.settled()
+    assert not one.is_busy
+    task.cancel()
+
+
+async def test_what_was_served_before_opens_the_gate_and_is_not_sent_again():
+    parts = Parts()
+    one = publishing(parts)
+    task = asyncio.create_task(one.run())
+    await one.already(4)
+    await one.served(4)
+    assert (parts.published, parts.opened) == ([], [4])
+    task.cancel()
+
+
+async def test_a_rollout_that_took_no_part_is_a_loss():
+    parts = Parts()
+    parts.lost = ("rollout-0",)
+    one = publishing(parts)
+    await one.offer(1)
+    with pytest.raises(UnavailableError, match="rollout-0 did not take part"):
+        await one.run()
+    assert not parts.opened

@@ -1,0 +1,48 @@
+"""Dynamic sampling replaces groups whose rewards are equal, so many for each batch."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from services.common.batch import KVBatchMeta
+from services.common.spec.loader import parse_spec
+from services.controller.rules.ledger import Ledger
+from services.controller.run.generation import Generation
+from services.controller.run.requests import CurrentSpec
+from services.controller.run.stored import GroupSamples
+
+SPEC = parse_spec(
+    {
+        "name": "one",
+        "model": {"path": "tiny:qwen2-0.4m"},
+        "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
+        "rollout": {"group_size": 2, "rewards": [{"name": "exact_match"}]},
+        "trainer": {"steps": 10, "prompts_per_step": 2},
+        "algorithm": {"dynamic_sampling": True, "max_refill_factor": 2.0},
+    }
+)
+BATCH = KVBatchMeta(
+    partition_id="run_1/train",
+    keys=("a.0", "a.1"),
+    tags={"reward": (1.0, 1.0), "finish_reason": ("stop", "stop"), "greedy": (0, 0)},
+)
+
+
+EQUAL = GroupSamples(BATCH, range(2))
+
+
+def test_as_many_groups_are_replaced_for_each_batch_as_for_the_first() -> None:
+    ledger, anything = Ledger(max_attempts=3), SimpleNamespace(gate=None)
+    parts: dict[str, Any] = dict.fromkeys(("order", "journal", "replicas", "stored"), anything)
+    generation = Generation(CurrentSpec(SPEC), ledger=ledger, handout=anything, **parts)
+
+    def num_replaced() -> int:
+        count = 0
+        while generation._why_unfit(EQUAL, num_unfit=0) is not None:
+            ledger.drop(ledger.issue(count, position=count + 1), "equal_rewards")
+            count += 1
+            assert count < 10
+        return count
+
+    assert num_replaced() == 2
+    generation.batch_taken()
+    assert num_replaced() == 2

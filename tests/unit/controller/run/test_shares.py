@@ -1,0 +1,276 @@
+"""Groups with more members than a rollout has places: several rollouts share them."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from services.common.batch import KVBatchMeta
+from services.common.spec.loader import parse_spec
+from services.controller.client import GroupFailure
+from services.controller.rules.groups import GroupState
+from services.controller.rules.ledger import Ledger
+from services.controller.rules.prompts import PromptOrder
+from services.controller.rules.shares import split
+from services.controller.run.generation import Generation
+from services.controller.run.handout import Handout
+from services.controller.run.replicas import Replicas
+from services.controller.run.requests import CurrentSpec
+from services.controller.run.stored import StoredGroups
+from services.transferqueue.facts import Loss
+
+SPEC = parse_spec(
+    {
+        "name": "one",
+        "model": {"path": "tiny:qwen2-0.4m"},
+        "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
+        "rollout": {
+            "group_size": 5,
+            "max_running_samples": 2,
+            "replicas": 3,
+            "rewards": [{"name": "exact_match"}],
+        },
+        "trainer": {"steps": 1, "prompts_per_step": 1},
+        "algorithm": {"max_staleness": 0},
+    }
+)
+
+
+class Recorder:
+    """A journal that writes nothing."""
+
+    async def save(self, ledger):
+        ledger.take_changes()
+
+    async def note(self, note, ledger):
+        ledger.take_changes()
+
+
+class Queue:
+    """A transferqueue that notes what is deleted, and holds nothing."""
+
+    def __init__(self):
+        self.released, self.losses = [], []
+        self.held = KVBatchMeta(partition_id="run_1/train", keys=())
+
+    async def release(self, partition, keys):
+        self.released += keys
+
+    async def get_batch(self, partition):
+        return self.held
+
+    async def watch(self, partition, revision):
+        yield self.held
+
+    async def watch_losses(self, partition):
+        for keys in self.losses:
+            yield Loss(keys=keys, shard_id="shard-1")
+
+
+class Rollouts(Replicas):
+    """Three rollouts that take everything."""
+
+    def __init__(self):
+        super().__init__()
+        self.started = {}
+        self.cancelled, self.put_aside_by_name = [], []
+        for number in range(3):
+            self._workers[f"rollout-{number}"] = SimpleNamespace(weight_version=0, gauges={})
+            self._placement.add(f"rollout-{number}")
+
+    async def start(self, by_worker):
+        for worker_id, assignments in by_worker.items():
+            for assignment in assignments:
+                self.started[worker_id] = assignment
+
+    async def cancel(self, group_ids):
+        self.cancelled += group_ids
+
+    async def put_down(self, group_ids):
+        self.put_aside_by_name += group_ids
+
+
+class Run:
+    """A run of one group."""
+
+    def __init__(self, ledger=None):
+        self.queue, self.rollouts = Queue(), Rollouts()
+        self.ledger, self.now = ledger or Ledger(max_attempts=3), 1.0
+        order = PromptOrder(10, seed=0, shuffle=False)
+        stored = StoredGroups(self.queue, "run_1/train", group_size=5, required_fields=())
+        shared = {
+            "ledger": self.ledger,
+            "order": order,
+            "journal": Recorder(),
+            "replicas": self.rollouts,
+            "stored": stored,
+        }
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        self.handout = Handout(CurrentSpec(SPEC), "run_1", clock=clock, **shared)
+        self.handout.published_step = 0
+        self.generation = Generation(CurrentSpec(SPEC), handout=self.handout, **shared)
+
+    @property
+    def group(self):
+        (group,) = self.ledger.in_state(*GroupState)
+        return group
+
+    async def hand_out(self):
+        """Hand out; returns the members that each rollout got."""
+        self.rollouts.started.clear()
+        async with asyncio.TaskGroup() as starts:
+            await self.handout.hand_out(starts)
+        return {name: given.members for name, given in self.rollouts.started.items()}
+
+    async def bring(self, *members, attempt):
+        """Samples arrive."""
+        name = self.group.group_id
+        tags = {
+            "group_id": (name,) * len(members),
+            "member": members,
+            "attempt": (attempt,) * len(members),
+            "v_min": (0,) * len(members),
+            "reward": tuple(float(member) for member in members),
+            "finish_reason": ("stop",) * len(members),
+            "response_tokens": (4,) * len(members),
+            "terms": ("{}",) * len(members),
+            "greedy": (0,) * len(members),
+        }
+        keys = tuple(f"{name}.{member}" for member in members)
+        batch = KVBatchMeta(partition_id="run_1/train", keys=keys, tags=tags)
+        self.queue.held = batch
+        await self.generation.collect()
+
+    async def fail(self, worker_id, reason, **progress):
+        """A rollout reports."""
+        failure = GroupFailure(
+            group_id=self.group.group_id,
+            attempt=self.group.attempt,
+            worker_id=worker_id,
+            reason=reason,
+            message="",
+            retryable=True,
+            **progress,
+        )
+        await self.generation.fail([failure])
+
+
+async def test_a_group_that_finds_no_room_in_one_rollout_is_shared_and_whole_in_the_end():
+    run = Run()
+    shares = await run.hand_out()
+    assert shares == {"rollout-0": (0, 1), "rollout-1": (2, 3), "rollout-2": (4,)}
+    given = run.rollouts.started.values()
+    assert len({seed for assignment in given for seed in assignment.seeds}) == 5
+    assert {len(assignment.temperatures) for assignment in given} == {1, 2}
+    for members in ((2, 3), (4,), (0, 1)):
+        assert run.group.state is GroupState.GENERATING
+        await run.bring(*members, attempt=1)
+    assert run.group.state is GroupState.READY
+    meta = run.generation.stored.meta([run.group])
+    assert sorted(meta.tag("member")) == [0, 1, 2, 3, 4]
+    assert run.rollouts.choose_several(3)[0] == ["rollout-1", "rollout-2", "rollout-0"]
+
+
+async def test_what_one_rollout_put_aside_goes_on_without_what_the_others_brought():
+    run = Run()
+    await run.hand_out()
+    await run.fail("rollout-0", "interrupted", num_unfinished=2, num_tokens=7)
+    await run.fail("rollout-0", "interrupted", num_unfinished=2, num_tokens=7)
+    assert run.group.state is GroupState.GENERATING
+    await run.bring(4, attempt=1)
+    await run.fail("rollout-1", "interrupted", num_unfinished=1, num_tokens=5)
+    assert run.group.state is GroupState.PARTIAL
+    assert (run.group.num_unfinished, run.group.num_tokens) == (3, 12)
+    shares = await run.hand_out()
+    assert sorted(shares.values()) == [(0, 1), (2, 3)]
+    await run.bring(0, 1, attempt=1)
+    assert run.queue.released == [f"{run.group.group_id}.{member}" for member in (0, 1)]
+    await run.bring(0, 1, attempt=2)
+    await run.bring(2, 3, attempt=2)
+    assert run.group.state is GroupState.READY
+
+
+async def test_a_share_whose_brother_was_put_aside_ends_the_try_when_it_arrives():
+    run = Run()
+    await run.hand_out()
+    await run.bring(2, 3, attempt=1)
+    await run.fail("rollout-0", "interrupted")
+    await run.bring(4, attempt=1)
+    assert run.group.state is GroupState.PARTIAL
+    assert await run.hand_out() == {"rollout-0": (0, 1)}
+
+
+@pytest.mark.parametrize("reason", ["reward_timeout", "publish_failed"])
+async def test_a_share_that_fails_ends_the_others_and_the_whole_group_begins_again(reason):
+    run = Run()
+    await run.hand_out()
+    await run.bring(2, 3, attempt=1)
+    await run.fail("rollout-0", reason)
+    name = run.group.group_id
+    assert run.group.state is GroupState.PENDING
+    assert run.rollouts.cancelled == [name]
+    assert run.queue.released == [f"{name}.2", f"{name}.3"]
+    await run.bring(4, attempt=1)
+    assert run.queue.released[2:] == [f"{name}.4"]
+    shares = await run.hand_out()
+    assert sorted(member for members in shares.values() for member in members) == [0, 1, 2, 3, 4]
+
+
+async def test_a_group_of_rollouts_that_make_no_token_is_taken_from_all_of_them():
+    run = Run()
+    await run.hand_out()
+    await run.bring(2, 3, attempt=1)
+    for hours in range(3):
+        run.now = hours * 3600.0
+        run.rollouts._workers["rollout-0"].gauges["tokens_total"] = min(hours, 1)
+        await run.handout.take_back_stalled()
+        # However old it is, what moves is left alone.
+        assert (run.group.state is GroupState.PENDING) == (hours == 2)
+    name = run.group.group_id
+    assert run.rollouts.put_aside_by_name == [name]
+    # Those too that the controller has not seen, because a worker that adds to them is gone.
+    assert run.queue.released == [f"{name}.{member}" for member in range(5)]
+    assert not run.handout.shares.workers(name)
+
+
+async def test_shared_groups_begin_again_when_the_controller_does():
+    run = Run()
+    await run.hand_out()
+    again = Run(run.ledger)
+    await again.generation.restore((), is_queue_empty=False)
+    assert again.group.state is GroupState.PENDING
+    assert again.rollouts.cancelled == [again.group.group_id]
+    assert not again.rollouts.started
+
+
+def test_shares_are_equal_as_far_as_that_goes():
+    assert split(range(7), ["a", "b", "c"]) == {
+        "a": range(3),
+        "b": range(3, 5),
+        "c": range(5, 7),
+    }
+    assert split([4, 9], ["a"]) == {"a": [4, 9]}
+
+
+@pytest.mark.parametrize("members", [(0, 1), (0, 1, 2, 3, 4)], ids=["running", "ready"])
+async def test_a_group_that_lost_samples_with_a_shard_begins_again(members):
+    run = Run()
+    await run.hand_out()
+    await run.bring(*members, attempt=1)
+    name = run.group.group_id
+    run.queue.losses = [(f"{name}.0", f"{name}.1")]
+    run.queue.held = KVBatchMeta(partition_id="run_1/train", keys=())
+    await run.generation.replace_lost()
+    assert (run.group.state, run.group.attempt) == (GroupState.PENDING, 2)
+    assert {f"{name}.{member}" for member in members} <= set(run.queue.released)
+    assert run.rollouts.cancelled == ([name] if len(members) < 5 else [])
+    assert await run.hand_out() == {"rollout-0": (0, 1), "rollout-1": (2, 3), "rollout-2": (4,)}
+
+
+async def test_a_group_that_is_whole_again_is_not_lost():
+    run = Run()
+    await run.hand_out()
+    await run.bring(0, 1, 2, 3, 4, attempt=1)
+    run.queue.losses = [(f"{run.group.group_id}.0",), ("g00000077.0",), ("v000001-000001.0",)]
+    await run.generation.replace_lost()
+    assert (run.group.state, run.group.attempt) == (GroupState.READY, 1)

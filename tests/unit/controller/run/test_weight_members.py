@@ -1,0 +1,88 @@
+"""Members of a weight group agree on a plan, and on how weights travel."""
+
+import pytest
+
+from services.common.errors import FailedPreconditionError
+from services.common.spec.weight_sync import WeightSyncSpec
+from services.controller.membership.registry import Worker
+from services.controller.run.weight_members import WeightMembers
+from services.weightsync.client import Agreed, Described
+from services.weightsync.plan import TensorSpec, fsdp_shards, make_plan
+
+TENSORS = (TensorSpec("embed", (64, 4), "float32"),)
+
+
+class Member:
+    """Answers as a member on a device would."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self.modes: list[str] = []
+
+    async def describe(self):
+        return Described(tensors=TENSORS, source_addresses=(), device=self._device)
+
+    async def agree_plan(self, tensors, bucket_bytes, *, num_sources, mode, **_):
+        self.modes.append(mode)
+        plan = make_plan(tensors, bucket_bytes, fsdp_shards(tensors, num_sources))
+        return Agreed(plan_hash=plan.plan_hash, device=self._device)
+
+    async def alive(self, *, timeout_s):
+        pass
+
+
+class Members(WeightMembers):
+    """Members that stand on given devices; a worker's address is its device."""
+
+    async def _connect(self, address):
+        return Member(address)
+
+
+def worker(name, device):
+    return Worker(
+        run_id="run",
+        worker_id=name,
+        incarnation="1",
+        role="rollout",
+        address=device,
+        host_id="host",
+        last_heard=0.0,
+    )
+
+
+async def open_on(trainer, *rollouts, **settings):
+    members = Members("run", WeightSyncSpec(**settings))
+    await members.open(
+        worker("trainer-0", trainer),
+        [worker(f"rollout-{number}", device) for number, device in enumerate(rollouts)],
+    )
+    return members
+
+
+async def test_members_with_gpus_of_their_own_use_nccl():
+    members = await open_on("cuda:a", "cuda:b", "cuda:c")
+    assert members.backend() == "nccl"
+    assert {tuple(member.modes) for member in members.all().values()} == {("shadow",)}
+
+
+async def test_members_on_cpus_use_gloo():
+    assert (await open_on("cpu", "cpu", "cpu")).backend() == "gloo"
+
+
+@pytest.mark.parametrize("devices", [("cuda:a", "cuda:a"), ("cuda:a", "cuda:b", "cuda:b")])
+async def test_members_that_share_a_gpu_go_through_host_memory(devices):
+    members = await open_on(*devices)
+    assert members.backend() == "gloo"
+    assert {tuple(member.modes) for member in members.all().values()} == {("shadow", "cpu_async")}
+
+
+async def test_nccl_on_a_shared_gpu_is_refused_with_the_fix():
+    members = await open_on("cuda:a", "cuda:a", backend="nccl")
+    with pytest.raises(FailedPreconditionError, match=r"set weight_sync\.backend to auto"):
+        members.backend()
+
+
+async def test_a_gpu_on_one_side_only_is_refused_with_the_fix():
+    members = await open_on("cuda:a", "cpu")
+    with pytest.raises(FailedPreconditionError, match=r"different devices.*cpu_async"):
+        members.backend()

@@ -1,0 +1,126 @@
+"""Runs, events, ledgers and steps on both databases."""
+
+import pytest
+
+from services.controller.rules.groups import GroupState
+from services.controller.rules.ledger import Ledger
+from services.controller.rules.run_state import RunEvent, RunState
+from services.controller.run.journal import Journal
+from services.controller.store import ledgers as ledger_store
+from services.controller.store.event_pages import CursorExpiredError
+from services.controller.store.records import NewRun, Note, RequestKey
+from services.controller.store.rows import IdempotencyKeyReusedError
+from services.controller.store.runs import (
+    InvalidTransitionError,
+    RunStore,
+    StaleRevisionError,
+)
+
+RUN = NewRun(run_id="run_1", name="one", spec_json="{}", spec_digest="d")
+
+
+@pytest.fixture
+def store(database):
+    return RunStore(database)
+
+
+@pytest.fixture
+def journal(database, store):
+    store.create(RUN)
+    return Journal("run_1", database=database, store=store, on_event=lambda event: None)
+
+
+def test_a_repeated_request_returns_the_same_run(store):
+    key = RequestKey(scope="u", key="k", body_digest="b")
+    run, is_new = store.create(RUN, request=key)
+    again = NewRun(run_id="run_2", name="one", spec_json="{}", spec_digest="d")
+    assert store.create(again, request=key) == (run, False)
+    assert is_new
+    other = RequestKey(scope="u", key="k", body_digest="other")
+    with pytest.raises(IdempotencyKeyReusedError):
+        store.create(again, request=other)
+
+
+def test_a_transition_and_its_event_are_one(store):
+    store.create(RUN)
+    run, event = store.apply("run_1", RunEvent.ADMIT, reason="Admitted")
+    assert run.state is RunState.STARTING
+    assert event.data == {"from": "QUEUED", "to": "STARTING", "reason": "Admitted"}
+    with pytest.raises(InvalidTransitionError):
+        store.apply("run_1", RunEvent.ADMIT, reason="Admitted")
+    assert [event.seq for event in store.events("run_1")] == [1, 2]
+
+
+def test_a_patch_needs_the_newest_revision(store):
+    run, _ = store.create(RUN)
+    store.patch("run_1", revision=run.revision, values={"priority": 3})
+    with pytest.raises(StaleRevisionError):
+        store.patch("run_1", revision=run.revision, values={"priority": 4})
+    assert store.get("run_1").priority == 3
+
+
+async def test_a_ledger_is_read_back_as_it_was_written(journal):
+    ledger = Ledger(max_attempts=3)
+    groups = [ledger.issue(row=row, position=row + 1) for row in range(4)]
+    for group in groups[:3]:
+        ledger.lease(group, "rollout-0", version=0, now=0.0)
+    ledger.complete(groups[0], oldest_version=0)
+    ledger.train([groups[0]])
+    await journal.begin_step(1, ledger, version=0, groups=[groups[0]])
+    ledger.quarantine(groups[1], "prompt_too_long")
+    await journal.save(ledger)
+    found = await journal.load()
+    assert found.begun is not None
+    assert found.begun.groups == ((0, 0, 1, 0),)
+    assert found.quarantined_rows == {1}
+    restored = Ledger.restore(found.ledger, max_attempts=3, now=0.0)
+    assert restored.counts() == ledger.counts()
+
+
+async def test_a_rewound_run_makes_later_steps_anew(journal):
+    ledger = Ledger(max_attempts=3)
+    for step in (1, 2):
+        group = ledger.issue(row=step, position=step)
+        ledger.lease(group, "rollout-0", version=0, now=0.0)
+        ledger.complete(group, oldest_version=0)
+        ledger.train([group])
+        await journal.begin_step(step, ledger, version=step - 1, groups=[group])
+        ledger.consume([group])
+        note = Note("StepCommitted", "", {}, step)
+        await journal.commit_step(step, ledger, note=note, metrics={})
+    await journal.rewind(1, version=3, message="lost")
+    found = await journal.load()
+    assert (found.step, found.version_offset) == (1, 2)
+    restored = Ledger.restore(found.ledger, max_attempts=3, now=0.0)
+    assert restored.counts()["consumed"] == 1
+    (again,) = restored.in_state(GroupState.PENDING)
+    assert (again.sequence, again.attempt) == (1, 2)
+
+
+async def test_a_step_writes_what_it_touched_only(journal, database):
+    ledger = Ledger(max_attempts=3)
+    for row in range(50):
+        ledger.issue(row=row, position=row + 1)
+    await journal.save(ledger)
+    ledger.lease(ledger.in_state(GroupState.PENDING)[0], "rollout-0", version=0, now=0.0)
+    change = ledger.take_changes()
+    assert len(change.groups) == 1
+    with database.write() as connection:
+        ledger_store.write_change(connection, "run_1", change)
+    found = await journal.load()
+    assert len(found.ledger.groups) == 50
+
+
+def test_old_events_are_forgotten_and_their_cursors_are_refused(database):
+    store = RunStore(database, events_kept=20)
+    run_id = "run_" + "0" * 32
+    store.create(NewRun(run_id=run_id, name="one", spec_json="{}", spec_digest="d"))
+    told = [store.record(run_id, Note("Tick", "tick")) for _ in range(59)]
+    kept = store.events(run_id)
+    assert [event.seq for event in kept] == list(range(41, 61))
+    assert store.events(run_id, after_seq=40) == kept
+    with pytest.raises(CursorExpiredError):
+        store.events(run_id, after_seq=39)
+    with pytest.raises(CursorExpiredError):
+        store.events_since("default", told[0].time - 1.0)
+    assert store.events_since("default", kept[0].time, limit=1)[0].seq > kept[0].seq

@@ -1,0 +1,277 @@
+"""The workers and the transferqueue of a run in memory: what its loop sees once they are connected."""
+
+import asyncio
+from collections import defaultdict
+from types import SimpleNamespace
+
+from services.common.batch import KVBatchMeta
+from services.common.columns import BlobRef, FieldColumn
+from services.common.errors import UnavailableError
+from services.common.fields import ROLLOUT_FIELDS
+from services.common.spec.loader import parse_spec
+from services.controller.membership.registry import Worker
+from services.controller.run.weight_sync import SyncReport
+from services.trainer.client import TrainedStep
+from services.transferqueue.facts import Stats
+from tests.helpers.rest import SPEC
+
+
+def specification(**parts):
+    """What the workers train: four steps, evaluated when somebody asks."""
+    return parse_spec(
+        {
+            **SPEC,
+            "data": {**SPEC["data"], "heldout": {"source": "jsonl", "path": "heldout.jsonl"}},
+            "trainer": {"steps": 4, "prompts_per_step": 2},
+            "validation": {"every": 0, "before_train": False, "at_end": False},
+            **parts,
+        }
+    )
+
+
+class MemoryQueue:
+    """A transferqueue that tells of samples and holds none."""
+
+    def __init__(self):
+        self._arrived = defaultdict(asyncio.Queue)
+
+    def put(self, groups, version):
+        self._arrived[groups[0].partition_id].put_nowait(samples_of(groups, version))
+
+    async def create_partition(self, partition_id, *, required_fields, quota_bytes=0):
+        """Nothing is kept."""
+
+    async def drop_partition(self, partition_id):
+        return 0
+
+    async def keep_samples(self, run_id, *, max_bytes, max_steps):
+        """Nothing is kept."""
+
+    async def stats(self):
+        return Stats(partitions=(), shards=())
+
+    async def get_batch(self, partition):
+        return KVBatchMeta(partition_id=partition, keys=())
+
+    async def watch(self, partition, revision):
+        while True:
+            yield await self._arrived[partition].get()
+
+    async def watch_losses(self, partition):
+        await asyncio.Event().wait()
+        yield
+
+    async def release(self, partition, keys):
+        """Nothing is kept."""
+
+    async def save_snapshot(self, run_id, name):
+        """Nothing is kept."""
+
+
+class Workers:
+    """A trainer and a rollout that do at once what they are asked, or when a test lets them.
+
+    Args:
+        queue: Where finished groups are stored.
+    """
+
+    def __init__(self, queue):
+        self.queue = queue
+        self.may_train = asyncio.Event()
+        self.may_train.set()
+        self.trains = asyncio.Event()
+        self.connects = asyncio.Event()
+        self.may_connect = asyncio.Event()
+        self.may_connect.set()
+        self.lost, self.has_rollout = False, True
+        self.turn = asyncio.Lock()
+        self.trained, self.held_from = 0, 1
+        self.version = -1
+        self.cancels = asyncio.Event()
+        self.step_timeouts, self.saved = [], []
+        self.may_generate = self.may_answer = True
+
+    async def assemble(self, stack, run_id, spec, membership, **kwargs):
+        """What the loop is given in place of connections."""
+        if self.has_rollout and membership.find(run_id, "rollout-0") is None:
+            await membership.register(rollout_of(run_id, kwargs["attempt"]))
+        self.connects.set()
+        await self.may_connect.wait()
+        self.lost = False
+        weights = SimpleNamespace(
+            pin=asyncio.Lock(),
+            turn=self.turn,
+            version=self.version,
+            publish=self._publish,
+        )
+        scoring = SimpleNamespace(is_active=False, add_proximal=self._unchanged)
+        critic = SimpleNamespace(
+            add_values=self._unchanged, train=self._nothing_learned, save=self._nothing_learned
+        )
+        return SimpleNamespace(
+            attempt=kwargs["attempt"],
+            is_queue_empty=True,
+            trainer=self,
+            trained=self.trained,
+            served=self.version,
+            replicas=Rollout(self),
+            scoring=scoring,
+            critic=critic,
+            weights=weights,
+            serving=[],
+            num_train_rows=64,
+            num_heldout_rows=2,
+        )
+
+    def lose(self):
+        """The step that is being trained breaks."""
+        self.lost = True
+        self.may_train.set()
+
+    async def train_step(self, step, samples, *, weight_version, waits, timeout_s):
+        self.step_timeouts.append(timeout_s)
+        if step >= self.held_from:
+            self.trains.set()
+            await self.may_train.wait()
+            self.trains.clear()
+        if self.lost:
+            raise UnavailableError("the trainer does not answer")
+        self.trained = step
+        return TrainedStep(step=step, metrics={"loss": 0.5}, skipped=False)
+
+    async def save_checkpoint(self, step, *, timeout_s):
+        self.saved.append(step)
+        return f"/checkpoints/step-{step:08d}", 1
+
+    async def _publish(self, newest):
+        async with self.turn:
+            version = self.version = newest()
+        return SyncReport(
+            version=version,
+            digest="",
+            num_bytes=1,
+            copy_s=0.0,
+            prepare_s=0.0,
+            transfer_s=0.0,
+            adopt_s=0.0,
+            check_s=0.0,
+            stall_s=0.0,
+        )
+
+    async def _unchanged(self, samples, **kwargs):
+        return samples
+
+    async def _nothing_learned(self, *args, **kwargs):
+        return {}
+
+
+class Rollout:
+    """The only rollout of a run."""
+
+    num_replicas = 1
+
+    def __init__(self, workers):
+        self._workers = workers
+
+    def newest_version(self):
+        return self._workers.version
+
+    def choose(self, group_id):
+        return "rollout-0", self._workers.version
+
+    def present(self):
+        return ["rollout-0"]
+
+    def lend(self, count):
+        return []
+
+    def serves(self, worker_id):
+        return True
+
+    def assigned(self, worker_id):
+        """Loads do not matter here."""
+
+    def finished(self, worker_id):
+        """Loads do not matter here."""
+
+    def bring_back(self):
+        """Nothing is lent."""
+
+    def idle_seconds(self):
+        return {"rollout-0": 0.0}
+
+    def tokens_total(self):
+        return 0.0
+
+    def moved_at(self, worker_id, *, now):
+        """It makes no token that would be counted."""
+        return 0.0
+
+    async def start(self, by_worker):
+        for groups in by_worker.values():
+            is_heldout = groups and groups[0].split == "heldout"
+            may_work = self._workers.may_answer if is_heldout else self._workers.may_generate
+            if groups and may_work:
+                self._workers.queue.put(groups, self._workers.version)
+
+    async def interrupt(self, names=None):
+        """Nothing is under way: groups are finished at once."""
+
+    async def put_down(self, group_ids):
+        self._workers.cancels.set()
+
+    async def cancel(self, group_ids):
+        if group_ids:
+            self._workers.cancels.set()
+
+
+def rollout_of(run_id, attempt):
+    """The rollout as it has registered."""
+    return Worker(
+        run_id=run_id,
+        worker_id="rollout-0",
+        incarnation=str(attempt),
+        role="rollout",
+        address="a:1",
+        host_id="h",
+        last_heard=0.0,
+        state="loaded",
+    )
+
+
+def samples_of(groups, version):
+    """Samples of groups, as a transferqueue describes them after one put."""
+    pairs = [(group, member) for group in groups for member in group.members]
+    count = len(pairs)
+    columns = tuple(
+        FieldColumn(
+            name=name,
+            dtype="float32",
+            row_rank=1,
+            tail_shape=(),
+            lengths=(1,) * count,
+            blob_indexes=(0,) * count,
+            offsets=tuple(range(0, 4 * count, 4)),
+        )
+        for name in ROLLOUT_FIELDS
+    )
+    tags = {
+        "group_id": tuple(group.group_id for group, _ in pairs),
+        "member": tuple(member for _, member in pairs),
+        "attempt": tuple(group.attempt for group, _ in pairs),
+        "reward": tuple(float(member % 2) for _, member in pairs),
+        "terms": tuple(f'{{"odd": {member % 2}}}' for _, member in pairs),
+        "greedy": tuple(int(member == 0) for _, member in pairs),
+        "v_min": (version,) * count,
+        "response_tokens": (4,) * count,
+        "answer": ("a",) * count,
+        "finish_reason": ("stop",) * count,
+        "data_source": ("math",) * count,
+    }
+    return KVBatchMeta(
+        partition_id=groups[0].partition_id,
+        keys=tuple(f"{group.group_id}.{member}" for group, member in pairs),
+        fields=columns,
+        blobs=(BlobRef(shard_id="s0", blob_id=0, size_bytes=4 * count, checksum=0),),
+        tags=tags,
+    )

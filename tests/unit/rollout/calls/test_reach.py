@@ -1,0 +1,94 @@
+"""Reward services are public, or named by the installation; connections go where was looked."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from services.rollout.calls.reach import Reach, is_public
+from services.rollout.failures import BusyError, CallError
+from services.rollout.rewards.base import RewardInput
+from services.rollout.rewards.http_service import HttpRewardService
+
+GIVEN = RewardInput(prompt="p", response="r", answer="a", row={})
+PRIVATE = [
+    "127.0.0.1", "127.8.8.8", "0.0.0.0", "10.0.0.1", "172.16.0.1", "172.31.255.255", "192.168.1.1",
+    "169.254.169.254", "100.64.0.1", "192.0.0.1", "192.0.2.1", "198.18.0.1", "198.51.100.7",
+    "203.0.113.9", "224.0.0.1", "239.1.1.1", "240.0.0.1", "255.255.255.255", "::", "::1", "fe80::1",
+    "fe80::1%eth0", "fc00::1", "fd00:ec2::254", "ff02::1", "::ffff:127.0.0.1", "::ffff:169.254.169.254",
+    "::ffff:10.0.0.1", "2002:7f00:1::", "2002:a9fe:a9fe::", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe",
+    "2001:db8::1", "100::1",
+]  # fmt: skip
+PUBLIC = ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"]
+
+
+@pytest.mark.parametrize("address", PRIVATE)
+def test_addresses_of_the_inside_are_not_public(address):
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize("address", PUBLIC)
+def test_addresses_of_the_internet_are_public(address):
+    assert is_public(address)
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "localhost", "2130706433", "0x7f000001", "0177.0.0.1", "127.1", "::1"]
+)
+async def test_a_host_of_the_inside_is_refused_however_it_is_written(host):
+    with pytest.raises((CallError, BusyError)) as error:
+        await Reach().resolve(host, 80)
+    assert isinstance(error.value, BusyError) or "reward_hosts" in error.value.message
+
+
+async def test_a_host_that_is_named_may_be_inside():
+    assert await Reach({"localhost"}).resolve("LOCALHOST", 80) in ("127.0.0.1", "::1")
+
+
+async def test_one_private_address_among_public_ones_is_enough(monkeypatch):
+    async def both(*arguments, **options):
+        return [(2, 1, 6, "", (address, 80)) for address in ("8.8.8.8", "10.0.0.1")]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", both)
+    with pytest.raises(CallError, match=r"10\.0\.0\.1"):
+        await Reach().resolve("rebinding.example", 80)
+
+
+async def test_the_request_goes_to_the_address_that_was_checked_and_names_the_host(monkeypatch):
+    async def public(*arguments, **options):
+        return [(2, 1, 6, "", ("8.8.8.8", 8080))]
+
+    def handler(request):
+        seen.append(request)
+        return httpx.Response(200, json={"score": 1})
+
+    seen: list[httpx.Request] = []
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", public)
+    transport = httpx.MockTransport(handler)
+    service = HttpRewardService("https://judge.example:8080/s", reach=Reach(), transport=transport)
+    assert await service.ask(GIVEN, None) == 1
+    (request,) = seen
+    assert (request.url.host, request.headers["Host"]) == ("8.8.8.8", "judge.example:8080")
+    assert request.extensions["sni_hostname"] == "judge.example"
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+async def test_redirects_are_not_followed(status):
+    def handler(request):
+        return httpx.Response(status, headers={"Location": "http://169.254.169.254/"})
+
+    transport = httpx.MockTransport(handler)
+    service = HttpRewardService(
+        "http://127.0.0.1:1/", reach=Reach({"127.0.0.1"}), transport=transport
+    )
+    with pytest.raises(CallError, match=str(status)):
+        await service.ask(GIVEN, None)
+
+
+async def test_a_huge_answer_is_not_read():
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, content=b"x" * (2 << 20)))
+    service = HttpRewardService(
+        "http://127.0.0.1:1/", reach=Reach({"127.0.0.1"}), transport=transport
+    )
+    with pytest.raises(CallError, match="more than"):
+        await service.ask(GIVEN, None)

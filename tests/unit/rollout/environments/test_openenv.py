@@ -1,0 +1,113 @@
+"""A server of OpenEnv's own package, unchanged, shapes episodes."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from services.common.http_server import serve_http
+from services.rollout.calls.reach import Reach
+from services.rollout.environments.openenv import OpenEnv
+from services.rollout.environments.workflow import Environments
+from services.rollout.failures import CallError
+from tests.unit.rollout.openai.served import Scripted, make_episode
+
+HERE = Reach({"127.0.0.1"})
+
+
+def openenv_app(*, most: int = 4) -> Any:
+    server = pytest.importorskip("openenv.core.env_server.http_server")
+    interfaces = pytest.importorskip("openenv.core.env_server.interfaces")
+    types = pytest.importorskip("openenv.core.env_server.types")
+
+    class Shout(types.Action):
+        text: str
+
+    class Heard(types.Observation):
+        echo: str = ""
+
+    class Echo(interfaces.Environment):
+        SUPPORTS_CONCURRENT_SESSIONS = True
+
+        def reset(self, seed: Any = None, episode_id: Any = None, **_: Any) -> Any:
+            self.steps = 0
+            return Heard(echo=f"say something, {seed is not None}")
+
+        def step(self, action: Any, timeout_s: Any = None, **_: Any) -> Any:
+            self.steps += 1
+            if action.text == "raise":
+                raise RuntimeError("too loud")
+            return Heard(echo=action.text.upper(), reward=0.5, done=self.steps == 2)
+
+        @property
+        def state(self) -> Any:
+            return types.State(step_count=self.steps)
+
+    return server.create_fastapi_app(Echo, Shout, Heard, max_concurrent_envs=most)
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    async with serve_http("127.0.0.1:0", openenv_app()) as port:
+        yield port
+
+
+def workflow(port: int, **changes: Any) -> Environments:
+    arguments = {"action": {"text": "{message}"}, "observe": "echo"}
+    return Environments(
+        environment=f"openenv+http://127.0.0.1:{port}", chat=False, arguments=arguments, **changes
+    )
+
+
+async def test_an_openenv_server_shapes_an_episode(port: int) -> None:
+    played = workflow(port)
+    async with played.serving(HERE):
+        episodes = [make_episode(Scripted(["hello ", "you"])) for _ in range(3)]
+        await asyncio.gather(*[played.run(episode) for episode in episodes])
+    for episode in episodes:
+        texts = [episode.text(turn) for turn in episode.turns]
+        assert texts == ["say something, True", "hello ", "HELLO ", "you"]
+        assert episode.earned == {"reward": {"reward": 1.0}, "metrics": {}}
+
+
+async def test_what_an_openenv_server_refuses_is_told_by_its_name(port: int) -> None:
+    played = workflow(port)
+    async with played.serving(HERE):
+        with pytest.raises(
+            CallError, match=rf"'openenv\+http://127.0.0.1:{port}' refused step: .*loud"
+        ):
+            await played.run(make_episode(Scripted(["raise"])))
+    wrong = Environments(
+        environment=f"openenv+http://127.0.0.1:{port}", arguments={"observe": "board"}
+    )
+    with pytest.raises(ValueError, match="which has no 'board'"):
+        async with wrong.serving(HERE):
+            pass
+
+
+async def test_a_place_in_an_openenv_server_is_waited_for() -> None:
+    async with serve_http("127.0.0.1:0", openenv_app(most=1)) as port:
+        server = OpenEnv(
+            f"openenv+http://127.0.0.1:{port}",
+            reach=HERE,
+            action={"text": "{message}"},
+            observe="echo",
+            timeout_s=5.0,
+            wait_s=5.0,
+        )
+        first, _ = await server.begin({}, seed=0)
+        waiting = asyncio.ensure_future(server.begin({}, seed=0))
+        await asyncio.wait([waiting], timeout=0.2)
+        assert not waiting.done()
+        await first.close()
+        second, _ = await waiting
+        await second.close()
+
+
+async def test_a_server_that_is_not_there_is_a_failure_by_name() -> None:
+    server = OpenEnv(
+        "openenv+http://127.0.0.1:1", reach=HERE, action={}, observe=None, timeout_s=5.0, wait_s=0.1
+    )
+    with pytest.raises(CallError, match=r"'openenv\+http://127.0.0.1:1' did not begin an episode"):
+        await server.begin({}, seed=0)

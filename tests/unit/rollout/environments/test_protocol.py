@@ -1,0 +1,196 @@
+"""Environments over the protocol: what is agreed, and what an environment does wrong."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from services.rollout.calls.outside import OutsideService
+from services.rollout.calls.reach import Reach
+from services.rollout.environments.client import HttpEnvironment
+from services.rollout.environments.host import Host
+from services.rollout.failures import CallError
+
+URL = "http://127.0.0.1:1"
+HERE = Reach({"127.0.0.1"})
+
+
+class Counting:
+    """Counts what is said; over after three steps."""
+
+    made = 0
+
+    def __init__(self, *, start: int = 0) -> None:
+        Counting.made += 1
+        self.count = start
+
+    def reset(self, task: Any, *, seed: int) -> str:
+        return f"count from {self.count} for {task['name']}"
+
+    async def step(self, message: Any) -> dict[str, Any]:
+        self.count += 1
+        return {
+            "messages": [{"role": "user", "content": f"{self.count}"}],
+            "done": self.count >= 3,
+            "reward": {"said": 1.0},
+            "metrics": {"length": len(message["content"])},
+        }
+
+    def close(self) -> dict[str, float]:
+        return {"closed": 0.5}
+
+
+def environment(
+    answer: Callable[[httpx.Request], Any] | httpx.AsyncBaseTransport, **changes: Any
+) -> HttpEnvironment:
+    if not isinstance(answer, httpx.AsyncBaseTransport):
+        answer = httpx.MockTransport(answer)
+    service = OutsideService(URL, reach=HERE, transport=answer)
+    return HttpEnvironment("games", service, **{"timeout_s": 5.0, "wait_s": 5.0, **changes})
+
+
+def hosted(make: Any, *, most_episodes: int = 10, **arguments: Any) -> HttpEnvironment:
+    host = Host(make, "games", arguments, most_episodes=most_episodes)
+    return environment(httpx.ASGITransport(host.app()), timeout_s=1.0, wait_s=0.2)
+
+
+async def test_an_episode_begins_goes_on_and_ends() -> None:
+    games = hosted(Counting, start=1)
+    await games.check()
+    session, first = await games.begin({"name": "me"}, seed=3)
+    assert [message["content"] for message in first.messages] == ["count from 1 for me"]
+    second = await session.step({"role": "assistant", "content": "abc"})
+    assert (second.is_done, second.reward, second.metrics) == (False, {"said": 1.0}, {"length": 3})
+    third = await session.step({"role": "assistant", "content": ""})
+    assert third.is_done
+    assert (await session.close()).reward == {"closed": 0.5}
+    with pytest.raises(
+        CallError, match="environment 'games' did not answer step 3: there is no such"
+    ):
+        await session.step({"role": "assistant", "content": ""})
+
+
+async def test_a_step_that_comes_twice_happens_once() -> None:
+    host = Host(Counting, "games", {})
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(host.app()), base_url=URL)
+    body = {"task": {"name": "me"}, "seed": 0}
+    name = (await client.post("/v1/episodes", json=body)).json()["episode"]
+    step = {"step": 1, "message": {"role": "assistant", "content": "a"}}
+    answers = [(await client.post(f"/v1/episodes/{name}", json=step)).json() for _ in range(2)]
+    assert answers[0] == answers[1]
+    assert answers[0]["messages"][0]["content"] == "1"
+    late = await client.post(f"/v1/episodes/{name}", json={**step, "step": 4})
+    assert late.status_code == 409
+    assert "step 4 cannot follow" in late.json()["error"]
+
+
+async def test_a_full_environment_is_waited_for_and_a_broken_connection_tried_again() -> None:
+    answers = iter([503, 429, None, 200])
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        status = next(answers)
+        if status is None:
+            raise httpx.ConnectError("reset by peer")
+        return httpx.Response(status, json={"episode": "e", "messages": "go"})
+
+    _, first = await environment(answer).begin({}, seed=0)
+    assert first.messages[0]["content"] == "go"
+
+
+async def test_no_place_in_time_is_a_failure_that_says_so() -> None:
+    games = hosted(Counting, most_episodes=1)
+    await games.begin({"name": "one"}, seed=0)
+    with pytest.raises(
+        CallError, match=r"'games' did not begin an episode.*no place for 0.2 s"
+    ) as e:
+        await games.begin({"name": "two"}, seed=0)
+    assert e.value.kind == "timeout"
+
+
+def begun(answer: Any) -> Callable[[httpx.Request], httpx.Response]:
+    return lambda _: httpx.Response(200, content=json.dumps(answer))
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"messages": "hi"}, "must name its episode"),
+        ({"episode": "e"}, "at least one message while the episode goes on"),
+        ({"episode": "e", "messages": "hi", "done": "yes"}, "done must be true or false"),
+        ({"episode": "e", "messages": [{"role": "assistant", "content": ""}]}, "a role"),
+        ({"episode": "e", "messages": [{"role": "user", "content": 3}]}, "a text as content"),
+        ({"episode": "e", "messages": "hi", "rewrad": 1}, "rewrad"),
+        ({"episode": "e", "messages": "hi", "reward": "great"}, "reward must be a number"),
+        ({"episode": "e", "messages": "hi", "reward": {"a": float("nan")}}, "finite number"),
+        ({"episode": "e", "messages": "hi", "reward": {"": 1}}, "names a term"),
+        ({"episode": "e", "messages": "hi", "tools": {"name": "go"}}, "tools must be a list"),
+        (["no", "object"], "must answer a JSON object"),
+        ({"episode": "e", "messages": "x" * (2 << 20)}, "answered more than 1048576 bytes"),
+    ],
+)
+async def test_wrong_answers_are_failures_that_name_what_is_wrong(
+    answer: Any, message: str
+) -> None:
+    with pytest.raises(CallError, match=message) as caught:
+        await environment(begun(answer)).begin({}, seed=0)
+    assert caught.value.kind == "invalid_value"
+    assert "games" in caught.value.message or "127.0.0.1" in caught.value.message
+
+
+async def test_an_answer_to_another_step_is_refused() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        begin = {"episode": "e", "messages": "go"}
+        is_begin = request.url.path == "/v1/episodes"
+        return httpx.Response(200, json=begin if is_begin else {"step": 7, "messages": "late"})
+
+    session, _ = await environment(answer).begin({}, seed=0)
+    with pytest.raises(CallError, match="answered step 7 when it was asked for step 1"):
+        await session.step({"role": "assistant", "content": ""})
+
+
+async def test_silence_ends_at_the_deadline_and_says_so() -> None:
+    async def answer(request: httpx.Request) -> httpx.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    with pytest.raises(
+        CallError, match="'games' did not begin an episode in time: it is silent"
+    ) as e:
+        await environment(answer, timeout_s=0.05).begin({}, seed=0)
+    assert e.value.kind == "timeout"
+
+
+async def test_another_version_of_the_protocol_is_refused() -> None:
+    with pytest.raises(CallError, match="speaks version 2 of the protocol"):
+        await environment(begun({"protocol": 2})).check()
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ({"messages": "x" * (2 << 20)}, "its answer has .* bytes"),
+        (["a list"], "an observation is an object or a text, not list"),
+        ({"messages": "a", "reward": object()}, "not JSON serializable"),
+    ],
+)
+async def test_what_a_class_does_wrong_is_told(result: Any, message: str) -> None:
+    class Wrong:
+        def reset(self, task: Any, *, seed: int) -> Any:
+            return result
+
+    with pytest.raises(CallError, match=message):
+        await hosted(Wrong).begin({}, seed=0)
+
+
+async def test_what_a_class_raises_is_told_and_its_place_is_free_again() -> None:
+    class Broken:
+        def reset(self, task: Any, *, seed: int) -> Any:
+            raise KeyError("gold")
+
+    games = hosted(Broken, most_episodes=1)
+    for _ in range(2):
+        with pytest.raises(CallError, match="'games' did not begin an episode: KeyError: 'gold'"):
+            await games.begin({}, seed=0)

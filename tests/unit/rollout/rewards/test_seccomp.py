@@ -1,0 +1,122 @@
+"""The filter of system calls."""
+
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from services.rollout.rewards import seccomp, system_calls
+from services.rollout.rewards.system_calls import ALLOWED, ARGUMENTS, CHECKED, CLONE3, MACHINES
+
+HEADERS = {
+    "x86_64": [
+        Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
+        Path("/usr/include/asm/unistd_64.h"),
+        Path("/usr/x86_64-linux-gnu/include/asm/unistd_64.h"),
+    ],
+    "aarch64": [
+        Path("/usr/include/asm-generic/unistd.h"),
+        Path("/usr/aarch64-linux-gnu/include/asm-generic/unistd.h"),
+    ],
+}
+ALLOW, KILL, DENY, UNKNOWN = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+
+
+def numbers_of_the_kernel(machine: str) -> dict[str, int]:
+    header = next((path for path in HEADERS[machine] if path.exists()), None)
+    if header is None:
+        pytest.skip(f"needs the kernel's headers for {machine} (Debian: linux-libc-dev)")
+    found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)$", header.read_text(), re.MULTILINE)
+    numbers = {name: int(number) for name, number in found}
+    # The generic header names it by what it is on 32 bits.
+    return {"newfstatat": numbers.get("fstatat", -1), **numbers}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_every_number_is_the_kernels(machine: str) -> None:
+    kernel = numbers_of_the_kernel(machine)
+    column = MACHINES.index(machine)
+    ours = {name: numbers[column] for name, numbers in (ALLOWED | CHECKED).items()}
+    assert ours == {name: kernel.get(name) for name in ours}
+    assert kernel["clone3"] == CLONE3
+    assert set(CHECKED) == {*ARGUMENTS, "clone"}
+    assert not set(ALLOWED) & set(CHECKED)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_names_another_process_is_not_allowed(machine: str) -> None:
+    kernel = numbers_of_the_kernel(machine)
+    others = [
+        name
+        for name in kernel
+        if name.startswith(("process_", "pidfd_", "ioprio_", "sched_set", "mq_", "io_uring", "bpf"))
+    ]
+    for name in (
+        *others,
+        *(
+            "kill",
+            "tkill",
+            "tgkill",
+            "rt_sigqueueinfo",
+            "rt_tgsigqueueinfo",
+            "ptrace",
+            "setpriority",
+        ),
+        *(
+            "socket",
+            "execve",
+            "execveat",
+            "kcmp",
+            "migrate_pages",
+            "move_pages",
+            "unshare",
+            "setns",
+        ),
+    ):
+        assert answer(machine, kernel[name]) == DENY, name
+
+
+def answer(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
+    """What the kernel would do: a small interpreter of the instructions that the filter uses."""
+    data = struct.pack(
+        "IIQ6Q",
+        number,
+        ARCHITECTURES[machine] if architecture is None else architecture,
+        0,
+        *(*arguments, *(0,) * (6 - len(arguments))),
+    )
+    code = list(struct.iter_unpack("HBBI", seccomp.build_filter(machine)))
+    place, word = 0, 0
+    while True:
+        operation, if_true, if_false, operand = code[place]
+        place += 1
+        if operation == 0x06:
+            return int(operand)
+        if operation == 0x20:
+            (word,) = struct.unpack_from("I", data, operand)
+            continue
+        holds = {0x15: word == operand, 0x25: word > operand, 0x45: bool(word & operand)}[operation]
+        place += if_true if holds else if_false
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_arguments_decide_over_checked_calls(machine: str) -> None:
+    column = MACHINES.index(machine)
+
+    def call(name: str, *arguments: int) -> int:
+        number = (ALLOWED | CHECKED)[name][column]
+        assert number is not None
+        return answer(machine, number, *arguments)
+
+    assert call("read", 3) == ALLOW
+    assert (call("prlimit64", 0), call("prlimit64", 4242)) == (ALLOW, DENY)
+    assert (call("sched_getaffinity", 0), call("sched_getaffinity", 1)) == (ALLOW, DENY)
+    assert (call("fcntl", 5, 3), call("fcntl", 5, 8), call("fcntl", 5, 10)) == (ALLOW, DENY, DENY)
+    assert (call("clone", 0x10F00), call("clone", 17)) == (ALLOW, DENY)
+    assert (call("exit_group", 1), call("exit_group", 137)) == (ALLOW, DENY)
+    assert answer(machine, CLONE3) == UNKNOWN
+    assert answer(machine, system_calls.NEWEST + 1) == UNKNOWN
+    assert answer(machine, 0x40000000) == UNKNOWN
+    assert answer(machine, 0, architecture=0x40000003) == KILL

@@ -1,0 +1,78 @@
+"""Rewards that give several named terms."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.spec.rollout import RewardSpec
+from services.rollout.calls.pool import CallPool
+from services.rollout.failures import CallError
+from services.rollout.rewards.base import RewardInput, Score
+from services.rollout.rewards.scorer import Scorer
+from services.rollout.rewards.terms import MAX_TERMS, add_up
+
+JUDGED = RewardSpec.model_validate(
+    {
+        "name": "judge.py:judged",
+        "weight": 2.0,
+        "terms": {"format": {"weight": 0.1, "bounds": (0, 1)}, "length": {"weight": 0}},
+    }
+)
+
+
+def test_terms_are_weighted_and_measured_before_weights() -> None:
+    score = add_up([(JUDGED, {"format": 1.0, "length": 40.0, "right": 0.5})])
+    assert score == Score(2 * (0.1 + 0.5), {"format": 1.0, "length": 40.0, "right": 0.5})
+
+
+def test_numbers_are_terms_called_like_their_reward_and_no_name_is_lost() -> None:
+    exact = RewardSpec(name="exact_match")
+    remote = RewardSpec(name="https://judges.example/v1/exact-match")
+    values = [(exact, 1.0), (exact, 0.0), (remote, 0.5), (JUDGED, {"format": 0, "length": 1})]
+    assert add_up(values).terms == {
+        "exact_match": 1.0,
+        "exact_match-2": 0.0,
+        "exact_match-3": 0.5,
+        "format": 0.0,
+        "length": 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"format": 2.0, "length": 0}, "judge.py:judged: format' must be within 0.0 and 1.0"),
+        ({"format": float("nan"), "length": 0}, "must return a finite number"),
+        ({"format": "good", "length": 0}, "must return a finite number"),
+        ({"format": 1.0}, "but not length"),
+        ({}, "gave no terms, but not format, length"),
+        ({"format": 1.0, "length": 0, "a b": 1}, "names a term 'a b'"),
+        ({"format": 1.0, "length": 0, 3: 1}, "names a term 3"),
+        ({f"t{number}": 1.0 for number in range(MAX_TERMS + 1)}, "has 65 terms"),
+        ({"format": 1.0, "length": 0, "right": 1e308, "more": 1e308}, "finite number"),
+    ],
+)
+def test_wrong_terms_are_failures_that_say_what_is_wrong(value: Any, message: str) -> None:
+    with pytest.raises(CallError, match=message) as caught:
+        add_up([(JUDGED, value)])
+    assert caught.value.kind == "invalid_value"
+
+
+async def test_a_reward_sees_the_whole_episode_if_it_asks_for_it(tmp_path: Path) -> None:
+    file = tmp_path / "seeing.py"
+    file.write_text(
+        "def seen(prompt, response, answer, row, *, episode):\n"
+        "    return {'turns': len(episode['messages'])}\n"
+        "def blind(prompt, response, answer, row):\n"
+        "    return 1\n"
+    )
+    specs = [
+        RewardSpec(name=f"{file}:seen", sees_episode=True),
+        RewardSpec(name=f"{file}:blind"),
+    ]
+    given = RewardInput(
+        prompt="p", response="r", answer=None, row={}, episode=lambda: {"messages": [1, 2, 3]}
+    )
+    async with CallPool(1) as pool:
+        assert await Scorer(specs, pool).score(given) == Score(4.0, {"turns": 3.0, "blind": 1.0})

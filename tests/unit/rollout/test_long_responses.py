@@ -1,0 +1,95 @@
+"""A response of hours, in virtual time: it survives kills and new weights, and is never ended by its age."""
+
+import asyncio
+
+from services.common.spec.data import DataSpec
+from services.common.spec.rollout import RolloutSpec
+from services.rollout.calls.pool import CallPool
+from services.rollout.engines.fake import FakeEngine
+from services.rollout.engines.virtual_time import VirtualTimeLoop
+from services.rollout.group import Tools
+from services.rollout.liveness import EpisodeWatch
+from services.rollout.prompts import PromptBook
+from services.rollout.sampling import GroupSampler
+from services.rollout.workflows.single_turn import SingleTurn
+from tests.helpers.engines import running
+from tests.unit.rollout.test_sampling import (
+    ROWS,
+    MemoryCache,
+    Outcome,
+    ScoreBy,
+    assignment,
+    tokenizer,
+)
+
+TOKEN_S = 0.1
+NUM_TOKENS = 72_000
+NUM_KILLS, NUM_VERSIONS = 3, 20
+
+
+class TwoHours:
+    """Every response takes two hours."""
+
+    def length(self, seed: int) -> int:
+        return NUM_TOKENS
+
+
+def sampler_with(engine: FakeEngine, outcome: Outcome, cache: MemoryCache) -> GroupSampler:
+    data = DataSpec(train={"source": "jsonl", "path": "rows"}, max_prompt_tokens=20)  # type: ignore[arg-type]
+    spec = RolloutSpec(
+        rewards=[{"name": "unused"}],  # type: ignore[arg-type]  # pydantic converts
+        max_response_tokens=NUM_TOKENS,
+        partial_rollout=True,
+    )
+    tools = Tools(
+        engine=engine,
+        tokenizer=tokenizer(),
+        workflow=SingleTurn(),
+        reward=ScoreBy(lambda _: 1.0),
+        calls=CallPool(1),
+    )
+    return GroupSampler(
+        PromptBook(data, {"train": ROWS}, tokenizer()),
+        tools,
+        spec,
+        publisher=outcome,
+        cache=cache,
+        report_failures=outcome.report,
+    )
+
+
+async def generate_through_kills() -> tuple[Outcome, float]:
+    """One group; its rollout dies three times, and new weights come every six minutes."""
+    outcome, cache, watch = Outcome(), MemoryCache(), EpisodeWatch(600.0)
+    now = asyncio.get_running_loop().time
+    version = 0
+    for attempt in range(1, NUM_KILLS + 2):
+        engine = FakeEngine(max_running=8, step_seconds=lambda _: TOKEN_S, lengths=TwoHours())
+        async with running(engine), sampler_with(engine, outcome, cache) as sampler:
+            await engine.adopt_weights(version, {})
+            sampler.start(
+                [assignment("g1", seeds=(7, 8), temperatures=(1.0, 1.0), attempt=attempt)]
+            )
+            for _ in range(NUM_VERSIONS // (NUM_KILLS + 1)):
+                await asyncio.sleep(NUM_TOKENS * TOKEN_S / NUM_VERSIONS)
+                version += 1
+                await engine.adopt_weights(version, {})
+                await sampler.checkpoint()
+                await sampler.stop_stalled(watch, now=now())
+            if attempt > NUM_KILLS:
+                await outcome.wait_for(1)
+    return outcome, now()
+
+
+def test_a_response_of_two_hours_loses_nothing_through_kills_and_new_weights() -> None:
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        outcome, seconds = runner.run(generate_through_kills())
+    assert not outcome.failed
+    assert 7200 <= seconds < 7210
+    for sample, seed in zip(outcome.published["g1"], (7, 8), strict=True):
+        expected = [(2 + seed * 31 + place) % 256 for place in range(NUM_TOKENS - 1)]
+        assert list(sample.response_ids) == [*expected, 1]
+        assert [version for version, _ in sample.version_runs] == list(range(NUM_VERSIONS))
+        logprobs = [value for turn in sample.turns for value in turn.logprobs]
+        claimed = [v for v, count in sample.version_runs for _ in range(count)]
+        assert max(abs(p + 1 + v / 1000) for p, v in zip(logprobs, claimed, strict=True)) < 1e-6

@@ -1,0 +1,96 @@
+"""What each GPU will hold is known before the start, and what cannot fit is refused with the figure."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
+
+from services.common.spec.engines import ENGINES
+from services.rollout.engines.memory import (
+    MemoryPlan,
+    ModelSize,
+    WeightPlane,
+    engine_share,
+    plan_memory,
+)
+
+GB = 10**9
+VLLM = ENGINES["vllm"]
+
+
+def qwen_7b() -> PretrainedConfig:
+    return Qwen2Config(
+        vocab_size=152_064,
+        hidden_size=3584,
+        intermediate_size=18_944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+    )
+
+
+def llama_70b() -> PretrainedConfig:
+    return LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=8192,
+        intermediate_size=28_672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+    )
+
+
+def planned(
+    model: ModelSize, *, gpu_gb: float = 80, sources: int = 1, copies: int = 1, **arguments: Any
+) -> MemoryPlan:
+    plane = WeightPlane(num_copies=copies, num_sources=sources, bucket_bytes=512 << 20)
+    return plan_memory(model, plane, gpu_bytes=int(gpu_gb * GB), kind=VLLM, arguments=arguments)
+
+
+def test_7b_fits_on_one_gpu_of_80_gb_with_its_shadow() -> None:
+    size = ModelSize.of(qwen_7b(), torch.bfloat16)
+    assert size.weights == 2 * 7_615_616_512
+    assert size.kv_per_token == 2 * 2 * 28 * 4 * 128
+    plan = planned(size)
+    assert plan.weights == plan.shadow == size.weights
+    # vLLM's own 0.9 would leave 8 GB for a shadow of 15.2.
+    assert engine_share(plan, VLLM, {}) == {"gpu_memory_utilization": 0.78}
+    assert plan.kv_tokens > 500_000
+    plan.check(most_tokens=32_768)
+
+
+def test_70b_fits_on_eight_gpus_and_not_on_four() -> None:
+    size = ModelSize.of(llama_70b(), torch.bfloat16)
+    plan = planned(size, sources=8, tensor_parallel_size=8)
+    assert plan.weights == plan.shadow == size.weights / 8
+    plan.check(most_tokens=32_768)
+    assert plan.kv_tokens > 500_000
+    with pytest.raises(ValueError, match=r"has 80.0 GB, but 8\d\.\d GB are needed .* 32768 tokens"):
+        planned(size, sources=8, tensor_parallel_size=4).check(most_tokens=32_768)
+
+
+def test_a_shadow_that_does_not_fit_leaves_room_for_in_place() -> None:
+    small = ModelSize(weights=50 * GB, kv_per_token=1000, num_kv_heads=8)
+    with pytest.raises(ValueError, match=r"shadow +50\.0 GB"):
+        planned(small).check(most_tokens=1000)
+    planned(small, copies=0).check(most_tokens=1000)
+
+
+def test_replicas_hold_all_weights_and_stages_their_layers() -> None:
+    size = ModelSize(weights=8 * GB, kv_per_token=8000, num_kv_heads=2)
+    assert planned(size, data_parallel_size=4).weights == 8 * GB
+    staged = planned(size, tensor_parallel_size=4, pipeline_parallel_size=2)
+    assert staged.weights == 1 * GB
+    # Two heads of keys cannot be divided among four.
+    assert staged.kv_per_token == 2000
+
+
+def test_an_argument_that_leaves_too_little_is_refused_with_the_figure() -> None:
+    plan = planned(ModelSize(weights=15 * GB, kv_per_token=57_344, num_kv_heads=4))
+    assert engine_share(plan, VLLM, {"gpu_memory_utilization": 0.5}) == {}
+    message = r"gpu_memory_utilization is 0.9, but weight sync needs 17.0 of 80.0 GB: at most 0.78"
+    with pytest.raises(ValueError, match=message):
+        engine_share(plan, VLLM, {"gpu_memory_utilization": 0.9})

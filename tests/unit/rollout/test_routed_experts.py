@@ -1,0 +1,168 @@
+"""The experts that an engine chose: told for every token, once, under the weights that sampled it."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, PreTrainedModel
+
+from services.common.models.loading import build_model, stored_tensors
+from services.common.models.routers import RouterWatch
+from services.common.models.routing_shape import RoutingShape, routing_shape
+from services.rollout.engines.request_parts import Chunk, Progress, as_told
+from services.rollout.engines.torch import TorchEngine
+from services.rollout.partial import MemberProgress, decode_progress, encode_progress
+from services.rollout.rewards.base import Score
+from services.rollout.samples import Sample, sample_fields
+from services.rollout.workflows.turns import NOTHING_SAMPLED, Turn, observed, routed_experts
+from tests.helpers.engines import make_model, request, running, until
+from tests.helpers.mixtures import mixture_shape
+
+_CONTEXTS = [(5, 6, 7), (5, 6, 7), (8,), (9, 3, 4, 5, 6)]
+
+
+def _model(seed: int = 0) -> PreTrainedModel:
+    config = AutoConfig.for_model(
+        "glm4_moe",
+        vocab_size=24,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        pad_token_id=0,
+        **mixture_shape("glm4_moe"),
+    )
+    return build_model(config, dtype=torch.float32, device="cpu", seed=seed)
+
+
+def _engine() -> TorchEngine:
+    return TorchEngine(_model(), max_running=4, returns_experts=True)
+
+
+def _chosen(tokens: tuple[int, ...], *, seed: int = 0) -> np.ndarray:
+    """What a plain forward pass chooses for all tokens but the last."""
+    model = _model(seed)
+    watch = RouterWatch(model)
+    with torch.no_grad():
+        model(torch.tensor([tokens[:-1]]))
+    return np.sort(watch.chosen().numpy(), 2)
+
+
+async def test_experts_of_context_and_response_are_those_of_a_plain_forward_pass() -> None:
+    async with running(engine := _engine()):
+        results = await asyncio.gather(
+            *[engine.generate(request(str(i), c, seed=i)) for i, c in enumerate(_CONTEXTS)]
+        )
+    for context, result in zip(_CONTEXTS, results, strict=True):
+        told = result.routed_experts
+        assert told.dtype == np.uint8
+        assert told.shape == (len(context) + len(result.token_ids) - 1, 2, 3)
+        assert np.array_equal(np.sort(told, 2), _chosen(context + result.token_ids))
+
+
+async def test_what_goes_on_under_new_weights_keeps_the_experts_of_the_old() -> None:
+    async with running(engine := _engine()):
+        task = asyncio.ensure_future(engine.generate(request("cut", (5, 6, 7), max_tokens=40)))
+        await until(lambda: engine.stats().tokens_total >= 6)
+        await engine.adopt_weights(1, stored_tensors(_model(1)))
+        mixed = await task
+        # Elsewhere it goes on from a cut turn, of whose tokens the experts are known.
+        before = NOTHING_SAMPLED.continued(mixed)
+        context = (5, 6, 7, *mixed.token_ids)
+        asked = request("rest", context, max_tokens=5, experts_from=len(before.routed_experts))
+        turn = before.continued(await engine.generate(asked))
+    (_, old), (_, new) = mixed.version_runs
+    tokens = (5, 6, 7, *turn.token_ids)
+    told = np.sort(routed_experts([turn]), 2)
+    assert len(told) == len(tokens) - 1
+    assert np.array_equal(told[: 2 + old], _chosen(tokens)[: 2 + old])
+    assert np.array_equal(told[2 + old :], _chosen(tokens, seed=1)[2 + old :])
+    assert new > 5
+
+
+def test_a_dense_model_has_nothing_to_tell() -> None:
+    with pytest.raises(ValueError, match="routing_replay"):
+        TorchEngine(make_model(0), max_running=1, returns_experts=True)
+
+
+def test_layers_without_experts_do_not_count_and_many_experts_take_two_bytes() -> None:
+    shape = {"num_hidden_layers": 6, "num_experts_per_tok": 8}
+    qwen = {"model_type": "qwen3_moe", "num_experts": 128, **shape}
+    assert routing_shape(qwen | {"mlp_only_layers": [2], "decoder_sparse_step": 2}) == RoutingShape(
+        layers=(1, 3, 5), num_chosen=8, num_experts=128
+    )
+    deepseek = {"model_type": "deepseek_v3", "n_routed_experts": 256, **shape}
+    found = routing_shape(deepseek | {"first_k_dense_replace": 3})
+    assert found is not None
+    assert (found.layers, found.dtype, found.missing) == ((3, 4, 5), "int16", 32767)
+    assert routing_shape({"model_type": "llama"}) is None
+
+
+def _turn(tokens: tuple[int, ...], experts: np.ndarray | None) -> Turn:
+    return Turn(
+        token_ids=tokens,
+        logprobs=(-1.0,) * len(tokens),
+        version_runs=((0, len(tokens)),),
+        finish_reason="stop",
+        routed_experts=experts,
+    )
+
+
+def test_unfinished_samples_keep_their_experts() -> None:
+    experts = np.arange(5 * 2 * 3, dtype=np.uint8).reshape(5, 2, 3)
+    turns = (
+        _turn((1, 2), experts[:3]),
+        observed((3, 4)),
+        _turn((5,), None),
+        _turn((6,), experts[3:]),
+    )
+    back = decode_progress(encode_progress(MemberProgress(num_failed_scores=0, turns=turns)))
+    assert back.turns == turns
+    for one, other in zip(back.turns, turns, strict=True):
+        assert np.array_equal(one.routed_experts, other.routed_experts) or (
+            one.routed_experts is other.routed_experts is None
+        )
+
+
+def test_a_sample_has_an_entry_for_each_token_but_the_last() -> None:
+    shape = RoutingShape(layers=(0, 2), num_chosen=3, num_experts=8)
+    experts = np.ones((4, 2, 3), np.uint8)
+    turns = (_turn((1, 2), experts), observed((3, 4)))
+    sample = Sample(
+        member=0,
+        prompt_ids=(7, 8, 9),
+        turns=turns,
+        score=Score(1.0),
+        finish_reason="stop",
+        is_greedy=False,
+    )
+    (told,) = sample_fields([sample], shape)["routed_experts"]
+    assert told.shape == (6, 2, 3)
+    assert (told[:4] == 1).all()
+    assert (told[4:] == 255).all()
+
+
+def test_experts_of_a_request_in_parts_are_taken_once() -> None:
+    progress = Progress(request("r", (1, 2, 3), experts_from=1), None)
+    rows = np.arange(7 * 2 * 3, dtype=np.int16).reshape(7, 2, 3)
+    assert progress.next_part("0").experts_from == 1
+    progress.extend(Chunk(token_ids=(4,), logprobs=(-1.0,), routed_experts=rows[1:3]), 0)
+    # Of what came last before a cut nothing was told; the next part tells of it.
+    progress.extend(Chunk(token_ids=(5,), logprobs=(-1.0,)), 0)
+    assert np.array_equal(progress.result("aborted").routed_experts, rows[1:3])
+    assert progress.next_part("1").experts_from == 3
+    last = Chunk(token_ids=(6,), logprobs=(-1.0,), finish_reason="stop", routed_experts=rows[3:7])
+    progress.extend(last, 1)
+    assert np.array_equal(progress.result("stop").routed_experts, rows[1:5])
+
+
+def test_layers_without_experts_are_left_out() -> None:
+    shape = RoutingShape(layers=(1, 2), num_chosen=3, num_experts=8)
+    told = np.arange(2 * 3 * 3, dtype=np.int32).reshape(2, 3, 3)
+    assert np.array_equal(as_told(told, shape), told[:, 1:])
+    assert as_told(told[:, 1:], shape).dtype == np.uint8

@@ -1,0 +1,12 @@
+"""Specifications of docs/recipes.md, as a reader would copy them."""
+
+from services.cli.preflight import check
+from services.common.spec.loader import load_spec
+from tests.helpers.pages import recipes
+
+
+def test_every_recipe_is_valid_as_it_stands(tmp_path):
+    specs = {name: load_spec(path) for name, path in recipes(tmp_path).items()}
+    assert set(specs) == {"math", "code", "tools", "lora"}
+    for spec in specs.values():
+        check(spec)

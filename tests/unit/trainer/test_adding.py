@@ -1,0 +1,97 @@
+"""A loss and an advantage of the user's own, as docs/adding.md shows them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.common.confinement import Allowance
+from services.common.spec.loader import SpecError, parse_spec
+from services.trainer.collectives import Ranks
+from services.trainer.steps.credit import CreditAssigner
+from services.trainer.steps.objective import Objective
+from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
+from tests.helpers.pages import example
+
+PPO = {"loss": "ppo", "dual_clip": None, "clip_low": 0.2, "clip_high": 0.28}
+
+
+def trained(algorithm: dict[str, Any]) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Metrics of the second step, and the weights after it."""
+    spec = spec_of(algorithm=algorithm)
+    policy = policy_of(spec, scale=1.5)
+    queue = random_queue(policy_of(spec, seed=1, scale=1.5))
+    rank = rank_of(spec, policy, queue)
+    rank.train(1, queue.meta)
+    metrics = rank.train(2, queue.meta).metrics
+    return dict(metrics), dict(policy.state_dict())
+
+
+def test_a_loss_of_the_users_own_trains_bit_for_bit_like_the_one_it_copies(tmp_path: Path) -> None:
+    file = example("adding.md", "clipped.py", tmp_path)
+    own = {"loss": f"{file}:clipped", "loss_arguments": {"low": 0.2, "high": 0.28}}
+    (metrics, weights), (expected, expected_weights) = trained(own), trained(PPO)
+    for name in ("loss", "grad_norm", "clip_fraction", "is_weight_mean"):
+        assert metrics[name] == expected[name], name
+    assert 0 < metrics["clip_fraction"] < 1
+    assert all(torch.equal(weights[name], value) for name, value in expected_weights.items())
+    narrow, _ = trained({**own, "loss_arguments": {"low": 0.01, "high": 0.01}})
+    assert narrow["clip_fraction"] > metrics["clip_fraction"]
+
+
+def test_an_advantage_of_the_users_own_is_the_one_it_copies(tmp_path: Path) -> None:
+    file = example("adding.md", "centred.py", tmp_path)
+    own = {"advantage": f"{file}:centred", "advantage_arguments": {"scale": 2.0}}
+    (metrics, _), (expected, _) = trained(own), trained({"advantage": "dr_grpo"})
+    assert expected["advantage_abs_mean"] > 0.1
+    assert metrics["advantage_abs_mean"] == pytest.approx(2 * expected["advantage_abs_mean"])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        ({"loss": "pppo"}, ["algorithm.loss 'pppo'", "ppo", "module:function"]),
+        ({"advantage": "a2c"}, ["algorithm.advantage 'a2c'", "gae", "module:function"]),
+        ({"loss": "ppo", "loss_arguments": {"low": 1}}, ["loss_arguments", "low", "clip_low"]),
+    ],
+)
+def test_what_no_loss_or_advantage_is_called_is_refused(
+    algorithm: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_spec({**spec_of().model_dump(mode="json"), "algorithm": algorithm})
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_loss_that_does_not_take_its_arguments_is_refused_before_a_step(tmp_path: Path) -> None:
+    file = example("adding.md", "clipped.py", tmp_path)
+    spec = spec_of(algorithm={"loss": f"{file}:clipped", "loss_arguments": {"lower": 0.2}})
+    with pytest.raises(ValueError, match=r"algorithm\.loss.*lower.*algorithm\.loss_arguments"):
+        Objective(spec.algorithm, correction="bypass", horizon=16)
+    gone = spec_of(algorithm={"advantage": "no_such_module:estimate"})
+    with pytest.raises(ValueError, match=r"algorithm\.advantage.*no_such_module"):
+        CreditAssigner(gone.algorithm, Ranks(), max_response_tokens=16)
+
+
+def test_a_loss_that_returns_something_else_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "wrong.py"
+    file.write_text("def wrong(tokens):\n    return tokens.logprobs.mean()\n")
+    with pytest.raises(ValueError, match=r"algorithm\.loss .*must return a TokenLoss"):
+        trained({"loss": f"{file}:wrong"})
+    other = tmp_path / "other.py"
+    other.write_text("def other(batch):\n    return batch.rewards[:1]\n")
+    with pytest.raises(ValueError, match=r"algorithm\.advantage .*one advantage for each"):
+        trained({"advantage": f"{other}:other"})
+
+
+@pytest.mark.parametrize("key", ["loss", "advantage"])
+def test_code_outside_of_the_allowed_folders_is_refused(key: str) -> None:
+    allowance = Allowance(roots=(Path("/data"),), code_roots=(Path("/code"),))
+
+    def refused(file: str) -> list[str]:
+        spec = spec_of(algorithm={key: f"{file}:mine"})
+        return [line for line in allowance.problems(spec) if line.startswith(f"algorithm.{key}:")]
+
+    assert refused("/code/mine.py") == []
+    assert "/data/mine.py" in refused("/data/mine.py")[0]

@@ -1,0 +1,149 @@
+"""Every accepted family: packed sequences against the model's own forward and backward pass, one by one."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from services.common.jagged import Jagged
+from services.common.models.families import FAMILIES, check_trainer, is_mixture
+from services.trainer.batch.packing import pack
+from services.trainer.model.policy import Policy
+from tests.helpers.mixtures import mixture_shape
+
+_BASE = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_CASES: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in FAMILIES),
+    ("llama", {"rope_parameters": _LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True}),
+    ("llama", {"head_dim": 24, "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
+    ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    ("mistral", {"sliding_window": 5}),
+    ("ministral", {"sliding_window": 5}),
+    ("olmo3", {"sliding_window": 5}),
+    ("starcoder2", {"sliding_window": 5}),
+    ("phi3", {"sliding_window": 5}),
+    ("exaone4", {"sliding_window": 5}),
+    (
+        "gemma2",
+        {"sliding_window": 5, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0},
+    ),
+    ("gemma3_text", {"sliding_window": 5, "sliding_window_pattern": 2}),
+    ("cohere", {"logit_scale": 0.3}),
+    ("cohere2", {"sliding_window": 5, "logit_scale": 0.5}),
+    (
+        "granite",
+        {"logits_scaling": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
+    ),
+    ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [1], "tie_word_embeddings": True}),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}),
+    ("qwen2_moe", {"decoder_sparse_step": 2, "norm_topk_prob": True}),
+    ("mixtral", {"sliding_window": 5, "num_experts_per_tok": 1}),
+    ("glm4_moe", {"first_k_dense_replace": 2, "n_group": 4, "topk_group": 2, "use_qk_norm": True}),
+    (
+        "deepseek_v3",
+        {"q_lora_rank": None, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0},
+    ),
+    ("gpt_oss", {"sliding_window": 5, "rope_parameters": {"rope_type": "default"}}),
+]
+_TEMPERATURE = 0.7
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"), _CASES, ids=[f"{n}-{i}" for i, (n, _) in enumerate(_CASES)]
+)
+def test_packed_logprobs_and_gradients_are_those_of_the_model_itself(
+    family: str, extra: dict[str, Any]
+) -> None:
+    config = AutoConfig.for_model(family, **{**_BASE, **mixture_shape(family), **extra})
+    assert check_trainer(config.to_dict()) == []
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
+    model.eval()
+    if is_mixture(config.to_dict()):
+        model.set_experts_implementation("eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0).add_(torch.randn_like(parameter) * 0.02)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.3, 0.3)
+    lengths = [(3, 9), (1, 14), (7, 1), (2, 30)]
+    prompts = [torch.randint(3, 97, (prompt,)) for prompt, _ in lengths]
+    responses = [torch.randint(3, 97, (response,)) for _, response in lengths]
+    factors = torch.randn(sum(response for _, response in lengths))
+
+    expected = torch.cat(
+        [_own(model, prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+    )
+    own_gradients = torch.autograd.grad((expected * factors).sum(), _weights(model))
+
+    packed = pack(
+        Jagged.from_list(prompts), Jagged.from_list(responses), device=torch.device("cpu")
+    )
+    actual, _ = Policy(model, temperature=_TEMPERATURE)(packed)
+    gradients = torch.autograd.grad((actual * factors).sum(), _weights(model))
+
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+    norm = torch.stack([gradient.norm() for gradient in own_gradients]).norm()
+    error = torch.stack(
+        [(a - b).norm() for a, b in zip(gradients, own_gradients, strict=True)]
+    ).norm()
+    assert error / norm <= 1e-5
+
+
+def _own(model: Any, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
+    logits = model(torch.cat([prompt, response])[None], use_cache=False).logits[0].float()
+    chosen = torch.log_softmax(logits[len(prompt) - 1 : -1] / _TEMPERATURE, -1)
+    return chosen.gather(1, response[:, None]).squeeze(1)
+
+
+def _weights(model: Any) -> list[torch.Tensor]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "bloom"}, "'bloom'"),
+        (
+            {"model_type": "llama", "layer_types": ["full_attention", "linear_attention"]},
+            "linear_attention",
+        ),
+        ({"model_type": "llama", "rope_parameters": {"rope_type": "dynamic"}}, "'dynamic'"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, "'longrope'"),
+    ],
+)
+def test_what_would_not_be_exact_is_refused_by_its_configuration(
+    config: dict[str, Any], said: str
+) -> None:
+    (problem,) = check_trainer(config)
+    assert said in problem
+
+
+def test_fused_projections_are_not_divided() -> None:
+    (problem,) = check_trainer({"model_type": "phi3"}, tensor_parallel=2)
+    assert "trainer.tensor_parallel" in problem

@@ -1,0 +1,92 @@
+"""Mixtures of experts leave as checkpoints that others read, and adapters of their attention are merged."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from services.common.models.expert_names import checkpoint_names
+from services.common.models.families import FAMILIES
+from services.common.models.loading import build_model, stored_tensors
+from services.common.spec.trainer import LoraSpec
+from services.trainer.checkpoint.export import export_checkpoint
+from services.trainer.model.flops import active_weights
+from services.trainer.model.lora import add_adapters, begin_adapters, merged_parameters
+from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of
+from tests.helpers.mixtures import mixture_shape
+
+_SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+}
+_MIXTURES = [name for name, family in FAMILIES.items() if family.routing is not None]
+
+
+@pytest.mark.parametrize("family", _MIXTURES)
+def test_experts_have_the_names_of_checkpoints(family: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(family, **{**_SHAPE, **mixture_shape(family)})
+    model = build_model(config, dtype=torch.float32, device=CPU, seed=1)
+    for name, value in stored_tensors(model).items():
+        if name.endswith("e_score_correction_bias"):
+            value.uniform_(-0.2, 0.2)
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as stored:
+        named = {
+            stem: part
+            for name, value in stored_tensors(model).items()
+            for stem, part in checkpoint_names(name, value, config.to_dict())
+        }
+        assert named.keys() == set(stored.keys())
+        for name, part in named.items():
+            assert torch.equal(part, stored.get_tensor(name)), name
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.arange(3, 20)[None]
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_a_trained_mixture_is_exported_and_loads_elsewhere(tmp_path: Path) -> None:
+    spec = spec_of(model={"path": "tiny:qwen3_moe-0.7m"})
+    policy = policy_of(spec)
+    rank = rank_of(spec, policy, random_queue(policy_of(spec)), root=tmp_path / "checkpoints")
+    before = policy.model.model.layers[0].mlp.experts.down_proj.detach().clone()
+    rank.train(1, random_queue(policy_of(spec)).meta)
+    assert not torch.equal(policy.model.model.layers[0].mlp.experts.down_proj, before)
+    folder = rank.checkpointer.write(rank.snapshot(1))
+    export_checkpoint(folder, spec, tmp_path / "hf")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    ids = torch.arange(2, 20)[None]
+    policy.model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(loaded(ids).logits, policy.model(ids).logits)
+
+
+def test_adapters_of_the_attention_are_merged_and_experts_stay() -> None:
+    config = AutoConfig.for_model("qwen3_moe", **{**_SHAPE, **mixture_shape("qwen3_moe")})
+    plain = dict(build_model(config, dtype=torch.float32, device=CPU, seed=1).named_parameters())
+    model = build_model(config, dtype=torch.float32, device=CPU, seed=1)
+    add_adapters(model, LoraSpec(rank=2))
+    begin_adapters(model, seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+    merged = dict(merged_parameters(model))
+    assert merged.keys() == plain.keys()
+    moved = {name for name, value in merged.items() if not torch.equal(value, plain[name])}
+    assert moved == {name for name in plain if "self_attn" in name and "_proj" in name}
+
+
+def test_of_the_experts_those_count_that_a_token_passes() -> None:
+    config = AutoConfig.for_model("mixtral", **{**_SHAPE, **mixture_shape("mixtral")})
+    model = build_model(config, dtype=torch.float32, device="meta")
+    attention = 2 * 32 * 8 * (4 + 2)
+    others = 2 * 32 + 8 * 32
+    assert active_weights(model, config) == 2 * (attention + others + 3 * 3 * 32 * 48)

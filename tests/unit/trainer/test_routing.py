@@ -1,0 +1,151 @@
+"""Routers of a trained mixture: replayed choices, balance, and what a step reports of them."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.qwen2_moe.modeling_qwen2_moe import load_balancing_loss_func
+
+from services.common.jagged import Jagged
+from services.common.models.families import FAMILIES
+from services.common.models.loading import build_model
+from services.common.models.routers import RouterWatch
+from services.common.models.routing_shape import RoutingShape, routing_shape
+from services.trainer.batch.packing import PackedTokens, pack
+from services.trainer.model.policy import Policy
+from services.trainer.model.routing import imbalance
+from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of
+from tests.helpers.mixtures import mixture_shape
+
+_SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+}
+_MIXTURES = [name for name, family in FAMILIES.items() if family.routing is not None]
+
+
+def _policy(family: str, *, seed: int = 1, routing_replay: str = "off", **shape: Any) -> Policy:
+    config = AutoConfig.for_model(family, **{**_SHAPE, **mixture_shape(family), **shape})
+    model = build_model(config, dtype=torch.float32, device=CPU, seed=seed)
+    return Policy(model, temperature=1.0, routing_replay=routing_replay)
+
+
+def _packed(experts: Jagged | None = None) -> PackedTokens:
+    generator = torch.Generator().manual_seed(0)
+    prompts, responses = (
+        Jagged.from_list([torch.randint(3, 61, (n,), generator=generator) for n in sizes])
+        for sizes in ((3, 5), (8, 4))
+    )
+    return pack(prompts, responses, device=CPU, experts=experts)
+
+
+def _shape(policy: Policy) -> RoutingShape:
+    shape = routing_shape(policy.model.config.to_dict())
+    assert shape is not None
+    return shape
+
+
+def _choices(policy: Policy) -> Jagged:
+    """What a policy chooses for the tokens of the pack, as an engine tells it."""
+    watch = RouterWatch(policy.model)
+    policy(_packed())
+    dtype = getattr(torch, _shape(policy).dtype)
+    return Jagged(watch.chosen().to(dtype), torch.tensor([10, 8]))
+
+
+@pytest.mark.parametrize("family", _MIXTURES)
+def test_replaying_a_policys_own_choice_changes_nothing(family: str) -> None:
+    own = _policy(family)
+    expected, _ = own(_packed())
+    expected.sum().backward()
+    replaying = _policy(family, routing_replay="replay")
+    told = _choices(_policy(family))
+    assert told.values.shape[1:] == _shape(own).tail
+    # In another order the same experts are chosen.
+    actual, _ = replaying(_packed(Jagged(told.values.flip(2), told.lengths)))
+    actual.sum().backward()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+    gradients = {name: each.grad for name, each in replaying.named_parameters()}
+    for name, parameter in own.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-4)
+    differs, known = replaying.routing.differences()
+    assert known.all() and not differs.any()
+
+
+@pytest.mark.parametrize("family", _MIXTURES)
+def test_a_replayed_choice_is_that_of_the_engine_and_trains_the_router(family: str) -> None:
+    engine, policy = _policy(family, seed=1), _policy(family, seed=2, routing_replay="replay")
+    told = _choices(engine)
+    _, num_layers, num_chosen = told.values.shape
+    missing = _shape(policy).missing
+    told.values[3:5] = missing
+    logprobs, _ = policy(_packed(told))
+    chosen = torch.stack([policy.routing._chosen[place] for place in range(num_layers)], 1)
+    known = (told.values != missing).all(2).all(1)
+    assert torch.equal(chosen[known], told.values[known].long())
+    assert chosen.shape == (18, num_layers, num_chosen)
+    assert (chosen >= 0).all() and (chosen < 8).all()
+    differs, seen = policy.routing.differences()
+    assert torch.equal(seen, known)
+    assert differs.any() and not differs[~known].any()
+    logprobs.sum().backward()
+    for router in policy.routing._routers:
+        assert router.weight.grad.norm() > 0
+
+
+def test_compared_choices_are_not_taken() -> None:
+    policy = _policy("qwen3_moe", seed=2, routing_replay="compare")
+    expected, _ = _policy("qwen3_moe", seed=2)(_packed())
+    actual, _ = policy(_packed(_choices(_policy("qwen3_moe"))))
+    assert torch.equal(actual, expected)
+    assert policy.routing.differences()[0].any()
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral"])
+def test_the_balancing_loss_is_that_of_the_models_own_training(family: str) -> None:
+    policy = _policy(family)
+    policy(_packed())
+    logits = tuple(policy.routing._logits[place] for place in sorted(policy.routing._logits))
+    expected = load_balancing_loss_func(logits, 8, 3)
+    torch.testing.assert_close(policy.routing.balance_loss(), expected)
+
+
+def test_biases_make_experts_likelier_that_were_chosen_less() -> None:
+    policy = _policy("deepseek_v3")
+    counts = torch.tensor([[9, 1, 5, 5, 5, 5, 5, 5]]).expand(2, 8)
+    policy.routing.move_biases(counts, 0.25)
+    for router in policy.routing._routers:
+        assert router.e_score_correction_bias.tolist() == [-0.25, 0.25, 0, 0, 0, 0, 0, 0]
+
+
+def test_imbalance_is_the_most_over_the_mean() -> None:
+    assert imbalance(torch.tensor([[2, 2, 2, 2], [8, 0, 0, 0]])) == (2.5, 4.0)
+
+
+@pytest.mark.parametrize("kind", ["none", "loss"])
+def test_a_step_replays_and_reports(kind: str, tmp_path: Any) -> None:
+    spec = spec_of(
+        model={"path": "tiny:qwen3_moe-0.7m"},
+        trainer={"balancing": {"kind": kind, "coefficient": 0.1}, "tokens_per_micro_batch": 64},
+        rollout={"routing_replay": "replay"},
+    )
+    queue = random_queue(policy_of(spec))
+    prompts, responses = queue.fields["prompt_ids"], queue.fields["response_ids"]
+    lengths = prompts.lengths + responses.lengths - 1
+    experts = torch.randint(0, 8, (int(lengths.sum()), 2, 1)).to(torch.uint8)
+    told = Jagged(torch.cat([experts, (experts + 1) % 8], 2), lengths)
+    told.values[::3] = 255
+    rank = rank_of(spec, policy_of(spec), queue.replaced(routed_experts=told), root=tmp_path)
+    result = rank.train(1, queue.replaced(routed_experts=told).meta)
+    assert not result.skipped
+    assert result.metrics["routing_differs"] > 0.5
+    assert 1 <= result.metrics["expert_load_max"] <= result.metrics["expert_load_worst"] <= 8
+    assert ("balance_loss" in result.metrics) == (kind == "loss")

@@ -1,0 +1,135 @@
+"""The store of kept samples: what was told, found again, within its bounds."""
+
+import json
+from array import array
+
+import pytest
+
+from services.common.errors import NotFoundError
+from services.transferqueue.facts import KeptSampleQuery
+from services.transferqueue.kept.store import SampleStore, Told
+
+NO_BOUND = {"max_bytes": 1 << 30, "max_steps": 0}
+
+
+def made(number, *, member=0, reward=None, response="so be it", version=0, split="train"):
+    facts = {
+        "group_id": f"g{number}",
+        "member": member,
+        "split": split,
+        "row": number,
+        "oldest_version": version,
+        "newest_version": version,
+        "reward": float(number) if reward is None else reward,
+        "finish_reason": "stop",
+    }
+    record = {
+        "facts": facts,
+        "prompt": f"prompt {number}",
+        "response": response,
+        "answer": None,
+        "turns": [{"is_sampled": True, "text": response, "num_tokens": 2}],
+        "vocabulary": {"5": "so", "6": " be"},
+    }
+    columns = {
+        "response_ids": array("i", [5, 6]).tobytes(),
+        "rollout_logprobs": array("f", [-0.5, -1.0]).tobytes(),
+        "version_runs": array("i", [version, 1, version + 1, 1]).tobytes(),
+    }
+    return Told(sample_id=f"g{number}.{member}", record=record, columns=columns)
+
+
+def trained(number, step, *, member=0):
+    columns = {
+        "advantages": array("f", [1.5, 1.5]).tobytes(),
+        "trained_logprobs": array("f", [-0.5, -0.5]).tobytes(),
+        "loss_mask": b"\x01\x00",
+    }
+    record = {"step": step, "staleness": 1, "advantage": 1.5}
+    return Told(sample_id=f"g{number}.{member}", record=record, columns=columns)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return SampleStore(tmp_path / "folder" / "run_1.db")
+
+
+def ids(store, **query):
+    lines = [line for some in store.lines(KeptSampleQuery(**query)) for line in some]
+    return [json.loads(line)["id"] for line in lines]
+
+
+def test_a_store_without_a_file_holds_nothing(store):
+    assert ids(store) == []
+
+
+@pytest.mark.parametrize("is_trainer_first", [False, True])
+def test_what_rollout_and_trainer_told_is_one_sample(store, is_trainer_first):
+    told = [made(1), trained(1, step=7)]
+    for each in reversed(told) if is_trainer_first else told:
+        store.write([each], **NO_BOUND)
+    query = KeptSampleQuery(step=7, with_turns=True, with_tokens=True)
+    ((line,),) = store.lines(query)
+    sample = json.loads(line)
+    assert (sample["step"], sample["staleness"], sample["advantage"]) == (7, 1, 1.5)
+    assert (sample["prompt"], sample["response"]) == ("prompt 1", "so be it")
+    assert sample["tokens"] == {
+        "ids": [5, 6],
+        "texts": ["so", " be"],
+        "logprobs": [-0.5, -1.0],
+        "weight_versions": [0, 1],
+        "is_trained": [True, False],
+        "advantages": [1.5, 1.5],
+        "trained_logprobs": [-0.5, -0.5],
+        "ratios": [1.0, 1.64872],
+    }
+
+
+def test_filters_and_orders_find_what_they_say(store):
+    told = [made(n, split="heldout" if n == 3 else "train", version=n) for n in range(5)]
+    told[2].record["facts"]["reward"] = None
+    store.write([*told, made(9, reward=-2.0, response="100% SURE")], **NO_BOUND)
+    assert ids(store) == ["g9.0", "g4.0", "g3.0", "g2.0", "g1.0", "g0.0"]
+    assert ids(store, order_by="best") == ["g4.0", "g3.0", "g1.0", "g0.0", "g9.0", "g2.0"]
+    assert ids(store, order_by="worst") == ["g9.0", "g0.0", "g1.0", "g3.0", "g4.0", "g2.0"]
+    assert ids(store, split="heldout") == ["g3.0"]
+    assert ids(store, min_reward=1.0, max_reward=3.0) == ["g3.0", "g1.0"]
+    assert ids(store, weight_version=4) == ["g4.0"]
+    assert ids(store, row=9) == ids(store, group_id="g9") == ids(store, text="0% sure") == ["g9.0"]
+    assert ids(store, text="_") == []
+
+
+@pytest.mark.parametrize("order", ["newest", "best", "worst"])
+def test_pages_hold_every_sample_once(store, order):
+    told = [made(n, reward=float(n % 3) if n % 4 else None) for n in range(40)]
+    for each in told[::7]:
+        each.record["facts"]["reward"] = None
+    store.write(told, **NO_BOUND)
+    seen, after = [], ""
+    while page := ids(store, order_by=order, limit=7, after=after):
+        seen += page
+        after = page[-1]
+    assert seen == ids(store, order_by=order)
+    assert sorted(seen) == sorted(each.sample_id for each in told)
+
+
+def test_a_page_behind_a_sample_that_is_gone_is_refused(store):
+    store.write([made(1)], **NO_BOUND)
+    with pytest.raises(NotFoundError, match="begin again"):
+        ids(store, after="g7.0")
+
+
+def test_the_oldest_go_when_bytes_or_steps_are_used_up(store):
+    store.write([made(n) for n in range(6)], max_bytes=2_000, max_steps=0)
+    assert ids(store) == ["g5.0", "g4.0", "g3.0"][: len(ids(store))]
+    assert 1 <= len(ids(store)) < 6
+    store.write([trained(5, step=10), made(6, version=4)], max_bytes=1 << 30, max_steps=3)
+    assert ids(store) == ["g5.0"]
+
+
+def test_a_list_shows_the_beginnings_of_texts_and_no_tokens(store):
+    store.write([made(1)], **NO_BOUND)
+    ((line,),) = store.lines(KeptSampleQuery(excerpt=2))
+    sample = json.loads(line)
+    assert (sample["prompt"], sample["response"]) == ("pr", "so")
+    assert "tokens" not in sample and "turns" not in sample

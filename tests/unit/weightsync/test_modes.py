@@ -1,0 +1,197 @@
+"""Every mode brings exactly what was sent, and finds what is injected before anything is served."""
+
+import pytest
+import torch
+
+from services.common.errors import DataLossError, FailedPreconditionError, ServiceError
+from services.weightsync import arena, transfer
+from services.weightsync.group import Channel
+from services.weightsync.modes import staged
+from services.weightsync.modes.placing import whole_buffers
+from services.weightsync.plan import TensorSpec, fsdp_shards, make_plan
+from tests.helpers.weight_members import Cluster, Sink
+
+MODES = ["shadow", "inplace", "cpu_async", "delta"]
+
+
+@pytest.mark.parametrize("num_sources", [1, 2, 3])
+@pytest.mark.parametrize("mode", MODES)
+async def test_every_version_arrives_bit_by_bit(mode, num_sources):
+    cluster = Cluster(num_sources, mode)
+    await cluster.form()
+    for version in range(3):
+        cluster.weights["embed"][version * 100, 3] = version
+        cluster.weights["norm"][version] = 0.5 + version
+        await cluster.publish(version)
+        assert cluster.serves_what_was_sent()
+        assert not any(sink.is_paused for sink in cluster.sinks)
+
+
+async def test_checksums_are_added_to_zeros_at_every_version(monkeypatch):
+    def add_checksum(bucket, sums, *, alone=False):  # as the kernel of a GPU does
+        sums[0] += int(bucket.long().sum())
+        sums[1] += int((bucket.long() * torch.arange(len(bucket))).sum())
+
+    for module in (arena, transfer, staged):
+        monkeypatch.setattr(module, "write_checksum", add_checksum)
+    cluster = Cluster(2, "shadow")
+    await cluster.form()
+    for version in range(3):
+        cluster.weights["embed"].add_(1)
+        await cluster.publish(version)
+        assert cluster.serves_what_was_sent()
+
+
+class Injection:
+    """Damages what a source sends over one channel; the receivers' channels stay as they are."""
+
+    def __init__(self, kind):
+        self.kind = kind
+        self.sent = []
+
+    def broadcast(self, honest, channel, tensor):
+        if tensor.numel() < 1024:
+            return honest(channel, tensor)
+        self.sent.append(tensor)
+        number = len(self.sent) - 1
+        if self.kind == "flip" and number == 1:
+            tensor = tensor.clone()
+            tensor.view(torch.uint8)[700] ^= 1
+        elif self.kind == "skip" and number == 1:
+            tensor = torch.zeros_like(tensor)
+        elif self.kind == "order" and number in (0, 1):
+            tensor = tensor.clone()
+            other = self.sent[0] if number == 1 else tensor.roll(8)
+            tensor[: other.numel()] = other[: tensor.numel()]
+        return honest(channel, tensor)
+
+
+@pytest.mark.parametrize("kind", ["flip", "skip", "order"])
+@pytest.mark.parametrize("mode", MODES)
+async def test_what_is_injected_is_found_before_the_first_token(monkeypatch, mode, kind):
+    cluster = Cluster(1, mode)
+    await cluster.form()
+    await cluster.publish(0)
+    cluster.weights["embed"].add_(1)
+    injection, honest = Injection(kind), Channel.broadcast
+    source_channel = next(iter(cluster.senders[0]._epochs.group(1).channels.values()))
+
+    def broadcast(channel, tensor):
+        if channel is source_channel:
+            return injection.broadcast(honest, channel, tensor)
+        return honest(channel, tensor)
+
+    monkeypatch.setattr(Channel, "broadcast", broadcast)
+    await cluster.prepare(1)
+    results = await cluster.transfer(1)
+    assert all(isinstance(result, DataLossError) for result in results[1:])
+    for receiver, sink in zip(cluster.receivers, cluster.sinks, strict=True):
+        with pytest.raises(FailedPreconditionError, match="not staged"):
+            await receiver.adopt(1, "x")
+        assert sink.version == 0
+        # Weights received in place are torn now: such an engine stays paused.
+        assert sink.is_paused == (mode == "inplace")
+    monkeypatch.undo()
+    await cluster.form(epoch=2)
+    await cluster.publish(1, epoch=2)
+    assert cluster.serves_what_was_sent()
+    assert not any(sink.is_paused for sink in cluster.sinks)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["word", "place"])
+async def test_a_damaged_change_of_a_delta_is_found(monkeypatch, dtype):
+    cluster = Cluster(1, "delta")
+    await cluster.form()
+    await cluster.publish(0)
+    cluster.weights["embed"][7] = 7
+    honest = Channel.broadcast
+    source_channel = next(iter(cluster.senders[0]._epochs.group(1).channels.values()))
+
+    def broadcast(channel, tensor):
+        if channel is source_channel and tensor.dtype == dtype and tensor.dim() == 1:
+            tensor = tensor.clone()
+            tensor[0] ^= 1 << 20
+        return honest(channel, tensor)
+
+    await cluster.prepare(1)
+    monkeypatch.setattr(Channel, "broadcast", broadcast)
+    results = await cluster.transfer(1, base_version=0)
+    assert all(isinstance(result, DataLossError) for result in results[1:])
+    assert [sink.version for sink in cluster.sinks] == [0, 0]
+
+
+async def test_a_delta_is_much_smaller_than_everything_when_little_changed():
+    cluster = Cluster(1, "delta")
+    await cluster.form()
+    await cluster.publish(0)
+    cluster.weights["embed"][5] = 1
+    await cluster.prepare(1)
+    assert cluster.held == [0, 0, 0]
+    reports = await cluster.transfer(1, base_version=0)
+    assert reports[0].num_bytes == 16 * 12
+
+
+async def test_a_delta_of_a_version_that_is_not_held_is_refused():
+    cluster = Cluster(1, "delta")
+    await cluster.form()
+    await cluster.publish(0)
+    cluster.receivers[1]._receiver.held_version = -1
+    cluster.weights["embed"].add_(1)
+    await cluster.prepare(1)
+    assert -1 in cluster.held
+    results = await cluster.transfer(1, base_version=0)
+    assert isinstance(results[2], DataLossError)
+    assert "held" in str(results[2])
+
+
+async def test_a_group_left_before_a_transfer_in_place_goes_on_with_the_old_weights():
+    cluster = Cluster(1, "inplace")
+    await cluster.form()
+    await cluster.publish(0)
+    await cluster.prepare(1)
+    assert all(sink.is_paused for sink in cluster.sinks)
+    for receiver in cluster.receivers:
+        await receiver.abort(1, "the trainer is gone")
+    assert not any(sink.is_paused for sink in cluster.sinks)
+
+
+async def test_weights_of_another_type_are_not_received_in_place(monkeypatch):
+    cluster = Cluster(1, "inplace")
+    await cluster.form()
+
+    async def open_weights(sink):
+        return {name: tensor.half() for name, tensor in sink.live.items()}
+
+    monkeypatch.setattr(Sink, "open_weights", open_weights)
+    with pytest.raises(ValueError, match="not converted"):
+        await cluster.receivers[0].prepare(1, 0, cluster.plan_hash)
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises((ValueError, ServiceError), match="mode"):
+        Cluster(1, "carrier-pigeon").agree()
+
+
+async def test_rows_of_several_sources_arrive_in_one_copy_of_the_weights():
+    cluster = Cluster(3, "shadow")
+    await cluster.form()
+    await cluster.publish(0)
+    (sink, *_) = cluster.sinks
+    size = sum(tensor.nbytes for tensor in cluster.weights.values())
+    storages = {one.untyped_storage() for one in sink.adopted.values()}
+    assert len({storage.data_ptr() for storage in storages}) == 1
+    assert size <= next(iter(storages)).nbytes() <= size + 256 * len(cluster.weights)
+
+
+def test_a_shadow_is_divided_among_the_engines_devices_in_whole_tensors():
+    specs = [TensorSpec(f"layer{index}", (100 + index, 30), "bfloat16") for index in range(9)]
+    plan = make_plan(specs, 1 << 16, fsdp_shards(specs, 1))
+    devices = [torch.device("cpu"), torch.device("meta")]
+    flat, tensors = whole_buffers(plan, devices)
+    sizes = {device.type: 0 for device in devices}
+    for tensor in tensors.values():
+        sizes[tensor.device.type] += tensor.nbytes
+    largest = max(tensor.nbytes for tensor in tensors.values())
+    assert all(sizes.values())
+    assert max(sizes.values()) <= sum(sizes.values()) / 2 + largest
+    assert [part.nbytes for part in flat] == [tensors[spec.name].nbytes for spec in specs]

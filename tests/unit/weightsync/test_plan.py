@@ -1,0 +1,86 @@
+"""Plans: where each tensor lies on the wire."""
+
+import pytest
+
+from services.weightsync.plan import (
+    ALIGNMENT,
+    Shard,
+    TensorSpec,
+    fsdp_shards,
+    make_plan,
+)
+from tests.helpers.weight_members import SPECS
+
+
+def test_buckets_cover_each_arena():
+    plan = make_plan(SPECS, 10_000, fsdp_shards(SPECS, 2))
+    for source in plan.sources:
+        assert [bucket.start for bucket in source.buckets] == list(
+            range(0, source.arena_bytes, 8192)
+        )
+        assert source.buckets[-1].stop == source.arena_bytes
+        assert all(offset % ALIGNMENT == 0 for offset in source.offsets)
+
+
+def test_adapters_lie_behind_all_else_in_buckets_of_their_own():
+    adapters = (
+        TensorSpec("q.lora_A.weight", (4, 16), "bfloat16"),
+        TensorSpec("q.lora_B.weight", (16, 4), "bfloat16"),
+    )
+    (source,) = make_plan((adapters[0], *SPECS, adapters[1]), 8192).sources
+    assert [shard.tensor for shard in source.shards] == [1, 2, 3, 0, 4]
+    assert [bucket.start for bucket in source.buckets[source.num_frozen :]] == [source.offsets[-2]]
+    assert make_plan(SPECS, 8192).sources[0].num_frozen == 0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 400])
+def test_fsdp_shards_cover_every_row_once(num_ranks):
+    shards = fsdp_shards(SPECS, num_ranks)
+    rows = [
+        (shard.tensor, row)
+        for rank in shards
+        for shard in rank
+        for row in range(shard.start, shard.stop)
+    ]
+    assert len(rows) == len(set(rows)) == sum(spec.num_rows for spec in SPECS)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ((), "at least one tensor"),
+        ((SPECS[0], SPECS[0]), "twice"),
+        ((TensorSpec("a", (1,), "complex64"),), "element types"),
+    ],
+)
+def test_bad_tensor_lists_are_refused(tensors, message):
+    with pytest.raises(ValueError, match=message):
+        make_plan(tensors, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [
+        [[Shard(0, 0, 333), Shard(1, 0, 16)]],
+        [[Shard(0, 0, 333), Shard(1, 0, 16), Shard(2, 0, 1), Shard(0, 5, 6)]],
+        [[Shard(0, 0, 300), Shard(1, 0, 16), Shard(2, 0, 1)], [Shard(0, 301, 333)]],
+    ],
+    ids=["a tensor is missing", "a row twice", "a row missing"],
+)
+def test_shards_must_cover_every_row_once(shards):
+    with pytest.raises(ValueError, match="exactly once"):
+        make_plan(SPECS, 1 << 20, shards)
+
+
+def test_plan_hash_differs_with_order_shape_dtype_shards_and_buckets():
+    plans = {
+        make_plan(tensors, size, shards).plan_hash
+        for tensors, size, shards in (
+            (SPECS, 1 << 16, None),
+            (SPECS, 1 << 16, fsdp_shards(SPECS, 2)),
+            (SPECS[::-1], 1 << 16, None),
+            (SPECS, 1 << 17, None),
+            ((TensorSpec("embed", (16, 333), "float32"), *SPECS[1:]), 1 << 16, None),
+        )
+    }
+    assert len(plans) == 5
