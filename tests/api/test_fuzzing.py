@@ -3,11 +3,9 @@
 ``SLIPSTREAM_API_EXAMPLES`` sets how many requests each operation gets per phase.
 """
 
-import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,50 +16,26 @@ import yaml
 from services.controller.api.principals import TokenStore
 from services.controller.store.database import Database
 from tests.helpers.cli import REPOSITORY
+from tests.helpers.controllers import SPEC, running_controller, running_queue
 
 pytestmark = pytest.mark.timeout(900)
 
 EXAMPLES = os.environ.get("SLIPSTREAM_API_EXAMPLES", "4")
-ADMIN = "slp_" + "a" * 43
-SPEC = {
-    "name": "fuzzed",
-    "model": {"path": "tiny:qwen2-0.4m"},
-    "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
-    "rollout": {"max_response_tokens": 8, "rewards": [{"name": "exact_match"}]},
-    "trainer": {"steps": 3, "prompts_per_step": 4},
-}
 
 
 @pytest.fixture
 def controller(tmp_path) -> Iterator[str]:
     """URL of a controller whose runs wait for workers that never come."""
-    (tmp_path / "token").write_text(ADMIN)
-    ready = tmp_path / "ready"
-    settings = {
-        "TRANSFERQUEUE_ADDRESS": "127.0.0.1:9",
-        "STATE_DIRECTORY": str(tmp_path / "state"),
-        "LAUNCHER": "none",
-        "ADMIN_TOKEN_FILE": str(tmp_path / "token"),
-        "READY_FILE": str(ready),
-        "MAX_ACTIVE_RUNS": "1",
-        "MAX_QUEUED_RUNS": "100000",
-    }
-    environment = {f"SLIPSTREAM_CONTROLLER_{key}": value for key, value in settings.items()}
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "services.controller"],
-            env={**os.environ, **environment},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            while not ready.exists():
-                assert process.poll() is None, (tmp_path / "log").read_text()
-                time.sleep(0.1)
-            yield json.loads(ready.read_text())["rest"]
-        finally:
-            process.kill()
-            process.wait()
+    with (
+        running_queue(tmp_path) as queue,
+        running_controller(
+            tmp_path,
+            transferqueue_address=queue,
+            max_queued_runs=100_000,
+            max_requests_per_second=0,
+        ) as controller,
+    ):
+        yield controller.url
 
 
 def tenants(state: Path) -> dict[str, str]:

@@ -1,216 +1,326 @@
-"""The run page in a real browser, over an API that tells of one run as a controller would."""
+"""The run page in a real browser, over a controller's API."""
 
-import asyncio
-import os
-import shutil
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
-from typing import Any
+import json
+import re
+from collections import Counter
 
 import pytest
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
-from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from services.common.http_server import serve_http
-from services.controller.api.run_page import with_run_page
+playwright = pytest.importorskip("playwright.async_api")
+expect = playwright.expect
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 
-RUN_ID = "run_01"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+TABS = ("", "timeline", "samples", "events", "workers", "checkpoints", "configuration")
 
 
-def step_event(step: int) -> dict[str, Any]:
-    data = {
-        "step": step,
-        "reward_mean": step / 20,
-        "reward_std": 0.3,
-        "staleness_mean": 0.9,
-        "staleness_max": 1,
-        "seconds": 2.0,
-        "trainer_wait_s": 1.5,
-        "loss": 0.01,
-    }
-    return {
-        "seq": step,
+def chart(page, title):
+    return page.locator(f'figure[data-chart="{title}"]')
+
+
+async def test_the_page_opens_on_what_is_running_and_is_live(open_page, controller):
+    page = await open_page()
+    await expect(page.locator("#name")).to_have_text("sort4")
+    assert page.url == f"{controller.url}/runs/{controller.running}"
+    await expect(page.locator("#state")).to_have_text("RUNNING")
+    await expect(page.locator("#progress")).to_have_text(
+        "step 10 of 20 · weight version 10 · about 20 s left"
+    )
+    await expect(page.locator("#verdict")).to_contain_text(
+        "Rollouts are the bottleneck: in the last 10"
+    )
+    await expect(page.locator("#prompts")).to_have_text(
+        "40 prompts issued: 30 consumed, 10 dropped (10 stale)"
+    )
+    reward = chart(page, "Reward")
+    await expect(reward.locator("canvas")).to_have_count(1)
+    await expect(reward.locator(".legend")).to_contain_text("mean 0.5")
+    await expect(chart(page, "Held-out score").locator(".legend")).to_contain_text("greedy 0.75")
+
+    controller.train(controller.running, 11)
+    await expect(reward.locator(".legend")).to_contain_text("mean 0.55")
+    await expect(page.locator("#progress")).to_contain_text("step 11 of 20")
+    controller.train(controller.running, 10)  # it was rewound
+    await expect(reward.locator(".legend")).to_contain_text("mean 0.5")
+
+
+async def test_values_are_under_the_cursor_of_mouse_and_keys(open_page, controller):
+    page = await open_page(f"/runs/{controller.ended}")
+    reward = chart(page, "Reward")
+    await expect(reward.locator(".legend")).to_contain_text("mean -1")
+    box = await reward.locator(".u-over").bounding_box()
+    await page.mouse.move(box["x"] + 1, box["y"] + 20)
+    await expect(reward.locator(".where")).to_have_text("step 1")
+    await expect(reward.locator(".legend")).to_contain_text("mean -0.0833")
+    await expect(chart(page, "Loss").locator(".where")).to_have_text("step 1")  # all charts follow
+    await reward.locator(".plot").focus()
+    await page.keyboard.press("ArrowRight")
+    await expect(reward.locator(".where")).to_have_text("step 2")
+    assert "step 2: mean -0.167" in await reward.locator(".plot").get_attribute("aria-label")
+    await reward.locator(".legend button").first.click()
+    await expect(reward.locator(".legend button").first).to_have_attribute("aria-pressed", "false")
+
+
+async def test_curves_are_zoomed_smoothed_and_drawn_on_other_axes(open_page, controller):
+    page = await open_page(f"/runs/{controller.ended}")
+    reward = chart(page, "Reward")
+    await expect(reward.locator(".legend")).to_contain_text("mean -1")
+    box = await reward.locator(".u-over").bounding_box()
+    await page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 30)
+    await page.mouse.down()
+    await page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 40, steps=4)
+    await page.mouse.up()
+    first, last = page.get_by_label("First step"), page.get_by_label("Last step")
+    await expect(first).to_have_value(re.compile("3|4"))
+    await expect(last).to_have_value(re.compile("7|8"))
+    await page.get_by_role("button", name="all", exact=True).click()
+    await expect(reward.locator(".legend")).to_contain_text("mean -1")
+    await first.fill("2")
+    await last.fill("5")
+    await page.get_by_role("button", name="show", exact=True).click()
+    await page.mouse.move(0, 0)
+    await expect(reward.locator(".legend")).to_contain_text("mean -0.417")
+    await page.get_by_label("Smoothing").fill("0.9")
+    await expect(reward.locator(".legend")).not_to_contain_text("mean -0.417")
+    await page.get_by_label("Logarithmic axis for Gradient norm").click()
+    await expect(chart(page, "Gradient norm").locator(".legend")).to_contain_text("norm")
+    await page.get_by_role("button", name="time", exact=True).click()
+    await expect(first).to_have_value("")
+    await expect(chart(page, "Reward by term").locator(".legend")).to_contain_text("format 0.5")
+    await page.get_by_text("Everything else that steps record").click()
+    further = chart(page, "no_chart_names_it")
+    await further.scroll_into_view_if_needed()
+    await expect(further.locator(".legend")).to_contain_text("no_chart_names_it 2")
+
+
+async def test_histograms_tell_how_samples_spread(open_page, controller):
+    page = await open_page(f"/runs/{controller.ended}")
+    await chart(page, "Staleness of samples").scroll_into_view_if_needed()
+    await expect(chart(page, "Staleness of samples").locator(".legend")).to_have_text("0: 1 · 1: 7")
+    await expect(chart(page, "Length of responses").locator(".legend")).to_have_text("5\u20136: 8")
+
+
+async def test_runs_are_compared_by_a_link_or_a_box(open_page, controller):
+    page = await open_page(f"/runs/{controller.ended}")
+    await page.get_by_label("Compare with sort4 000002").check()
+    await expect(page).to_have_url(
+        f"{controller.url}/runs/{controller.ended}?with={controller.running}"
+    )
+    legend = chart(page, "Reward").locator(".legend")
+    await expect(legend).to_contain_text("sort4 000003 mean -1")
+    await expect(legend).to_contain_text("sort4 000002 mean")
+    await page.get_by_role("tab", name="Configuration").click()
+    row = page.locator("tr", has_text="trainer.optimizer.learning_rate")
+    await expect(row).to_contain_text("0.50.000001")
+    await page.go_back()
+    await expect(legend).to_contain_text("sort4 000002 mean")
+
+
+async def test_the_time_line_tells_who_worked_and_who_waited(open_page, controller):
+    page = await open_page(f"/runs/{controller.ended}/timeline")
+    shares = page.get_by_role("region", name="Shares of the window")
+    rows = {text.split("\t")[0]: text for text in (await _rows(shares))}
+    assert list(rows) == ["trainer", "rollout-0", "rollout-1", "weight sync"]
+    assert "waits for data" in rows["trainer"]
+    line = page.get_by_role("img", name="Time line")
+    await line.focus()
+    await page.keyboard.press("ArrowRight")
+    await expect(page.locator(".says")).to_contain_text("step 1: waits for data")
+
+
+async def _rows(region):
+    await expect(region.locator("tbody tr").first).to_be_visible()
+    return [
+        "\t".join(await row.locator("td").all_inner_texts())
+        for row in await region.locator("tbody tr").all()
+    ]
+
+
+async def test_what_happened_is_told_as_text(open_page, controller):
+    page = await open_page(f"/runs/{controller.running}/events")
+    await expect(page.locator("#events")).to_contain_text("<b>rollout-1</b> ended")
+    await expect(page.locator("#events")).not_to_contain_text("is trained")
+    await expect(page.locator("#conditions")).to_contain_text("Admitted")
+    await page.get_by_role("tab", name="Events").focus()
+    await page.keyboard.press("ArrowRight")
+    await expect(page).to_have_url(re.compile("/workers$"))
+    await expect(page.locator("#logs")).to_have_text("trainer-0  step 10 <i>done</i>\n")
+    with (controller.folder / controller.running / "logs" / "rollout-0.log").open("a") as log:
+        log.write("weights synced\n")
+    await expect(page.locator("#logs")).to_contain_text("rollout-0  weights synced")
+    await page.select_option("#component", "rollout-0")
+    await expect(page.locator("#logs")).to_have_text("weights synced\n")
+
+
+async def test_why_a_run_failed_stands_at_its_top(open_page, controller):
+    page = await open_page(f"/runs/{controller.failed}")
+    await expect(page.locator("#message")).to_have_text("trainer-0 ended: out of memory")
+
+
+async def test_the_configuration_shows_what_differs_from_the_defaults(open_page, controller):
+    page = await open_page(f"/runs/{controller.ended}/configuration")
+    panel = page.locator("#panel")
+    await expect(panel.locator("tr", has_text="trainer.optimizer.learning_rate")).to_contain_text(
+        "0.5"
+    )
+    await expect(panel).not_to_contain_text("trainer.optimizer.weight_decay")
+    await page.get_by_role("button", name="all", exact=True).click()
+    await page.get_by_label("Search the configuration").fill("weight_decay")
+    await expect(panel.locator("tbody tr")).to_have_count(1)
+
+
+def _sample(member, *, reward, texts, is_whole):
+    sample = {
+        "id": f"g00000007.{member}",
+        "group_id": "g00000007",
+        "member": member,
+        "attempt": 1,
+        "split": "train",
+        "row": 7,
+        "data_source": "sums",
+        "step": 5,
+        "oldest_version": 3,
+        "newest_version": 4,
+        "staleness": 1,
+        "reward": reward,
+        "terms": {"correct": reward},
+        "advantage": reward - 0.5,
+        "ratio": 1.1,
+        "finish_reason": "stop",
+        "is_greedy": False,
+        "prompt_tokens": 3,
+        "response_tokens": len(texts),
+        "num_turns": 1,
+        "num_segments": 2,
         "time": "2026-01-01T00:00:00Z",
-        "type": "StepCommitted",
-        "message": "",
-        "data": data,
+        "prompt": "1 + 1 = <b>",
+        "response": "".join(texts),
     }
+    count = len(texts)
+    tokens = {
+        "ids": list(range(count)),
+        "texts": texts,
+        "logprobs": [-0.5] * count,
+        "weight_versions": [3] * (count - 1) + [4],
+        "is_trained": [True] * count,
+        "advantages": [reward - 0.5] * count,
+        "trained_logprobs": [-0.4] * count,
+        "ratios": [1.0] * (count - 1) + [2.0],
+    }
+    return {**sample, "answer": "2", "turns": [], "tokens": tokens} if is_whole else sample
 
 
-def log_line(component: str, line: str) -> dict[str, str]:
-    return {"component": component, "line": line}
+async def test_samples_are_found_coloured_and_compared_in_their_group(open_page, controller):
+    page = await open_page(f"/runs/{controller.ended}")
+    texts = {0: ["so", " it", " is", " 2"], 1: ["so", " is", " 3"]}
+    asked = []
+
+    async def answer(route):
+        asked.append(route.request.url)
+        one = re.search(r"/samples/g00000007[.](\d)", route.request.url)
+        made = [
+            _sample(member, reward=1.0 - member, texts=texts[member], is_whole=bool(one))
+            for member in ([int(one[1])] if one else texts)
+        ]
+        await route.fulfill(json=made[0] if one else {"items": made, "next_page_token": ""})
+
+    await page.route("**/samples*", answer)
+    await page.route("**/samples/*", answer)
+    await page.get_by_role("tab", name="Samples").click()
+    found = page.get_by_role("list", name="Samples").get_by_role("button")
+    await expect(found).to_have_count(2)
+    one = page.get_by_role("article", name="One sample")
+    await expect(one.locator("pre.text").first).to_have_text("1 + 1 = <b>")
+    await expect(one).to_contain_text("correct")
+    token = one.locator(".token", has_text="2")
+    await expect(token).to_have_class("token level-3")  # twice as likely for the trainer
+    assert "version 4" in await token.get_attribute("title")
+    await one.get_by_role("button", name="weight version").click()
+    await expect(token).to_have_class("token version-1")
+    await one.get_by_role("button", name="diff").click()
+    await expect(one.locator("del")).to_have_text([" 3"])
+    await expect(one.locator("ins")).to_have_text([" it", " 2"])
+    await page.get_by_label("first").select_option("worst")
+    await page.get_by_label("with the text").fill("so it")
+    await page.get_by_label("with the text").press("Enter")
+    await expect(found).to_have_count(2)
+    assert any("order_by=worst" in url and "text=so+it" in url for url in asked)
 
 
-class FakeController:
-    """Ten steps are over; more come when the test says so."""
+async def test_only_what_a_role_may_is_offered(open_page, controller):
+    async def offered(role, run):
+        page = await open_page(f"/runs/{run}", role=role)
+        await expect(page.locator("#state")).not_to_be_empty()
+        await page.wait_for_function("document.getElementById('actions').dataset.shape")
+        return await page.locator("#actions button").all_inner_texts()
 
-    def __init__(self) -> None:
-        self.state = "RUNNING"
-        self.message = ""
-        self.steps = 10
-        self.more = asyncio.Event()
-        self.token = ""
-
-    def run(self) -> dict[str, Any]:
-        return {
-            "id": RUN_ID,
-            "name": "sort4",
-            "state": self.state,
-            "message": self.message,
-            "step": self.steps,
-            "weight_version": self.steps,
-            "activities": ["TRAINING"],
-            "summary": {
-                "prompts": {"issued": 40, "consumed": 30, "dropped": 10, "reasons": {"stale": 10}}
-            },
-            "spec": {"trainer": {"steps": 20}},
-            "conditions": [
-                {
-                    "type": "Placed",
-                    "status": "False",
-                    "reason": "Unschedulable",
-                    "message": "0/3 nodes have a GPU",
-                    "last_transition_time": "2026-01-01T00:00:00Z",
-                }
-            ],
-        }
-
-    async def events(self, after_seq: int) -> AsyncIterator[dict[str, Any]]:
-        lost = {"type": "WorkerLost", "message": "<b>rollout-1</b> ended", "data": {}}
-        yield {"seq": 0, "time": "2026-01-01T00:00:00Z", **lost}
-        for step in range(after_seq + 1, self.steps + 1):
-            yield step_event(step)
-        await self.more.wait()
-        yield step_event(self.steps)
-
-    def app(self) -> FastAPI:
-        app = FastAPI()
-
-        @app.middleware("http")
-        async def ask_for_token(request: Request, call_next: Any) -> Any:
-            wanted = f"Bearer {self.token}" if self.token else None
-            if request.url.path.startswith("/v1") and wanted not in (
-                None,
-                request.headers.get("authorization"),
-            ):
-                return JSONResponse({"detail": "an API token is needed"}, status_code=401)
-            return await call_next(request)
-
-        @app.get("/v1/runs")
-        def list_runs() -> dict[str, Any]:
-            return {"items": [self.run()], "next_page_token": ""}
-
-        @app.get("/v1/runs/{run_id}")
-        def get_run(run_id: str) -> dict[str, Any]:
-            return self.run()
-
-        @app.get("/v1/runs/{run_id}/topology")
-        def topology(run_id: str) -> dict[str, Any]:
-            worker = {"worker_id": "rollout-0", "role": "rollout", "state": "ready"}
-            return {"items": [{**worker, "activity": "", "weight_version": 9, "gauges": {}}]}
-
-        @app.get("/v1/runs/{run_id}/events/stream", response_class=EventSourceResponse)
-        async def stream(run_id: str, after_seq: int = 0) -> AsyncIterator[ServerSentEvent]:
-            async for event in self.events(after_seq):
-                yield ServerSentEvent(data=event, event=event["type"], id=str(event["seq"]))
-
-        @app.get("/v1/runs/{run_id}/logs/stream", response_class=EventSourceResponse)
-        async def logs(run_id: str, component: str = "") -> AsyncIterator[ServerSentEvent]:
-            if component:
-                yield ServerSentEvent(data=log_line(component, "alone"), event="line")
-                await asyncio.Event().wait()
-            yield ServerSentEvent(data=log_line("trainer-0", "step 10 <i>done</i>"), event="line")
-            await self.more.wait()
-            yield ServerSentEvent(data=log_line("rollout-0", "weights synced"), event="line")
-            yield ServerSentEvent(data={}, event="end")
-
-        return with_run_page(app)
+    assert await offered("viewer", controller.running) == []
+    assert await offered("operator", controller.ended) == ["Fork"]
+    assert await offered("admin", controller.ended) == ["Fork", "Delete"]
+    assert await offered("operator", controller.running) == [
+        *("Evaluate", "Save checkpoint", "Pause", "Change", "Fork", "Cancel")
+    ]
 
 
-@pytest.fixture
-def chromium() -> str:
-    """The browser; Debian's package, and any other build on the path, will do."""
-    if CHROMIUM is None:
-        if os.getenv("CI"):
-            pytest.fail("chromium is not installed")
-        pytest.skip("chromium is not installed")
-    return CHROMIUM
+async def test_a_run_is_changed_and_a_refusal_is_told(open_page, controller):
+    page = await open_page(f"/runs/{controller.running}")
+    await page.get_by_role("button", name="Change").click()
+    dialog = page.get_by_role("dialog")
+    await dialog.get_by_label("save every").fill("5")
+    await dialog.get_by_role("button", name="Change").click()
+    await expect(page.locator("#said")).to_have_text("Change: the controller has it.")
+    spec = json.loads(controller.store.get(controller.running).spec_json)
+    assert spec["trainer"]["checkpoint"]["every"] == 5
+    await page.get_by_role("button", name="Change").click()
+    await dialog.get_by_role("button", name="Leave it").click()
+    await expect(dialog).to_have_count(0)
 
 
-@contextmanager
-def _no_requests_elsewhere(page: Any, base: str) -> Iterator[None]:
-    urls: list[str] = []
-    page.on("request", lambda request: urls.append(request.url))
-    yield
-    assert urls
-    assert all(url.startswith(base) for url in urls)
-
-
-@pytest.mark.timeout(120)
-async def test_page_shows_a_run_live_and_asks_nobody_else(chromium: str) -> None:
-    playwright = pytest.importorskip("playwright.async_api")
-    controller = FakeController()
-    async with (
-        serve_http("127.0.0.1:0", controller.app()) as port,
-        playwright.async_playwright() as p,
-    ):
-        base = f"http://127.0.0.1:{port}/"
-        browser = await p.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = await browser.new_page()
-        errors: list[str] = []
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)
-        with _no_requests_elsewhere(page, base):
-            await page.goto(base)
-            expect = playwright.expect
+async def test_a_stranger_needs_a_token_and_a_link_works_once(browser, controller):
+    code = controller.code("viewer")
+    for is_first in (True, False):
+        context = await browser.new_context()
+        page = await context.new_page()
+        await page.goto(f"{controller.url}/page/#code={code}")
+        if is_first:
             await expect(page.locator("#name")).to_have_text("sort4")
-            await expect(page.locator("#state")).to_have_text("RUNNING")
-            await expect(page.locator("#progress")).to_have_text(
-                "step 10 of 20 · weight version 10 · about 20 s left · training"
-            )
-            await expect(page.locator("#prompts")).to_have_text(
-                "40 prompts issued: 30 consumed, 10 dropped (10 stale)"
-            )
-            reward = page.locator("figure", has_text="Reward")
-            await expect(reward.locator("polyline")).to_have_count(2)
-            await expect(reward.locator(".legend")).to_contain_text("mean 0.5")
-            await expect(page.locator("#verdict")).to_contain_text("Rollouts are the bottleneck")
-            await expect(page.locator("#workers")).to_contain_text("rollout-0")
-            await expect(page.locator("#conditions")).to_contain_text(
-                "Unschedulable: 0/3 nodes have a GPU"
-            )
-            await expect(page.locator("#events")).to_contain_text("<b>rollout-1</b> ended")
-            await expect(page.locator("#logs")).to_have_text("trainer-0  step 10 <i>done</i>")
-
-            controller.steps = 11
-            controller.more.set()
-            await expect(reward.locator(".legend")).to_contain_text("mean 0.55")
-            await expect(page.locator("#logs")).to_contain_text("rollout-0  weights synced")
-            await page.select_option("#component", "trainer-0")
-            await expect(page.locator("#logs")).to_have_text("alone")
-            controller.state, controller.message = "FAILED", "trainer-0 ended"
-            await expect(page.locator("#message")).to_have_text("trainer-0 ended")
-        assert errors == []
-        await browser.close()
+            assert "code" not in page.url
+        else:
+            await expect(page.locator("#sign-in")).to_be_visible()
+            who = (await controller.links.redeem(controller.code("viewer"))).token
+            await page.fill("#token", who)
+            await page.click("#sign-in button")
+            await expect(page.locator("#name")).to_have_text("sort4")
+            await expect(page.locator("#sign-in")).to_be_hidden()
+        await context.close()
 
 
-@pytest.mark.timeout(120)
-async def test_page_asks_for_a_token_where_the_api_does(chromium: str) -> None:
-    playwright = pytest.importorskip("playwright.async_api")
-    controller = FakeController()
-    controller.token = "slp_secret"
-    async with (
-        serve_http("127.0.0.1:0", controller.app()) as port,
-        playwright.async_playwright() as p,
-    ):
-        browser = await p.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = await browser.new_page()
-        await page.goto(f"http://127.0.0.1:{port}/")
-        await playwright.expect(page.locator("#sign-in")).to_be_visible()
-        await page.fill("#token", "slp_secret")
-        await page.click("#sign-in button")
-        await playwright.expect(page.locator("#name")).to_have_text("sort4")
-        await playwright.expect(page.locator("#sign-in")).to_be_hidden()
-        await browser.close()
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_every_tab_fits_a_phone(open_page, controller, scheme):
+    page = await open_page(f"/runs/{controller.ended}", width=390, scheme=scheme)
+    for tab in TABS:
+        await page.goto(f"{controller.url}/runs/{controller.ended}/{tab}")
+        await expect(page.locator("#panel > *").first).to_be_visible()
+        width = await page.evaluate("document.documentElement.scrollWidth")
+        assert width <= 390, tab
+
+
+async def test_whatever_can_be_used_has_a_name_for_screen_readers(open_page, controller):
+    page = await open_page(f"/runs/{controller.ended}")
+    for tab in TABS:
+        await page.goto(f"{controller.url}/runs/{controller.ended}/{tab}")
+        await expect(page.locator("#panel > *").first).to_be_visible()
+        nameless = await page.evaluate(
+            """() => [...document.querySelectorAll("button, a, input, select, [tabindex], canvas[role]")]
+            .filter((e) => e.checkVisibility() && !(e.getAttribute("aria-label") || e.textContent.trim()
+              || e.labels?.length || e.getAttribute("aria-labelledby")))
+            .map((e) => e.outerHTML)"""
+        )
+        assert nameless == [], tab
+        ids = await page.evaluate("[...document.querySelectorAll('[id]')].map((e) => e.id)")
+        assert [name for name, count in Counter(ids).items() if count > 1] == [], tab
+
+
+async def test_the_description_of_the_api_is_shown_without_a_network(open_page, controller):
+    page = await open_page()
+    await page.goto(f"{controller.url}/docs")
+    await expect(page.locator(".opblock").first).to_be_visible()

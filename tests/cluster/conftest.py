@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.node import Cluster, control_plane, fresh_folder, node
-from tests.cluster.tools import CACHE
+from tests.helpers.tools import CACHE
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

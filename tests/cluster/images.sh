@@ -2,8 +2,8 @@
 # Builds the images from the project's own Dockerfiles, on a Debian base made on the spot, without a registry.
 #
 #   images.sh FOLDER SOURCE PYTHON [ENGINE...]
-#                archives of the images of SOURCE land in FOLDER/images; dependencies get the versions that PYTHON's
-#                environment has. ENGINE: vllm or sglang, for its rollout image as well, on the engine's CPU build
+#                archives of the images of SOURCE land in FOLDER/images; dependencies get the versions of
+#                constraints.txt. ENGINE: vllm or sglang, for its rollout image as well, on the engine's CPU build
 set -euo pipefail
 
 folder=$(realpath "${1:?usage: images.sh FOLDER SOURCE PYTHON [ENGINE...]}")
@@ -20,7 +20,7 @@ make_base() {
   local rootfs="$folder/download/rootfs" container
   rm -rf "$rootfs"
   debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates bookworm "$rootfs" \
-    "$(sed -n 's/^URIs: //p' /etc/apt/sources.list.d/debian.sources | head -1)" > "$folder/download/debootstrap.log"
+    "$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' | head -1)" > "$folder/download/debootstrap.log"
   container=$(buildah from scratch)
   buildah add -q "$container" "$rootfs" / > /dev/null
   buildah run "$container" ln -sf python3 /usr/bin/python
@@ -29,10 +29,11 @@ make_base() {
 }
 
 fetch_wheels() { # the dependencies of all services, for the Python of the base image
-  local stamp="$wheels/.$(sha256sum "$source/pyproject.toml" | cut -c1-16)"
+  local stamp="$wheels/.$(cat "$source"/{pyproject.toml,constraints.txt,deploy/docker/trainer.Dockerfile} | sha256sum | cut -c1-16)"
   [ -e "$stamp" ] && return
-  "$python" -m pip list --format freeze | grep -v '^slipstream==' > "$folder/constraints.txt"
-  "$python" -m pip download -q -d "$wheels" -c "$folder/constraints.txt" "hatchling>=1.27" \
+  "$python" -m pip download -q -d "$wheels" -c "$source/constraints.txt" \
+    "$(sed -n 's/^requires = \["\(.*\)"\]/\1/p' "$source/pyproject.toml")" \
+    "$(grep -o 'torch==[0-9.]*' "$source/deploy/docker/trainer.Dockerfile")" \
     "$source[cluster,rollout,trainer,tracing]" 2> "$folder/download/pip.log"
   touch "$stamp"
 }

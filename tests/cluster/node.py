@@ -19,9 +19,9 @@ from tests.cluster.dns import serve_dns
 from tests.cluster.machine import unchanged_machine, unmount_below
 from tests.cluster.network import NODE_IP, POD_RANGE, SERVICE_RANGE, own_network
 from tests.cluster.node_config import DNS_IP, containerd_config, kubelet_config
-from tests.cluster.pki import Authority, make_authority
 from tests.cluster.processes import Processes
-from tests.cluster.tools import CACHE, require
+from tests.helpers.pki import Authority, make_authority
+from tests.helpers.tools import CACHE, require
 
 NODE = "node-1"
 _SERVER = f"https://{NODE_IP}:6443"

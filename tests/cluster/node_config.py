@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 from tests.cluster.network import NODE_IP, POD_RANGE
-from tests.cluster.tools import CACHE
+from tests.helpers.tools import CACHE
 
 DNS_IP = "10.96.0.10"
 _PAUSE = "localhost/pause:1"

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from deploy.observability.panels import Dashboard
 from tests.cluster.node import Cluster
 from tests.cluster.release import NAMESPACE
-from tests.cluster.tools import require
-from tests.unit.deploy.chart import one, render
+from tests.helpers.chart import one, render
+from tests.helpers.tools import require
 
 _ADDRESS = "127.0.0.1:19090"
 _SCRAPE_S = 2

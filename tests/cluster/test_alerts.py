@@ -21,9 +21,9 @@ import yaml
 import zmq
 
 from deploy.observability import alerts
-from tests.cluster.tools import require
-from tests.helpers.cli import descendants, slipstream, started
+from tests.helpers.cli import as_owner, descendants, slipstream, started
 from tests.helpers.ports import free_port
+from tests.helpers.tools import require
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -102,8 +102,12 @@ class Provoked:
         assert done.code == 0, done.err
         return done.out.strip()
 
+    def get(self, path: str) -> httpx.Response:
+        """The controller's answer."""
+        return httpx.get(f"{self.url}{path}", trust_env=False, headers=as_owner(self.url))
+
     def run(self, run_id: str) -> dict[str, Any]:
-        found: dict[str, Any] = httpx.get(f"{self.url}/v1/runs/{run_id}", trust_env=False).json()
+        found: dict[str, Any] = self.get(f"/v1/runs/{run_id}").json()
         return found
 
     def fired(self) -> set[str]:
@@ -303,7 +307,7 @@ def ask_for_damaged_events(provoked: Provoked, run_id: str) -> None:
         database.execute("update events set data_json = '{' where run_id = ?", (run_id,))
 
     def is_seen() -> bool:
-        answer = httpx.get(f"{provoked.url}/v1/runs/{run_id}/events", trust_env=False)
+        answer = provoked.get(f"/v1/runs/{run_id}/events")
         assert answer.status_code == 500
         return "SlipstreamApiErrors" in provoked.fired()
 

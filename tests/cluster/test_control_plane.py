@@ -26,8 +26,8 @@ from services.controller.launch.worker_pods import RUN_LABEL
 from tests.cluster.fake_nodes import fake_nodes
 from tests.cluster.job_sets import job_sets, names
 from tests.cluster.node import Cluster
-from tests.cluster.tools import require
-from tests.unit.deploy.chart import CHART, PROFILES
+from tests.helpers.chart import CHART, PROFILES
+from tests.helpers.tools import require
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 

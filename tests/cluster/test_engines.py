@@ -10,8 +10,8 @@ import pytest
 from tests.cluster.node import Cluster
 from tests.cluster.release import Installed, installed_release
 from tests.cluster.test_run import assert_ledger_closes
-from tests.cluster.tools import CACHE
-from tests.unit.deploy.chart import ROOT
+from tests.helpers.chart import ROOT
+from tests.helpers.tools import CACHE
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2400)]
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.cluster.node import Cluster
 from tests.cluster.release import CLEARING_S, eventually
-from tests.cluster.tools import require
-from tests.unit.deploy.chart import ROOT
+from tests.helpers.chart import ROOT
+from tests.helpers.tools import require
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

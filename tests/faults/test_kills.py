@@ -7,6 +7,12 @@ from tests.faults.kills import run_and_kill
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 
-def test_a_run_survives_whatever_is_killed(tmp_path):
-    facts = run_and_kill(tmp_path, seed=0)
+def test_a_run_survives_a_few_kills(tmp_path):
+    facts = run_and_kill(tmp_path, seed=0, kills=4, steps=40)
     assert facts["killed"]
+
+
+@pytest.mark.nightly
+def test_a_run_survives_a_dozen_kills(tmp_path):
+    facts = run_and_kill(tmp_path, seed=1)
+    assert sum(facts["killed"].values()) >= 8

@@ -13,13 +13,13 @@ from services.common.jagged import Jagged
 from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import load_tokenizer
 from services.trainer.batch.packing import pack
-from services.trainer.model.lora import add_adapters
+from services.trainer.model.lora import add_adapters, begin_adapters
 from services.trainer.model.parallel import build_topology, distribute
 from services.trainer.model.policy import Policy
 from services.trainer.ranks.rank import Rank
-from services.trainer.step import StepRunner
+from services.trainer.steps.step import StepRunner
 from services.trainer.weights import WeightExport
-from tests.unit.trainer.batches import policy_of, random_queue, rank_of, spec_of
+from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,6 +63,35 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(path: str) -> None:
     assert (logprobs - torch.cat(expected)).abs().max() <= 2e-2
 
 
+@pytest.mark.parametrize("group_size", [4, 40])
+def test_a_shared_prompt_changes_no_more_than_rounding(group_size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(10, 50, (group_size,), generator=generator).tolist()
+    prompt = torch.randint(2, 20, (300,), generator=generator)
+    prompts = Jagged.from_list([prompt] * group_size)
+    responses = [torch.randint(2, 20, (n,), generator=generator) for n in lengths]
+    factors = torch.randn(sum(lengths), generator=generator).cuda()
+    policy = Policy(_model(torch.bfloat16, MODEL), temperature=1.0)
+    found = []
+    for shares in (False, True):
+        packed = pack(
+            prompts,
+            Jagged.from_list(responses),
+            device=torch.device("cuda"),
+            shares_prefixes=shares,
+        )
+        logprobs, _ = policy(packed)
+        gradients = torch.autograd.grad((logprobs * factors).sum(), list(policy.parameters()))
+        whole = torch.cat([gradient.float().flatten() for gradient in gradients])
+        found.append((logprobs.detach(), whole, packed))
+    (plain, expected, _), (shared, actual, packed) = found
+    # Keys of many responses are not copied: another kernel finds them.
+    assert packed.layout.paths is not None
+    assert packed.layout.paths.are_many == (group_size == 40)
+    assert (shared - plain).abs().max() <= 2e-2
+    assert (actual - expected).norm() <= 2e-2 * expected.norm()
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -83,6 +112,7 @@ def test_every_option_trains_and_exports_weights(options: dict[str, Any]) -> Non
     topology = build_topology(spec.trainer, device=device, rank=0, world_size=1)
     if spec.trainer.lora is not None:
         add_adapters(policy.model, spec.trainer.lora)
+        begin_adapters(policy, seed=spec.seed)
     distribute(policy, spec.trainer, topology)
     runner = StepRunner(policy, reference=None, spec=spec, ranks=topology.data, device=device)
     whole = rank_of(spec, policy_of(spec), queue)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from services.common.models.loading import build_model, load_config, load_folder
 from services.common.models.tokenizer import load_tokenizer
-from services.common.weightsync.checksum import WORDS_PER_ROW, write_checksum
-from tests.unit.trainer.batches import spec_of
+from services.weightsync.checksum import WORDS_PER_ROW, write_checksum
+from tests.helpers.batches import spec_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from services.cli import known_tokens
 from tests.helpers.processes import below
 
 REPOSITORY = Path(__file__).parents[2]
@@ -48,6 +49,11 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
+def as_owner(url: str) -> dict[str, str]:
+    """Headers of whoever started the controller at an address."""
+    return {"Authorization": f"Bearer {known_tokens.find(url)}"}
+
+
 def slipstream(*arguments: str | Path, timeout: float = 300) -> Finished:
     """Run a command to its end."""
     done = subprocess.run(
@@ -67,6 +73,19 @@ def train(spec: Path, state_directory: Path, *overrides: str, timeout: float = 6
     return slipstream(
         "run", spec, "--json", "--state-directory", state_directory, *settings, timeout=timeout
     )
+
+
+def run_module(name: str, *arguments: str | Path) -> str:
+    """Run a program of the repository to its end, which must be a good one; returns what it wrote."""
+    done = subprocess.run(
+        [sys.executable, "-m", name, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @contextmanager

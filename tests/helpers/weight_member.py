@@ -18,12 +18,12 @@ from torch import Tensor
 from services.common.grpc_client import open_channel
 from services.common.grpc_server import serve
 from services.common.logging import configure
-from services.common.weightsync import group
-from services.common.weightsync.canary import Canary
-from services.common.weightsync.member import WeightMember
-from services.common.weightsync.plan import TensorSpec
-from services.common.weightsync.server import WeightSyncServicer
 from services.controller.client import Rendezvous
+from services.weightsync import group
+from services.weightsync.canary import Canary
+from services.weightsync.member import WeightMember
+from services.weightsync.plan import TensorSpec
+from services.weightsync.server import WeightSyncServicer
 from slipstream.controller.v1 import membership_pb2_grpc
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
 

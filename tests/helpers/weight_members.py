@@ -5,10 +5,10 @@ import threading
 
 import torch
 
-from services.common.weightsync.canary import Canary
-from services.common.weightsync.member import WeightMember
-from services.common.weightsync.plan import TensorSpec, fsdp_shards, version_digest
-from services.common.weightsync.transfer import TransferOrder
+from services.weightsync.canary import Canary
+from services.weightsync.member import WeightMember
+from services.weightsync.plan import TensorSpec, fsdp_shards, version_digest
+from services.weightsync.transfer import TransferOrder
 
 SPECS = (
     TensorSpec("embed", (333, 16), "float32"),
@@ -77,6 +77,7 @@ class Sink:
         }
         self.version = -1
         self.num_adoptions = 0
+        self.adopted = {}
         self.is_paused = False
 
     async def adopt_weights(self, version, tensors):
@@ -84,6 +85,7 @@ class Sink:
             self.live[name].copy_(tensor)
         self.version = version
         self.num_adoptions += 1
+        self.adopted = tensors
         self.is_paused = False
         return 0.001
 

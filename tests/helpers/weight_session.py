@@ -1,22 +1,18 @@
 """A weight session between processes on this machine."""
 
 import asyncio
-import multiprocessing
 import os
 from contextlib import asynccontextmanager
 
 from services.common.grpc_server import serve
 from services.common.spec.weight_sync import WeightSyncSpec
-from services.controller.membership import Worker
-from services.controller.rendezvous import RendezvousStore
-from services.controller.rendezvous_server import RendezvousServicer
+from services.controller.api.rendezvous import RendezvousServicer
+from services.controller.membership.registry import Worker
+from services.controller.membership.rendezvous import RendezvousStore
 from services.controller.run.weight_sync import WeightSession
 from slipstream.controller.v1 import membership_pb2_grpc
+from tests.helpers.ranks import PROCESSES
 from tests.helpers.weight_member import Options, run
-
-# Torch takes seconds to import; one process does it, and the members are copies of that one.
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["tests.helpers.weight_member"])
 
 
 class Member:
@@ -25,8 +21,8 @@ class Member:
     def __init__(self, name, options):
         self.name = name
         self.port = 0
-        self._told, telling = _PROCESSES.Pipe(duplex=False)
-        self.process = _PROCESSES.Process(target=run, args=(options, telling), daemon=True)
+        self._told, telling = PROCESSES.Pipe(duplex=False)
+        self.process = PROCESSES.Process(target=run, args=(options, telling), daemon=True)
         self.process.start()
         telling.close()
 
@@ -102,6 +98,7 @@ class Members:
 async def members_of(num_bytes, **options):
     """Room for member processes; all end with the block."""
     store = RendezvousStore()
+    store.open("run_1")
     add = membership_pb2_grpc.add_RendezvousServiceServicer_to_server
     async with serve("127.0.0.1:0", lambda server: add(RendezvousServicer(store), server)) as port:
         members = Members(port, num_bytes, **options)

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import yaml
 
-from tests.helpers.cli import train
+from tests.helpers.cli import slipstream
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -52,7 +52,7 @@ def judge():
     server.shutdown()
 
 
-def test_an_agent_trains_on_what_a_service_judges(plumbing, judge, tmp_path):
+def test_an_agent_trains_on_what_a_service_judges(plumbing, judge, tmp_path, system):
     """Replies are put aside every three tokens, so that agents run again and get what was recorded."""
     (tmp_path / "agent.py").write_text(AGENT)
     spec = yaml.safe_load(plumbing.read_text())
@@ -65,11 +65,23 @@ def test_an_agent_trains_on_what_a_service_judges(plumbing, judge, tmp_path):
         "rewards": [{"name": judge}],
     }
     plumbing.write_text(yaml.safe_dump(spec))
-    done = train(plumbing, tmp_path / "runs")
+    done = system.train(plumbing)
     assert done.code == 0, done.out + done.err
     summary = done.summary
     assert summary["steps"] == 3
     assert summary["prompts"]["consumed"] == summary["prompts"]["issued"] == 12
     steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").read_text().splitlines()]
     assert steps[0]["rollout_logprob_abs_diff_max"] <= 1e-4
+    shown = slipstream(
+        *("samples", done.folder.name, "--tokens", "--limit", "0"),
+        *("--state-directory", done.folder.parent),
+    )
+    kept = [json.loads(line) for line in shown.out.splitlines()]
+    assert {sample["step"] for sample in kept} == {1, 2, 3}
+    for sample in kept:
+        tokens = sample["tokens"]
+        told = [version < 0 for version in tokens["weight_versions"]]
+        assert any(told) and not any(sample["turns"][0]["tool_calls"])
+        assert len({len(column) for column in tokens.values()}) == 1
+        assert not any(trained and t for trained, t in zip(tokens["is_trained"], told, strict=True))
     assert all(step["trained_tokens"] < step["response_tokens"] for step in steps)

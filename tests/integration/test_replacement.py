@@ -5,14 +5,16 @@ import signal
 import httpx
 import pytest
 
-from tests.helpers.cli import ranks_of, started
+from tests.helpers.cli import as_owner, ranks_of, started
 from tests.helpers.ports import free_port
 from tests.integration.test_resize import rollouts, until
 
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "signal_", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)]
+)
 def test_training_goes_on_while_a_lost_rollout_is_replaced(plumbing, tmp_path, signal_):
     port = free_port()
     arguments = (
@@ -22,7 +24,7 @@ def test_training_goes_on_while_a_lost_rollout_is_replaced(plumbing, tmp_path, s
     url = f"http://127.0.0.1:{port}"
     with (
         started(*arguments, until=r"step +2/"),
-        httpx.Client(base_url=url, timeout=30) as api,
+        httpx.Client(base_url=url, timeout=30, headers=as_owner(url)) as api,
     ):
         (run,) = api.get("/v1/runs").json()["items"]
         run_id = run["id"]

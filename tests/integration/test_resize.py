@@ -5,7 +5,7 @@ import time
 import httpx
 import pytest
 
-from tests.helpers.cli import started
+from tests.helpers.cli import as_owner, started
 from tests.helpers.ports import free_port
 
 pytestmark = pytest.mark.timeout(300)
@@ -49,7 +49,10 @@ def test_rollouts_come_and_go_while_a_run_trains(plumbing, tmp_path):
         *("--set", "trainer.steps=100000", "--set", "rollout.replicas=1"),
     )
     url = f"http://127.0.0.1:{port}"
-    with started(*arguments, until=r"step +2/"), httpx.Client(base_url=url, timeout=30) as api:
+    with (
+        started(*arguments, until=r"step +2/"),
+        httpx.Client(base_url=url, timeout=30, headers=as_owner(url)) as api,
+    ):
         (run,) = api.get("/v1/runs").json()["items"]
         run_id = run["id"]
 

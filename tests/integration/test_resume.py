@@ -5,8 +5,8 @@ import sqlite3
 
 import pytest
 
-from tests.faults.ledger_check import check_run
 from tests.helpers.cli import descendants, started, train
+from tests.helpers.ledger_check import check_run
 
 pytestmark = pytest.mark.timeout(400)
 

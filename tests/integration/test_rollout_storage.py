@@ -1,22 +1,33 @@
 """Finished and unfinished groups in a real transferqueue."""
 
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from services.common.fields import ROLLOUT_FIELDS, TAGS
+from services.common.models.tokenizer import load_tokenizer
+from services.common.spec.loader import parse_spec
+from services.common.spec.model import ModelSpec
 from services.rollout.client import GroupAssignment
 from services.rollout.failures import GroupError
+from services.rollout.kept import SampleTeller
 from services.rollout.partial import GroupProgress, MemberProgress
 from services.rollout.progress_cache import TransferQueueCache
 from services.rollout.prompts import Prompt
 from services.rollout.publish import GroupPublisher
+from services.rollout.rewards.base import Score
 from services.rollout.samples import Sample
 from services.rollout.workflows.turns import Turn
 from services.transferqueue.__main__ import transferqueue
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
+from services.transferqueue.facts import KeptSampleQuery
 from services.transferqueue.settings import TransferQueueSettings
+from tests.helpers.controllers import SPEC
 
 TRAIN, PARTIAL = "run/train", "run/partial"
 SAMPLED = Turn(
@@ -44,8 +55,9 @@ def assignment(group_id: str, attempt: int = 1) -> GroupAssignment:
 
 
 @pytest.fixture
-async def address() -> AsyncIterator[str]:
-    async with transferqueue(TransferQueueSettings(capacity_bytes=16 << 20)) as bound:
+async def address(tmp_path: Path) -> AsyncIterator[str]:
+    settings = TransferQueueSettings(capacity_bytes=16 << 20, kept_folder=tmp_path)
+    async with transferqueue(settings) as bound:
         yield bound
 
 
@@ -71,7 +83,7 @@ async def test_a_published_group_is_complete_and_comes_once(
             member=member,
             prompt_ids=PROMPT.token_ids,
             turns=(SAMPLED, OBSERVED, SAMPLED)[: 1 + 2 * member],
-            reward=float(member),
+            score=Score(float(member), {"right": float(member)}),
             finish_reason="stop",
             is_greedy=member == 1,
         )
@@ -84,6 +96,7 @@ async def test_a_published_group_is_complete_and_comes_once(
     meta = await metadata.get_batch(TRAIN)
     assert meta.keys == ("g.0", "g.1")
     assert set(meta.tags) == set(TAGS) - {"answer"}
+    assert meta.tag("terms") == ('{"right": 0.0}', '{"right": 1.0}')
     assert meta.tag("num_segments") == (2, 4)
     assert (meta.tag("v_min"), meta.tag("v_max"), meta.tag("v_first")) == ((3, 3), (4, 4), (3, 3))
     fields = await data.get(meta, ROLLOUT_FIELDS)
@@ -96,6 +109,72 @@ async def test_a_published_group_is_complete_and_comes_once(
     assert fields["rewards"].values.tolist() == [0.0, 1.0]
 
 
+async def read(metadata: TransferQueueClient, **query: Any) -> list[dict[str, Any]]:
+    asked = KeptSampleQuery(with_turns=True, with_tokens=True, **query)
+    found = b"".join([lines async for lines in metadata.read_samples("run", asked)])
+    return [json.loads(line) for line in found.splitlines()]
+
+
+async def test_a_kept_group_can_be_read_when_training_has_released_it(
+    data: DataClient, metadata: TransferQueueClient
+) -> None:
+    spec = parse_spec(SPEC | {"samples": {"groups_per_step": 4}})
+    tokenizer = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="chars:0123456789"))
+    publisher = GroupPublisher(data, teller=SampleTeller(data, spec, tokenizer, lambda split: 10))
+    await metadata.keep_samples("run", max_bytes=1 << 20, max_steps=0)
+    samples = [
+        Sample(
+            member=member,
+            prompt_ids=PROMPT.token_ids,
+            turns=(SAMPLED, OBSERVED),
+            score=Score(float(member), {"right": float(member)}),
+            finish_reason=finish_reason,
+            is_greedy=False,
+        )
+        for member, finish_reason in enumerate(("stop", "failed"))
+    ]
+    await publisher.publish(assignment("g"), PROMPT, samples)
+    await metadata.release(TRAIN, ["g.0", "g.1"])
+    (scored,) = await read(metadata, finish_reason="stop")
+    (failed,) = await read(metadata, finish_reason="failed")
+    assert (scored["reward"], scored["terms"]) == (0.0, {"right": 0.0})
+    assert failed["reward"] is None
+    assert (scored["prompt"], scored["response"], scored["answer"]) == ("0", "34567", "a")
+    assert [turn["text"] for turn in scored["turns"]] == ["345", "67"]
+    assert scored["tokens"]["weight_versions"] == [3, 4, 4, -1, -1]
+    assert scored["tokens"]["texts"] == ["3", "4", "5", "6", "7"]
+    for key in ("g.0/trained", "g.1/trained"):
+        columns = {name: [torch.ones(5)] for name in ("advantages", "trained_logprobs")}
+        record = torch.frombuffer(bytearray(b'{"step": 3, "staleness": 1}'), dtype=torch.uint8)
+        columns |= {"loss_mask": [torch.ones(5) > 0], "trained_record": [record]}
+        await data.put("run/kept", [key], columns)
+    assert {each["id"] for each in await read(metadata, step=3)} == {"g.0", "g.1"}
+    # What is put last is kept when the run ends, and nothing stays in the queue.
+    await metadata.drop_partition("run/kept")
+    assert "run/kept" not in {part.partition_id for part in (await metadata.stats()).partitions}
+    assert len(await read(metadata)) == 2
+    await metadata.forget_samples("run")
+    assert await read(metadata) == []
+
+
+async def test_a_group_that_cannot_be_kept_is_trained_all_the_same(
+    data: DataClient, metadata: TransferQueueClient
+) -> None:
+    tokenizer = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="chars:0123456789"))
+    teller = SampleTeller(data, parse_spec(SPEC), tokenizer, lambda split: 10)
+    sample = Sample(
+        member=0,
+        prompt_ids=PROMPT.token_ids,
+        turns=(SAMPLED,),
+        score=Score(1.0),
+        finish_reason="stop",
+        is_greedy=False,
+    )
+    # Nobody keeps samples of this run.
+    await GroupPublisher(data, teller=teller).publish(assignment("g"), PROMPT, [sample])
+    assert (await metadata.get_batch(TRAIN)).keys == ("g.0",)
+
+
 async def test_cached_progress_is_found_by_another_replica_until_it_is_forgotten(
     data: DataClient, metadata: TransferQueueClient
 ) -> None:
@@ -103,7 +182,7 @@ async def test_cached_progress_is_found_by_another_replica_until_it_is_forgotten
     early: GroupProgress = {1: MemberProgress(num_failed_scores=0, turns=(CUT,))}
     late: GroupProgress = {
         0: MemberProgress(num_failed_scores=2, turns=(SAMPLED, OBSERVED, CUT)),
-        1: MemberProgress(num_failed_scores=0, turns=(SAMPLED,), reward=0.1),
+        1: MemberProgress(num_failed_scores=0, turns=(SAMPLED,), score=Score(0.1, {"right": 0.2})),
     }
     assert await one.load(["g"]) == {}
     for _ in range(3):

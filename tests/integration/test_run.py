@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import time
 import urllib.request
 
 import psutil
@@ -17,16 +18,9 @@ pytestmark = pytest.mark.timeout(300)
 ENDS_WITHIN_S = 60.0
 
 
-def test_ctrl_c_ends_every_process(plumbing, tmp_path):
-    arguments = (
-        "run",
-        plumbing,
-        "--state-directory",
-        tmp_path / "runs",
-        "--set",
-        "trainer.steps=100000",
-    )
-    with started(*arguments, until=r"step +2/") as (process, _):
+def test_ctrl_c_pauses_and_ends_every_process_and_the_same_command_goes_on(plumbing, tmp_path):
+    endless = ("run", plumbing, "--state-directory", tmp_path, "--set", "trainer.steps=100000")
+    with started(*endless, until=r"step +2/") as (process, _):
         children = descendants(process)
         assert {name.split("-")[0] for name in children} >= {
             "controller",
@@ -35,8 +29,54 @@ def test_ctrl_c_ends_every_process(plumbing, tmp_path):
             "trainer",
         }
         process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=ENDS_WITHIN_S)
+        assert process.returncode == 130
+        assert "Ctrl-C again cancels" in out
+        assert "the same command goes on from there" in out
+        assert_all_gone(children)
+    with started(*endless, until=r"was paused after step [2-9]\d*; it goes on") as (process, _):
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=ENDS_WITHIN_S)
+        assert process.returncode == 130
+
+
+def test_a_second_ctrl_c_cancels_and_resume_goes_on_from_the_checkpoint(plumbing, tmp_path):
+    arguments = (
+        "run",
+        plumbing,
+        "--state-directory",
+        tmp_path,
+        "--set",
+        "trainer.checkpoint.every=1",
+    )
+    with started(*arguments, "--set", "trainer.steps=100000", until=r"step +3/") as (process, _):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)  # two presses of a key
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=ENDS_WITHIN_S)
+        assert process.returncode == 130
+    if "cancelled" in out:  # the pause may have been done by then
+        done = slipstream(*arguments, "--set", "trainer.steps=8", "--resume")
+        assert "ended CANCELLED after step" in done.out
+        assert done.code == 0, done.out + done.err
+
+
+def test_a_lost_terminal_and_a_killed_command_pause_the_run(plumbing, tmp_path):
+    endless = ("run", plumbing, "--state-directory", tmp_path, "--set", "trainer.steps=100000")
+    every = ("--set", "trainer.checkpoint.every=1")
+    with started(*endless, *every, until=r"step +3/") as (process, _):
+        children = descendants(process)
+        process.send_signal(signal.SIGHUP)
         assert process.wait(ENDS_WITHIN_S) == 130
         assert_all_gone(children)
+    with started(*endless, *every, until=r"was paused after step \d+; it goes on") as (process, _):
+        children = descendants(process)
+        process.kill()
+        process.wait(ENDS_WITHIN_S)
+        assert_all_gone(children)
+    with started(*endless, *every, until=r"was (paused|cut off) after step ([3-9]|\d\d)"):
+        pass
 
 
 @pytest.mark.parametrize("service", ["trainer", "transferqueue"])
@@ -135,6 +175,14 @@ def test_runs_are_submitted_watched_listed_and_cancelled(plumbing, tmp_path):
         assert json.loads((state / run_id / "summary.json").read_text())["steps"] == 3
         assert len((state / run_id / "metrics.jsonl").read_text().splitlines()) == 3
         assert (state / run_id / "curves.png").stat().st_size > 10_000
+
+        told = slipstream("samples", run_id, "--url", url, "--best", "--json", "--limit", "2")
+        kept = [json.loads(line) for line in told.out.splitlines()]
+        assert kept[0]["reward"] >= kept[1]["reward"]
+        exported = tmp_path / "samples.jsonl"
+        slipstream("samples", run_id, "--url", url, "--step", "3", "--export", exported)
+        lines = [json.loads(line) for line in exported.read_text().splitlines()]
+        assert {line["step"] for line in lines} == {3} and all(line["tokens"] for line in lines)
 
         second = slipstream(
             "submit", plumbing, "--url", url, "--set", "trainer.steps=100000"

@@ -8,7 +8,6 @@ from typing import get_args
 import pytest
 
 from services.common.spec.algorithm import AlgorithmSpec
-from tests.helpers.cli import train
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -50,14 +49,14 @@ SPECIAL = {"remax", "gae"}
         for names in COMBINATIONS
     ],
 )
-def test_an_algorithm_runs(plumbing, tmp_path, advantage, loss, aggregation, others):
+def test_an_algorithm_runs(plumbing, system, advantage, loss, aggregation, others):
     settings = (
         f"algorithm.advantage={advantage}",
         f"algorithm.loss={loss}",
         f"algorithm.aggregation={aggregation}",
         *others,
     )
-    done = train(plumbing, tmp_path, *settings)
+    done = system.train(plumbing, *settings)
     assert done.code == 0, done.out + done.err
     steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]
     assert len(steps) == 3

@@ -5,11 +5,19 @@ import json
 
 import pytest
 
+from services.cli import known_tokens
 from services.cli.api import Api
 from services.common.spec.loader import load_spec
-from services.controller.api.models import ForkRequest
-from tests.faults.ledger_check import check_run
+from services.controller.api.operations import (
+    CancelRun,
+    ForkRun,
+    GetTopology,
+    ListCheckpoints,
+    PauseRun,
+    ResumeRun,
+)
 from tests.helpers.cli import slipstream, started
+from tests.helpers.ledger_check import check_run
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -37,25 +45,30 @@ async def submit(spec, api, *overrides):
     return (await api.submit(load_spec(spec, overrides).model_dump(mode="json"))).id
 
 
+async def checkpoints(api, run_id):
+    return (await api.call(ListCheckpoints(run_id=run_id))).items
+
+
 async def test_a_paused_run_loses_nothing_and_goes_on(plumbing, up):
     url, state = up
-    async with Api(url) as api:
+    async with Api(url, token=known_tokens.find(url)) as api:
         run_id = await submit(plumbing, api, "trainer.steps=200", "rollout.partial_rollout=true")
         await wait_for(api, run_id, lambda run: run.step >= 3)
-        assert (await api.pause(run_id)).state == "PAUSING"
+        assert (await api.call(PauseRun(run_id=run_id))).state == "PAUSING"
         paused = await wait_for(api, run_id, is_in("PAUSED"))
         assert 3 <= paused.step < 200
-        assert await api.topology(run_id) == []
-        assert [saved.step for saved in await api.checkpoints(run_id)] == [paused.step]
-        await api.resume(run_id)
+        assert (await api.call(GetTopology(run_id=run_id))).items == []
+        assert [saved.step for saved in await checkpoints(api, run_id)] == [paused.step]
+        await api.call(ResumeRun(run_id=run_id))
         ended = await wait_for(api, run_id, is_in("SUCCEEDED", "FAILED"))
         assert ended.state == "SUCCEEDED", ended.message
         kinds = {event.type for event in await api.events(run_id)}
         assert not kinds & {"Rewound", "WorkerLost"}
         assert check_run(state)["trained"] == 800
 
-        fork = ForkRequest(name="longer", overrides={"trainer": {"steps": 203}})
-        longer = (await api.fork(run_id, fork)).id
+        changes = {"trainer": {"steps": 203}}
+        fork = ForkRun(run_id=run_id, name="longer", overrides=changes)
+        longer = (await api.call(fork)).id
         ended = await wait_for(api, longer, is_in("SUCCEEDED", "FAILED"))
         assert (ended.state, ended.step) == ("SUCCEEDED", 203), ended.message
     lines = slipstream("metrics", longer, "reward_mean", "--url", url).out.splitlines()
@@ -67,11 +80,11 @@ async def test_a_paused_run_loses_nothing_and_goes_on(plumbing, up):
 
 async def test_a_run_is_ended_behind_its_step_with_a_checkpoint(plumbing, up):
     url, _ = up
-    async with Api(url) as api:
+    async with Api(url, token=known_tokens.find(url)) as api:
         run_id = await submit(plumbing, api, "trainer.steps=100000")
         await wait_for(api, run_id, lambda run: run.step >= 2)
-        cancelled = await api.cancel(run_id, grace_seconds=60, save_checkpoint=True)
+        cancelled = await api.call(CancelRun(run_id=run_id, grace_seconds=60, save_checkpoint=True))
         assert cancelled.state == "CANCELLING"
         ended = await wait_for(api, run_id, is_in("CANCELLED"))
-        (saved,) = await api.checkpoints(run_id)
+        (saved,) = await checkpoints(api, run_id)
         assert (saved.step, saved.state) == (ended.step, "READY")

@@ -5,35 +5,35 @@ import re
 
 import pytest
 
-from tests.helpers.cli import assert_all_gone, ranks_of, slipstream, started, train
+from tests.helpers.cli import assert_all_gone, ranks_of, slipstream, started
 
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_two_ranks_train_what_one_trains(plumbing, tmp_path):
+def test_two_ranks_train_what_one_trains(plumbing, system):
     rewards = []
     for ranks in (1, 2):
         overrides = (f"trainer.world_size={ranks}", "algorithm.max_staleness=0")
-        done = train(plumbing, tmp_path / f"ranks-{ranks}", *overrides)
+        done = system.train(plumbing, *overrides)
         assert done.code == 0, done.out + done.err
         steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]
         rewards.append([(step["reward_mean"], step["loss"]) for step in steps])
     assert rewards[0] == [pytest.approx(step, abs=1e-4) for step in rewards[1]]
 
 
-def test_adapters_train_the_same_sent_merged_or_alone(plumbing, tmp_path):
+def test_adapters_train_the_same_sent_merged_or_alone(plumbing, system):
     trained = []
     for ranks, sync in ((1, "merged"), (2, "adapter")):
         lora = f"trainer.lora={{rank: 4, sync: {sync}}}"
         overrides = (f"trainer.world_size={ranks}", "algorithm.max_staleness=0", lora)
-        done = train(plumbing, tmp_path / sync, *overrides)
+        done = system.train(plumbing, *overrides)
         assert done.code == 0, done.out + done.err
         steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]
         trained.append([(step["reward_mean"], step["loss"]) for step in steps])
     assert trained[0] == [pytest.approx(step, abs=1e-4) for step in trained[1]]
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("rank", [pytest.param("0", marks=pytest.mark.nightly), "1"])
 def test_a_run_goes_on_after_a_rank_was_killed(plumbing, tmp_path, rank):
     settings = ("--set", "trainer.world_size=2", "--set", "trainer.steps=12")
     checkpoints = ("--set", "trainer.checkpoint.every=2")

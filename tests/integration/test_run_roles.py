@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.helpers.cli import assert_all_gone, descendants, ranks_of, started, train
+from tests.helpers.cli import assert_all_gone, descendants, ranks_of, started
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -32,7 +32,7 @@ NUMBERS = ("reward_mean", "loss", "grad_norm", "kl_ref", "value_loss")
 # Whole weights that arrive through host memory are sharded there.
 SHARDED = (*MINI_BATCHES, "weight_sync.mode=cpu_async")
 ROLES = [
-    pytest.param("ref_logp", 2, KL),
+    pytest.param("ref_logp", 2, KL, marks=pytest.mark.nightly),
     pytest.param("critic", 2, CRITIC),
     pytest.param("logp", 1, MINI_BATCHES),
     pytest.param("logp", 2, SHARDED, marks=pytest.mark.nightly),
@@ -53,10 +53,10 @@ def trained(done) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(("group", "processes", "settings"), ROLES)
-def test_a_role_of_its_own_changes_no_number(plumbing, tmp_path, group, processes, settings):
-    alone = trained(train(plumbing, tmp_path / "alone", *settings, "trainer.steps=4"))
+def test_a_role_of_its_own_changes_no_number(plumbing, system, group, processes, settings):
+    alone = trained(system.train(plumbing, *settings, "trainer.steps=4"))
     own = topology(group, processes)
-    apart = train(plumbing, tmp_path / "apart", *settings, *own, "trainer.steps=4")
+    apart = system.train(plumbing, *settings, *own, "trainer.steps=4")
     assert trained(apart) == [pytest.approx(step, abs=1e-5, rel=1e-4) for step in alone]
     assert (apart.folder / "logs" / f"{group.replace('_', '-')}-0.log").exists()
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
 
 from services.common.errors import NotFoundError, UnavailableError
 from services.common.spec.run import RunSpec
@@ -13,7 +13,8 @@ from services.trainer.ranks.crew import Crew
 from services.trainer.scoring.build import BuiltScorer, build_scorer
 from services.trainer.scoring.leader import ScoringLeader, follow
 from services.trainer.settings import TrainerSettings
-from tests.unit.trainer.batches import Queue, policy_of, random_queue, spec_of
+from tests.helpers.batches import Queue, policy_of, random_queue, spec_of
+from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -140,8 +141,7 @@ def test_two_processes_score_what_one_does(
     scorer = built(spec, alone, role=role)
     leader = ScoringLeader(scorer.scorer, scorer.fields, version=0)
     work(leader, queue_for(spec), spec, alone, role)
-    arguments = (2, str(apart), spec_with(2, dtype).model_dump_json(), role)
-    multiprocessing.start_processes(_rank, args=arguments, nprocs=2)  # type: ignore[no-untyped-call]
+    run_ranks(_rank, 2, str(apart), spec_with(2, dtype).model_dump_json(), role, count=2)
     expected, found = scored(alone), scored(apart)
     assert expected.keys() == found.keys()
     for name, value in expected.items():
@@ -156,8 +156,7 @@ def test_two_processes_score_what_one_does(
 
 
 def test_a_rank_that_is_gone_is_an_outage_and_not_a_fault(tmp_path: Path) -> None:
-    arguments = (2, str(tmp_path), spec_with(2).model_dump_json())
-    multiprocessing.start_processes(_lose, args=arguments, nprocs=2)  # type: ignore[no-untyped-call]
+    run_ranks(_lose, 2, str(tmp_path), spec_with(2).model_dump_json(), count=2)
 
 
 def test_other_processes_than_the_run_says_are_refused(tmp_path: Path) -> None:

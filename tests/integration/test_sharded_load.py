@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
 from transformers import AutoConfig
 
 from services.common.models.loading import build_model, load_folder
@@ -15,7 +15,8 @@ from services.trainer.model.policy import Critic, Policy
 from services.trainer.ranks.build import Loader, load_policy
 from services.trainer.settings import TrainerSettings
 from services.trainer.weights import WeightExport
-from tests.unit.trainer.batches import CPU, spec_of
+from tests.helpers.batches import CPU, spec_of
+from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -52,8 +53,7 @@ def _load(rank: int, folder: str, spec_json: str) -> None:
 
 
 def _loaded(folder: Path, spec: RunSpec) -> tuple[dict[str, torch.Tensor], int]:
-    arguments = (str(folder), spec.model_dump_json())
-    multiprocessing.start_processes(_load, args=arguments, nprocs=spec.trainer.world_size)  # type: ignore[no-untyped-call]
+    run_ranks(_load, str(folder), spec.model_dump_json(), count=spec.trainer.world_size)
     found = torch.load(folder / "loaded.pt", weights_only=True)
     return found["weights"], found["risen"]
 

@@ -4,15 +4,12 @@ import json
 
 import pytest
 
-from tests.helpers.cli import train
-
 pytestmark = pytest.mark.timeout(240)
 
 
-def test_rollouts_share_groups_that_find_no_room_in_one_and_nothing_is_lost(plumbing, tmp_path):
-    done = train(
+def test_rollouts_share_groups_that_find_no_room_in_one_and_nothing_is_lost(plumbing, system):
+    done = system.train(
         plumbing,
-        tmp_path / "runs",
         "rollout.max_running_samples=2",
         "rollout.partial_rollout=true",
         "rollout.segment_tokens=2",

@@ -1,13 +1,14 @@
-"""Loss, gradients and weights do not depend on ranks, tensor parallelism or micro-batches."""
+"""Loss, gradients and weights do not depend on ranks, parallelism, micro-batches or what these share."""
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import distributed, multiprocessing, nn
+from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from services.common.errors import UnavailableError
@@ -21,7 +22,9 @@ from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
 from services.trainer.ranks.rank import Rank
 from services.trainer.weights import WeightExport
-from tests.unit.trainer.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
+from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
+from tests.helpers.pages import example
+from tests.helpers.ranks import run_ranks
 
 Outcome = dict[str, Any]
 
@@ -56,6 +59,9 @@ def train_once(spec: RunSpec, *, rank: int = 0, world_size: int = 1) -> Outcome:
     trained = rank_of(spec, policy, queue, ranks=topology.data)
     recorder: Any = Recorder(policy)
     trained.runner.optimizer = recorder
+    if spec.trainer.accumulate_early:
+        for rows in ([8, 9, 10, 11], [0, 1, 2, 3, 12, 13, 14, 15]):
+            trained.accumulate(queue.meta.select(rows), weight_version=0)
     result = trained.train(1, queue.meta)
     weights = dict(WeightExport(policy, dtype=torch.float32).weight_tensors())
     return {"metrics": result.metrics, "gradients": recorder.gradients, "weights": weights}
@@ -132,10 +138,13 @@ def _serve(rank: int, world_size: int, folder: str, spec_json: str) -> None:
     distributed.destroy_process_group()
 
 
-def _lose(rank: int, world_size: int, folder: str, spec_json: str) -> None:
-    """Rank 1 is gone before the first step."""
+def _lose(rank: int, world_size: int, folder: str, spec_json: str, is_midway: bool) -> None:
+    """Rank 1 is gone before the first step, or between the layers of its forward pass."""
     trained, weights, queue = _rank_of_several(rank, world_size, folder, spec_json)
     if rank > 0:
+        if is_midway:
+            trained.runner._policy.forward = lambda *_, **__: os._exit(0)
+            Follower(Crew(world_size), trained, weights=weights).follow()
         return
     leader = Leader()
     leader.attach(trained, Crew(world_size), weights=weights)
@@ -156,8 +165,7 @@ async def _lead(leader: Leader, queue: Queue, folder: Path) -> None:
 
 def on_ranks(spec: RunSpec, folder: Path) -> Outcome:
     world_size = spec.trainer.world_size
-    arguments = (world_size, str(folder), spec.model_dump_json())
-    multiprocessing.start_processes(_child, args=arguments, nprocs=world_size)  # type: ignore[no-untyped-call]
+    run_ranks(_child, world_size, str(folder), spec.model_dump_json(), count=world_size)
     return dict(torch.load(folder / "outcome.pt", weights_only=True))
 
 
@@ -197,9 +205,40 @@ def _spec(*, model: str = "tiny:qwen2-0.4m", algorithm: Any = None, **trainer: A
     ids=str,
 )
 def test_any_split_into_micro_batches_gives_the_same_gradient(algorithm: Any) -> None:
-    whole = train_once(_spec(algorithm=algorithm))
+    whole = train_once(_spec(algorithm=algorithm, share_prefixes=False))
     for tokens in (1, 30, 100):
         assert_same(train_once(_spec(algorithm=algorithm, tokens_per_micro_batch=tokens)), whole)
+
+
+EARLY = {"max_staleness": 0}
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *({"aggregation": mode} for mode in ("token-mean", "token-sum", "seq-mean-token-sum")),
+        {"aggregation": "seq-mean-token-sum-norm", "advantage": "dr_grpo"},
+        {"loss": "gspo"},
+        {"advantage": "pass_at_k", "entropy_coefficient": 0.01, "correction": "decoupled"},
+    ],
+    ids=str,
+)
+def test_groups_that_are_trained_early_give_the_gradient_of_the_whole_batch(algorithm: Any) -> None:
+    algorithm |= EARLY
+    whole = train_once(_spec(algorithm=algorithm))
+    early = train_once(_spec(algorithm=algorithm, accumulate_early=True))
+    assert_same(early, whole)
+    for name in ("samples", "tokens", "trained_tokens", "response_length_mean", "is_weight_mean"):
+        assert early["metrics"][name] == pytest.approx(whole["metrics"][name])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_ranks_train_early_groups_as_one_trains_the_whole_batch(
+    stage: int, tmp_path: Path
+) -> None:
+    early = _spec(algorithm=EARLY, world_size=2, zero_stage=stage, accumulate_early=True)
+    assert_same(on_ranks(early, tmp_path), train_once(_spec(algorithm=EARLY)))
 
 
 @pytest.mark.timeout(300)
@@ -216,11 +255,28 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(algorithm: Any) ->
 def test_any_number_of_ranks_gives_the_same_gradient(
     model: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    expected = train_once(_spec(model=model))
+    expected = train_once(_spec(model=model, share_prefixes=False))
     # Tensor parallelism splits the sums inside a layer, so their rounding differs a little more.
     tolerance = 3e-6 if "tensor_parallel" in options else 1e-6
     actual = on_ranks(_spec(model=model, **options), tmp_path)
     assert_same(actual, expected, tolerance=tolerance)
+
+
+@pytest.mark.timeout(300)
+def test_a_loss_of_the_users_own_trains_two_ranks_like_the_one_it_copies(tmp_path: Path) -> None:
+    file = example("adding.md", "clipped.py", tmp_path)
+    own = {"loss": f"{file}:clipped", "loss_arguments": {"low": 0.2, "high": 0.28}}
+    outcomes = []
+    for name, algorithm in (("own", own), ("ppo", {"loss": "ppo", "dual_clip": None})):
+        folder = tmp_path / name
+        folder.mkdir()
+        outcomes.append(on_ranks(_spec(algorithm=algorithm, world_size=2), folder))
+    ours, theirs = outcomes
+    assert ours["metrics"]["loss"] == theirs["metrics"]["loss"]
+    for gradient, expected in zip(
+        ours["gradients"].values(), theirs["gradients"].values(), strict=True
+    ):
+        assert torch.equal(gradient, expected)
 
 
 @pytest.mark.timeout(300)
@@ -233,8 +289,7 @@ def test_one_rank_in_half_precision_adds_up_all_micro_batches(tmp_path: Path) ->
 @pytest.mark.timeout(300)
 def test_a_checkpoint_of_two_ranks_goes_on_alone(tmp_path: Path) -> None:
     spec = _spec(world_size=2)
-    arguments = (2, str(tmp_path), spec.model_dump_json())
-    multiprocessing.start_processes(_save, args=arguments, nprocs=2)  # type: ignore[no-untyped-call]
+    run_ranks(_save, 2, str(tmp_path), spec.model_dump_json(), count=2)
 
     alone = policy_of(spec)
     queue = random_queue(policy_of(spec))
@@ -256,8 +311,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_alone(tmp_path: Path) -> None:
 def test_the_other_ranks_follow_rank_0(tmp_path: Path, senders: str) -> None:
     spec = _spec(world_size=2)
     spec = spec.model_copy(update={"weight_sync": WeightSyncSpec(senders=senders)})
-    arguments = (2, str(tmp_path), spec.model_dump_json())
-    multiprocessing.start_processes(_serve, args=arguments, nprocs=2)  # type: ignore[no-untyped-call]
+    run_ranks(_serve, 2, str(tmp_path), spec.model_dump_json(), count=2)
     policy = policy_of(spec)
     queue = random_queue(policy_of(spec))
     rank = rank_of(spec, policy, queue)
@@ -280,14 +334,13 @@ def test_the_other_ranks_follow_rank_0(tmp_path: Path, senders: str) -> None:
 @pytest.mark.timeout(300)
 def test_nothing_gathered_outlives_a_score(tmp_path: Path) -> None:
     spec = _spec(dtype="bfloat16")
-    arguments = (str(tmp_path), spec.model_dump_json())
-    multiprocessing.start_processes(_score_twice, args=arguments, nprocs=1)  # type: ignore[no-untyped-call]
+    run_ranks(_score_twice, str(tmp_path), spec.model_dump_json(), count=1)
     before, after = json.loads((tmp_path / "scores.json").read_text())
     assert before != after, "it was scored under weights that were there before"
 
 
 @pytest.mark.timeout(300)
-def test_a_rank_that_is_gone_is_an_outage_and_not_a_fault(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_midway", [False, True])
+def test_a_rank_that_is_gone_is_an_outage_and_not_a_fault(tmp_path: Path, is_midway: bool) -> None:
     spec = _spec(world_size=2)
-    arguments = (2, str(tmp_path), spec.model_dump_json())
-    multiprocessing.start_processes(_lose, args=arguments, nprocs=2)  # type: ignore[no-untyped-call]
+    run_ranks(_lose, 2, str(tmp_path), spec.model_dump_json(), is_midway, count=2)

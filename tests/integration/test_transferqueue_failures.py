@@ -24,14 +24,14 @@ from services.common.errors import (
 from services.transferqueue import client as client_module
 from services.transferqueue import metrics
 from services.transferqueue.__main__ import transferqueue
+from services.transferqueue.channels.arena_socket import open_arena
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
+from services.transferqueue.encoding import codec
 from services.transferqueue.facts import AcquireRequest
 from services.transferqueue.index.index import Index
 from services.transferqueue.settings import TransferQueueSettings
-from services.transferqueue.storage.arena_socket import open_arena
 from services.transferqueue.storage.dataplane import DataPlane
-from services.transferqueue.transport import codec
 
 TRAIN = "run_1/train"
 
@@ -80,7 +80,7 @@ async def test_a_consumer_that_waits_holds_up_nobody(address: str) -> None:
         await other.stats()
         assert not waiting.done()
         await put(data, "b")
-        batch, _ = await waiting
+        batch = await waiting
         assert batch.keys == ("a", "b")
 
 
@@ -88,28 +88,13 @@ async def test_what_a_dead_consumer_held_is_handed_out_again(address: str) -> No
     async with DataClient.connect(address) as data:
         await put(data, "a", "b")
         async with TransferQueueClient.connect(address) as dead:
-            lost, _ = await dead.acquire(request(2, lease_s=0.1))
+            lost = await dead.acquire(request(2, lease_s=0.1))
         async with TransferQueueClient.connect(address) as next_one:
-            again, _ = await next_one.acquire(request(2, wait_s=10.0))
+            again = await next_one.acquire(request(2, wait_s=10.0))
             assert again.keys == lost.keys
             with pytest.raises(FailedPreconditionError, match="expired"):
                 await next_one.ack(lost)
             await next_one.ack(again)
-
-
-async def test_samples_that_are_too_old_are_reported_and_not_handed_out(address: str) -> None:
-    async with (
-        DataClient.connect(address) as data,
-        TransferQueueClient.connect(address) as metadata,
-    ):
-        await data.put(
-            TRAIN,
-            ["old", "new"],
-            {"tokens": torch.zeros(2, 4)},
-            tags={"v_min": [3, 5], "group_id": ["g", "h"]},
-        )
-        batch, stale = await metadata.acquire(request(1, oldest_weight_version=4))
-        assert (batch.keys, stale) == (("new",), ("old",))
 
 
 async def test_a_put_that_cannot_become_visible_is_an_error_and_leaves_nothing(

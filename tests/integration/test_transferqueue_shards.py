@@ -1,4 +1,4 @@
-"""Several shards: placement, loss, draining, encryption, snapshots, disk."""
+"""Several shards: placement, loss, encryption, snapshots, disk."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -21,12 +21,12 @@ from services.common.grpc_client import open_channel
 from services.transferqueue.__main__ import transferqueue
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
+from services.transferqueue.encoding import codec
+from services.transferqueue.encoding.packing import pack
 from services.transferqueue.facts import AcquireRequest, Shard
+from services.transferqueue.registry_client import ShardRegistryClient
 from services.transferqueue.settings import TransferQueueSettings
 from services.transferqueue.shards import shards as shards_module
-from services.transferqueue.shards.registry_client import ShardRegistryClient
-from services.transferqueue.tensors.packing import pack
-from services.transferqueue.transport import codec
 from services.transferqueue.transport.connection import ShardConnection
 from services.transferqueue.transport.links import Links
 
@@ -127,44 +127,6 @@ async def test_a_dead_shard_is_noticed_and_its_unacknowledged_keys_are_reported(
         await data.put(TRAIN, sorted(lost), {"tokens": tokens(*range(len(lost)))})
 
 
-async def test_a_shard_is_drained_while_puts_go_on(tmp_path: Path) -> None:
-    async with service(settings(tmp_path)) as (address, metadata, data):
-        other = settings(tmp_path, index_address=address, shard_id="shard-1")
-        async with transferqueue(other):
-            await until_shards(data, 2)
-            metas: list[KVBatchMeta] = []
-            has_begun = asyncio.Event()
-
-            async def put_until_drained() -> None:
-                """Put groups; the last ones after the client has heard that the shard is drained."""
-                num_after = 0
-                while num_after < 16:
-                    num_after += any(shard.is_draining for shard in data.shards)
-                    key = f"g{len(metas)}.0"
-                    metas.append(await data.put(TRAIN, [key], {"tokens": tokens(len(metas))}))
-                    if len(metas) == 16:
-                        has_begun.set()
-
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(put_until_drained())
-                await has_begun.wait()
-                await metadata.drain_shard("shard-1")
-            homes = [meta.blobs[0].shard_id for meta in metas]
-            assert set(homes[:16]) == {"shard-0", "shard-1"}
-            assert set(homes[-16:]) == {"shard-0"}
-            everything = KVBatchMeta.concat(metas)
-            fetched = await data.get(everything, ["tokens"])
-            assert len(fetched["tokens"]) == len(metas)
-            await metadata.release(TRAIN, everything.keys)
-
-            async def is_empty() -> bool:
-                return await stored_bytes(metadata) == 0
-
-            await until(is_empty)
-        with pytest.raises(NotFoundError):
-            await metadata.drain_shard("shard-9")
-
-
 async def test_an_encrypted_socket_serves_admitted_clients_only(tmp_path: Path) -> None:
     async with service(settings(tmp_path, use_curve=True)) as (_, _, data):
         meta = await data.put(TRAIN, ["a.0"], {"tokens": tokens(7)})
@@ -208,7 +170,7 @@ async def test_a_run_comes_back_from_its_snapshot(tmp_path: Path) -> None:
         request = AcquireRequest(
             partition_id=TRAIN, consumer="train", fields=("tokens",), num_keys=1
         )
-        first, _ = await metadata.acquire(request)
+        first = await metadata.acquire(request)
         await metadata.ack(first)
         await metadata.acquire(request)
         await metadata.release(TRAIN, ["g1.1"])
@@ -224,7 +186,7 @@ async def test_a_run_comes_back_from_its_snapshot(tmp_path: Path) -> None:
         assert all(torch.equal(row, prompt) for row in fetched["prompt_ids"].unbind())
         extra = await data.get(meta.select(keys[:2]), ["extra"])
         assert extra["extra"].values.tolist() == [0.5, 1.5]
-        again, _ = await metadata.acquire(
+        again = await metadata.acquire(
             AcquireRequest(partition_id=TRAIN, consumer="train", fields=("tokens",), num_keys=2)
         )
         assert again.keys == ("g0.1", "g1.0")
@@ -259,32 +221,6 @@ async def test_old_samples_go_to_disk_and_come_back(
             assert fetched["tokens"].values.unique().tolist() == [n]
         await metadata.release(TRAIN, [f"g{n}.0" for n in range(4)])
         assert (await metadata.stats()).shards[0].stored_bytes == 0
-
-
-async def test_values_of_a_field_go_some_time_after_they_are_acknowledged(tmp_path: Path) -> None:
-    async with service(settings(tmp_path)) as (_, metadata, data):
-        await metadata.create_partition(
-            "run_2/train", required_fields=["tokens"], field_ttls_s={"bulky": 0.05}
-        )
-        keys = ["a.0", "a.1"]
-        fields = {"tokens": tokens(1, 2), "bulky": tokens(3, 4)}
-        await data.put("run_2/train", keys, fields)
-        full = (await metadata.stats()).shards[0].stored_bytes
-        for _ in range(2):
-            assert (await metadata.stats()).shards[0].stored_bytes == full
-            batch, _ = await metadata.acquire(
-                AcquireRequest(
-                    partition_id="run_2/train", consumer="c", fields=("tokens",), num_keys=1
-                )
-            )
-            await metadata.ack(batch)
-
-        async def is_less() -> bool:
-            return await stored_bytes(metadata) < full
-
-        await until(is_less)
-        rest = await metadata.get_batch("run_2/train", keys)
-        assert rest.field_names == ("tokens",)
 
 
 async def test_links_know_no_shard_before_they_are_opened() -> None:

@@ -9,15 +9,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.common import access
 from services.common.batch import KVBatchMeta
 from services.common.credentials import Identity, acting_as
-from services.common.errors import PermissionDeniedError, ServiceError, UnauthenticatedError
+from services.common.errors import (
+    FailedPreconditionError,
+    PermissionDeniedError,
+    ServiceError,
+    UnauthenticatedError,
+)
+from services.common.rare_log import RareLog
 from services.common.run_tokens import issue_token
 from services.transferqueue.__main__ import transferqueue
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
+from services.transferqueue.encoding import codec
 from services.transferqueue.settings import TransferQueueSettings
-from services.transferqueue.transport import codec
 
 KEY = b"k" * 32
 SERVICE = Identity(key=KEY)
@@ -65,10 +72,12 @@ async def two_tenants(folder: Path) -> AsyncIterator[tuple[Tenant, Tenant, KVBat
     """Workers of runs a and b, and what a stored."""
     async with AsyncExitStack() as stack:
         address = await stack.enter_async_context(two_shards(folder))
+        with acting_as(SERVICE):
+            controller = await stack.enter_async_context(TransferQueueClient.connect(address))
+        for run_id in ("run_a", "run_b"):
+            await controller.create_partition(f"{run_id}/train", required_fields=["tokens"])
         ours = await stack.enter_async_context(tenant(address, "run_a"))
         theirs = await stack.enter_async_context(tenant(address, "run_b"))
-        for worker, run_id in ((ours, "run_a"), (theirs, "run_b")):
-            await worker.metadata.create_partition(f"{run_id}/train", required_fields=["tokens"])
         keys = [f"g{number}.0" for number in range(8)]
         rows = [torch.full((8,), number + 1, dtype=torch.int32) for number in range(8)]
         meta = await ours.data.put("run_a/train", keys, {"tokens": rows})
@@ -122,3 +131,59 @@ async def test_nobody_connects_without_a_token(tmp_path: Path) -> None:
             async with TransferQueueClient.connect(address) as metadata:
                 with pytest.raises(UnauthenticatedError):
                     await metadata.stats()
+
+
+async def test_a_run_sets_no_quota_and_makes_no_partitions(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access, "_refusals", RareLog(access.logger))
+    async with two_tenants(tmp_path) as (ours, _, _meta):
+        for call in (
+            ours.metadata.create_partition(
+                "run_a/train", required_fields=["tokens"], quota_bytes=1 << 60
+            ),
+            ours.metadata.create_partition("run_a/more", required_fields=[]),
+            ours.metadata.drop_partition("run_a/train"),
+            ours.metadata.save_snapshot("run_a", "s1"),
+            ours.metadata.restore_snapshot("run_a", "s1"),
+        ):
+            with pytest.raises(PermissionDeniedError):
+                await call
+        assert "a worker's call was refused" in caplog.text
+        assert await ours.metadata.get_batch("run_a/train")
+
+
+async def test_the_token_of_a_run_that_does_not_live_opens_nothing(tmp_path: Path) -> None:
+    async with two_shards(tmp_path) as address:
+        with acting_as(Identity(run_token=issue_token(KEY, "run_never"))):
+            async with TransferQueueClient.connect(address) as metadata:
+                with pytest.raises(FailedPreconditionError, match="run_never has no partitions"):
+                    await anext(aiter(metadata.connect_client("x" * 40)))
+
+
+async def test_a_worker_that_is_early_connects_once_its_run_has_begun(tmp_path: Path) -> None:
+    async with two_shards(tmp_path) as address:
+        with acting_as(Identity(run_token=issue_token(KEY, "run_a"))):
+            early = asyncio.ensure_future(
+                DataClient.connect(address, put_timeout_s=0.5).__aenter__()
+            )
+            await asyncio.sleep(0)
+        with acting_as(SERVICE):
+            async with TransferQueueClient.connect(address) as controller:
+                await controller.create_partition("run_a/train", required_fields=[])
+        data = await early
+        assert data.shards
+
+
+async def test_a_run_cannot_end_the_holds_of_another(tmp_path: Path) -> None:
+    async with two_tenants(tmp_path) as (ours, theirs, meta):
+        blob = meta.blobs[0]
+        link = await ours.data._links.to(blob.shard_id)
+        answer, _ = await link.connection.ask(
+            codec.Read((blob.blob_id, 0, blob.size_bytes), in_arena=False), timeout_s=5
+        )
+        assert isinstance(answer, codec.Data)
+        other = await theirs.data._links.to(blob.shard_id)
+        for pin_id in range(1, 100):
+            other.connection.tell(codec.Unpin(pin_id))
+        assert (await ours.data.get(meta, ["tokens"]))["tokens"].values[:8].tolist() == [1] * 8

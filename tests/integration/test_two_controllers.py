@@ -14,10 +14,12 @@ import sqlalchemy as sa
 from services.cli.api import Api
 from services.common.spec.loader import load_spec
 from tests.helpers.cli import environment
+from tests.helpers.databases import postgres_cluster
 from tests.helpers.ports import free_port
-from tests.unit.controller.databases import postgres_cluster
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
+
+TOKEN = "slp_" + "a" * 43
 
 
 @contextmanager
@@ -61,7 +63,7 @@ async def test_another_controller_goes_on_where_the_leader_was_killed(plumbing, 
         shared = {
             "transferqueue_address": announced(ready, queue)["address"],
             "state_directory": tmp_path / "state",
-            "insecure_dev": "true",
+            "admin_token_file": tmp_path / "token",
             "leave_runs": "true",
             "database_url": url,
             "lease_ttl_s": 3,
@@ -69,6 +71,7 @@ async def test_another_controller_goes_on_where_the_leader_was_killed(plumbing, 
             "bind": f"127.0.0.1:{free_port()}",
             "rest_bind": f"127.0.0.1:{free_port()}",
         }
+        shared["admin_token_file"].write_text(TOKEN)
         controllers = {}
         for name in ("one", "two"):
             log, ready = tmp_path / f"{name}.log", tmp_path / f"{name}.ready"
@@ -77,7 +80,7 @@ async def test_another_controller_goes_on_where_the_leader_was_killed(plumbing, 
             )
             if name == "one":
                 announced(ready, controllers[name])
-        async with Api(f"http://{shared['rest_bind']}", patience_s=60) as api:
+        async with Api(f"http://{shared['rest_bind']}", token=TOKEN, patience_s=60) as api:
             spec = load_spec(plumbing, ["trainer.steps=60"]).model_dump(mode="json")
             run_id = (await api.submit(spec)).id
             async for kind, event in api.watch(run_id):

@@ -1,6 +1,7 @@
 """Weight sessions over real processes: a lost rollout never stops the others, nobody serves torn weights."""
 
 import signal
+from functools import partial
 
 import pytest
 
@@ -31,7 +32,7 @@ async def test_all_rollouts_serve_the_same_verified_version():
         _,
     ):
         for version in range(3):
-            report = await session.publish(version)
+            report = await session.publish(partial(int, version))
             served = {await members[name].serves() for name in ("rollout-0", "rollout-1")}
             assert len(served) == 1
             assert served.pop()[0] == version
@@ -50,15 +51,15 @@ async def test_the_others_serve_the_new_version_when_a_rollout_is_lost(how, mome
     falls = {"rollout-0": fall}
     async with session_of(*names, falls=falls, **MEMBERS, **PATIENT) as parts:
         session, members, _ = parts
-        await session.publish(0)
+        await session.publish(partial(int, 0))
         assert (await members["rollout-1"].serves())[0] == 0
         if moment == "before":
             members["rollout-0"].send_signal(how)
-        report = await session.publish(1)
+        report = await session.publish(partial(int, 1))
         assert report.version == 1
         assert report.lost == ("rollout-0",)
         digest = await members["rollout-1"].serves_version(1)
-        assert (await session.publish(2)).lost == ()
+        assert (await session.publish(partial(int, 2))).lost == ()
         assert await members["rollout-1"].serves_version(2) != digest
 
 
@@ -68,11 +69,11 @@ async def test_rollouts_keep_their_version_when_the_trainer_dies():
         members,
         _,
     ):
-        await session.publish(0)
+        await session.publish(partial(int, 0))
         assert (await members["rollout-0"].serves())[0] == 0
         members["trainer"].send_signal(signal.SIGKILL)
         with pytest.raises(UnavailableError, match="trainer"):
-            await session.publish(1)
+            await session.publish(partial(int, 1))
         with pytest.raises(TimeoutError):
             await members["rollout-0"].serves(timeout_s=0.3)
 
@@ -83,15 +84,15 @@ async def test_a_rollout_that_comes_later_gets_the_version_that_is_served():
         members,
         started,
     ):
-        await session.publish(0)
+        await session.publish(partial(int, 0))
         version, digest = await members["rollout-0"].serves()
         late = started.start("rollout-1")
         await late.started()
         members["rollout-1"] = late
         later_session = await open_session(members, attempt=2, **PATIENT)
-        await later_session.publish(0)
+        await later_session.publish(partial(int, 0))
         assert await late.serves() == (version, digest)
-        report = await later_session.publish(1)
+        report = await later_session.publish(partial(int, 1))
         assert report.lost == ()
         assert (await late.serves())[0] == 1
         await later_session.close()
@@ -106,9 +107,9 @@ async def test_every_mode_serves_and_recovers(mode):
         _,
     ):
         for version in range(2):
-            await session.publish(version)
+            await session.publish(partial(int, version))
         members["rollout-0"].send_signal(signal.SIGKILL)
-        report = await session.publish(2)
+        report = await session.publish(partial(int, 2))
         assert report.lost == ("rollout-0",)
         assert await members["rollout-1"].serves_version(2)
 
@@ -119,6 +120,6 @@ async def test_members_that_share_a_gpu_sync_through_host_memory(caplog):
         session, members, _ = parts
         assert "share GPUs" in caplog.text
         for version in range(2):
-            assert (await session.publish(version)).lost == ()
+            assert (await session.publish(partial(int, version))).lost == ()
             served = {await members[name].serves() for name in names[1:]}
             assert len(served) == 1

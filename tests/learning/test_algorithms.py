@@ -1,15 +1,17 @@
 """Every algorithm learns sort4 through the whole system; the control without a correction does not."""
 
+import json
+
 import pytest
 
-from bench.learning.__main__ import measure
-from bench.learning.variants import VARIANTS
+from tests.helpers.cli import run_module
 
-pytestmark = [pytest.mark.nightly, pytest.mark.learning, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.learning, pytest.mark.timeout(7200)]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("name", VARIANTS)
-def test_held_out_accuracy_is_within_its_bounds(name, seed):
-    entry = measure(VARIANTS[name], seed)
-    assert entry["holds"], entry
+def test_held_out_accuracy_is_within_its_bounds(tmp_path):
+    results = tmp_path / "learning.json"
+    run_module("bench.learning", "--seeds", "3", "--out", results)
+    entries = json.loads(results.read_text())
+    assert entries
+    assert [entry for entry in entries if not entry["holds"]] == []

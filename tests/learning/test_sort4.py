@@ -8,8 +8,7 @@ import json
 
 import pytest
 
-from bench.rollout import learning as partial
-from tests.helpers.cli import REPOSITORY, SORT4, train
+from tests.helpers.cli import REPOSITORY, SORT4, run_module, train
 
 pytestmark = [pytest.mark.learning, pytest.mark.timeout(900)]
 
@@ -17,9 +16,8 @@ nightly = pytest.mark.nightly
 CONTROLS = f"{REPOSITORY}/tests/learning/controls.py"
 
 
-@pytest.mark.parametrize(
-    "seed", [0, pytest.param(1, marks=nightly), pytest.param(2, marks=nightly)]
-)
+@nightly
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_synchronous_training_learns_to_sort(tmp_path, seed):
     done = train(SORT4, tmp_path, f"seed={seed}", "algorithm.max_staleness=0")
     assert done.code == 0, done.out + done.err
@@ -41,17 +39,21 @@ def test_one_step_off_training_learns_to_sort(tmp_path, seed):
     summary = done.summary
     assert summary["heldout"]["greedy"] >= 0.88
     assert summary["heldout"]["sampled"] >= 0.75
-    assert summary["staleness"] == {"max": 1, "mean": pytest.approx(0.98), "bound": 1}
+    # A group that ends soon after an adoption is fresh: the mean only says that training was one step off.
+    staleness = summary["staleness"]
+    assert (staleness["max"], staleness["bound"]) == (1, 1)
+    assert 0.5 < staleness["mean"] <= 0.98
     assert summary["prompts"]["consumed"] == summary["prompts"]["issued"] == 1600
     assert summary["prompts"]["outstanding"] == 0
     assert summary["weight_version"] == 50
 
 
 @nightly
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_responses_cut_every_two_tokens_and_made_by_several_versions_teach_as_well(tmp_path, seed):
-    run = partial.train(seed, "torch", tmp_path)
-    assert partial.meets_bars(run), run
+def test_responses_cut_every_two_tokens_and_made_by_several_versions_teach_as_well(tmp_path):
+    results = tmp_path / "learning.json"
+    run_module("bench.rollout.learning", "--out", results)
+    found = json.loads(results.read_text())["torch"]
+    assert found["meets_bars"], found
 
 
 @nightly

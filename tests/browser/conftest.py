@@ -1,0 +1,60 @@
+"""One controller and one browser for all tests of the run page."""
+
+import os
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import pytest
+import pytest_asyncio
+
+from tests.browser.controller import PageController, open_controller
+
+_CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def browser() -> AsyncIterator[object]:
+    """The browser; Debian's package, and any other build on the path, will do."""
+    playwright = pytest.importorskip("playwright.async_api")
+    if _CHROMIUM is None:
+        if os.getenv("CI"):
+            pytest.fail("chromium is not installed")
+        pytest.skip("chromium is not installed")
+    playwright.expect.set_options(timeout=30_000)  # a busy machine is no failure
+    async with playwright.async_playwright() as started:
+        opened = await started.chromium.launch(executable_path=_CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        await opened.close()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def controller(tmp_path_factory) -> AsyncIterator[PageController]:
+    """A controller with a run that is running and two that have ended."""
+    async with open_controller(tmp_path_factory.mktemp("page")) as opened:
+        yield opened
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def open_page(browser, controller):
+    """Opens the page as somebody of a role; what it asks elsewhere or complains of is a failure."""
+    foreign, errors = [], []
+    async with AsyncExitStack() as stack:
+
+        async def opened(path="/page/", *, role="admin", width=1280, scheme="light"):
+            size = {"width": width, "height": 900}
+            context = await browser.new_context(viewport=size, color_scheme=scheme)
+            stack.push_async_callback(context.close)
+            page = await context.new_page()
+            page.on(
+                "request",
+                lambda r: r.url.startswith((controller.url, "blob:")) or foreign.append(r.url),
+            )
+            page.on("pageerror", lambda error: errors.append(str(error)))
+            page.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
+            await page.goto(f"{controller.url}{path}#code={controller.code(role)}")
+            await page.wait_for_selector("#name:not(:empty)")
+            return page
+
+        yield opened
+    assert (foreign, errors) == ([], [])

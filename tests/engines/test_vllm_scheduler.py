@@ -1,0 +1,61 @@
+"""Tokens leave vLLM's engine process in batches, each with its logprob and the weights that sampled it."""
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed here")
+
+import numpy as np
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.outputs import LogprobsLists
+
+from services.rollout.engines.vllm_scheduler import Gatherer
+
+
+def sampled(name: str, token: int, *, reason: FinishReason | None = None) -> EngineCoreOutput:
+    """What vLLM says of one token."""
+    logprobs = LogprobsLists(
+        np.array([[token]]), np.array([[-token / 8]], dtype=np.float32), np.zeros(1)
+    )
+    return EngineCoreOutput(name, [token], new_logprobs=logprobs, finish_reason=reason)
+
+
+def test_tokens_travel_together_and_nothing_is_lost_at_the_end() -> None:
+    gatherer = Gatherer(3)
+    sent = []
+    for token in range(1, 9):
+        step = [sampled("a", token)]
+        if token < 5:
+            reason = FinishReason.STOP if token == 4 else None
+            step.append(sampled("b", 10 * token, reason=reason))
+        sent += gatherer.passed(step)
+    sent += gatherer.passed([sampled("a", 9, reason=FinishReason.LENGTH)])
+    told = [(one.request_id, one.new_token_ids, one.finish_reason) for one in sent]
+    assert told == [
+        ("a", [1, 2, 3], None),
+        ("b", [10, 20, 30], None),
+        ("b", [40], FinishReason.STOP),
+        ("a", [4, 5, 6], None),
+        ("a", [7, 8, 9], FinishReason.LENGTH),
+    ]
+    for one in sent:
+        assert one.new_logprobs.logprobs.tolist() == [-token / 8 for token in one.new_token_ids]
+
+
+def test_every_token_says_in_which_era_it_was_sampled() -> None:
+    gatherer = Gatherer(4)
+    assert not gatherer.passed([sampled("a", 1), sampled("b", 1)])
+    assert not gatherer.passed([sampled("a", 2)])
+    gatherer.forget(["b"])
+    gatherer.era += 1
+    assert not gatherer.passed([sampled("a", 3), sampled("b", 7)])
+    (one,) = gatherer.passed([sampled("a", 4)])
+    assert one.new_token_ids == [1, 2, 3, 4]
+    assert one.new_logprobs.logprob_token_ids.tolist() == [[0, 0], [1, 2]]
+    (other,) = gatherer.passed([sampled("b", 8, reason=FinishReason.STOP)])
+    assert other.new_token_ids == [7, 8]
+    assert other.new_logprobs.logprob_token_ids.tolist() == [[1, 0]]
+
+
+def test_what_holds_no_sampled_token_passes_at_once() -> None:
+    scored = EngineCoreOutput("s", [5], finish_reason=FinishReason.LENGTH)
+    assert Gatherer(8).passed([scored]) == [scored]

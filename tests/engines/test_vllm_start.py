@@ -1,0 +1,82 @@
+"""vLLM's child processes start however this one has used the driver before."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from services.common.spec.engines import ENGINES
+from services.rollout.engines.build import make_engine
+from services.rollout.engines.order import EngineOrder
+
+pytest.importorskip("vllm")
+
+# As where a GPU is: the services choose the device first, and from then on a forked child fails at its first
+# use of it. Here fork itself is made to fail so, because torch's CPU build has no such driver.
+_START = """
+import json, os, sys
+
+def refuse():
+    sys.stderr.write("Cannot re-initialize CUDA in forked subprocess")
+    sys.stderr.flush()
+    os._exit(3)
+
+def work():
+    pass
+
+if __name__ == "__main__":
+    import torch
+    from services.common.spec.engines import ENGINES
+    from services.rollout.settings import set_defaults
+    os.register_at_fork(after_in_child=refuse)
+    if "prepared" in sys.argv:
+        set_defaults(ENGINES["vllm"].environment)
+    import vllm
+    from vllm.utils.system_utils import get_mp_context
+    child = get_mp_context().Process(target=work)
+    child.start()
+    child.join(60)
+    print(json.dumps(child.exitcode))
+"""
+
+
+def _exit_code_of_child(tmp_path: object, *arguments: str) -> int:
+    script = f"{tmp_path}/start.py"
+    with open(script, "w") as file:  # noqa: PTH123
+        file.write(_START)
+    # Another test of this process may have prepared it.
+    names = ENGINES["vllm"].environment
+    done = subprocess.run(
+        [sys.executable, script, *arguments],
+        env={name: value for name, value in os.environ.items() if name not in names},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    code: int = json.loads(done.stdout.splitlines()[-1])
+    return code
+
+
+def test_a_forked_child_of_a_process_that_used_its_device_fails(tmp_path: object) -> None:
+    assert _exit_code_of_child(tmp_path) == 3
+
+
+def test_vllms_children_start_after_this_process_used_its_device(tmp_path: object) -> None:
+    assert _exit_code_of_child(tmp_path, "prepared") == 0
+
+
+def test_an_option_that_vllm_does_not_have_is_refused_before_it_starts() -> None:
+    order = EngineOrder(
+        config=Qwen2Config(),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_running=2,
+        arguments={"gpu_memory_utilisation": 0.5},
+    )
+    with pytest.raises(ValueError, match="did you mean gpu_memory_utilization"):
+        make_engine("vllm", order)

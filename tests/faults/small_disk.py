@@ -1,0 +1,88 @@
+"""A disk of a few megabytes that fills up: a tmpfs in a mount namespace of its own, which needs no rights."""
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_MOUNT = 'mount -t tmpfs -o size="$1" none "$0" && echo mounted && exec sleep infinity'
+_PIECE = 1 << 16
+
+
+class NoNamespacesError(RuntimeError):
+    """There can be no small disk here."""
+
+
+@dataclass(frozen=True)
+class SmallDisk:
+    """Where it is."""
+
+    folder: Path
+    """As those inside see it."""
+    prefix: tuple[str, ...]
+    """Command that starts others inside."""
+    root: Path
+    """Their files, as this process sees them."""
+
+    def outside(self, path: Path) -> Path:
+        """What those inside call ``path``, as this process sees it."""
+        return self.root / path.relative_to("/")
+
+    def fill(self) -> None:
+        """Leave no byte."""
+        with self._filler.open("ab", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(_PIECE))
+
+    def free(self) -> None:
+        """Give the space back."""
+        self._filler.unlink()
+
+    @property
+    def _filler(self) -> Path:
+        return self.outside(self.folder) / "filler"
+
+
+@contextmanager
+def small_disk(folder: Path, megabytes: int) -> Iterator[SmallDisk]:
+    """Mount one on a folder, for those who are started inside.
+
+    Raises:
+        NoNamespacesError: If this machine allows no namespaces.
+    """
+    folder.mkdir(parents=True)
+    holder = subprocess.Popen(
+        [
+            "unshare",
+            "--user",
+            "--map-root-user",
+            "--mount",
+            "sh",
+            "-c",
+            _MOUNT,
+            str(folder),
+            f"{megabytes}m",
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert holder.stdout is not None
+        if holder.stdout.readline() != "mounted\n":
+            raise NoNamespacesError(
+                "this machine allows no mount namespaces, which a full disk needs"
+            )
+        inside = (
+            "nsenter",
+            "--target",
+            str(holder.pid),
+            "--user",
+            "--preserve-credentials",
+            "--mount",
+        )
+        yield SmallDisk(folder, inside, Path(f"/proc/{holder.pid}/root"))
+    finally:
+        holder.kill()
+        holder.communicate()

@@ -1,0 +1,187 @@
+"""A training command whose processes and files faults are made in."""
+
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from tests.faults.small_disk import SmallDisk
+from tests.helpers.cli import REPOSITORY, command, environment
+from tests.helpers.processes import below
+
+# Far above what anything takes on a busy machine.
+PATIENCE_S = 400.0
+
+
+def processes_of(root: psutil.Process) -> dict[str, psutil.Process]:
+    """Services and workers below a command, by name; rollouts by that of their logs."""
+    found: dict[str, psutil.Process] = {}
+    for child, arguments in below(root):
+        service = next((a for a in arguments if a.startswith("services.")), "")
+        name = service.removeprefix("services.")
+        with suppress(FileNotFoundError):  # it has ended meanwhile
+            if name == "rollout":
+                name = (Path("/proc") / str(child.pid) / "fd" / "1").readlink().stem
+            found.setdefault(name, child)
+    return found
+
+
+def until(condition: Callable[[], object], what: str, timeout_s: float = PATIENCE_S) -> None:
+    """Wait until a condition holds.
+
+    Raises:
+        AssertionError: If it does not in time.
+    """
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, f"waited {timeout_s:.0f} s for {what}"
+        time.sleep(0.1)
+
+
+class Training:
+    """``slipstream run`` on one specification and one state directory, as often as it is started.
+
+    Args:
+        spec: The specification.
+        state: The state directory.
+        settings: What differs from the specification.
+        prefix: Command that starts the command.
+        disk: Small disk that it sees.
+    """
+
+    def __init__(
+        self,
+        spec: Path,
+        state: Path,
+        *settings: str,
+        prefix: tuple[str, ...] = (),
+        disk: SmallDisk | None = None,
+    ) -> None:
+        self.state = state if disk is None else disk.outside(state)
+        """The state directory, as this process sees it."""
+        overrides = [part for setting in settings for part in ("--set", setting)]
+        self._command = [
+            *(disk.prefix if disk else ()),
+            *prefix,
+            *command("run", spec, "--state-directory", state, *overrides),
+        ]
+        self._disk = disk
+        self._outputs: list[Path] = []
+        self._folder = spec.parent
+        self.process: subprocess.Popen[bytes]
+
+    @property
+    def disk(self) -> SmallDisk:
+        """The small disk."""
+        assert self._disk is not None
+        return self._disk
+
+    def start(self) -> None:
+        """Give the command, again if it has ended."""
+        output = self._folder / f"output-{len(self._outputs)}.txt"
+        self._outputs.append(output)
+        with output.open("w") as file:
+            self.process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=REPOSITORY,
+                env=environment(),
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        """What the newest command wrote."""
+        return self._outputs[-1].read_text(errors="replace")
+
+    def step(self) -> int:
+        """The newest step that the newest command told of."""
+        told = re.findall(r"step +(\d+)/", self.output)
+        return int(told[-1]) if told else 0
+
+    def until_step(self, step: int) -> None:
+        """Wait for a step.
+
+        Raises:
+            AssertionError: If the command ends before.
+        """
+
+        def is_there() -> bool:
+            assert self.process.poll() is None, f"ended before step {step}:\n{self.output[-3000:]}"
+            return self.step() >= step
+
+        until(is_there, f"step {step}")
+
+    def find(self, name: str) -> psutil.Process:
+        """A process of the command, once it is there."""
+        root = psutil.Process(self.process.pid)
+        until(lambda: name in processes_of(root), name)
+        return processes_of(root)[name]
+
+    def kill(self, *names: str) -> None:
+        """Kill processes, all at once."""
+        for victim in [self.find(name) for name in names]:
+            victim.kill()
+
+    def stop(self, name: str, seconds: float, meanwhile: Callable[[], None] | None = None) -> None:
+        """Let a process stand still for a time."""
+        victim = self.find(name)
+        victim.suspend()
+        try:
+            if meanwhile is not None:
+                meanwhile()
+            time.sleep(seconds)
+        finally:
+            with suppress(psutil.NoSuchProcess):  # given up for lost
+                victim.resume()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let the command stand still, not what it started, for the block."""
+        root = psutil.Process(self.process.pid)
+        root.suspend()
+        try:
+            yield
+        finally:
+            root.resume()
+
+    def hang_up(self) -> None:
+        """Close the terminal."""
+        self.process.send_signal(signal.SIGHUP)
+
+    def cut_off(self) -> None:
+        """End the command and all below it at once, as a power failure does."""
+        root = psutil.Process(self.process.pid)
+        root.suspend()
+        for child in root.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        root.kill()
+        self.process.wait(PATIENCE_S)
+
+    def wait(self) -> int:
+        """Wait for the end of the command; returns its exit status."""
+        return self.process.wait(PATIENCE_S)
+
+    def database_copy(self, folder: Path) -> Path:
+        """Copy the database of a command that has ended; returns the folder.
+
+        SQLite opens what a path resolves to, which is another file for those with a disk of their own.
+        """
+        folder.mkdir()
+        for file in self.state.glob("slipstream.db*"):
+            shutil.copyfile(file, folder / file.name)
+        return folder
+
+    def close(self) -> None:
+        """End whatever goes on."""
+        if self.process.poll() is None:
+            self.cut_off()

@@ -1,0 +1,50 @@
+"""`slipstream run` with another project's engine on GPUs, with nothing of the engine's in the environment."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.cli import SORT4, train
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+_TENSOR_PARALLEL = {"vllm": "tensor_parallel_size", "sglang": "tp_size"}
+_PIPELINE_PARALLEL = {"vllm": "pipeline_parallel_size", "sglang": "pp_size"}
+
+
+def _needs(engine: str, num_gpus: int) -> None:
+    if importlib.util.find_spec(engine) is None:
+        pytest.skip(f"{engine} is not installed here")
+    # One more for the trainer.
+    if torch.cuda.device_count() < num_gpus + 1:
+        pytest.skip(f"needs {num_gpus + 1} CUDA devices")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("arguments", [{}, _TENSOR_PARALLEL, _PIPELINE_PARALLEL])
+def test_a_run_trains_with_an_engine_on_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, arguments: dict[str, str]
+) -> None:
+    overrides = [f"rollout.engine_arguments.{arguments[engine]}=2"] if arguments else []
+    _needs(engine, 2 if arguments else 1)
+    for name in os.environ:
+        if name.startswith(("VLLM_", "SGLANG_")):
+            monkeypatch.delenv(name)
+    finished = train(
+        SORT4,
+        tmp_path / "runs",
+        # Its heads have 64 dimensions, which kernels ask for.
+        "model.path=tiny:qwen2-3m",
+        f"rollout.engine={engine}",
+        "rollout.replicas=1",
+        "trainer.steps=4",
+        "trainer.dtype=bfloat16",
+        "validation.every=0",
+        *overrides,
+        timeout=500,
+    )
+    assert finished.code == 0, finished.err[-4000:]
+    assert finished.summary["state"] == "SUCCEEDED"
+    assert finished.summary["steps"] == 4

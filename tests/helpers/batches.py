@@ -1,0 +1,170 @@
+"""Batches for trainer tests: a tiny policy samples its own responses, and memory is the queue."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.common.batch import KVBatchMeta
+from services.common.columns import BlobRef, FieldColumn
+from services.common.jagged import Jagged
+from services.common.models.loading import build_model, load_config
+from services.common.models.tokenizer import load_tokenizer
+from services.common.spec.run import RunSpec
+from services.trainer.batch.packing import pack
+from services.trainer.checkpoint.checkpointer import Checkpointer
+from services.trainer.collectives import Ranks
+from services.trainer.model.parallel import Topology
+from services.trainer.model.policy import Critic, Policy
+from services.trainer.ranks.profiling import NO_PROFILES, StepProfiler
+from services.trainer.ranks.rank import Rank
+from services.trainer.steps.critic import CriticRunner
+from services.trainer.steps.step import StepRunner
+
+CPU = torch.device("cpu")
+SYMBOLS = "chars:0123456789+-=abcde"
+
+
+def spec_of(
+    *,
+    model: Mapping[str, Any] | None = None,
+    algorithm: Mapping[str, Any] | None = None,
+    trainer: Mapping[str, Any] | None = None,
+    rollout: Mapping[str, Any] | None = None,
+) -> RunSpec:
+    return RunSpec.model_validate(
+        {
+            "name": "test",
+            "model": {"path": "tiny:qwen2-0.4m", "tokenizer": SYMBOLS, **(model or {})},
+            "data": {"train": {"source": "jsonl", "path": "none.jsonl"}},
+            "rollout": {
+                "group_size": 4,
+                "max_response_tokens": 16,
+                "rewards": [{"name": "exact_match"}],
+                **(rollout or {}),
+            },
+            "algorithm": {"max_staleness": 8, **(algorithm or {})},
+            "trainer": {"steps": 10, "prompts_per_step": 4, **(trainer or {})},
+        }
+    )
+
+
+def policy_of(spec: RunSpec, *, seed: int = 0, scale: float = 3.0) -> Policy:
+    """A random policy; a larger ``scale`` moves it further from uniform."""
+    tokenizer = load_tokenizer(spec.model)
+    model = build_model(
+        load_config(spec.model, tokenizer), dtype=torch.float32, device=CPU, seed=seed
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    return Policy(model, temperature=1.0, routing_replay=spec.rollout.routing_replay)
+
+
+class Queue:
+    """Samples in memory, with the meta that describes them."""
+
+    def __init__(self, meta: KVBatchMeta, fields: Mapping[str, Jagged]) -> None:
+        self.meta = meta
+        self.fields = dict(fields)
+
+    def fetch(self, meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, Jagged]:
+        rows = [self.meta.keys.index(key) for key in meta.keys]
+        return {name: self.fields[name].select(rows) for name in fields}
+
+    def without(self, *names: str) -> "Queue":
+        return queue_of({k: v for k, v in self.fields.items() if k not in names}, self.meta.tags)
+
+    def replaced(self, **fields: Jagged) -> "Queue":
+        return queue_of({**self.fields, **fields}, self.meta.tags)
+
+
+def queue_of(fields: Mapping[str, Jagged], tags: Mapping[str, Any]) -> Queue:
+    num_keys = len(fields["prompt_ids"])
+    columns = tuple(
+        FieldColumn(
+            name=name,
+            dtype=str(field.values.dtype).removeprefix("torch."),
+            row_rank=0 if field.is_scalar else 1,
+            tail_shape=tuple(field.values.shape[1:]),
+            lengths=tuple(field.lengths.tolist()),
+            blob_indexes=(0,) * num_keys,
+            offsets=(0,) * num_keys,
+        )
+        for name, field in fields.items()
+    )
+    keys = tuple(f"g{i}" for i in range(num_keys))
+    blob = BlobRef(shard_id="s", blob_id=1, size_bytes=1, checksum=0)
+    meta = KVBatchMeta(
+        partition_id="run/train", keys=keys, fields=columns, blobs=(blob,), tags=dict(tags)
+    )
+    return Queue(meta, fields)
+
+
+def random_queue(
+    policy: Policy, *, num_groups: int = 4, group_size: int = 4, seed: int = 0, version: int = 0
+) -> Queue:
+    """Random tokens with the logprobs that ``policy`` gives them, and random rewards."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def lengths(low: int, high: int, count: int) -> list[int]:
+        return torch.randint(low, high, (count,), generator=generator).tolist()
+
+    def tokens(length: int) -> torch.Tensor:
+        return torch.randint(2, 20, (length,), generator=generator, dtype=torch.int32)
+
+    count = num_groups * group_size
+    prompts = [tokens(n) for n in lengths(1, 9, num_groups) for _ in range(group_size)]
+    responses = [tokens(n) for n in lengths(1, 17, count)]
+    prompt_ids, response_ids = Jagged.from_list(prompts), Jagged.from_list(responses)
+    with torch.no_grad():
+        logprobs, _ = policy(pack(prompt_ids, response_ids, device=CPU))
+    runs = [torch.tensor([[version, len(row)]], dtype=torch.int32) for row in responses]
+    mask = torch.rand(len(response_ids.values), generator=generator) > 0.1
+    fields = {
+        "prompt_ids": prompt_ids,
+        "response_ids": response_ids,
+        "response_mask": Jagged(mask, response_ids.lengths),
+        "rollout_logprobs": Jagged(logprobs, response_ids.lengths),
+        "version_runs": Jagged.from_list(runs),
+        "rewards": Jagged.from_dense(torch.rand(count, generator=generator)),
+    }
+    tags = {
+        "group_id": tuple(f"group{i // group_size}" for i in range(count)),
+        "finish_reason": ("stop",) * count,
+        "greedy": (0,) * count,
+    }
+    return queue_of(fields, tags)
+
+
+def rank_of(
+    spec: RunSpec,
+    policy: Policy,
+    queue: Queue,
+    *,
+    ranks: Ranks | None = None,
+    root: Path | None = None,
+    profiler: StepProfiler = NO_PROFILES,
+) -> Rank:
+    ranks = ranks or Ranks()
+    critic = None
+    if spec.algorithm.advantage_kind.needs_critic:
+        module = Critic(policy_of(spec).model)
+        critic = CriticRunner(module, spec=spec, ranks=ranks, device=CPU)
+    runner = StepRunner(policy, reference=None, critic=critic, spec=spec, ranks=ranks, device=CPU)
+    checkpointer = Checkpointer(
+        runner.parts(),
+        root=root or Path("no-checkpoints"),
+        keep=2,
+        topology=Topology(device=CPU, data=ranks),
+    )
+    return Rank(
+        runner,
+        fetch=queue.fetch,
+        spec=spec,
+        ranks=ranks,
+        cost=float,
+        checkpointer=checkpointer,
+        profiler=profiler,
+    )

@@ -1,0 +1,88 @@
+"""Renders the chart for tests."""
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.helpers.tools import require
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "deploy" / "helm" / "slipstream"
+PROFILES = CHART / "profiles"
+
+Manifest = dict[str, Any]
+
+
+def helm(*arguments: str, version: str = "helm4") -> subprocess.CompletedProcess[str]:
+    """Run Helm."""
+    (program,) = require(version)
+    return subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
+
+
+def render(
+    *arguments: str,
+    profiles: Sequence[str] = (),
+    kube_version: str = "1.33.0",
+    version: str = "helm4",
+) -> list[Manifest]:
+    """All manifests of release ``demo`` in namespace ``train``."""
+    files = [part for name in profiles for part in ("-f", str(PROFILES / f"{name}.yaml"))]
+    done = helm(
+        "template", "demo", str(CHART), "-n", "train", "--kube-version", kube_version, *files,
+        *arguments, version=version,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [document for document in yaml.load_all(done.stdout, yaml.CSafeLoader) if document]
+
+
+def one(manifests: Sequence[Manifest], kind: str, name: str) -> Manifest:
+    """The manifest of a kind and a name."""
+    found = [m for m in manifests if m["kind"] == kind and m["metadata"]["name"] == name]
+    assert len(found) == 1, f"{len(found)} manifests are {kind} {name}"
+    return found[0]
+
+
+def worker_templates(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
+    """Pod templates of workers, by role."""
+    data = one(manifests, "ConfigMap", "demo-slipstream-workers")["data"]
+    return {
+        role: yaml.load(data[f"{role}.yaml"], yaml.CSafeLoader) for role in ("trainer", "rollout")
+    }
+
+
+def pods(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
+    """Every pod that the release can make, by component: ``{"metadata": ..., "spec": ...}``."""
+    found = dict(worker_templates(manifests))
+    for manifest in manifests:
+        pod = manifest if manifest["kind"] == "Pod" else manifest.get("spec", {}).get("template")
+        if isinstance(pod, dict) and "containers" in pod.get("spec", {}):
+            found[pod["metadata"]["labels"]["app.kubernetes.io/component"]] = pod
+    return found
+
+
+EVERYTHING = (
+    "--set-json",
+    'ingress.enabled=true,ingress.tls={"enabled": true, "issuer": "letsencrypt"}',
+    "--set-json",
+    'httpRoute={"enabled": true, "parentRefs": [{"name": "gateway"}]}',
+    "--set",
+    "monitoring.podMonitor.enabled=true,monitoring.prometheusRule.enabled=true",
+    "--set",
+    "monitoring.dashboards.enabled=true",
+    "--set",
+    "tracing.endpoint=http://collector.tracing.svc:4317",
+    "--set",
+    "workers.modelCache.existingClaim=models,workers.modelCache.fetch={Qwen/Qwen3-4B@main}",
+    "--set-json",
+    'networkPolicy.egress={"enabled": true, "workersTo": [{"ipBlock": {"cidr": "192.0.2.0/24"}}]}',
+)
+"""Switches on what is off by default."""
+
+EXISTING = (
+    "--set",
+    "serviceKey.existingSecret=key,controller.adminToken.existingSecret=token,tls.mode=existing",
+)
+"""Takes everything secret from secrets that somebody else makes."""

@@ -1,0 +1,93 @@
+"""A controller process whose runs wait for workers that never come."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+ADMIN = "slp_" + "a" * 43
+SPEC = {
+    "name": "one",
+    "model": {"path": "tiny:qwen2-0.4m"},
+    "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
+    "rollout": {"max_response_tokens": 8, "rewards": [{"name": "exact_match"}]},
+    "trainer": {"steps": 3, "prompts_per_step": 4},
+}
+
+
+@dataclass(frozen=True)
+class RunningController:
+    """Where it is, and what it wrote."""
+
+    url: str
+    grpc: str
+    log: Path
+    pid: int
+
+    def client(self, token: str = ADMIN, **headers: str) -> httpx.Client:
+        """A client of an admin."""
+        headers = {"Authorization": f"Bearer {token}"} | headers if token else headers
+        return httpx.Client(base_url=self.url, headers=headers, timeout=30, trust_env=False)
+
+
+@contextmanager
+def running_queue(folder: Path) -> Iterator[str]:
+    """A small transferqueue, until the block ends; yields its address."""
+    ready, log = folder / "queue.ready", folder / "queue.log"
+    given = {
+        "ready_file": ready,
+        "snapshot_folder": folder / "snapshots",
+        "kept_folder": folder / "kept",
+        "capacity_bytes": 1 << 24,
+    }
+    with _service("transferqueue", given, ready, log) as (_, addresses):
+        yield addresses["address"]
+
+
+@contextmanager
+def running_controller(folder: Path, **settings: object) -> Iterator[RunningController]:
+    """Start one in a folder, and end it with the block."""
+    (folder / "token").write_text(ADMIN)
+    ready, log = folder / "ready", folder / "log"
+    given = {
+        "transferqueue_address": "127.0.0.1:9",
+        "state_directory": folder / "state",
+        "launcher": "none",
+        "admin_token_file": folder / "token",
+        "ready_file": ready,
+        "max_active_runs": 1,
+        **settings,
+    }
+    with _service("controller", given, ready, log) as (process, addresses):
+        yield RunningController(addresses["rest"], addresses["grpc"], log, process.pid)
+
+
+@contextmanager
+def _service(
+    name: str, given: Mapping[str, object], ready: Path, log: Path
+) -> Iterator[tuple[subprocess.Popen, dict[str, str]]]:
+    """A service with settings, once it has said where it is."""
+    prefix = f"SLIPSTREAM_{name.upper()}_"
+    environment = {f"{prefix}{key.upper()}": str(value) for key, value in given.items()}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", f"services.{name}"],
+            env={**os.environ, **environment},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        while not ready.exists():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.1)
+        yield process, json.loads(ready.read_text())
+    finally:
+        process.kill()
+        process.wait()

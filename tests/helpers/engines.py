@@ -1,0 +1,71 @@
+"""Tiny models and engines."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from services.rollout.engines.base import Engine, GenerationRequest
+from services.rollout.engines.torch import TorchEngine
+
+VOCAB_SIZE = 24
+
+
+def make_model(seed: int) -> PreTrainedModel:
+    """A random Qwen2 whose logits differ much between seeds."""
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Qwen2ForCausalLM(config).eval()
+
+
+def weights_of(seed: int) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in make_model(seed).named_parameters()}
+
+
+def request(request_id: str, context: tuple[int, ...], **changes: object) -> GenerationRequest:
+    values: dict[str, object] = {"max_tokens": 8, "seed": 1} | changes
+    return GenerationRequest(request_id=request_id, context_ids=context, **values)  # type: ignore[arg-type]
+
+
+def reference_logprobs(
+    seed: int, context: tuple[int, ...], tokens: tuple[int, ...], temperature: float = 1.0
+) -> Tensor:
+    """Log-probabilities of tokens after a context, computed by a plain forward pass."""
+    ids = torch.tensor([context + tokens])
+    with torch.no_grad():
+        logits = make_model(seed)(ids).logits[0, len(context) - 1 : -1].float()
+    logprobs = torch.log_softmax(logits / temperature, dim=-1)
+    return logprobs.gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let other tasks run until something is true."""
+    while not condition():  # noqa: ASYNC110 -- steps of an engine announce nothing
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def running(engine: Engine) -> AsyncIterator[None]:
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(engine.run())
+        yield
+        task.cancel()
+
+
+def make_engine(seed: int = 0, **changes: object) -> TorchEngine:
+    arguments: dict[str, object] = {"max_running": 8} | changes
+    return TorchEngine(make_model(seed), **arguments)  # type: ignore[arg-type]

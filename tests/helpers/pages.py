@@ -1,0 +1,32 @@
+"""Examples of the documentation, as a reader would copy them."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def example(page: str, name: str, folder: Path) -> Path:
+    """Write the block that begins with the comment ``# name`` to a file of that name."""
+    blocks = re.findall(
+        r"```(?:python|yaml)\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL
+    )
+    (found,) = (block for block in blocks if block.startswith(f"# {name}\n"))
+    file = folder / name
+    file.write_text(found)
+    return file
+
+
+def recipes(folder: Path) -> dict[str, Path]:
+    """Write what ``docs/recipes.md`` shows into a copy of that folder; the specifications by name."""
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    (folder / "examples").symlink_to(ROOT / "examples")
+    docs = folder / "docs"
+    docs.mkdir()
+    for block in re.findall(r"```python\n(# (\S+)\n.*?)```", page, re.DOTALL):
+        (docs / block[1]).write_text(block[0])
+    found = {}
+    for text, name in re.findall(r"```yaml\n(name: (\S+)\n.*?)```", page, re.DOTALL):
+        found[name] = docs / f"{name}.yaml"
+        found[name].write_text(text)
+    return found

@@ -1,0 +1,15 @@
+"""Processes of a test: copies of one that has imported torch, which takes seconds."""
+
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+from torch.multiprocessing import start_processes
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["tests.helpers.batches", "tests.helpers.weight_member"])
+
+
+def run_ranks(work: Callable[..., None], *arguments: Any, count: int) -> None:
+    """Call ``work(rank, *arguments)`` in as many processes; fails with the first that fails."""
+    start_processes(work, args=arguments, nprocs=count, start_method="forkserver")  # type: ignore[no-untyped-call]

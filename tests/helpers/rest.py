@@ -1,0 +1,110 @@
+"""A REST API over a manager whose runs wait for workers that never come."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+
+from services.common.clock import SystemClock
+from services.common.confinement import Allowance
+from services.controller.api.app import build_app
+from services.controller.api.principals import Principal
+from services.controller.api.request_limits import RequestLimits
+from services.controller.api.run_api import RunApi
+from services.controller.launch.launcher import ExternalLauncher
+from services.controller.manager.audit import RunAudit
+from services.controller.manager.logs import RunLogs
+from services.controller.manager.runs import RunManager
+from services.controller.membership.registry import Membership
+from services.controller.run.loop import Services
+from services.controller.settings import Limits
+from services.transferqueue.facts import Stats
+
+SPEC = {
+    "name": "one",
+    "model": {"path": "tiny:qwen2-0.4m"},
+    "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
+    "rollout": {"max_response_tokens": 8, "rewards": [{"name": "exact_match"}]},
+    "trainer": {"steps": 3, "prompts_per_step": 4},
+}
+
+
+def named(number: int) -> dict[str, object]:
+    """A specification with a name of its own."""
+    return {**SPEC, "name": f"run-{number}"}
+
+
+class EmptyQueue:
+    """A transferqueue in which nothing is stored."""
+
+    async def create_partition(self, partition_id, *, required_fields, quota_bytes=0):
+        """Nothing is kept."""
+
+    async def drop_partition(self, partition_id):
+        return 0
+
+    async def stats(self):
+        return Stats(partitions=(), shards=())
+
+    async def keep_samples(self, run_id, *, max_bytes, max_steps):
+        """Nothing is kept."""
+
+    async def forget_samples(self, run_id):
+        """Nothing is there."""
+
+    async def read_samples(self, run_id, query):
+        for stretch in ():
+            yield stretch
+
+
+@asynccontextmanager
+async def open_manager(
+    database, *, max_active_runs=1, max_queued_runs=2, allowance=None, queue=None, **limits
+) -> AsyncIterator[RunManager]:
+    """A manager; its runs are cancelled at the end."""
+    async with asyncio.TaskGroup() as tasks:
+        membership = Membership(SystemClock(), 30.0)
+        manager = RunManager(
+            database=database,
+            membership=membership,
+            queue=queue or EmptyQueue(),
+            tasks=tasks,
+            defaults=Limits(
+                max_active_runs=max_active_runs, max_queued_runs=max_queued_runs, **limits
+            ),
+            allowance=allowance or Allowance(),
+        )
+        manager.drivers.services = Services(
+            membership=membership,
+            launcher=ExternalLauncher(),
+            queue=queue or EmptyQueue(),
+            clock=SystemClock(),
+            heartbeat_timeout_s=30.0,
+        )
+        await manager.start()
+        try:
+            yield manager
+        finally:
+            await manager.close(leave=False)
+
+
+class Developer:
+    """Whoever asks is an admin."""
+
+    def authenticate(self, authorization):
+        return Principal(name="developer", project="default", role="admin")
+
+
+def api_of(manager, database, tmp_path, users=None) -> RunApi:
+    """The run API over a manager."""
+    logs, limits = RunLogs(tmp_path, manager.is_ended), RequestLimits(manager.limits)
+    return RunApi(manager, RunAudit(database), logs, users or Developer(), limits)
+
+
+def client_of(manager, database, tmp_path, users=None, token="") -> httpx.AsyncClient:
+    """A client of the application, without a socket."""
+    app = build_app(api_of(manager, database, tmp_path, users))
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers)

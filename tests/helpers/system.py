@@ -1,0 +1,35 @@
+"""Services that keep running, and train what is submitted, as ``slipstream up`` has them."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.helpers.cli import Finished, slipstream, started
+
+
+@dataclass(frozen=True)
+class System:
+    """Running services."""
+
+    url: str
+    state: Path
+    """State directory, with a folder for each run."""
+
+    def train(self, spec: Path, *overrides: str) -> Finished:
+        """Submit a specification and watch it to its end."""
+        settings = [part for override in overrides for part in ("--set", override)]
+        submitted = slipstream("submit", spec, "--url", self.url, *settings)
+        assert submitted.code == 0, submitted.err
+        run_id = submitted.out.strip()
+        watched = slipstream("watch", run_id, "--url", self.url, "--state-directory", self.state)
+        summary = self.state / run_id / "summary.json"
+        return Finished(watched.code, f"{watched.out}{summary}\n", watched.err)
+
+
+@contextmanager
+def running_system(state: Path) -> Iterator[System]:
+    """Controller and transferqueue; they end with the block."""
+    with started("up", "--port", "0", "--state-directory", state, until="controller at http"):
+        yield System(json.loads((state / "up.json").read_text())["url"], state)

@@ -1,0 +1,199 @@
+"""Ranks that share the experts of each layer train, load, send and save as one rank does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, PreTrainedModel
+
+from services.common.jagged import Jagged
+from services.common.models.expert_names import is_fused
+from services.common.models.loading import build_model, load_folder, stored_tensors
+from services.common.spec.trainer import TrainerSpec
+from services.trainer.batch.packing import PackedTokens, pack
+from services.trainer.checkpoint import manifest
+from services.trainer.checkpoint.checkpointer import Checkpointer
+from services.trainer.collectives import Ranks
+from services.trainer.model.optim import build_optimizer, clip_gradients, gradient_norm
+from services.trainer.model.parallel import Topology, build_topology, distribute
+from services.trainer.model.policy import Policy
+from services.trainer.model.sharded import fill
+from services.trainer.weights import WeightExport
+from services.weightsync.plan import fsdp_shards
+from tests.helpers.mixtures import mixture_shape
+from tests.helpers.ranks import run_ranks
+
+_CPU = torch.device("cpu")
+_ALL = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("ranks", "shared", "families"),
+    [(2, 2, _ALL), (4, 2, ("qwen3_moe", "deepseek_v3")), (4, 4, ("qwen3_moe", "gpt_oss"))],
+)
+def test_shared_experts_give_the_gradients_of_one_rank(
+    tmp_path: Path, ranks: int, shared: int, families: tuple[str, ...]
+) -> None:
+    run_ranks(_compare, str(tmp_path / "store"), shared, families, ranks, count=ranks)
+
+
+def _compare(rank: int, store: str, shared: int, families: tuple[str, ...], ranks: int) -> None:
+    topology, spec = _join(rank, store, ranks, shared)
+    for name in families:
+        for is_lopsided in (False, True):
+            expected, own = _run(_policy(name, is_lopsided), range(ranks))
+            policy = _policy(name, is_lopsided)
+            recomputed = {"activation_checkpointing": is_lopsided}
+            distribute(policy, spec.model_copy(update=recomputed), topology)
+            loss, gradients = _run(policy, [rank], scale=ranks)
+            loss = topology.data.sum(loss) / ranks
+            told = f"{name}, {'lopsided' if is_lopsided else 'as it comes'}"
+            assert (loss - expected).abs() <= 1e-6 * expected.abs(), told
+            norm = torch.stack([value.norm() for value in own.values()]).norm()
+            for key, value in own.items():
+                error = (gradients[key] - value).norm() / norm
+                assert error <= 1e-6, f"{told}: gradient of {key} differs by {error}"
+    distributed.destroy_process_group()
+
+
+def _join(rank: int, store: str, ranks: int, shared: int) -> tuple[Topology, TrainerSpec]:
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks
+    )
+    spec = TrainerSpec(steps=1, prompts_per_step=1, world_size=ranks, expert_parallel=shared)
+    return build_topology(spec, device=_CPU, rank=rank, world_size=ranks), spec
+
+
+def _policy(name: str, is_lopsided: bool = False) -> Policy:
+    return Policy(_model(name, is_lopsided), temperature=1.0)
+
+
+def _config(name: str, **shape: Any) -> Any:
+    values = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "initializer_range": 0.3,
+    }
+    return AutoConfig.for_model(name, **{**values, **mixture_shape(name), **shape})
+
+
+def _model(name: str, is_lopsided: bool = False) -> PreTrainedModel:
+    """A random model; a lopsided one sends every token to the first expert."""
+    # A single group of experts, of which a token chooses one.
+    shape = {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1} if is_lopsided else {}
+    model = build_model(_config(name, **shape), dtype=torch.float32, device=_CPU, seed=3)
+    with torch.no_grad():
+        for key, value in stored_tensors(model).items():
+            if key.endswith("e_score_correction_bias"):
+                value.uniform_(0.0, 0.2, generator=torch.Generator().manual_seed(1))
+            if is_lopsided and key.endswith(("e_score_correction_bias", "router.bias")):
+                value[0] = 100.0
+            if is_lopsided and key.endswith("mlp.gate.weight"):
+                value[1:] = value[0]  # all alike: the first is chosen
+    return model
+
+
+def _pack(rank: int) -> tuple[Jagged, Jagged]:
+    generator = torch.Generator().manual_seed(rank)
+    sizes = [(3 + rank, 11), (5, 4 + rank)]
+    prompts = [torch.randint(3, 61, (size,), generator=generator) for size, _ in sizes]
+    responses = [torch.randint(3, 61, (size,), generator=generator) for _, size in sizes]
+    return Jagged.from_list(prompts), Jagged.from_list(responses)
+
+
+def _packed(rank: int) -> PackedTokens:
+    return pack(*_pack(rank), device=_CPU)
+
+
+def _run(policy: Policy, parts: Any, *, scale: int = 1) -> tuple[torch.Tensor, dict[str, Any]]:
+    total = torch.zeros(())
+    for part in parts:
+        logprobs, _ = policy(_packed(part))
+        loss = scale * logprobs.square().sum()
+        loss.backward()
+        total += loss.detach()
+    return total, {name: _whole(each.grad) for name, each in policy.named_parameters()}
+
+
+def _whole(value: Any) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "ranks", "shared"), [("deepseek_v3", 2, 2), ("mixtral", 4, 2), ("gpt_oss", 2, 1)]
+)
+def test_what_ranks_load_send_and_save_is_the_whole_model(
+    tmp_path: Path, name: str, ranks: int, shared: int
+) -> None:
+    _model(name).save_pretrained(tmp_path / "model")
+    run_ranks(_load_and_save, str(tmp_path), name, shared, ranks, count=ranks)
+    # The checkpoint of all ranks goes on alone.
+    policy = _policy(name)
+    optimizer = build_optimizer(list(policy.parameters()), _spec_alone().optimizer)
+    alone = Checkpointer(
+        {"": (policy, optimizer)},
+        root=tmp_path / "run",
+        keep=1,
+        topology=Topology(device=_CPU, data=Ranks()),
+    )
+    alone.load()
+    trained = torch.load(tmp_path / "trained.pt")
+    for key, value in stored_tensors(policy.model).items():
+        assert torch.equal(value, trained[key]), key
+
+
+def _spec_alone() -> TrainerSpec:
+    return TrainerSpec(steps=1, prompts_per_step=1)
+
+
+def _load_and_save(rank: int, folder: str, name: str, shared: int, ranks: int) -> None:
+    root = Path(folder)
+    topology, spec = _join(rank, str(root / "store"), ranks, shared)
+    policy = Policy(build_model(_config(name), dtype=torch.float32, device="meta"), temperature=1.0)
+    distribute(policy, spec, topology)
+    fill(policy, root / "model", device=_CPU)
+    whole = stored_tensors(load_folder(root / "model", dtype=torch.float32, device=_CPU))
+    export = WeightExport(policy, dtype=torch.float32, ranks=topology.data)
+    for key, value in export.weight_tensors():
+        assert torch.equal(value, whole[key]), key
+
+    # An update moves them; the rows of all ranks are then the whole again.
+    optimizer = build_optimizer(list(policy.parameters()), spec.optimizer)
+    checkpointer = Checkpointer(
+        {"": (policy, optimizer)}, root=root / "run", keep=1, topology=topology
+    )
+    _run(policy, [rank], scale=ranks)
+    norm = gradient_norm(list(policy.parameters()))
+    clip_gradients(list(policy.parameters()), norm, 1.0)
+    optimizer.step()
+    trained = dict(export.weight_tensors())
+    assert not torch.equal(trained["lm_head.weight"], whole["lm_head.weight"])
+    assert export.sends_rows == (shared in (1, ranks))
+    if export.sends_rows:
+        specs = export.weight_specs()
+        rows = dict(export.weight_rows())
+        for shard in fsdp_shards(specs, ranks)[rank]:
+            tensor = specs[shard.tensor]
+            expected = trained[tensor.name][shard.start : shard.stop]
+            assert torch.equal(rows[tensor.name], expected), tensor.name
+    assert any(is_fused(key, policy.model.config.to_dict()) for key in trained) or name == "gpt_oss"
+    checkpointer.write(checkpointer.snapshot(1, {"num_updates": 1}))
+    if rank == 0:
+        torch.save(trained, root / "trained.pt")
+        assert manifest.newest(root / "run")[1]["num_updates"] == 1
+    distributed.destroy_process_group()

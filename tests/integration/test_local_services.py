@@ -1,0 +1,56 @@
+"""Services on a developer's machine that cannot start."""
+
+import asyncio
+import os
+import signal
+import socket
+
+import psutil
+import pytest
+import zmq
+
+from services.cli.local import ServiceExitedError, local_services
+from tests.helpers.processes import below
+
+
+def started() -> set[str]:
+    """Services below this process."""
+    return {str(words) for _, words in below(psutil.Process()) if "services." in str(words)}
+
+
+async def test_services_that_do_not_start_say_why_and_leave_nothing(tmp_path):
+    umask = os.umask(0o022)
+    before = started()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(ServiceExitedError, match="cannot listen"),
+    ):
+        async with local_services(tmp_path, port=taken.getsockname()[1]):
+            pytest.fail("the port is in use")
+    assert os.umask(umask) == 0o022
+    assert started() <= before
+
+
+async def test_what_was_started_before_is_left_alone(tmp_path):
+    before = await asyncio.create_subprocess_exec("sleep", "60")
+    async with local_services(tmp_path) as services:
+        assert services.url
+    assert before.returncode is None
+    before.kill()
+    assert await before.wait() == -signal.SIGKILL
+
+
+async def test_samples_answer_nobody_else_on_this_machine(tmp_path):
+    async with local_services(tmp_path) as services:
+        process = psutil.Process(services.services[0].process.pid)
+        ports = {at.laddr.port for at in process.net_connections("tcp") if at.status == "LISTEN"}
+        assert len(ports) == 2
+        with zmq.Context() as context:
+            for port in ports:
+                with context.socket(zmq.DEALER) as peer:
+                    peer.setsockopt(zmq.LINGER, 0)
+                    peer.setsockopt(zmq.RCVTIMEO, 1000)
+                    peer.connect(f"tcp://127.0.0.1:{port}")
+                    peer.send(b"anything")
+                    with pytest.raises(zmq.Again):
+                        peer.recv()

@@ -1,0 +1,40 @@
+"""Imports that workers share: done once, and harmless to a fork."""
+
+import json
+import os
+import subprocess
+import sys
+
+from services.controller.launch.fork_client import PRELOADED
+
+LOOK = f"""
+import json, os, sys
+from services.common.fork_server import serve
+serve({PRELOADED!r})
+imported = set(sys.modules)
+from prometheus_client import REGISTRY
+metrics = [name for names in REGISTRY._collector_to_names.values() for name in names]
+threads = len(os.listdir("/proc/self/task"))
+import services.rollout.__main__, services.trainer.__main__
+late = {{name.partition(".")[0] for name in set(sys.modules) - imported}}
+print(json.dumps({{"threads": threads, "metrics": metrics, "late": sorted(late)}}), file=sys.stderr)
+"""
+
+
+def test_what_is_imported_beforehand_can_be_forked_and_is_all_that_takes_long():
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    seen = json.loads(done.stderr.splitlines()[-1])
+    assert "is not imported" not in done.stderr
+    assert seen["threads"] == 1
+    assert not [
+        name for name in seen["metrics"] if name.startswith(("slipstream_rollout", "slipstream_t"))
+    ]
+    heavy = {"torch", "transformers", "sympy", "grpc", "pydantic", "zmq", "httpx", "uvicorn"}
+    assert not heavy & set(seen["late"])

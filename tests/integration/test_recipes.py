@@ -1,0 +1,17 @@
+"""Specifications of docs/recipes.md train as they stand."""
+
+import pytest
+
+from tests.helpers.pages import recipes
+
+RECIPES = [
+    pytest.param("tools"),
+    *(pytest.param(n, marks=pytest.mark.nightly) for n in ("math", "code", "lora")),
+]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_trains(tmp_path, system, name):
+    done = system.train(recipes(tmp_path)[name])
+    assert done.code == 0, done.out + done.err
+    assert len((done.folder / "metrics.jsonl").read_text().splitlines()) >= 3

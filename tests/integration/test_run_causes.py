@@ -1,0 +1,43 @@
+"""A run that fails of what its user wrote says so: which reward, which exception, which prompt."""
+
+from pathlib import Path
+
+import pytest
+
+from services.cli import known_tokens
+from services.cli.api import Api
+from tests.integration.test_run_life import is_in, submit, up, wait_for
+
+__all__ = ["up"]
+pytestmark = pytest.mark.timeout(300)
+
+
+async def failure_of(url: str, plumbing: Path, *overrides: str) -> tuple[str, set[str]]:
+    """Why a run failed, and what happened on the way."""
+    async with Api(url, token=known_tokens.find(url)) as api:
+        run_id = await submit(plumbing, api, *overrides)
+        ended = await wait_for(api, run_id, is_in("SUCCEEDED", "FAILED"))
+        assert (ended.state, ended.state_reason) == ("FAILED", "GenerationError"), ended.message
+        assert ended.error is not None
+        assert ended.error.category == "USER"
+        return ended.message, {event.type for event in await api.events(run_id)}
+
+
+async def test_a_reward_that_always_raises_is_the_cause(plumbing, up, tmp_path):
+    url, _ = up
+    (tmp_path / "broken.py").write_text("def score(*given):\n    raise KeyError('gold')\n")
+    message, kinds = await failure_of(
+        url, plumbing, f'rollout.rewards=[{{"name": "{tmp_path}/broken.py:score"}}]'
+    )
+    assert "broken.py:score' raised KeyError: 'gold'" in message
+    assert "row " in message
+    assert "fault in the service" not in message
+    assert not kinds & {"WorkerLost", "Rewound", "Restarted"}
+
+
+async def test_prompts_that_are_all_too_long_are_the_cause(plumbing, up):
+    url, _ = up
+    message, kinds = await failure_of(url, plumbing, "data.max_prompt_tokens=2")
+    assert "prompt_too_long" in message
+    assert "data.max_prompt_tokens" in message
+    assert not kinds & {"WorkerLost", "Rewound", "Restarted"}

@@ -1,0 +1,49 @@
+"""docs/tutorial.md, as a reader follows it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from safetensors import safe_open
+
+from services.common.spec.loader import load_spec
+from tests.helpers.cli import slipstream
+from tests.helpers.pages import example
+
+FILES = ("make_data.py", "backwards.py", "backwards.yaml", "use.py")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The tutorial's folder, with its data."""
+    for name in FILES:
+        example("tutorial.md", name, tmp_path)
+    subprocess.run([sys.executable, "make_data.py"], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def test_its_specification_is_valid(folder):
+    checked = slipstream("validate", folder / "backwards.yaml")
+    assert checked.code == 0, checked.err
+    spec = load_spec(folder / "backwards.yaml")
+    assert spec.data.prompt_column == "word"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_it_learns_and_its_model_is_exported(folder, system):
+    done = system.train(folder / "backwards.yaml")
+    assert done.code == 0, done.out + done.err
+    scores = json.loads((done.folder / "summary.json").read_text())["heldout"]
+    assert scores["greedy"] > 0.9
+    shown = slipstream("samples", "backwards", "--worst", "--url", system.url)
+    assert shown.code == 0, shown.err
+    exported = slipstream("export", "backwards", folder / "model", "--url", system.url)
+    assert exported.code == 0, exported.err
+    with safe_open(folder / "model" / "model.safetensors", "pt") as weights:
+        assert "model.norm.weight" in weights.keys()  # noqa: SIM118 -- not a mapping
+    used = subprocess.run(
+        [sys.executable, "use.py"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert "parameters" in used.stdout, used.stderr
