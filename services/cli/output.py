@@ -27,7 +27,8 @@ class _PipedConsole(Console):
     """Leaves it to its user what becomes of a reader that is gone; rich's own ends the process."""
 
     def on_broken_pipe(self) -> None:
-        """Raise the BrokenPipeError that is being handled."""
+        """Raise the BrokenPipeError that is being handled; what could not be written goes with its reader."""
+        del self._buffer[:]
         raise
 
 

@@ -64,3 +64,6 @@ def test_a_reader_that_is_gone_is_no_failure_of_what_a_command_does(pipe, monkey
     with pytest.raises(typer.Exit) as ended:
         run_until_signal(work())
     assert ended.value.exit_code == 0
+    with output.console.capture() as captured:
+        output.console.print("the next command")
+    assert captured.get() == "the next command\n"
