@@ -6,6 +6,8 @@ from collections import Counter
 
 import pytest
 
+from services.controller.store.records import Note
+
 playwright = pytest.importorskip("playwright.async_api")
 expect = playwright.expect
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
@@ -149,6 +151,23 @@ async def test_what_happened_is_told_as_text(open_page, controller):
     await expect(page.locator("#logs")).to_contain_text("rollout-0  weights synced")
     await page.select_option("#component", "rollout-0")
     await expect(page.locator("#logs")).to_have_text("weights synced\n")
+
+
+async def test_events_that_come_before_the_first_page_of_them_hide_none(open_page, controller):
+    page = await open_page(f"/runs/{controller.running}")
+    listed = page.locator("#events li")
+
+    async def late(route):
+        await listed.first.wait_for()
+        await route.continue_()
+
+    await page.route("**/events?order_by=-seq&limit=100&*", late)
+    await page.get_by_role("tab", name="Events").click()
+    controller.note(controller.running, Note("Tried", "before the page"))
+    await expect(page.locator("#events")).to_contain_text("<b>rollout-1</b> ended")
+    texts = await listed.all_inner_texts()
+    assert len(texts) == len(set(texts))
+    assert "before the page" in texts[0]
 
 
 async def test_why_a_run_failed_stands_at_its_top(open_page, controller):

@@ -19,7 +19,6 @@ from services.trainer.batch.prefixes import (
     find_prefixes,
     joined,
     part,
-    unshared,
 )
 from services.trainer.batch.samples import Cohort, Samples
 from services.trainer.collectives import Ranks
@@ -130,7 +129,7 @@ def micro_batches(
         found = families(find_prefixes(sequences), lengths)
         units = [unit for family in found for unit in _evenly_cut(family, lengths, max_tokens)]
     else:
-        units = [Prefixes((index,), (0,)) for index in unshared(len(sequences)).order]
+        units = [Prefixes((index,), (0,)) for index in range(len(sequences))]
     sizes = [_num_tokens(unit, lengths) for unit in units]
     bins: list[list[int]] = []
     room: list[int] = []

@@ -31,6 +31,7 @@ export class Events {
     if (this.type ? event.type !== this.type : QUIET.includes(event.type)) return;
     if (event.seq <= this.newest) return;
     this.newest = event.seq;
+    this.oldest ||= event.seq; // the first page may still be on its way
     this.list.prepend(entry(event));
   }
 
@@ -41,11 +42,14 @@ export class Events {
   }
 
   async #read() {
+    const { type } = this;
     const only = this.type ? `type=${encodeURIComponent(this.type)}` : QUIET.map((type) => `not_type=${type}`).join("&");
     const { items } = await getJson(`/v1/runs/${this.run.id}/events?order_by=-seq&limit=${PAGE}&before_seq=${this.oldest}&${only}`);
-    this.list.append(...items.filter(({ seq }) => this.oldest || seq > this.newest).map(entry));
-    this.newest = Math.max(this.newest, items[0]?.seq ?? 0);
-    this.oldest = items.at(-1)?.seq ?? this.oldest;
+    if (type !== this.type) return; // another page has been asked for
+    const older = items.filter(({ seq }) => !this.oldest || seq < this.oldest);
+    this.list.append(...older.map(entry));
+    this.newest = Math.max(this.newest, older[0]?.seq ?? 0);
+    this.oldest = older.at(-1)?.seq ?? this.oldest;
     this.more.hidden = items.length < PAGE;
   }
 }
