@@ -49,8 +49,8 @@ test: test-system check ## Everything that every commit must pass: check, then c
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m '$(EVERY_COMMIT) and not learning and not faults' --ignore tests/unit
 	$(BIN)/python -m pytest -m '$(EVERY_COMMIT) and (learning or faults)'
 
-test-system: # A browser, and what Mooncake Store links against: without them their tests are skipped
-	tests/system.sh --or-skip chromium libibverbs.so.1=libibverbs1 libnuma.so.1=libnuma1 libcurl.so.4=libcurl4
+test-system: # A browser, a sandbox, and what Mooncake Store links against: without them their tests are skipped
+	tests/system.sh --or-skip chromium bwrap=bubblewrap libibverbs.so.1=libibverbs1 libnuma.so.1=libnuma1 libcurl.so.4=libcurl4
 
 test-nightly: $(READY) ## Every algorithm over three seeds and its controls, the whole matrix of faults, long fuzzing
 	$(BIN)/python -m pytest -m nightly -o addopts='--import-mode=importlib --strict-markers -ra'
