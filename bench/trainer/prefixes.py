@@ -172,6 +172,7 @@ def make_groups(
     no, everything = torch.zeros(count, dtype=torch.bool), torch.ones(total, dtype=torch.bool)
     samples = Samples(
         rows=torch.arange(count),
+        numbers=torch.zeros(count, dtype=torch.int64),
         prompts=Jagged.from_list(prompts),
         responses=Jagged(tokens(total), lengths),
         rewards=torch.rand(count, generator=generator),

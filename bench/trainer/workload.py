@@ -94,6 +94,7 @@ def make_samples(scale: Scale) -> tuple[Samples, Cohort]:
     everything = torch.ones(count, dtype=torch.bool)
     samples = Samples(
         rows=torch.arange(len(lengths)),
+        numbers=torch.zeros(len(lengths), dtype=torch.int64),
         prompts=tokens(prompts),
         responses=tokens(responses),
         rewards=torch.rand(len(lengths), generator=generator),

@@ -252,6 +252,9 @@ def _workflow(spec: RunSpec) -> Iterator[str]:
         reference = str(arguments.get(workflow))
         if rollout.workflow == workflow and "://" not in reference and reference not in AGENTS:
             named = [(f"rollout.workflow_arguments.{workflow}", reference)]
+    chooses = str(arguments.get("train", ""))
+    if rollout.workflow == "agent" and ":" in chooses:
+        yield from _called("rollout.workflow_arguments.train", chooses, ([], {}), {})
     if rollout.workflow == "multi_turn":
         tools = arguments.get("tools", ())
         named = [("rollout.workflow_arguments.tools", str(tool)) for tool in tools]

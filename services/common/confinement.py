@@ -25,7 +25,7 @@ _FREE = re.compile(
     r"|data\.(prompt_template|prompt_column|answer_column)|data\.\w+\.(split|subset|source)"
 )
 _CODE = re.compile(
-    r"rollout\.(workflow|rewards\.\d+\.name|workflow_arguments\.(agent|environment|tools\.\d+))"
+    r"rollout\.(workflow|rewards\.\d+\.name|workflow_arguments\.(agent|environment|train|tools\.\d+))"
     r"|model\.warm_start\.examples|algorithm\.(loss|advantage)"
 )
 _MODEL = re.compile(r"model\.(path|tokenizer)")

@@ -29,7 +29,10 @@ FIELDS: Final = tuple(
     Field(name=name, dtype=dtype, shape=shape, producer=producer, meaning=meaning)
     for name, dtype, shape, producer, meaning in (
         ("prompt_ids", "int32", "[P]", "rollout", "tokens of the prompt; stored once per group"),
-        ("response_ids", "int32", "[R]", "rollout", "tokens after the prompt, tool tokens included"),
+        (
+            "response_ids", "int32", "[R]", "rollout",
+            "tokens after the prompt: tool tokens and further conversations with their prompts included",
+        ),
         ("response_mask", "bool", "[R]", "rollout", "True where the policy sampled the token"),
         (
             "rollout_logprobs", "float32", "[R]", "rollout",
@@ -37,7 +40,8 @@ FIELDS: Final = tuple(
         ),
         (
             "version_runs", "int32", "[K, 2]", "rollout",
-            "run-length weight versions: (weight_version, num_tokens); tool tokens have version -1",
+            "run-length weight versions: (weight_version, num_tokens); tool tokens have version -1, the "
+            "prompt of each further conversation, which begins another sequence of the sample, -2",
         ),
         (
             "routed_experts", "uint8 or int16", "[P + R - 1, L, E]", "rollout",
@@ -58,6 +62,10 @@ FIELDS: Final = tuple(
 KEPT_RECORDS: Final = ("kept_record", "trained_record")
 """JSON, uint8 ``[B]``, of a rollout and of the trainer; in the partition ``kept``, beside columns."""
 
+TOOL_VERSION: Final = -1
+"""Weight version of tokens that no policy sampled."""
+PROMPT_VERSION: Final = -2
+"""Weight version of a prompt inside of a response: another sequence of the same sample begins with it."""
 ROUTED_EXPERTS: Final = "routed_experts"
 ROLLOUT_FIELDS: Final = tuple(
     field.name for field in FIELDS if field.producer == "rollout" and field.name != ROUTED_EXPERTS

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from services.common import tracing
@@ -20,8 +20,10 @@ from services.rollout.partial import GroupProgress, MemberProgress
 from services.rollout.prompts import Prompt
 from services.rollout.rewards.base import Reward, RewardInput, Score
 from services.rollout.samples import Sample, answer_digest
-from services.rollout.workflows.base import Episode, EpisodeLimits, Interrupted, Workflow
+from services.rollout.workflows.base import Episode, Interrupted, Workflow
+from services.rollout.workflows.conversations import flattened, trained_once
 from services.rollout.workflows.history import history_of
+from services.rollout.workflows.limits import EpisodeLimits
 from services.rollout.workflows.turns import Turn
 
 logger = logging.getLogger(__name__)
@@ -120,7 +122,8 @@ class RunningGroup:
                 continue
             made = [running[name].token_ids for name in episode.request_ids if name in running]
             num_waiting = len(episode.request_ids) - sum(map(bool, made))
-            turns = len(episode.turns) + self._num_failed_scores[member]
+            turns = sum(map(len, (episode.turns, *episode.conversations)))
+            turns += self._num_failed_scores[member]
             marks[member] = (turns << 32) + sum(map(len, made)) + num_waiting * tokens_total
         return marks
 
@@ -196,7 +199,7 @@ class RunningGroup:
             with tracing.span("rollout.generate") as span:
                 await self._tools.workflow.run(episode)
                 span.attributes["gen_ai.usage.output_tokens"] = len(episode.response_ids)
-                span.attributes["num_segments"] = len(episode.sampled_versions)
+                span.attributes["num_segments"] = episode.num_segments
         except Interrupted:
             return False
         except CallError as error:
@@ -214,7 +217,7 @@ class RunningGroup:
 
     def _check_segments(self, episode: Episode) -> None:
         """Refuse a response that was stretched over too many weight versions."""
-        num_segments, most = len(episode.sampled_versions), self._spec.max_segments
+        num_segments, most = episode.num_segments, self._spec.max_segments
         if most is not None and num_segments > most:
             raise GroupError(
                 "too_many_segments",
@@ -241,11 +244,12 @@ class RunningGroup:
             raise
 
     def _sample(self, member: int, episode: Episode, *, score: Score, failed: bool) -> Sample:
+        prompt, *turns = flattened(trained_once(episode.sequences))
         sample = Sample(
             member=member,
-            prompt_ids=episode.prompt_ids,
-            turns=episode.response_turns,
-            score=score,
+            prompt_ids=prompt.token_ids,
+            turns=tuple(turns),
+            score=replace(score, terms={**score.terms, **episode.measured}),
             finish_reason="failed" if failed else episode.finish_reason,
             is_greedy=episode.limits.temperature == 0,
             answer=self._answer(episode.response_text),

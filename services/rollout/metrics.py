@@ -31,7 +31,7 @@ UNKEPT_GROUPS = Counter(
 )
 UNUSED_AGENT_TOKENS = Counter(
     "slipstream_rollout_unused_agent_tokens_total",
-    "Tokens that agents had sampled outside the conversation that became the sample",
+    "Tokens that agents had sampled outside the conversations that train",
 )
 RESPONSE_TOKENS = Histogram(
     "slipstream_rollout_response_tokens", "Length of finished responses", buckets=TOKENS

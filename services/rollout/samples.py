@@ -12,16 +12,18 @@ import regex
 import torch
 from torch import Tensor
 
-from services.common.fields import ROUTED_EXPERTS
+from services.common.fields import ROUTED_EXPERTS, TOOL_VERSION
 from services.common.models.routing_shape import RoutingShape
 from services.rollout.engines.base import VersionRun
 from services.rollout.prompts import Prompt
 from services.rollout.rewards.base import Score
+from services.rollout.workflows.conversations import divided
 from services.rollout.workflows.turns import (
-    TOOL_VERSION,
     Turn,
+    observed,
     routed_experts,
     sampled_versions,
+    token_ids,
     version_runs,
 )
 
@@ -41,7 +43,7 @@ class Sample:
     prompt_ids: tuple[int, ...]
     """Tokens before the response."""
     turns: tuple[Turn, ...]
-    """The response."""
+    """The response; further conversations of the episode follow, each with its prompt."""
     score: Score
     """Task reward and its terms; 0 and meaningless if the sample failed."""
     finish_reason: str
@@ -135,9 +137,13 @@ def _experts(sample: Sample, routing: RoutingShape) -> Tensor:
     """An entry for each token but the last: what engines told of, and of the others that it is not known."""
     num_tokens = max(len(sample.prompt_ids) + len(sample.response_ids) - 1, 0)
     experts = np.full((num_tokens, *routing.tail), routing.missing, routing.dtype)
-    known = routed_experts(sample.turns)
-    if known is not None:
-        experts[: len(known)] = known[:num_tokens]
+    start = 0
+    for conversation in divided((observed(sample.prompt_ids), *sample.turns)):
+        known, length = routed_experts(conversation), len(token_ids(conversation))
+        if known is not None:
+            end = min(start + min(len(known), length - 1), num_tokens)
+            experts[start:end] = known[: end - start]
+        start += length
     return torch.from_numpy(experts)
 
 

@@ -16,16 +16,22 @@ import httpx
 
 http = httpx.AsyncClient(timeout=60)
 
+async def ask(base_url, api_key, model, messages):
+    response = await http.post(
+        f"{base_url}/chat/completions",
+        headers={"Authorization": f"Bearer {api_key}"},
+        json={"model": model, "messages": messages, "max_tokens": 5},
+    )
+    response.raise_for_status()
+    return response.json()["choices"][0]["message"]
+
 async def talk(base_url, api_key, model, prompt, row):
-    messages = [{"role": "user", "content": prompt}]
-    for _ in range(2):
-        response = await http.post(
-            f"{base_url}/chat/completions",
-            headers={"Authorization": f"Bearer {api_key}"},
-            json={"model": model, "messages": messages, "max_tokens": 5},
-        )
-        response.raise_for_status()
-        messages += [response.json()["choices"][0]["message"], {"role": "user", "content": "more"}]
+    user = lambda text: {"role": "user", "content": text}
+    messages = [user(prompt)]
+    messages += [await ask(base_url, api_key, model, messages), user("more")]
+    await ask(base_url, api_key, model, [user("helper")])
+    await ask(base_url, api_key, model, [*messages[:-1], user("else")])
+    await ask(base_url, api_key, model, messages)
 """
 
 
@@ -53,7 +59,10 @@ def judge():
 
 
 def test_an_agent_trains_on_what_a_service_judges(plumbing, judge, tmp_path, system):
-    """Replies are put aside every three tokens, so that agents run again and get what was recorded."""
+    """Replies are put aside every three tokens, so that agents run again and get what was recorded.
+
+    It has three conversations, two of which have the same beginning.
+    """
     (tmp_path / "agent.py").write_text(AGENT)
     spec = yaml.safe_load(plumbing.read_text())
     spec["rollout"] |= {
@@ -61,7 +70,7 @@ def test_an_agent_trains_on_what_a_service_judges(plumbing, judge, tmp_path, sys
         "partial_rollout": True,
         "segment_tokens": 3,
         "workflow": "agent",
-        "workflow_arguments": {"agent": "agent.py:talk"},
+        "workflow_arguments": {"agent": "agent.py:talk", "train": "all"},
         "rewards": [{"name": judge}],
     }
     plumbing.write_text(yaml.safe_dump(spec))
@@ -85,3 +94,5 @@ def test_an_agent_trains_on_what_a_service_judges(plumbing, judge, tmp_path, sys
         assert len({len(column) for column in tokens.values()}) == 1
         assert not any(trained and t for trained, t in zip(tokens["is_trained"], told, strict=True))
     assert all(step["trained_tokens"] < step["response_tokens"] for step in steps)
+    assert all(step["sequences_mean"] == step["reward/conversations"] == 3.0 for step in steps)
+    assert all(step["reward/rewritten_histories"] == 0.0 for step in steps)

@@ -174,7 +174,7 @@ def resolve_paths(spec: RunSpec, folder: Path) -> RunSpec:
 
 def _resolve_arguments(arguments: dict[str, Any], folder: Path) -> None:
     """Make what a workflow is given to call absolute."""
-    for key in ("agent", "environment"):
+    for key in ("agent", "environment", "train"):
         if isinstance(arguments.get(key), str):
             arguments[key] = _absolute_callable(arguments[key], folder)
     if isinstance(tools := arguments.get("tools"), list):

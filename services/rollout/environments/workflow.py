@@ -24,6 +24,7 @@ from services.rollout.openai.record import Record
 from services.rollout.openai.requests import ChatRequest
 from services.rollout.openai.requests import Message as ChatMessage
 from services.rollout.workflows.base import Episode
+from services.rollout.workflows.training import TrainedConversations
 from services.rollout.workflows.turns import observed
 
 _KEY = "rollout.workflow_arguments"
@@ -76,6 +77,8 @@ class Environments:
         self._is_chat = chat
         self._timeout_s, self._wait_s = timeout_s, wait_s
         self._processes = processes
+        # It has several conversations if it changes its tools.
+        self._trained = TrainedConversations("all")
         self._environment: Environment | None = None
 
     @asynccontextmanager
@@ -126,6 +129,7 @@ class Environments:
             raise
         end = await self._timed("close", session.close())
         episode.earned = self._earned([*seen_so_far, end], is_over=seen.is_done)
+        await self._trained.choose(episode)
 
     def _earned(self, observations: Sequence[Observation], *, is_over: bool) -> Mapping[str, Any]:
         """The reward: terms of all steps added up, and the last value of what is only measured."""

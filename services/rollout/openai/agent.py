@@ -10,13 +10,14 @@ from services.rollout.calls.reach import Reach
 from services.rollout.failures import CallError
 from services.rollout.openai.endpoint import Endpoint
 from services.rollout.workflows.base import Episode
+from services.rollout.workflows.training import TrainedConversations
 
 
 class Agent:
-    """Runs an agent per sample; whatever it samples under its key becomes the sample.
+    """Runs an agent per sample; what it samples under its key becomes the sample.
 
     The agent is called with ``base_url``, ``api_key``, ``model``, ``prompt`` and ``row``, and talks to the
-    policy with any OpenAI client. Its conversation is recorded token by token: the first messages are the
+    policy with any OpenAI client. Its conversations are recorded token by token: the first messages are the
     prompt, later ones are observed and not trained. The reward judges the last reply.
 
     An interrupted sample is resumed by running the agent again. As long as it asks the same, it is given
@@ -28,9 +29,13 @@ class Agent:
             returns or answers is what the reward ``environment`` gives.
         timeout_s: Deadline of one episode.
         processes: Processes that a function runs in; each runs many episodes at once.
+        train: Which of its conversations train: ``last`` (the one that was continued last), ``all``, or
+            ``module:function`` / ``file.py:function`` that says.
     """
 
-    def __init__(self, *, agent: str, timeout_s: float = 600.0, processes: int = 1) -> None:
+    def __init__(
+        self, *, agent: str, timeout_s: float = 600.0, processes: int = 1, train: str = "last"
+    ) -> None:
         if timeout_s <= 0 or processes < 1:
             raise ValueError(
                 "rollout.workflow_arguments: timeout_s must be positive and processes at least 1, but are "
@@ -39,6 +44,7 @@ class Agent:
         self._agent = AGENTS.get(agent, agent)
         self._timeout_s = timeout_s
         self._processes = processes
+        self._trained = TrainedConversations(train)
         self._parts: tuple[Endpoint, AgentRunner] | None = None
 
     @asynccontextmanager
@@ -87,3 +93,8 @@ class Agent:
             raise CallError(
                 "exception", "the agent finished without asking the policy for anything"
             )
+        episode.measured = {
+            "conversations": float(len(episode.conversations)),
+            "rewritten_histories": float(episode.num_rewritten),
+        }
+        await self._trained.choose(episode)

@@ -20,7 +20,6 @@ from starlette.routing import Route
 
 from services.common.http_server import serve_http
 from services.common.task_group import TaskGroup
-from services.rollout import metrics
 from services.rollout.openai.errors import ApiError, invalid
 from services.rollout.openai.record import Listen, Record, Replies
 from services.rollout.openai.replies import Formatter
@@ -173,7 +172,6 @@ class Endpoint:
                 finally:
                     del self._sessions[key]
                     session.close()
-                    metrics.UNUSED_AGENT_TOKENS.inc(session.record.num_unused_tokens)
         except BaseExceptionGroup as errors:
             raise _cause(errors) from None
 

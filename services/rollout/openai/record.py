@@ -1,8 +1,8 @@
 """What an agent sampled in one episode: exact tokens, conversation by conversation.
 
 A request that repeats a recorded conversation and adds to it continues its tokens; only what was added is
-turned into tokens. A request that continues none begins another conversation. The one that was continued
-last becomes the sample: it led to what the reward judges.
+turned into tokens. A request that continues none begins another conversation: a helper's, or one whose
+history the agent rewrote. The one that was continued last led to what the reward judges.
 """
 
 import hashlib
@@ -17,8 +17,9 @@ from services.rollout.failures import GroupError
 from services.rollout.openai.chat import first_tokens, following_tokens, reply, visible_text
 from services.rollout.openai.errors import invalid, too_long
 from services.rollout.openai.requests import ChatRequest, CompletionRequest, Message
-from services.rollout.workflows.base import Draw, Episode, Interrupted
-from services.rollout.workflows.turns import Turn, num_sampled, observed, token_ids
+from services.rollout.workflows.base import Episode, Interrupted
+from services.rollout.workflows.limits import Draw
+from services.rollout.workflows.turns import Turn, observed, token_ids
 
 Listen = Callable[[int, Sequence[int], Sequence[float]], None]
 """Hears of new tokens, and their logprobs, of the reply with a number."""
@@ -80,17 +81,13 @@ class Record:
         self._chats: list[_Conversation] = []
         self._texts: list[_Conversation] = []
         self._num_asked: Counter[tuple[int, ...]] = Counter()
-        self._num_sampled = 0
-
-    @property
-    def num_unused_tokens(self) -> int:
-        """Sampled tokens of conversations that do not become the sample."""
-        return self._num_sampled - num_sampled(self._episode.turns)
 
     async def chat(self, request: ChatRequest, listen: Listen | None = None) -> Replies:
         """Answer a chat."""
         meanings = (repr(request.tools), *(message.meaning for message in request.messages))
         earlier = _longest(self._chats, lambda seen: _begins(meanings[:-1], seen.meanings))
+        added = request.messages[len(earlier.meanings) - 1 if earlier else 0 :]
+        self._episode.num_rewritten += any(message.role == "assistant" for message in added)
         turns = self._chat_turns(request, earlier)
         sampled = await self._sample(turns, request, request.reply_tokens, listen)
         choices = [
@@ -206,7 +203,7 @@ class Record:
             )
             for index in range(request.n)
         ]
-        begun = [self._episode.replayed(turns) if number == 0 else None] + [None] * (request.n - 1)
+        begun = [self._episode.replayed(turns, number=number + index) for index in range(request.n)]
         try:
             async with TaskGroup() as tasks:
                 running = [
@@ -223,8 +220,7 @@ class Record:
         except* GroupError as errors:
             raise invalid(str(errors.exceptions[0])) from None
         sampled = [task.result() for task in running]
-        self._num_sampled += num_sampled(sampled)
-        self._episode.turns = [*turns, sampled[0]]
+        self._episode.keep(turns, sampled)
         if any(turn.is_cut for turn in sampled):
             raise Interrupted
         return sampled

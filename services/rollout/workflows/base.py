@@ -9,7 +9,7 @@ was cut.
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from services.common.models.tokenizer import Tokenizer
@@ -23,6 +23,14 @@ from services.rollout.engines.base import (
 )
 from services.rollout.failures import GroupError
 from services.rollout.prompts import Prompt
+from services.rollout.workflows.conversations import (
+    Conversation,
+    divided,
+    flattened,
+    merged,
+    with_turn,
+)
+from services.rollout.workflows.limits import Draw, EpisodeLimits
 from services.rollout.workflows.turns import (
     NOTHING_SAMPLED,
     Turn,
@@ -38,51 +46,17 @@ class Interrupted(Exception):  # noqa: N818 -- an order, not an error
     """Generation was interrupted; the episode keeps everything that it has."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeLimits:
-    """How the tokens of an episode are drawn and when it ends."""
-
-    seed: int
-    """Seed of this sample."""
-    temperature: float
-    """Sampling temperature; 0 is greedy."""
-    max_response_tokens: int
-    """Most tokens of the response, observed ones included, after any prompt."""
-    max_tokens: int
-    """Most tokens of a prompt with its response: what the engine holds."""
-    stop_texts: tuple[str, ...]
-    """Texts that end a turn."""
-    stop_token_ids: frozenset[int] = frozenset()
-    """Tokens that end a turn, besides those of the tokenizer."""
-    segment_tokens: int | None = None
-    """Tokens after which the episode is interrupted, wherever it is; None never is."""
-
-    def response_tokens(self, *, prompt_tokens: int) -> int:
-        """Most tokens of the response to a prompt."""
-        return min(self.max_response_tokens, self.max_tokens - prompt_tokens)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
-    """How one turn is drawn."""
-
-    seed: int
-    """Seed of the turn's random stream."""
-    offset: int
-    """Tokens drawn from the stream before the turn."""
-    max_tokens: int
-    """Most tokens of the turn."""
-    stop_texts: tuple[str, ...]
-    """Texts that end it."""
-
-
 class Episode:
     """One prompt and its growing response.
 
     Attributes:
         prompt: What is answered.
         limits: How its tokens are drawn.
-        turns: What happened so far.
+        turns: What happened so far; of several conversations, the one that was continued last.
+        conversations: Of an agent, all that none of the others continues, in the order of their beginnings.
+        trained: Those of them that train; None for the one that was continued last.
+        num_rewritten: Times that it asked with replies that are not as they were recorded.
+        measured: Facts by name that are measured beside the terms of its reward.
         is_complete: Whether the workflow has finished.
         is_full: Whether something did not fit into the response.
         is_served: Whether an agent shapes it over HTTP. Then the first turn is the prompt, as the agent
@@ -109,6 +83,10 @@ class Episode:
         self.prompt = prompt
         self.limits = limits
         self.turns: list[Turn] = []
+        self.conversations: list[Conversation] = []
+        self.trained: Sequence[Conversation] | None = None
+        self.num_rewritten = 0
+        self.measured: dict[str, float] = {}
         self.is_full = False
         self.is_complete = False
         self.is_served = False
@@ -119,7 +97,7 @@ class Episode:
         self._engine = engine
         self._request_id = request_id
         self._numbers = itertools.count()
-        self._recorded = tuple(recorded)
+        self._recorded = divided(recorded)
         self._active: dict[str, tuple[tuple[Turn, ...], Turn]] = {}
 
     @property
@@ -165,9 +143,16 @@ class Episode:
         return self.text(sampled[-1]) if sampled else ""
 
     @property
-    def sampled_versions(self) -> list[int]:
-        """Weight versions of the sampled stretches; see :func:`~.turns.sampled_versions`."""
-        return sampled_versions(self.turns)
+    def sequences(self) -> Sequence[Conversation]:
+        """The conversations that train, each with its prompt before it."""
+        if not self.is_served:
+            return [(observed(self.prompt.token_ids), *self.turns)]
+        return [tuple(self.turns)] if self.trained is None else self.trained
+
+    @property
+    def num_segments(self) -> int:
+        """Most stretches of one weight version in a conversation that trains."""
+        return max(len(sampled_versions(conversation)) for conversation in self.sequences)
 
     def text(self, turn: Turn) -> str:
         """Text of a turn, special tokens left out."""
@@ -179,20 +164,35 @@ class Episode:
         Args:
             running: What the engine has so far of the requests that it works on.
         """
-        turns = tuple(self.turns)
+        reached = self.conversations or ([tuple(self.turns)] if self.turns else [])
         for request_id, (before, started) in self._active.items():
             result = running.get(request_id)
-            turns = (*before, started if result is None else started.continued(result))
-        if self._recorded[: len(turns)] == turns:
-            turns = self._recorded
-        return tuple(turn for turn in turns if turn.token_ids or not turn.is_cut)
+            turn = started if result is None else started.continued(result)
+            reached = with_turn(reached, before, turn)
+        return flattened(
+            tuple(turn for turn in conversation if turn.token_ids or not turn.is_cut)
+            for conversation in merged(reached, self._recorded)
+        )
 
-    def replayed(self, turns: Sequence[Turn]) -> Turn | None:
-        """The turn that followed these ones before an interruption; None if none did."""
-        place = len(turns)
-        if place < len(self._recorded) and self._recorded[:place] == tuple(turns):
-            return self._recorded[place]
-        return None
+    def replayed(self, turns: Sequence[Turn], *, number: int = 0) -> Turn | None:
+        """The turn that followed these ones before an interruption; None if none did.
+
+        Args:
+            turns: What comes before it.
+            number: Which one, if several did.
+        """
+        place, before = len(turns), tuple(turns)
+        recorded = [
+            one[place] for one in self._recorded if len(one) > place and one[:place] == before
+        ]
+        following = list(dict.fromkeys(recorded))
+        return following[number] if number < len(following) else None
+
+    def keep(self, before: Conversation, turns: Sequence[Turn]) -> None:
+        """Record turns of an agent's, each of which follows the same ones; the first one is what counts."""
+        for turn in turns:
+            self.conversations = with_turn(self.conversations, before, turn)
+        self.turns = [*before, turns[0]]
 
     async def generate(self, *, max_tokens: int | None = None) -> Turn:
         """Sample a turn.

@@ -4,28 +4,42 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.rollout.workflows.base import Episode
+from services.rollout.workflows.conversations import Conversation
+from services.rollout.workflows.turns import observed
 
 
 def history_of(episode: Episode) -> Mapping[str, Any]:
     """The whole episode, JSON-like.
 
     Returns:
-        ``messages``: the prompt, then every turn. Each has ``role`` (``user`` for the prompt, ``assistant``
-        for what the policy sampled, ``tool`` for what it observed), ``content`` (text, special tokens left
-        out), ``token_ids``, ``seconds`` and, if it was sampled, ``logprobs`` and ``versions`` (pairs of
-        weight version and number of tokens). ``finish_reason``: ``stop`` or ``length``. ``seconds``: of all.
+        ``messages``: see :func:`messages_of`; of several conversations, those of the one continued last.
+        ``other_conversations``: the messages of each other one. ``finish_reason``: ``stop`` or ``length``.
+        ``seconds``: of all messages.
     """
-    messages: list[dict[str, Any]] = [
-        {
-            "role": "user",
-            "content": episode.tokenizer.decode(episode.prompt_ids),
-            "token_ids": list(episode.prompt_ids),
-            "seconds": 0.0,
-        }
-    ]
-    for turn in episode.response_turns:
+    judged = (observed(episode.prompt_ids), *episode.response_turns)
+    last = tuple(episode.turns)
+    others = [messages_of(episode, each) for each in episode.conversations if each != last]
+    return {
+        "messages": messages_of(episode, judged),
+        "other_conversations": others,
+        "finish_reason": episode.finish_reason,
+        "seconds": sum(turn.seconds for turn in episode.turns),
+    }
+
+
+def messages_of(episode: Episode, conversation: Conversation) -> list[dict[str, Any]]:
+    """Messages of a conversation, JSON-like.
+
+    Returns:
+        The prompt, then every turn. Each has ``role`` (``user`` for the prompt, ``assistant`` for what the
+        policy sampled, ``tool`` for what it observed), ``content`` (text, special tokens left out),
+        ``token_ids``, ``seconds`` and, if it was sampled, ``logprobs`` and ``versions`` (pairs of weight
+        version and number of tokens).
+    """
+    messages: list[dict[str, Any]] = []
+    for turn in conversation:
         message: dict[str, Any] = {
-            "role": "assistant" if turn.is_sampled else "tool",
+            "role": "assistant" if turn.is_sampled else "tool" if messages else "user",
             "content": episode.text(turn),
             "token_ids": list(turn.token_ids),
             "seconds": turn.seconds,
@@ -34,8 +48,4 @@ def history_of(episode: Episode) -> Mapping[str, Any]:
             message["logprobs"] = list(turn.logprobs)
             message["versions"] = [list(run) for run in turn.version_runs]
         messages.append(message)
-    return {
-        "messages": messages,
-        "finish_reason": episode.finish_reason,
-        "seconds": sum(turn.seconds for turn in episode.turns),
-    }
+    return messages

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from services.common.fields import TOOL_VERSION
 from services.rollout.engines.base import (
     FinishReason,
     GenerationResult,
@@ -12,9 +13,6 @@ from services.rollout.engines.base import (
     VersionRun,
     append_version,
 )
-
-TOOL_VERSION = -1
-"""Weight version of tokens that no policy sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,28 +12,29 @@ from services.trainer.batch.segments import Segments
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ScoredBatch:
-    """What an estimator sees: ``M`` sequences of the whole batch, ``T`` tokens of this rank's ``n`` samples.
+    """What an estimator sees: ``M`` samples of the whole batch, ``T`` tokens of this rank's ``n`` sequences.
 
-    A score is the sum of a sequence's token rewards, penalties included. Greedy and failed responses are not
+    Most samples are one sequence. One whose episode had several conversations is several, and all of them get
+    what it deserves. A score is a sample's reward, penalties included. Greedy and failed samples are not
     among the ``M``.
     """
 
     scores: Tensor
     """``[M]`` float64."""
     groups: Tensor
-    """``[M]`` int64 from 0, the group of each sequence: responses of one prompt."""
+    """``[M]`` int64 from 0, the group of each sample: those of one prompt."""
     lengths: Tensor
     """``[M]`` float64, tokens that the policy sampled."""
     greedy_scores: Tensor
     """``[G]`` float64 by prompt: the score of its greedy response, NaN where there is none."""
     prompts: Tensor
-    """``[n]`` int64, which of the ``G`` prompts each sample of this rank answers."""
+    """``[n]`` int64, which of the ``G`` prompts each sequence of this rank answers."""
     places: Tensor
-    """``[n]`` int64, where each sample of this rank is among the ``M``; -1 for one that is not."""
+    """``[n]`` int64, where the sample of each sequence of this rank is among the ``M``; -1 if it is not."""
     segments: Segments
-    """Which sample each token belongs to."""
+    """Which sequence each token belongs to."""
     rewards: Tensor
-    """``[T]`` float64; the score sits on the last token that the policy sampled."""
+    """``[T]`` float64; the score sits on the last token that the policy sampled, in each sequence."""
     mask: Tensor
     """``[T]`` bool, tokens that the policy sampled."""
     trained: Tensor
@@ -43,11 +44,11 @@ class ScoredBatch:
     add_up: Callable[[Tensor], Tensor]
     """Sums a small tensor over all ranks, each of which must call it."""
 
-    def spread(self, per_sequence: Tensor) -> Tensor:
-        """``[M]`` to ``[T]``: each token gets its sequence's value, those of others 0."""
+    def spread(self, per_sample: Tensor) -> Tensor:
+        """``[M]`` to ``[T]``: each token gets its sample's value, those of others 0."""
         kept = self.places >= 0
-        own = per_sequence.new_zeros(len(self.places))
-        own[kept] = per_sequence[self.places[kept]]
+        own = per_sample.new_zeros(len(self.places))
+        own[kept] = per_sample[self.places[kept]]
         return self.segments.spread(own)
 
     def whiten(self, values: Tensor) -> Tensor:

@@ -39,8 +39,8 @@ class StepPlan:
     """What one rank does in a step."""
 
     updates: tuple[tuple[tuple[int, ...], ...], ...]
-    """For each optimizer update its micro-batches, each a tuple of positions in the rank's samples. All ranks
-    have the same number of micro-batches; one without work has an empty one."""
+    """For each optimizer update its micro-batches, each a tuple of positions in the rank's sequences. All
+    ranks have the same number of micro-batches; one without work has an empty one."""
 
 
 def share_of(
@@ -92,14 +92,15 @@ def plan_step(
 
     Args:
         share: Of this rank.
-        samples: This rank's, in the order of ``share.rows``.
+        samples: This rank's, in the order of ``share.rows``; those that are several sequences are divided.
         max_tokens: Token budget of a micro-batch.
         ranks: Data-parallel ranks.
         shares_prefixes: Whether what samples of a micro-batch have in common counts once.
     """
     sequences = joined(samples.prompts.unbind(), samples.responses.unbind())
-    divided = []
-    for own in share.updates:
+    divided, owners = [], samples.by_sample.ids.tolist()
+    for members in map(set, share.updates):
+        own = [place for place, owner in enumerate(owners) if owner in members]
         micros = micro_batches([sequences[i] for i in own], max_tokens, shares=shares_prefixes)
         divided.append([tuple(own[i] for i in micro) for micro in micros])
     most = ranks.max(torch.tensor([len(micros) for micros in divided])).tolist()

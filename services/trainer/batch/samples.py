@@ -15,6 +15,7 @@ from services.common.spec.algorithm import AlgorithmSpec
 from services.common.spec.run import RunSpec
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.batch.segments import Segments, on_device
+from services.trainer.batch.sequences import sequences_of
 
 _CORRECTION_FIELDS = ("rollout_logprobs", "version_runs")
 _REQUIRED_FIELDS = ("prompt_ids", "response_ids", "response_mask", "rewards")
@@ -30,16 +31,18 @@ class IncompleteBatchError(InvalidArgumentError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples:
-    """Samples of one rank or micro-batch."""
+    """The ``n`` token sequences of one rank's samples, or of a micro-batch; most samples are one sequence."""
 
     rows: Tensor
-    """``[n]`` int64: index of each sample in the whole batch."""
+    """``[n]`` int64: index in the whole batch of the sample that each sequence is of."""
+    numbers: Tensor
+    """``[n]`` int64: which of its sample's sequences each is, from 0."""
     prompts: Jagged
     """``n`` rows of token ids."""
     responses: Jagged
     """``n`` rows of token ids."""
     rewards: Tensor
-    """``[n]`` float32 task rewards."""
+    """``[n]`` float32 task rewards of the samples."""
     tokens: Mapping[str, Tensor]
     """Columns ``[R]`` over all response tokens: ``response_mask``, ``loss_mask`` and others."""
     experts: Jagged | None = None
@@ -47,8 +50,19 @@ class Samples:
 
     @property
     def segments(self) -> Segments:
-        """Which sample each response token belongs to."""
+        """Which sequence each response token belongs to."""
         return Segments.from_lengths(self.responses.lengths)
+
+    @property
+    def is_first(self) -> Tensor:
+        """``[n]`` bool: the first sequence of each sample."""
+        return self.numbers == 0
+
+    @property
+    def by_sample(self) -> Segments:
+        """Which sample each sequence is of. Not of a micro-batch, which may have some of them only."""
+        ids = torch.cumsum(self.is_first, 0) - 1
+        return Segments(lengths=torch.bincount(ids), ids=ids)
 
     def with_tokens(self, **columns: Tensor) -> "Samples":
         """The same samples with more columns."""
@@ -59,16 +73,17 @@ class Samples:
         return replace(self, tokens={key: v for key, v in self.tokens.items() if key != name})
 
     def places(self, positions: Sequence[int]) -> Tensor:
-        """Indexes of the response tokens of some samples, in the columns."""
+        """Indexes of the response tokens of some sequences, in the columns."""
         everything = torch.arange(len(self.responses.values))
         return Jagged(everything, self.responses.lengths).select(positions).values
 
     def select(self, positions: Sequence[int]) -> "Samples":
-        """Some of the samples, by position, with their columns."""
+        """Some of the sequences, by position, with their columns."""
         chosen = torch.as_tensor(positions, dtype=torch.int64)
         kept = self.places(positions)
         return Samples(
             rows=self.rows[chosen],
+            numbers=self.numbers[chosen],
             prompts=self.prompts.select(chosen),
             responses=self.responses.select(chosen),
             rewards=self.rewards[chosen],
@@ -106,6 +121,7 @@ def empty_samples(fields: Sequence[str]) -> Samples:
         tokens["token_versions"] = torch.zeros(0, dtype=torch.int64)
     return Samples(
         rows=torch.zeros(0, dtype=torch.int64),
+        numbers=torch.zeros(0, dtype=torch.int64),
         prompts=no_rows,
         responses=no_rows,
         rewards=nothing,
@@ -124,6 +140,7 @@ def idle_samples() -> Samples:
     tokens |= {"response_mask": no, "loss_mask": no}
     return Samples(
         rows=torch.zeros(1, dtype=torch.int64),
+        numbers=torch.zeros(1, dtype=torch.int64),
         prompts=one_row,
         responses=one_row,
         rewards=zero,
@@ -215,7 +232,7 @@ def build_samples(
     spec: AlgorithmSpec,
     weight_version: int,
 ) -> Samples:
-    """Samples from fetched fields, with the mask of the tokens that train.
+    """Sequences from fetched fields, with the mask of the tokens that train.
 
     A token trains if the policy sampled it, unless it is staler than allowed, older than its response's
     newest tokens under ``mask_older_tokens``, its response was truncated under ``overlong.mask_truncated``,
@@ -231,9 +248,9 @@ def build_samples(
     Raises:
         IncompleteBatchError: If the lengths of the fields do not fit together.
     """
-    chosen = torch.as_tensor(rows, dtype=torch.int64)
-    responses = fields["response_ids"]
     _check_lengths(fields)
+    found = sequences_of(fields)
+    chosen = torch.as_tensor(rows, dtype=torch.int64)[found.samples]
     tokens = {"response_mask": fields["response_mask"].values.bool()}
     for name in _TOKEN_FIELDS:
         if name in fields:
@@ -241,13 +258,15 @@ def build_samples(
     if "version_runs" in fields:
         runs = fields["version_runs"].values.to(torch.int64)
         tokens["token_versions"] = torch.repeat_interleave(runs[:, 0], runs[:, 1])
+    tokens = {name: column[found.is_response] for name, column in tokens.items()}
     samples = Samples(
         rows=chosen,
-        prompts=fields["prompt_ids"],
-        responses=responses,
-        rewards=fields["rewards"].values.float(),
+        numbers=found.numbers,
+        prompts=found.prompts,
+        responses=found.responses,
+        rewards=fields["rewards"].values.float()[found.samples],
         tokens=tokens,
-        experts=fields.get(ROUTED_EXPERTS),
+        experts=found.experts,
     )
     trains = cohort.is_member[chosen]
     if spec.advantage_kind.needs_greedy:

@@ -30,7 +30,7 @@ class TrainingTeller:
         self._tell = tell
         self._spec = spec
         self._keys: dict[int, str] = {}
-        self._taken: dict[str, dict[str, Tensor]] = {}
+        self._taken: dict[str, dict[int, dict[str, Tensor]]] = {}
 
     def begin(self, meta: KVBatchMeta) -> None:
         """Watch the kept samples of what is trained next."""
@@ -49,10 +49,12 @@ class TrainingTeller:
         lengths = part.responses.lengths.tolist()
         tokens = {**part.tokens, "trained_logprobs": logprobs.detach().float().cpu()}
         columns = {name: values.split(lengths) for name, values in tokens.items()}
-        for index, row in enumerate(rows):
+        for index, (row, number) in enumerate(zip(rows, part.numbers.tolist(), strict=True)):
             if row in self._keys:
                 own = {name: values[index] for name, values in columns.items()}
-                self._taken[self._keys[row]] = own
+                if number > 0:
+                    own = _behind_prompt(own, int(part.prompts.lengths[index]))
+                self._taken.setdefault(self._keys[row], {})[number] = own
 
     def forget(self) -> None:
         """Nothing of what was taken is trained."""
@@ -69,7 +71,7 @@ class TrainingTeller:
         taken, self._taken = self._taken, {}
         if not taken:
             return
-        rows = list(taken.values())
+        rows = [_joined(sequences) for sequences in taken.values()]
         records = [{"step": step, **_facts(row, weight_version)} for row in rows]
         self._tell(
             partition_id(run_of(partition), "kept"),
@@ -81,6 +83,19 @@ class TrainingTeller:
                 "loss_mask": [row["loss_mask"] for row in rows],
             },
         )
+
+
+def _behind_prompt(columns: Mapping[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
+    """Columns of a further sequence with zeros for its prompt, which is a part of the sample's response."""
+    return {
+        name: torch.cat([values.new_zeros(num_tokens), values]) for name, values in columns.items()
+    }
+
+
+def _joined(sequences: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Columns of a sample from those of its sequences."""
+    ordered = [sequences[number] for number in sorted(sequences)]
+    return {name: torch.cat([columns[name] for columns in ordered]) for name in ordered[0]}
 
 
 def _facts(row: Mapping[str, Tensor], weight_version: int) -> dict[str, float | None]:

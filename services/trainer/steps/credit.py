@@ -23,7 +23,7 @@ class Credit:
     returns: Tensor | None
     """``[R]`` float32 targets of the critic, if there is one."""
     shaped_scores: Tensor
-    """``[n]`` float32 sum of each sample's token rewards, penalties included."""
+    """``[n]`` float32, for each sequence its sample's reward, penalties included."""
 
 
 class CreditAssigner:
@@ -60,8 +60,7 @@ class CreditAssigner:
             ValueError: If a function of the user returns anything but one number per token.
         """
         penalty = self._penalty(samples, kl_coefficient)
-        scores = self._task_scores(samples)
-        batch = self._scored(samples, cohort, scores, penalty)
+        batch, shaped = self._scored(samples, cohort, self._task_scores(samples), penalty)
         estimated = self._estimate(batch)
         values, returns = estimated if isinstance(estimated, tuple) else (estimated, None)
         if not isinstance(values, Tensor) or values.shape != batch.rewards.shape:
@@ -73,16 +72,19 @@ class CreditAssigner:
         return Credit(
             torch.where(batch.mask, values, 0.0).float(),
             None if returns is None else returns.float(),
-            (scores - samples.segments.sum(penalty)).float(),
+            samples.by_sample.spread(shaped).float(),
         )
 
     def _scored(
         self, samples: Samples, cohort: Cohort, scores: Tensor, penalty: Tensor
-    ) -> ScoredBatch:
+    ) -> tuple[ScoredBatch, Tensor]:
+        """What the estimator sees, and the score of each of this rank's samples."""
         segments, mask = samples.segments, samples.tokens["response_mask"]
+        by_sample = samples.by_sample
         # A response without a token that the policy sampled counts in its group all the same.
-        whole = self._gathered(scores - segments.sum(penalty), samples, cohort)
-        lengths = self._gathered(segments.count(mask), samples, cohort)
+        shaped = scores - by_sample.sum(segments.sum(penalty))
+        whole = self._gathered(shaped, samples, cohort)
+        lengths = self._gathered(by_sample.sum(segments.count(mask)), samples, cohort)
         member = cohort.is_member
         _, groups = torch.unique(cohort.groups[member], return_inverse=True)
         places = torch.where(member, member.cumsum(0) - 1, -1)
@@ -92,7 +94,7 @@ class CreditAssigner:
         # Their samples do not train.
         greedy_scores[cohort.groups[cohort.lost_baseline]] = 0.0
         values = samples.tokens.get("values")
-        return ScoredBatch(
+        batch = ScoredBatch(
             scores=whole[member],
             groups=groups,
             lengths=lengths[member],
@@ -100,20 +102,24 @@ class CreditAssigner:
             prompts=cohort.groups[samples.rows],
             places=places[samples.rows],
             segments=segments,
-            # The score sits on the last token that the policy sampled.
-            rewards=torch.where(segments.last(mask), segments.spread(scores), 0.0) - penalty,
+            # The score sits on the last token that the policy sampled, in each sequence of a sample.
+            rewards=torch.where(segments.last(mask), segments.spread(by_sample.spread(scores)), 0.0)
+            - penalty,
             mask=mask,
             trained=samples.tokens["loss_mask"],
             values=None if values is None else values.to(torch.float64),
             add_up=self._ranks.sum,
         )
+        return batch, shaped
 
     def _task_scores(self, samples: Samples) -> Tensor:
-        """``[n]`` float64 rewards with the penalty of long responses."""
-        scores, overlong = samples.rewards.to(torch.float64), self._spec.overlong
+        """Float64 reward of each sample, with the penalty of a long response: of its longest one."""
+        scores = samples.rewards[samples.is_first].to(torch.float64)
+        overlong, lengths = self._spec.overlong, samples.responses.lengths
         if overlong.buffer_tokens > 0:
+            everything = torch.ones_like(lengths, dtype=torch.bool)
             scores = scores + overlong_penalty(
-                samples.responses.lengths,
+                samples.by_sample.max(lengths.double(), everything),
                 max_tokens=self._max_response_tokens,
                 buffer_tokens=overlong.buffer_tokens,
                 factor=overlong.penalty,
@@ -133,9 +139,9 @@ class CreditAssigner:
         return kl_coefficient * torch.where(mask, penalty, 0.0)
 
     def _gathered(self, values: Tensor, samples: Samples, cohort: Cohort) -> Tensor:
-        """``[N]`` values of the whole batch, from the ``[n]`` of each rank."""
+        """``[N]`` values of the whole batch, from those of each rank's samples."""
         whole = torch.zeros(len(cohort.groups), dtype=torch.float64)
-        whole[samples.rows] = values.to(torch.float64)
+        whole[samples.rows[samples.is_first]] = values.to(torch.float64)
         return self._ranks.sum(whole)
 
 

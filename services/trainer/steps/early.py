@@ -38,7 +38,12 @@ class Early:
         prompts, responses = samples.prompts.values, samples.responses.values
         trained = int(samples.tokens["loss_mask"].sum())
         self.sizes += torch.tensor(
-            [len(samples.rows), len(prompts) + len(responses), len(responses), trained]
+            [
+                int(samples.is_first.sum()),
+                len(prompts) + len(responses),
+                len(responses),
+                trained,
+            ]
         )
         self.num_samples += len(cohort.lengths)
         self.seconds += seconds

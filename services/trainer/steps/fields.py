@@ -11,6 +11,7 @@ from services.common.fields import ROUTED_EXPERTS
 from services.common.jagged import Jagged
 from services.trainer.batch.plan import StepPlan, plan_step, share_of
 from services.trainer.batch.samples import Cohort, Samples
+from services.trainer.batch.sequences import sequences_of
 from services.trainer.collectives import Ranks
 from services.trainer.transfers import Add, Fetch
 
@@ -21,6 +22,7 @@ VERSION_OF = {"proximal_logprobs": "proximal_version"}
 """Field that says which weights another field belongs to."""
 
 _INPUTS = ("prompt_ids", "response_ids")
+_OPTIONAL_INPUTS = ("version_runs", ROUTED_EXPERTS)
 
 
 class FieldScoring:
@@ -78,21 +80,21 @@ class FieldScoring:
             shares_prefixes=self._shares_prefixes,
         )
         own = meta.select(share.rows)
-        names: tuple[str, ...] = _INPUTS
-        if any(column.name == ROUTED_EXPERTS for column in meta.fields):
-            names += (ROUTED_EXPERTS,)
+        names = (*_INPUTS, *(name for name in _OPTIONAL_INPUTS if name in meta.field_names))
         empty = Jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
         inputs: Mapping[str, Jagged] = dict.fromkeys(_INPUTS, empty)
         with self._ranks.agreed("fetch its share of the batch"):
             if share.rows:
                 inputs = self._fetch(own, names)
+        found = sequences_of(inputs)
         samples = Samples(
-            rows=torch.tensor(share.rows, dtype=torch.int64),
-            prompts=inputs["prompt_ids"],
-            responses=inputs["response_ids"],
-            rewards=torch.zeros(len(share.rows)),
+            rows=torch.tensor(share.rows, dtype=torch.int64)[found.samples],
+            numbers=found.numbers,
+            prompts=found.prompts,
+            responses=found.responses,
+            rewards=torch.zeros(len(found.samples)),
             tokens={},
-            experts=inputs.get(ROUTED_EXPERTS),
+            experts=found.experts,
         )
         plan = plan_step(
             share,
@@ -101,7 +103,8 @@ class FieldScoring:
             ranks=self._ranks,
             shares_prefixes=self._shares_prefixes,
         )
-        scores = Jagged(self._score(samples, plan), samples.responses.lengths)
+        scored = found.joined(self._score(samples, plan))
+        scores = Jagged(scored, inputs["response_ids"].lengths)
         fields = {self.field: scores.unbind()}
         if self.field in VERSION_OF:
             fields[VERSION_OF[self.field]] = [torch.tensor([version])] * len(share.rows)

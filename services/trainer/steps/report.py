@@ -24,11 +24,14 @@ def describe_batch(weight_version: int, samples: Samples, cohort: Cohort, tally:
         tally: Receives the terms.
     """
     everything = torch.ones_like(samples.rewards, dtype=torch.bool)
-    member = cohort.is_member[samples.rows]
+    first = samples.is_first
+    member = cohort.is_member[samples.rows] & first
     tally.mean("reward_mean", samples.rewards, member)
     tally.mean("reward_square", samples.rewards.square(), member)
-    tally.mean("scored_fraction", member.float(), everything)
-    tally.mean("failed_fraction", cohort.is_failed[samples.rows].float(), everything)
+    tally.mean("scored_fraction", member.float(), first)
+    tally.mean("failed_fraction", cohort.is_failed[samples.rows].float(), first)
+    counts = samples.by_sample
+    tally.mean("sequences_mean", counts.spread(counts.lengths).float(), first)
     segments, mask = samples.segments, samples.tokens["response_mask"]
     tally.mean("response_length_mean", segments.lengths.float(), everything)
     tally.mean("trained_token_fraction", samples.tokens["loss_mask"].float(), mask)

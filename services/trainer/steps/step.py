@@ -115,7 +115,7 @@ class StepRunner:
 
         Args:
             weight_version: Number of the weights that the step starts from.
-            samples: This rank's samples, in the order of ``plan.rows``.
+            samples: This rank's samples, which the plan's positions are of.
             cohort: These groups; no sample's advantage may depend on another group's.
             plan: What this rank does, in one update.
         """
@@ -142,7 +142,7 @@ class StepRunner:
 
         Args:
             weight_version: Number of the weights that the step starts from.
-            samples: This rank's samples, in the order of ``plan.rows``.
+            samples: This rank's samples, which the plan's positions are of.
             cohort: The whole batch, without the groups that were accumulated.
             plan: What this rank does.
         """
@@ -246,7 +246,8 @@ class StepRunner:
         mask = samples.tokens["loss_mask"]
         tally.mean("advantage_abs_mean", credit.advantages.abs(), mask)
         tally.mean("zero_advantage_fraction", (credit.advantages == 0).float(), mask)
-        tally.mean("score_mean", credit.shaped_scores, cohort.is_member[samples.rows])
+        counted = cohort.is_member[samples.rows] & samples.is_first
+        tally.mean("score_mean", credit.shaped_scores, counted)
         if credit.returns is not None:
             samples = samples.with_tokens(returns=credit.returns)
         return samples.with_tokens(advantages=credit.advantages)

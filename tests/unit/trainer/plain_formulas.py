@@ -61,6 +61,7 @@ class Batch:
         ones = torch.ones(count, dtype=torch.int64)
         return Samples(
             rows=torch.arange(count),
+            numbers=torch.zeros(count, dtype=torch.int64),
             prompts=Jagged(ones, ones),
             responses=Jagged(torch.zeros(int(lengths.sum()), dtype=torch.int64), lengths),
             rewards=torch.tensor(self.rewards, dtype=torch.float64),

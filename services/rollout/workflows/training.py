@@ -1,0 +1,72 @@
+"""Which conversations of an episode train."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from services.rollout import metrics
+from services.rollout.failures import CallError
+from services.rollout.workflows.base import Episode
+from services.rollout.workflows.conversations import Conversation, trained_once
+from services.rollout.workflows.history import messages_of
+from services.rollout.workflows.turns import num_sampled
+
+_KEY: Final = "rollout.workflow_arguments.train"
+_TIMEOUT_S = 30.0
+
+
+class TrainedConversations:
+    """Chooses when an episode is over.
+
+    Args:
+        train: ``last`` for the conversation that was continued last, ``all``, or ``module:function`` /
+            ``file.py:function``, which is called with all conversations and the row of the prompt and returns
+            the numbers of those that train.
+    """
+
+    def __init__(self, train: str) -> None:
+        if train not in ("last", "all") and ":" not in train:
+            raise ValueError(f"{_KEY} must be last, all or module:function, but is {train!r}")
+        self._train = train
+
+    async def choose(self, episode: Episode) -> None:
+        """Set what trains of an episode.
+
+        Raises:
+            CallError: If the user's function fails or names conversations that are not there.
+        """
+        everything = episode.conversations
+        if self._train != "last" and everything:
+            numbers = (
+                range(len(everything)) if self._train == "all" else await self._chosen(episode)
+            )
+            episode.trained = [everything[number] for number in numbers]
+        unused = _num_sampled(everything) - _num_sampled(episode.sequences)
+        metrics.UNUSED_AGENT_TOKENS.inc(max(unused, 0))
+
+    async def _chosen(self, episode: Episode) -> Sequence[int]:
+        """What the user's function answers."""
+        last = tuple(episode.turns)
+        conversations = [
+            {"messages": messages_of(episode, each), "is_last": each == last}
+            for each in episode.conversations
+        ]
+        row = dict(episode.prompt.row)
+        found = await episode.call(self._train, (conversations, row), timeout_s=_TIMEOUT_S)
+        known = range(len(conversations))
+        if (
+            not isinstance(found, list)
+            or not found
+            or not all(type(number) is int and number in known for number in found)
+            or len(set(found)) < len(found)
+        ):
+            raise CallError(
+                "invalid_value",
+                f"{_KEY} {self._train!r} must return different numbers of conversations, at least one from 0 "
+                f"to {len(conversations) - 1}, but returned {found!r:.200}",
+            )
+        return found
+
+
+def _num_sampled(conversations: Sequence[Conversation]) -> int:
+    """Tokens that the policy sampled, those at the beginning of several conversations once."""
+    return sum(map(num_sampled, trained_once(conversations)))

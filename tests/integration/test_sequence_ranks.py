@@ -1,0 +1,65 @@
+"""Episodes of several conversations have the gradient of a loop by hand, on any number of ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from services.common.spec.run import RunSpec
+from services.trainer.model.parallel import build_topology, distribute
+from tests.helpers.batches import CPU, policy_of, rank_of, spec_of
+from tests.helpers.episodes import branched_episodes, gradients_by_hand
+from tests.helpers.ranks import run_ranks
+from tests.integration.test_trainer_ranks import Recorder
+
+
+def _train(rank: int, world_size: int, folder: str, spec_json: str) -> None:
+    torch.set_num_threads(1)
+    spec = RunSpec.model_validate_json(spec_json)
+    if world_size > 1:
+        distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+        )
+    policy = policy_of(spec, scale=1.5)
+    queue, _ = branched_episodes(policy_of(spec, seed=1, scale=1.5))
+    topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=world_size)
+    distribute(policy, spec.trainer, topology)
+    trained = rank_of(spec, policy, queue, ranks=topology.data)
+    recorder: Any = Recorder(policy)
+    trained.runner.optimizer = recorder
+    trained.train(1, queue.meta)
+    if rank == 0:
+        torch.save(recorder.gradients, f"{folder}/gradients.pt")
+    if world_size > 1:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"share_prefixes": False},
+        {"tokens_per_micro_batch": 40},
+        {"world_size": 2, "tokens_per_micro_batch": 40},
+    ],
+    ids=str,
+)
+def test_branches_have_the_gradient_of_a_loop_by_hand(options: Any, tmp_path: Path) -> None:
+    spec = spec_of(
+        rollout={"group_size": 3},
+        trainer={"prompts_per_step": 3, "optimizer": {"max_grad_norm": 1e9}, **options},
+    )
+    world_size = spec.trainer.world_size
+    if world_size == 1:
+        _train(0, 1, str(tmp_path), spec.model_dump_json())
+    else:
+        run_ranks(_train, world_size, str(tmp_path), spec.model_dump_json(), count=world_size)
+    found = torch.load(tmp_path / "gradients.pt", weights_only=True)
+    queue, episodes = branched_episodes(policy_of(spec, seed=1, scale=1.5))
+    expected = gradients_by_hand(policy_of(spec, scale=1.5), queue, episodes)
+    assert found.keys() == expected.keys()
+    wanted = torch.cat([gradient.flatten() for gradient in expected.values()])
+    actual = torch.cat([found[name].flatten() for name in expected])
+    assert (actual - wanted).norm() <= 1e-6 * wanted.norm()

@@ -1,0 +1,139 @@
+"""An episode of several conversations is one sample and several sequences."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.common.fields import ROUTED_EXPERTS
+from services.common.jagged import Jagged
+from services.common.models.routing_shape import RoutingShape
+from services.rollout.rewards.base import Score
+from services.rollout.samples import Sample, prompt_fields, sample_fields
+from services.rollout.workflows.conversations import flattened
+from services.rollout.workflows.turns import Turn, observed, token_ids
+from services.trainer.batch.samples import Cohort, build_samples
+from services.trainer.batch.sequences import sequences_of
+from services.trainer.collectives import Ranks
+from services.trainer.steps.credit import CreditAssigner
+from services.trainer.steps.fields import FieldScoring
+from tests.helpers.batches import policy_of, rank_of, spec_of
+from tests.helpers.episodes import branched_episodes
+
+
+def test_each_conversation_is_a_sequence_of_its_sample() -> None:
+    queue, episodes = branched_episodes(policy_of(spec_of()))
+    found = sequences_of(queue.fields)
+    whole = [
+        (*prompt.tolist(), *response.tolist())
+        for prompt, response in zip(found.prompts.unbind(), found.responses.unbind(), strict=True)
+    ]
+    assert whole == [token_ids(each) for conversations in episodes for each in conversations]
+    owners = [row for row, conversations in enumerate(episodes) for _ in conversations]
+    assert found.samples.tolist() == owners
+    assert found.numbers.tolist() == [n for each in episodes for n in range(len(each))]
+
+
+def test_a_shared_beginning_trains_once_and_what_was_told_never() -> None:
+    queue, episodes = branched_episodes(policy_of(spec_of()))
+    cohort = Cohort.from_meta(queue.meta)
+    samples = build_samples(
+        queue.fields, range(len(episodes)), cohort, spec=spec_of().algorithm, weight_version=0
+    )
+    turns = {id(turn): turn for each in episodes for conv in each for turn in conv}.values()
+    assert int(samples.tokens["loss_mask"].sum()) == sum(
+        len(turn.token_ids) for turn in turns if turn.is_sampled
+    )
+    assert set(samples.tokens["token_versions"].tolist()) == {-1, 0}
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce_pp_baseline", "opo"])
+def test_advantages_are_those_of_whole_episodes(advantage: str) -> None:
+    """A sample counts once in its group, however many sequences it has, and all of them get the same."""
+    spec = spec_of(algorithm={"advantage": advantage}).algorithm
+    queue, episodes = branched_episodes(policy_of(spec_of()))
+
+    def credit(fields: dict[str, Jagged]) -> Any:
+        samples = build_samples(
+            fields, range(len(episodes)), Cohort.from_meta(queue.meta), spec=spec, weight_version=0
+        )
+        assign = CreditAssigner(spec, Ranks(), max_response_tokens=1000)
+        return samples, assign(samples, Cohort.from_meta(queue.meta), kl_coefficient=0.0)
+
+    runs = queue.fields["version_runs"].values.clone()
+    runs[:, 0].clamp_(min=-1)
+    samples, divided = credit(queue.fields)
+    as_one, whole = credit(
+        {**queue.fields, "version_runs": Jagged(runs, queue.fields["version_runs"].lengths)}
+    )
+    sampled = divided.advantages[samples.tokens["response_mask"]]
+    assert torch.equal(sampled, whole.advantages[as_one.tokens["response_mask"]])
+    heads = divided.shaped_scores[samples.is_first]
+    assert torch.equal(heads, queue.fields["rewards"].values)
+
+
+def test_scores_of_sequences_come_back_as_those_of_samples() -> None:
+    queue, _ = branched_episodes(policy_of(spec_of()))
+    added: dict[str, list[torch.Tensor]] = {}
+    scoring = FieldScoring(
+        "ref_logprobs",
+        lambda samples, _: samples.responses.values.float(),
+        fetch=queue.fetch,
+        add=lambda _, fields: added.update(fields),
+        ranks=Ranks(),
+        cost=float,
+        max_tokens=50,
+        shares_prefixes=True,
+    )
+    scoring.add(queue.meta)
+    found = sequences_of(queue.fields)
+    expected = torch.where(found.is_response, queue.fields["response_ids"].values.float(), 0.0)
+    assert torch.equal(torch.cat(added["ref_logprobs"]), expected)
+    assert [len(row) for row in added["ref_logprobs"]] == queue.fields[
+        "response_ids"
+    ].lengths.tolist()
+
+
+def test_experts_follow_their_tokens_into_each_sequence() -> None:
+    shape = RoutingShape(layers=(0,), num_chosen=2, num_experts=8)
+
+    def turn(ids: tuple[int, ...], first: int, count: int) -> Turn:
+        experts = np.arange(first, first + count, dtype=np.uint8)[:, None, None].repeat(2, 2)
+        return Turn(
+            token_ids=ids,
+            logprobs=(0.0,) * len(ids),
+            version_runs=((0, len(ids)),),
+            finish_reason="stop",
+            routed_experts=experts,
+        )
+
+    one = (observed((5, 6)), turn((7, 8), 10, 3))
+    other = (observed((9,)), turn((3, 4, 5), 20, 3))
+    prompt, *turns = flattened([one, other])
+    sample = Sample(
+        member=0,
+        prompt_ids=prompt.token_ids,
+        turns=tuple(turns),
+        score=Score(0.0),
+        finish_reason="stop",
+        is_greedy=False,
+    )
+    rows = {**sample_fields([sample], shape), "prompt_ids": prompt_fields([sample])}
+    found = sequences_of({name: Jagged.from_list(row) for name, row in rows.items()})
+    assert ROUTED_EXPERTS in rows
+    assert found.experts is not None
+    told = [row[:, 0, 0].tolist() for row in found.experts.unbind()]
+    assert told == [[10, 11, 12], [20, 21, 22]]
+
+
+def test_a_step_counts_samples_and_says_how_many_sequences_they_are(tmp_path: Path) -> None:
+    spec = spec_of(rollout={"group_size": 3}, trainer={"prompts_per_step": 3})
+    policy = policy_of(spec)
+    queue, episodes = branched_episodes(policy)
+    metrics = rank_of(spec, policy, queue, root=tmp_path).train(1, queue.meta).metrics
+    assert metrics["samples"] == len(episodes)
+    assert metrics["sequences_mean"] == 2.0
+    assert metrics["reward_mean"] == pytest.approx(float(queue.fields["rewards"].values.mean()))
+    assert metrics["shared_token_fraction"] > 0
