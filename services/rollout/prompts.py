@@ -27,6 +27,8 @@ class Prompt:
     """The whole row, for the reward."""
     data_source: str
     """Origin, for scores per source."""
+    messages: tuple[Message, ...] = ()
+    """The chat that it is; none if it went through no chat template."""
 
 
 class PromptBook:
@@ -68,7 +70,7 @@ class PromptBook:
         assert spec is not None
         if spec.source == "environment":
             return Prompt(token_ids=(), text="", answer=None, row=row, data_source=spec.path)
-        text, token_ids = self._encode(row, f"row {row_index} of split {split!r}")
+        text, messages, token_ids = self._encode(row, f"row {row_index} of split {split!r}")
         self._check_length(token_ids, f"row {row_index} of split {split!r}")
         return Prompt(
             token_ids=tuple(token_ids),
@@ -76,9 +78,11 @@ class PromptBook:
             answer=None if column is None else column_value(row, column),
             row=row,
             data_source=str(row.get("data_source", spec.path)),
+            messages=messages,
         )
 
-    def _encode(self, row: Row, place: str) -> tuple[str, Sequence[int]]:
+    def _encode(self, row: Row, place: str) -> tuple[str, tuple[Message, ...], Sequence[int]]:
+        """Text, chat and tokens."""
         content = column_value(row, self._data.prompt_column)
         if isinstance(content, str):
             text = self._data.prompt_template.replace("{prompt}", content)
@@ -94,8 +98,8 @@ class PromptBook:
             )
         try:
             if self._data.chat_template:
-                return text, self._tokenizer.apply_chat_template(messages)
-            return text, self._tokenizer.encode_prompt(text)
+                return text, tuple(messages), self._tokenizer.apply_chat_template(messages)
+            return text, (), self._tokenizer.encode_prompt(text)
         except ValueError as error:
             raise _refused("prompt_malformed", f"{place}: {error}") from error
 

@@ -53,15 +53,15 @@ class _Server:
         self._process.stdin.flush()
 
 
-def list_tools(command: Sequence[str]) -> list[str]:
-    """Names of the tools that a server offers."""
-    names: list[str] = []
+def list_tools(command: Sequence[str]) -> list[dict[str, Any]]:
+    """The tools that a server offers, as OpenAI's API describes them."""
+    tools: list[dict[str, Any]] = []
     params: dict[str, Any] = {}
     while True:
         result = _server(tuple(command)).ask("tools/list", params)
-        names += [tool["name"] for tool in result["tools"]]
+        tools += map(_described, result["tools"])
         if not result.get("nextCursor"):
-            return names
+            return tools
         params = {"cursor": result["nextCursor"]}
 
 
@@ -76,6 +76,17 @@ def call_tool(command: Sequence[str], name: str, arguments: Mapping[str, Any]) -
     if result.get("isError"):
         raise RuntimeError(text or f"tool {name!r} failed")
     return text
+
+
+def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {
+            "name": tool["name"],
+            "description": tool.get("description", ""),
+            "parameters": tool.get("inputSchema", {"type": "object", "properties": {}}),
+        },
+    }
 
 
 @functools.cache

@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from services.rollout.failures import CallError
+from services.rollout.failures import CallError, GroupError
 from services.rollout.workflows.base import Episode
 from services.rollout.workflows.tool_calls import TOOL_CALL
 
 _MCP = "services.rollout.calls.mcp"
+_SCHEMAS = "services.rollout.calls.schemas"
 
 
 class MultiTurn:
@@ -16,7 +18,8 @@ class MultiTurn:
 
     The policy calls a tool by writing ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``. A turn
     without a call is the answer, and what the reward judges. Results are tokens that are not trained. A tool
-    that fails tells the policy so; it does not fail the sample. Tools run in processes of their own.
+    that fails tells the policy so; it does not fail the sample. Tools run in processes of their own. With
+    ``data.chat_template`` the template is told what may be called.
 
     Args:
         tools: Python functions, ``module:function`` or ``file.py:function``, called by keyword.
@@ -26,6 +29,7 @@ class MultiTurn:
         tool_timeout_s: Deadline of one call.
         result_template: Text that is added for each result; ``{result}`` stands for it. It has to end the
             policy's turn and open the next one as the model's chat format does.
+        offer_tools: Whether the chat template gets the tools' names, docstrings and parameters.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class MultiTurn:
         max_turn_tokens: int | None = None,
         tool_timeout_s: float = 30.0,
         result_template: str = "\n<tool_response>\n{result}\n</tool_response>\n",
+        offer_tools: bool = True,
     ) -> None:
         if "{result}" not in result_template:
             raise ValueError(
@@ -46,13 +51,22 @@ class MultiTurn:
         self._functions = {reference.rpartition(":")[2]: reference for reference in tools}
         self._mcp_servers = [list(command) for command in mcp_servers]
         self._mcp_tools: dict[str, list[str]] | None = None
+        self._schemas: list[dict[str, Any]] = []
+        self._offers_tools = offer_tools and bool(tools or mcp_servers)
         self._max_turns = max_turns
         self._max_turn_tokens = max_turn_tokens
         self._tool_timeout_s = tool_timeout_s
         self._result_template = result_template
 
     async def run(self, episode: Episode) -> None:
-        """Sample and call until there is an answer or a limit is reached."""
+        """Sample and call until there is an answer or a limit is reached.
+
+        Raises:
+            CallError: If a server or a function does not say what it offers.
+            GroupError: If the prompt with its tools leaves no room.
+        """
+        if self._offers_tools and episode.prompt.messages:
+            await self._offer(episode)
         for _ in range(self._max_turns):
             if episode.remaining_tokens < 1:
                 return
@@ -62,6 +76,20 @@ class MultiTurn:
                 return
             if await episode.observe(lambda: self._results(episode, calls)) is None:  # noqa: B023
                 return
+
+    async def _offer(self, episode: Episode) -> None:
+        """Render the prompt again, with the tools."""
+        await self._servers(episode)
+        prompt, tokenizer = episode.prompt, episode.tokenizer
+        token_ids = tokenizer.encode(tokenizer.render_chat(prompt.messages, self._schemas))
+        episode.prompt = replace(prompt, token_ids=tuple(token_ids))
+        if episode.remaining_tokens < 1:
+            raise GroupError(
+                "prompt_too_long",
+                f"the prompt with its tools has {len(token_ids)} tokens and leaves no room for a response; "
+                "offer fewer tools, or set rollout.workflow_arguments.offer_tools to false",
+                retryable=False,
+            )
 
     async def _results(self, episode: Episode, calls: Sequence[str]) -> str:
         results = [await self._result(episode, call) for call in calls]
@@ -94,13 +122,18 @@ class MultiTurn:
         return f"error: there is no tool {name!r}; tools: {known}"
 
     async def _servers(self, episode: Episode) -> Mapping[str, list[str]]:
-        """Server of each tool; asked once."""
+        """Server of each tool; asked once, and what functions are."""
         if self._mcp_tools is None:
+            timeout_s = self._tool_timeout_s
+            schemas = [
+                await episode.call(f"{_SCHEMAS}:tool_schema", (reference,), timeout_s=timeout_s)
+                for reference in self._functions.values()
+                if self._offers_tools and episode.prompt.messages
+            ]
             found: dict[str, list[str]] = {}
             for command in self._mcp_servers:
-                names = await episode.call(
-                    f"{_MCP}:list_tools", (command,), timeout_s=self._tool_timeout_s
-                )
-                found |= dict.fromkeys(names, command)
-            self._mcp_tools = found
+                tools = await episode.call(f"{_MCP}:list_tools", (command,), timeout_s=timeout_s)
+                found |= {tool["function"]["name"]: command for tool in tools}
+                schemas += tools
+            self._mcp_tools, self._schemas = found, schemas
         return self._mcp_tools

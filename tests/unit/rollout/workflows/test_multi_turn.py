@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from services.common.spec.model import ModelSpec
 from services.common.spec.rollout import RolloutSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.engines.base import GenerationRequest, GenerationResult
+from services.rollout.failures import GroupError
 from services.rollout.prompts import Prompt
-from services.rollout.workflows.base import Episode, EpisodeLimits, Interrupted
+from services.rollout.workflows.base import Episode, Interrupted
+from services.rollout.workflows.limits import EpisodeLimits
 from services.rollout.workflows.load import load_workflow
 from services.rollout.workflows.multi_turn import MultiTurn
 from services.rollout.workflows.turns import Turn
@@ -202,3 +205,57 @@ def test_workflows_are_loaded_by_name_with_their_arguments() -> None:
         load_workflow(spec(workflow="multi_turn", workflow_arguments={"x": 1}))
     with pytest.raises(ValueError, match="result_template"):
         load_workflow(spec(workflow="multi_turn", workflow_arguments={"result_template": "x"}))
+
+
+DESCRIBED = '''
+def add(a: int, b: int = 1) -> int:
+    """The sum of two numbers."""
+    return a + b
+'''
+
+
+async def test_a_chat_template_is_told_of_the_tools(tmp_path: Path) -> None:
+    (tmp_path / "described.py").write_text(DESCRIBED)
+    (tmp_path / "server.py").write_text(SERVER)
+    told: list[Any] = []
+
+    class Template:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(TOKENIZER, name)
+
+        def render_chat(self, messages: Any, tools: Any = ()) -> str:
+            told.append((list(messages), list(tools)))
+            return "chat with tools"
+
+    chat = ({"role": "user", "content": "p"},)
+    workflow = MultiTurn(
+        tools=[f"{tmp_path / 'described.py'}:add"],
+        mcp_servers=[[sys.executable, str(tmp_path / "server.py")]],
+    )
+    engine = Scripted(["5", "6"])
+    async with CallPool(1) as calls, asyncio.timeout(30):
+        for _ in range(2):
+            done = episode(engine, calls)
+            done.tokenizer = Template()  # type: ignore[assignment]
+            done.prompt = replace(PROMPT, messages=chat)
+            await workflow.run(done)
+    messages, (add, shout) = told[1]
+    assert told[0] == told[1]
+    assert messages == list(chat)
+    assert add["function"]["name"] == "add"
+    assert add["function"]["description"] == "The sum of two numbers."
+    parameters = add["function"]["parameters"]
+    assert parameters["required"] == ["a"]
+    assert parameters["properties"]["b"]["type"] == "integer"
+    assert shout["function"]["name"] == "shout"
+    assert TOKENIZER.decode(engine.requests[0].context_ids) == "chat with tools"
+
+
+async def test_tools_that_leave_no_room_are_named(tmp_path: Path) -> None:
+    (tmp_path / "described.py").write_text(DESCRIBED)
+    workflow = MultiTurn(tools=[f"{tmp_path / 'described.py'}:add"])
+    async with CallPool(1) as calls:
+        done = episode(Scripted([]), calls, context=3)
+        done.prompt = replace(PROMPT, messages=({"role": "user", "content": "p"},))
+        with pytest.raises(GroupError, match="offer fewer tools"):
+            await workflow.run(done)

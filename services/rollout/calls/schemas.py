@@ -1,0 +1,34 @@
+"""What chat templates are told of Python functions that the policy may call."""
+
+import inspect
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from services.common.callables import load_callable
+
+
+def tool_schema(reference: str) -> dict[str, Any]:
+    """A function as OpenAI's API describes tools: its name, its docstring, and its parameters by their types.
+
+    Args:
+        reference: ``module:function`` or ``file.py:function``.
+
+    Raises:
+        ValueError: If its parameters have no JSON schema.
+    """
+    function: Any = load_callable(reference)
+    try:
+        parameters = TypeAdapter(function).json_schema()
+    except Exception as error:
+        raise ValueError(
+            f"{reference!r} cannot be described to the policy: {error}; give its parameters types of JSON"
+        ) from error
+    return {
+        "type": "function",
+        "function": {
+            "name": reference.rpartition(":")[2],
+            "description": inspect.getdoc(function) or "",
+            "parameters": parameters,
+        },
+    }
