@@ -1,6 +1,7 @@
 """Writes a specification to begin with, for a model and a data set, with what each key does beside it."""
 
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +15,9 @@ from services.rollout.data import Row, open_source
 
 _PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "messages")
 _ANSWERS = ("answer", "solution", "ground_truth", "target", "label", "output")
+_EXAMPLE = ("sort4.yaml", "sort4.py")
+# Beside the package in the repository, within it where it is installed.
+_EXAMPLE_FOLDERS = (Path(__file__).parents[2] / "examples", Path(__file__).parents[1] / "examples")
 _KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 
 _TEMPLATE = """\
@@ -61,17 +65,23 @@ validation:
 
 
 def init(
-    model: Annotated[str, typer.Argument(help="Folder, Hugging Face id or tiny: preset.")],
+    model: Annotated[str, typer.Argument(help="Folder, Hugging Face id or tiny: preset.")] = "",
     data: Annotated[
         str, typer.Argument(help="JSONL or Parquet file, file.py:function or Hugging Face id.")
-    ],
+    ] = "",
     file: Annotated[Path, typer.Option(help="Where the specification goes.")] = Path("run.yaml"),
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    example: Annotated[
+        bool, typer.Option("--example", help="Write the example sort4 instead, with its code.")
+    ] = False,
 ) -> None:
     """Write a commented specification for a model and a data set."""
-    if file.exists() and not force:
-        fail(f"{file} is there; name another one with --file, or say --force")
-        raise typer.Exit(2)
+    if example:
+        _write_example(file.parent, force=force)
+        return
+    if not model or not data:
+        raise typer.BadParameter("expected MODEL and DATA, or --example, which needs neither")
+    _refuse_if_there(file, force=force)
     source = PromptSourceSpec(source=_kind(data), path=data)
     try:
         row = _first_row(source)
@@ -97,6 +107,23 @@ def init(
     )
     file.write_text(text, encoding="utf-8")
     console.print(f"{file}: 'slipstream validate {file}' checks it", highlight=False)
+
+
+def _write_example(folder: Path, *, force: bool) -> None:
+    """Copy the example's files."""
+    source = next(found for found in _EXAMPLE_FOLDERS if (found / _EXAMPLE[0]).exists())
+    for name in _EXAMPLE:
+        _refuse_if_there(folder / name, force=force)
+    for name in _EXAMPLE:
+        shutil.copyfile(source / name, folder / name)
+    spec = folder / _EXAMPLE[0]
+    console.print(f"{spec}: 'slipstream run {spec}' trains it here", highlight=False)
+
+
+def _refuse_if_there(file: Path, *, force: bool) -> None:
+    if file.exists() and not force:
+        fail(f"{file} is there; name another one with --file, or say --force")
+        raise typer.Exit(2)
 
 
 def _kind(data: str) -> str:

@@ -1,7 +1,8 @@
 """The ``slipstream`` command: which commands there are. Each is loaded when it is called."""
 
 from importlib import import_module
-from typing import Any
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -135,8 +136,21 @@ def load(name: str) -> Any:
 app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(version("slipstream"))
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show this release and exit."
+        ),
+    ] = False,
+) -> None:
     """Asynchronous reinforcement learning for language models."""
 
 

@@ -1,0 +1,104 @@
+"""What is built holds what it needs: the wheel, installed where the repository is not."""
+
+import os
+import re
+import site
+import subprocess
+import sys
+import venv
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.helpers.cli import REPOSITORY, SORT4
+
+PAGE = REPOSITORY / "services" / "controller" / "api" / "page"
+
+
+@dataclass(frozen=True)
+class Installed:
+    """The command of an installed wheel, and the empty folder that it is called in."""
+
+    slipstream: Path
+    folder: Path
+
+    def options(self) -> dict:
+        """What a process of it is started with; nothing of the repository can be imported."""
+        kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        home = {"HOME": str(self.folder), "OMP_NUM_THREADS": "1"}
+        return {"cwd": self.folder, "env": kept | home, "text": True}
+
+    def call(self, *arguments: str) -> str:
+        """What a command writes, which must succeed."""
+        done = subprocess.run(
+            [self.slipstream, *arguments], capture_output=True, timeout=600, **self.options()
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    @contextmanager
+    def up(self):
+        """Running services; yields the link to their page."""
+        with subprocess.Popen(
+            [self.slipstream, "up", "--port", "0"], stdout=subprocess.PIPE, **self.options()
+        ) as process:
+            try:
+                yield next(found[1] for line in process.stdout if (found := _LINK.search(line)))
+            finally:
+                process.terminate()
+                process.communicate(timeout=60)
+
+
+_LINK = re.compile(r"run page, for one browser: (\S+)")
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory) -> Path:
+    """A source distribution, and the wheel that is built from it alone."""
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, REPOSITORY]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(dist, tmp_path_factory) -> Installed:
+    """The wheel in an environment of its own, which sees the dependencies of this one."""
+    folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder / "venv", with_pip=False)
+    python = folder / "venv" / "bin" / "python"
+    (wheel,) = dist.glob("slipstream-*.whl")
+    # A path that a .pth file adds is searched without the .pth files in it, such as that of the editable install.
+    (packages,) = (folder / "venv").glob("lib/python*/site-packages")
+    (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()))
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--quiet", wheel], check=True)
+    (folder / "empty").mkdir()
+    return Installed(folder / "venv" / "bin" / "slipstream", folder / "empty")
+
+
+def test_an_installed_wheel_writes_its_example_and_finds_it_valid(installed):
+    assert re.fullmatch(r"\d+\.\d+\.\d+\n", installed.call("--version"))
+    assert "slipstream run sort4.yaml" in installed.call("init", "--example")
+    assert (installed.folder / "sort4.yaml").read_text() == SORT4.read_text()
+    installed.call("validate", "sort4.yaml")
+
+
+def test_an_installed_wheel_serves_its_page_from_a_database_that_it_makes(installed):
+    with installed.up() as link, httpx.Client(trust_env=False, timeout=30) as http:
+        page = http.get(link, follow_redirects=True)
+        assert page.status_code == 200
+        assert "<title>" in page.text
+        for file in (path for path in PAGE.rglob("*") if path.suffix in {".js", ".css", ".svg"}):
+            asset = http.get(httpx.URL(link).join(f"/page/{file.relative_to(PAGE)}"))
+            assert asset.content == file.read_bytes(), file
+
+
+@pytest.mark.nightly
+def test_an_installed_wheel_trains_its_example(installed):
+    installed.call("init", "--example", "--force")
+    installed.call("run", "sort4.yaml", "--set", "trainer.steps=3")
