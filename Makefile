@@ -16,7 +16,7 @@ SPEC ?= examples/sort4.yaml
 EVERY_COMMIT := not nightly and not gpu and not multi_gpu and not cluster
 PROTOS := $(shell find proto/slipstream -name '*.proto')
 
-.PHONY: help setup constraints run unit test test-system test-api test-nightly test-faults check lint types imports proto proto-check docs docs-check site format clean
+.PHONY: help setup constraints run unit test test-system test-api test-nightly test-faults check lint types imports dist proto proto-check docs docs-check site format clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -77,6 +77,9 @@ format: $(READY) ## Bring the code into shape
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+dist: $(READY) ## Build wheels and source distributions of Slipstream and its client, in dist/
+	for folder in . services/client; do $(BIN)/python -m build --no-isolation --outdir dist $$folder || exit 1; done
+
 proto: $(READY) ## Regenerate the gRPC stubs under proto/gen
 	rm -rf proto/gen && mkdir -p proto/gen
 	PATH="$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=proto/gen --grpc_python_out=proto/gen --mypy_out=quiet:proto/gen --mypy_grpc_out=quiet:proto/gen $(PROTOS)
@@ -85,8 +88,9 @@ proto-check: $(READY) ## The protos are well formed and the committed stubs are 
 	cd proto && ../$(BIN)/buf lint
 	out=$$(mktemp -d) && PATH="$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=$$out --grpc_python_out=$$out --mypy_out=quiet:$$out --mypy_grpc_out=quiet:$$out $(PROTOS) && diff -r -x __pycache__ $$out proto/gen && rm -rf $$out
 
-docs: $(READY) ## Regenerate docs/runspec.md and its schema, docs/models.md and docs/openapi.json
+docs: $(READY) ## Regenerate docs/runspec.md and its schema, docs/models.md, docs/openapi.json and the Python client
 	$(BIN)/python -m services.controller.api.openapi > docs/openapi.json
+	$(BIN)/python -m services.client.generate docs/openapi.json services/client/slipstream_client
 	$(BIN)/python -m services.cli.spec_docs > docs/runspec.md
 	$(BIN)/python -m services.cli.spec_schema > docs/runspec.schema.json
 	$(BIN)/python -m services.cli.model_docs > docs/models.md
@@ -94,7 +98,8 @@ docs: $(READY) ## Regenerate docs/runspec.md and its schema, docs/models.md and 
 site: $(READY) ## The documentation as a site that is read without a network, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-docs-check: $(READY) ## The generated documentation is current, and its site has no dead link
+docs-check: $(READY) ## The generated documentation and client are current, and the site has no dead link
+	out=$$(mktemp -d) && $(BIN)/python -m services.client.generate docs/openapi.json $$out && for file in $$out/*; do diff $$file services/client/slipstream_client/ || exit 1; done && rm -rf $$out
 	$(BIN)/python -m services.cli.spec_docs | diff docs/runspec.md -
 	$(BIN)/python -m services.cli.spec_schema | diff docs/runspec.schema.json -
 	$(BIN)/python -m services.cli.model_docs | diff docs/models.md -

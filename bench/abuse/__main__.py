@@ -26,14 +26,13 @@ import yaml
 
 from bench.abuse.honest import is_closed, look, spec_for
 from bench.whole_run import REPOSITORY
-from services.cli.api import Api
 from services.cli.local import LocalServices, local_services
 from services.common.run_tokens import issue_token
-from services.controller.api.operations import PauseRun
 from services.controller.api.principals import TokenStore
-from services.controller.models import RunView
 from services.controller.settings import DATABASE_FILE
 from services.controller.store.database import Database
+from slipstream_client import AsyncClient, AsyncRun
+from slipstream_client.models import RunView
 
 RESULTS = REPOSITORY / "bench" / "results" / "abuse.json"
 HONEST = ("blue", "green")
@@ -126,27 +125,28 @@ async def abused(folder: Path, *, seconds: float) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         here = await stack.enter_async_context(local_services(state))
         tokens = TokenStore(Database(f"sqlite:///{state / DATABASE_FILE}"))
-        apis: dict[str, Api] = {}
-        runs: dict[str, RunView] = {}
+        clients: dict[str, AsyncClient] = {}
+        runs: dict[str, AsyncRun] = {}
         for number, project in enumerate((*HONEST, "third")):
             token = tokens.create(name=project, project=project, role="operator")
-            apis[project] = await stack.enter_async_context(Api(here.url, token=token))
+            client = AsyncClient(here.url, token=token)
+            clients[project] = await stack.enter_async_context(client)
             own = folder / project
             own.mkdir()
             spec = spec_for(own, project, seconds=seconds, has_agent=number == 1)
-            runs[project] = await apis[project].submit(spec)
+            runs[project] = await clients[project].submit(spec)
         third = runs["third"]
-        for project, run in runs.items():
-            await until_step(apis[project], run.id, 1)
+        for run in runs.values():
+            await until_step(run, 1)
         # So that it has streams to hold, and no workers.
-        await apis["third"].call(PauseRun(run_id=third.id, checkpoint=False))
+        await third.pause(checkpoint=False)
         quiet_s: list[float] = []
         waits_s: list[float] = []
         most: dict[str, float] = {}
         processes = services_of(here)
         async with asyncio.TaskGroup() as tasks:
             watching = [
-                tasks.create_task(look(apis[name], runs[name].id, quiet_s)) for name in HONEST
+                tasks.create_task(look(clients[name], runs[name].id, quiet_s)) for name in HONEST
             ]
             await asyncio.sleep(_QUIET_S)
             before = {name: round(own_mib(process)) for name, process in processes.items()}
@@ -165,15 +165,15 @@ async def abused(folder: Path, *, seconds: float) -> dict[str, Any]:
         }
         async with asyncio.TaskGroup() as tasks:
             watching = [
-                tasks.create_task(look(apis[name], runs[name].id, waits_s)) for name in HONEST
+                tasks.create_task(look(clients[name], runs[name].id, waits_s)) for name in HONEST
             ]
             watching.append(tasks.create_task(measure_memory(processes, most)))
             async with attacking(order) as answers:
                 await asyncio.sleep(seconds)
             for task in watching:
                 task.cancel()
-        then = {name: (await apis[name].get(runs[name].id)).state for name in HONEST}
-        ended = {name: await until_end(apis[name], runs[name].id) for name in HONEST}
+        then = {name: (await runs[name].refresh()).state for name in HONEST}
+        ended = {name: await until_end(runs[name]) for name in HONEST}
         assert {name: process.pid for name, process in services_of(here).items()} == {
             name: process.pid for name, process in processes.items()
         }, "a service was started again"
@@ -213,20 +213,19 @@ async def abused(folder: Path, *, seconds: float) -> dict[str, Any]:
     }
 
 
-async def until_step(api: Api, run_id: str, step: int) -> None:
+async def until_step(run: AsyncRun, step: int) -> None:
     """Wait until a run has trained a step."""
     end = time.monotonic() + _ENDS_WITHIN_S
-    while (run := await api.get(run_id)).step < step:
-        assert time.monotonic() < end and run.state not in ("FAILED", "CANCELLED"), run.message
+    while (seen := await run.refresh()).step < step:
+        assert time.monotonic() < end and seen.state not in ("FAILED", "CANCELLED"), seen.message
         await asyncio.sleep(_SAMPLE_S)
 
 
-async def until_end(api: Api, run_id: str) -> RunView:
+async def until_end(run: AsyncRun) -> RunView:
     """Wait until a run has ended."""
-    async with asyncio.timeout(_ENDS_WITHIN_S):
-        async for _ in api.watch(run_id):
-            pass
-    return await api.get(run_id)
+    async for _ in run.follow(timeout_s=_ENDS_WITHIN_S):
+        pass
+    return run.view
 
 
 def main() -> None:

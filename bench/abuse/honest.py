@@ -6,9 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from services.cli.api import Api
-from services.controller.api.operations import ListEvents, ListRuns
-from services.controller.models import RunView
+from slipstream_client import AsyncClient
+from slipstream_client.models import RunView
 
 _LOOKS_EVERY_S = 0.2
 _STEP_S = 1.5
@@ -64,13 +63,13 @@ def spec_for(folder: Path, name: str, *, seconds: float, has_agent: bool) -> dic
     }
 
 
-async def look(api: Api, run_id: str, waits_s: list[float]) -> None:
+async def look(client: AsyncClient, run_id: str, waits_s: list[float]) -> None:
     """Ask as a person's page does, until cancelled; adds what each answer took."""
     while True:
         for operation in (
-            lambda: api.get(run_id),
-            lambda: api.call(ListRuns()),
-            lambda: api.call(ListEvents(run_id=run_id, limit=100)),
+            lambda: client.get_run(run_id),
+            lambda: client.list_runs(),
+            lambda: client.list_events(run_id, limit=100),
         ):
             begin = time.monotonic()
             await operation()

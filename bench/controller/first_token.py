@@ -7,10 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from services.cli.api import Api
 from services.cli.local import local_services
 from services.common.spec.loader import load_spec
-from services.controller.api.operations import CancelRun, GetTopology
+from slipstream_client import AsyncClient
 
 _SPEC = """
 name: first-token
@@ -36,20 +35,20 @@ async def measure_first_token(*, rounds: int) -> dict[str, Any]:
         seconds: list[float] = []
         async with (
             local_services(folder / "runs") as services,
-            Api(services.url, token=services.token) as api,
+            AsyncClient(services.url, token=services.token) as client,
         ):
             for _ in range(rounds):
                 begin = time.perf_counter()
-                run_id = (await api.submit(spec)).id
-                while not await _has_token(api, run_id):
+                run = await client.submit(spec)
+                while not await _has_token(client, run.id):
                     await asyncio.sleep(0.02)
                 seconds.append(time.perf_counter() - begin)
-                await api.call(CancelRun(run_id=run_id))
-                while (await api.get(run_id)).state != "CANCELLED":
+                await run.cancel()
+                while (await run.refresh()).state != "CANCELLED":
                     await asyncio.sleep(0.1)
     return {"seconds": seconds, "worst_s": max(seconds)}
 
 
-async def _has_token(api: Api, run_id: str) -> bool:
-    workers = (await api.call(GetTopology(run_id=run_id))).items
+async def _has_token(client: AsyncClient, run_id: str) -> bool:
+    workers = (await client.get_topology(run_id)).items
     return any(worker.gauges.get("tokens_total", 0.0) > 0 for worker in workers)

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import psutil
 
-from services.cli.api import Api
+from slipstream_client import AsyncClient
 
 TOKEN = "slp_" + "b" * 43
 
@@ -26,7 +26,7 @@ TOKEN = "slp_" + "b" * 43
 class Stage:
     """A controller and its fakes."""
 
-    api: Api
+    client: AsyncClient
     url: str
     grpc: str
     fleet: asyncio.subprocess.Process
@@ -83,7 +83,7 @@ class Stage:
             "validation": {"every": 0, "before_train": False, "at_end": False},
         }
         self.num_runs += 1
-        run = await self.api.submit(spec)
+        run = await self.client.submit(spec)
         order = {
             "run_id": run.id,
             "rollouts": rollouts,
@@ -103,7 +103,7 @@ class Stage:
     async def until_step(self, run_id: str, step: int, *, every_s: float = 0.2) -> None:
         """Wait until a step is committed."""
         while True:
-            run = await self.api.get(run_id)
+            run = await self.client.get_run(run_id)
             if run.state in ("FAILED", "CANCELLED"):
                 raise RuntimeError(f"{run.state}: {run.message}")
             if run.step >= step or run.state == "SUCCEEDED":
@@ -112,12 +112,8 @@ class Stage:
 
     async def step_times(self, run_id: str) -> list[float]:
         """When each step was committed, in seconds."""
-        times: list[float] = []
-        seq = 0
-        while page := await self.api.events(run_id, after_seq=seq, type_="StepCommitted"):
-            times += [event.time.timestamp() for event in page]
-            seq = page[-1].seq
-        return times
+        run = await self.client.run(run_id)
+        return [event.time.timestamp() async for event in run.events("StepCommitted")]
 
     async def histogram(self, name: str) -> dict[float, float]:
         """Cumulative counts of a histogram of the controller by upper bound, over all labels."""
@@ -172,9 +168,9 @@ async def stage(
         )
         try:
             addresses = await _addresses(ready, controller)
-            async with Api(addresses["rest"], token=TOKEN) as api:
+            async with AsyncClient(addresses["rest"], token=TOKEN) as client:
                 yield Stage(
-                    api=api,
+                    client=client,
                     url=addresses["rest"],
                     grpc=addresses["grpc"],
                     fleet=fleet,

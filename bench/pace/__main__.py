@@ -46,7 +46,8 @@ async def measure(
         **mode,
     )
     await here.until_step(run_id, steps)
-    committed = await here.api.events(run_id, after_seq=0, type_="StepCommitted")
+    run = await here.client.run(run_id)
+    committed = [event async for event in run.events("StepCommitted")]
     times = [event.time.timestamp() for event in committed]
     step_s = (times[-1] - times[_SETTLED - 1]) / (steps - _SETTLED)
     idle = {

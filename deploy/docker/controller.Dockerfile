@@ -18,6 +18,8 @@ COPY --from=dependencies /opt/venv /opt/venv
 WORKDIR /app
 COPY services services
 COPY proto/gen/slipstream slipstream
+# What its command line, which copies the database, sends requests by.
+COPY services/client/slipstream_client slipstream_client
 ENV PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 # The chart makes the root file system read-only; everything that is written goes to mounted volumes.
 USER 10001:10001

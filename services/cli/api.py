@@ -1,16 +1,15 @@
-"""Typed client of the REST API; the command line is written with it, and programs may be too.
+"""Typed calls of the API for commands: operations and answers are those that the controller itself declares.
 
 async with Api("http://127.0.0.1:8700", token=token) as api:
     run = await api.submit(spec)
     await api.call(PauseRun(run_id=run.id))
+
+Programs use ``slipstream_client``, which sends all of this.
 """
 
-import asyncio
-import json
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,20 +26,15 @@ from services.controller.api.operations import (
     Operation,
     Place,
     ReadLogs,
-    WatchRun,
 )
 from services.controller.models import EventView, LogLine, RunView
+from slipstream_client.async_transport import AsyncTransport
+from slipstream_client.problems import ApiError
+from slipstream_client.request import Request
 
-_TIMEOUT_S = 30.0
-# The server sends a keep-alive comment every 15 s.
-_STREAM_TIMEOUT = httpx.Timeout(_TIMEOUT_S, read=60.0)
+__all__ = ["Api", "ApiError"]
+
 _EVENTS_A_PAGE = 1000
-_RECONNECT_S = 60.0
-_RECONNECT_EVERY_S = 0.5
-
-
-class ApiError(RuntimeError):
-    """The controller refused a request or could not be reached; the message says why."""
 
 
 class Api:
@@ -50,15 +44,18 @@ class Api:
         url: Such as ``http://127.0.0.1:8080``.
         token: API token; empty where none is asked for.
         patience_s: How long a controller that does not answer is asked again: one that is started again.
+        http: What sends requests, where it must be another client than one without a proxy.
     """
 
-    def __init__(self, url: str, *, token: str = "", patience_s: float = 0.0) -> None:
-        self._url = url
-        self._patience_s = patience_s
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._http = httpx.AsyncClient(
-            base_url=url, timeout=_TIMEOUT_S, trust_env=False, headers=headers
-        )
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str = "",
+        patience_s: float = 0.0,
+        http: httpx.AsyncClient | None = None,
+    ) -> None:
+        self._transport = AsyncTransport(url, token=token, patience_s=patience_s, http=http)
 
     async def __aenter__(self) -> Self:
         return self
@@ -69,7 +66,7 @@ class Api:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self._http.aclose()
+        await self._transport.aclose()
 
     async def call(self, operation: Operation[Answer]) -> Answer:
         """Have an operation answered that answers once.
@@ -77,10 +74,7 @@ class Api:
         Raises:
             ApiError: If it is refused, or nobody answers.
         """
-        request = _request(operation)
-        # Repeating it is safe: a changed run has another revision, and nothing is made twice.
-        may_repeat = request.method == "GET" or "idempotency_key" in type(operation).model_fields
-        content = await self._content(request, may_repeat=may_repeat)
+        content = await self._transport.content(_request(operation))
         answer: Answer = TypeAdapter(operation.answer()).validate_json(content or b"null")
         return answer
 
@@ -99,8 +93,7 @@ class Api:
 
     async def page_link(self) -> str:
         """A link to the run page that signs one browser in, once, as this caller."""
-        request = _Request("POST", "/page/links", {}, {}, None)
-        return f"{self._url}{json.loads(await self._content(request, may_repeat=True))['path']}"
+        return await self._transport.page_link()
 
     async def get(self, run_id: str) -> RunView:
         """One run."""
@@ -124,94 +117,24 @@ class Api:
         """Last lines of the workers' logs; with ``follow`` also those that come, until the run has ended."""
         asked = FollowLogs if follow else ReadLogs
         operation = asked(run_id=run_id, component=component, tail_lines=tail_lines)
-        async for kind, data in self._stream(operation):
+        async for kind, data in self._transport.stream(_request(operation)):
             if kind != "end":
                 yield LogLine.model_validate(data)
 
     async def samples(self, asked: ExportSamples) -> AsyncIterator[dict[str, Any]]:
         """Kept samples of a run, one after the other."""
-        async for _, sample in self._stream(asked):
+        async for _, sample in self._transport.stream(_request(asked)):
             yield sample
 
-    async def watch(self, run_id: str) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+    def watch(self, run_id: str) -> AsyncIterator[tuple[str, dict[str, Any]]]:
         """Events of a run as they come: ``(type, event)``; the last one is ``("end", run)``.
 
         A controller that is started again is found again, and no event is missed or told twice.
         """
-        clock = asyncio.get_running_loop().time
-        seq, last_heard = 0, clock()
-        while True:
-            try:
-                known = WatchRun(run_id=run_id, last_event_id=str(seq))
-                async for kind, data in self._stream(known):
-                    yield kind, data
-                    if kind == "end":
-                        return
-                    seq, last_heard = data["seq"], clock()
-            except httpx.TransportError as error:
-                if clock() - last_heard > _RECONNECT_S:
-                    raise ApiError(f"the controller at {self._url} broke off: {error!r}") from error
-            await asyncio.sleep(_RECONNECT_EVERY_S)
-
-    async def _stream(self, operation: Operation[Any]) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-        """What an operation answers bit by bit."""
-        request = _request(operation)
-        async with self._http.stream(
-            request.method,
-            request.path,
-            params=request.params,
-            headers=request.headers,
-            timeout=_STREAM_TIMEOUT,
-        ) as response:
-            if response.is_error:
-                await response.aread()
-                raise ApiError(_explain(response))
-            if operation.form == "events":
-                async for kind, data in _events(response):
-                    yield kind, data
-                return
-            async for line in response.aiter_lines():
-                yield "line", json.loads(line)
-
-    async def _content(self, request: "_Request", *, may_repeat: bool) -> bytes:
-        response = await self._answer(request, may_repeat=may_repeat)
-        if response.is_error:
-            raise ApiError(_explain(response))
-        return response.content
-
-    async def _answer(self, request: "_Request", *, may_repeat: bool) -> httpx.Response:
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + self._patience_s
-        while True:
-            try:
-                return await self._http.request(
-                    request.method,
-                    request.path,
-                    params=request.params,
-                    headers=request.headers,
-                    json=request.body,
-                )
-            except httpx.TransportError as error:
-                if not may_repeat or clock() >= deadline:
-                    raise ApiError(
-                        f"no controller answers at {self._url} ({error}); start one with 'slipstream up', or "
-                        "set SLIPSTREAM_URL or --url"
-                    ) from error
-            await asyncio.sleep(_RECONNECT_EVERY_S)
+        return self._transport.watch(run_id)
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """An operation as it is sent."""
-
-    method: str
-    path: str
-    params: dict[str, Any]
-    headers: dict[str, str]
-    body: Any
-
-
-def _request(operation: Operation[Any]) -> _Request:
+def _request(operation: Operation[Any]) -> Request:
     """An operation as it is sent: every field in its place."""
     fields = operation.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     if "idempotency_key" in type(operation).model_fields:
@@ -221,35 +144,11 @@ def _request(operation: Operation[Any]) -> _Request:
         by_place[operation.place(name)][name] = value
     method, path = operation.http.split(" ")
     body = by_place["body"] if operation.body() else None
-    return _Request(
-        method,
-        path.format(**by_place["path"]),
-        params=by_place["query"],
+    return Request(
+        method=method,
+        path=path,
+        names=by_place["path"],
+        query=by_place["query"],
         headers={name.replace("_", "-"): value for name, value in by_place["header"].items()},
         body=next(iter(by_place["document"].values()), body),
     )
-
-
-async def _events(response: httpx.Response) -> AsyncIterator[tuple[str, dict[str, Any]]]:
-    kind = "message"
-    async for line in response.aiter_lines():
-        if line.startswith("event:"):
-            kind = line.removeprefix("event:").strip()
-        elif line.startswith("data:"):
-            yield kind, json.loads(line.removeprefix("data:"))
-
-
-def _explain(response: httpx.Response) -> str:
-    try:
-        problem = response.json()
-    except ValueError:
-        return f"the controller answered {response.status_code}: {response.text[:200]}"
-    lines = [str(problem.get("detail", response.status_code))]
-    lines += [_pointed(error["pointer"], error["message"]) for error in problem.get("errors", ())]
-    return "\n".join(lines)
-
-
-def _pointed(pointer: str, message: str) -> str:
-    """What is wrong, with the name of where it is if the message does not begin with it."""
-    name = pointer.strip("/").replace("/", ".")
-    return message if not name or message.startswith(name) else f"{name}: {message}"

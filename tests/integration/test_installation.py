@@ -72,7 +72,7 @@ def installed(dist, tmp_path_factory) -> Installed:
     venv.create(folder / "venv", with_pip=False)
     python = folder / "venv" / "bin" / "python"
     (wheel,) = dist.glob("slipstream-*.whl")
-    # A path that a .pth file adds is searched without the .pth files in it, such as that of the editable install.
+    # The .pth files that are in a path of a .pth file are not read: that of the editable install is left out.
     (packages,) = (folder / "venv").glob("lib/python*/site-packages")
     (packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()))
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index"]

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli import known_tokens
-from services.cli.api import Api
+from slipstream_client import AsyncClient
 from tests.integration.test_run_life import is_in, submit, up, wait_for
 
 __all__ = ["up"]
@@ -14,13 +13,13 @@ pytestmark = pytest.mark.timeout(300)
 
 async def failure_of(url: str, plumbing: Path, *overrides: str) -> tuple[str, set[str]]:
     """Why a run failed, and what happened on the way."""
-    async with Api(url, token=known_tokens.find(url)) as api:
-        run_id = await submit(plumbing, api, *overrides)
-        ended = await wait_for(api, run_id, is_in("SUCCEEDED", "FAILED"))
+    async with AsyncClient(url) as client:
+        run = await submit(plumbing, client, *overrides)
+        ended = await wait_for(run, is_in("SUCCEEDED", "FAILED"))
         assert (ended.state, ended.state_reason) == ("FAILED", "GenerationError"), ended.message
         assert ended.error is not None
         assert ended.error.category == "USER"
-        return ended.message, {event.type for event in await api.events(run_id)}
+        return ended.message, {event.type async for event in run.events()}
 
 
 async def test_a_reward_that_always_raises_is_the_cause(plumbing, up, tmp_path):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from services.cli.api import Api
 from services.common.spec.loader import load_spec
+from slipstream_client import AsyncClient
 from tests.helpers.cli import environment
 from tests.helpers.databases import postgres_cluster
 from tests.helpers.ports import free_port
@@ -80,14 +80,15 @@ async def test_another_controller_goes_on_where_the_leader_was_killed(plumbing, 
             )
             if name == "one":
                 announced(ready, controllers[name])
-        async with Api(f"http://{shared['rest_bind']}", token=TOKEN, patience_s=60) as api:
+        address = f"http://{shared['rest_bind']}"
+        async with AsyncClient(address, token=TOKEN, patience_s=60) as client:
             spec = load_spec(plumbing, ["trainer.steps=60"]).model_dump(mode="json")
-            run_id = (await api.submit(spec)).id
-            async for kind, event in api.watch(run_id):
-                if kind == "StepCommitted" and event["data"]["step"] == 5:
+            submitted = await client.submit(spec)
+            async for event in submitted.follow():
+                if event.type == "StepCommitted" and event.data["step"] == 5:
                     assert not (tmp_path / "two.ready").exists()
                     controllers["one"].kill()
-            run, events = await api.get(run_id), await api.events(run_id)
+            run, events = submitted.view, [event async for event in submitted.events()]
         assert (run.state, run.step) == ("SUCCEEDED", 60), run.message
         assert [event.seq for event in events] == list(range(1, len(events) + 1))
         assert not {event.type for event in events} & {"WorkerLost", "Rewound"}

@@ -15,7 +15,10 @@ PYTHON = {
     for path in sorted((REPOSITORY / folder).rglob("*.py"))
 }
 SERVICES = {
-    path: text for path, text in PYTHON.items() if path.is_relative_to(REPOSITORY / "services")
+    path: text
+    for path, text in PYTHON.items()
+    if path.is_relative_to(REPOSITORY / "services")
+    if "\n\nWritten by services/" not in text.split('"""')[1]  # nobody edits it
 }
 TREES = {path: ast.parse(text) for path, text in PYTHON.items()}
 DOCUMENTS = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")]
@@ -80,7 +83,12 @@ def inner_depth(node: ast.AST, child: ast.AST) -> int:
 
 
 def test_package_files_hold_a_docstring_only():
-    packages = {path: TREES[path] for path in SERVICES if path.name == "__init__.py"}
+    packages = {
+        path: TREES[path]
+        for path in SERVICES
+        if path.name == "__init__.py"
+        if path.parent.name != "slipstream_client"  # users import from it
+    }
     full = {named(path) for path, tree in packages.items() if len(tree.body) != 1}
     silent = {named(path) for path, tree in packages.items() if not ast.get_docstring(tree)}
     assert full | silent == set()

@@ -12,6 +12,7 @@ from services.controller.api.errors import PROBLEM_TYPE, Problem, add_error_hand
 from services.controller.api.rest import add_routes
 from services.controller.api.run_api import RunApi
 from services.controller.api.same_origin import SameOrigin
+from services.controller.models import LogLine
 
 _REFUSALS = {
     "400": "The body is not JSON.",
@@ -59,7 +60,7 @@ def build_app(api: RunApi, *, hosts: Collection[str] = ()) -> FastAPI:
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """The API's description, with what FastAPI does not know: the specification and the problems."""
+    """The API's description, with what FastAPI does not know: the specification, problems, lines of logs."""
     if app.openapi_schema is None:
         document = get_openapi(
             title=app.title, version=app.version, summary=app.summary, routes=app.routes
@@ -67,7 +68,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         schemas = document["components"]["schemas"]
         for unused in ("HTTPValidationError", "ValidationError"):
             schemas.pop(unused, None)
-        for model in (Problem, RunSpec):
+        for model in (Problem, RunSpec, LogLine):
             schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas.update(schema.pop("$defs", {}))
             schemas[model.__name__] = schema

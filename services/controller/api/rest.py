@@ -22,13 +22,12 @@ from services.controller.api.strangers import peer_of
 from services.controller.models import EventView, LogLine, RunView
 from services.controller.store.records import Event
 
+LINES = "application/x-ndjson"
 _KEPT_FRAMES = 2000
 _PLACES: dict[Place, Any] = {"path": Path, "query": Query, "header": Header}
 _FURTHER: dict[str, dict[int | str, dict[str, Any]]] = {
     "create_run": {200: {"description": "The run of an earlier request, or what was validated."}},
     "get_run": {304: {"description": "Not changed."}},
-    "read_logs": {200: {"content": {"application/x-ndjson": {}}}},
-    "export_samples": {200: {"content": {"application/x-ndjson": {}}}},
 }
 
 
@@ -66,9 +65,17 @@ def add_routes(app: FastAPI, api: RunApi) -> None:
             methods=[method],
             status_code=operation.status,
             description=inspect.getdoc(operation),
-            responses=DESCRIPTION if is_stream else _FURTHER.get(name),
+            responses=DESCRIPTION if is_stream else _further(operation, name),
             **further,
         )
+
+
+def _further(operation: type[Operation[Any]], name: str) -> dict[int | str, dict[str, Any]]:
+    """What FastAPI does not know of an operation's answers."""
+    if operation.form != "lines":
+        return _FURTHER.get(name, {})
+    item = {"$ref": f"#/components/schemas/{operation.answer().__name__}"}
+    return {200: {"content": {LINES: {"itemSchema": item}}}}
 
 
 def _endpoint(
@@ -85,7 +92,7 @@ def _endpoint(
             return event_stream(encoded.frames(answer))
         if operation.form == "lines":
             lines = answer if isinstance(answer, AsyncIterator) else _lines(answer)
-            return StreamingResponse(lines, media_type="application/x-ndjson")
+            return StreamingResponse(lines, media_type=LINES)
         if call.is_repeated:
             response.status_code = HTTPStatus.OK
         if isinstance(answer, RunView):

@@ -14,11 +14,8 @@ def api_of(num_failures, calls, **options):
             raise httpx.ConnectError("refused")
         return httpx.Response(200, json={"version": "1"})
 
-    api = Api("http://controller", **options)
-    api._http = httpx.AsyncClient(
-        transport=httpx.MockTransport(answer), base_url="http://controller"
-    )
-    return api
+    http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    return Api("http://controller", http=http, **options)
 
 
 async def test_a_patient_client_asks_again_until_the_controller_is_back():

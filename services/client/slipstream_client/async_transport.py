@@ -1,0 +1,137 @@
+"""Requests over HTTP, to a controller that may be started again meanwhile."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+
+from slipstream_client.problems import ApiError, refused, unreachable
+from slipstream_client.request import Request
+
+_TIMEOUT_S = 30.0
+# The server writes something every 10 s.
+_SILENCE_S = 60.0
+_ASK_AGAIN_S = 0.5
+
+
+class AsyncTransport:
+    """Sends requests to one controller.
+
+    Args:
+        url: Such as ``http://127.0.0.1:8700``.
+        token: API token; empty where none is asked for.
+        patience_s: How long a controller that does not answer is asked again.
+        http: What sends; by default a client that heeds no proxy.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str,
+        patience_s: float,
+        http: httpx.AsyncClient | None = None,
+    ) -> None:
+        self.url = url
+        self._patience_s = patience_s
+        self._http = http or httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False)
+        self._http.base_url = httpx.URL(url)
+        if token:
+            self._http.headers["Authorization"] = f"Bearer {token}"
+
+    async def aclose(self) -> None:
+        """End all connections."""
+        await self._http.aclose()
+
+    async def content(self, request: Request) -> bytes:
+        """What is answered.
+
+        Raises:
+            ApiError: If the request is refused, or nobody answers.
+        """
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            try:
+                response = await self._http.request(**request.options())
+                break
+            except httpx.TransportError as error:
+                if not request.may_repeat or time.monotonic() >= deadline:
+                    raise unreachable(self.url, error) from error
+            await asyncio.sleep(_ASK_AGAIN_S)
+        if response.is_error:
+            raise refused(response)
+        return response.content
+
+    async def page_link(self) -> str:
+        """A link to the run page that signs one browser in, once, as this caller."""
+        content = await self.content(
+            Request(method="POST", path="/page/links", makes_no_second=True)
+        )
+        return f"{self.url}{json.loads(content)['path']}"
+
+    async def stream(
+        self, request: Request, *, silence_s: float = _SILENCE_S
+    ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        """What is answered bit by bit: kind and content of each event, or ``line`` and an object.
+
+        Raises:
+            ApiError: If the request is refused.
+            httpx.TransportError: If the connection breaks, or nothing comes for ``silence_s``.
+        """
+        timeout = httpx.Timeout(_TIMEOUT_S, read=silence_s)
+        async with self._http.stream(**request.options(), timeout=timeout) as response:
+            if response.is_error:
+                await response.aread()
+                raise refused(response)
+            is_events = response.headers.get("content-type", "").startswith("text/event-stream")
+            kind = "message"
+            async for line in response.aiter_lines():
+                if not is_events:
+                    yield "line", json.loads(line)
+                elif line.startswith("event:"):
+                    kind = line.removeprefix("event:").strip()
+                elif line.startswith("data:"):
+                    yield kind, json.loads(line.removeprefix("data:"))
+
+    async def watch(
+        self, run_id: str, *, after_seq: int = 0, timeout_s: float | None = None
+    ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        """Events of a run as they come: ``(type, event)``; the last one is ``("end", run)``.
+
+        A controller that is started again is found again, and no event is missed or told twice.
+
+        Args:
+            run_id: The run.
+            after_seq: Number of the event behind which it begins.
+            timeout_s: How long the run may take to end.
+
+        Raises:
+            ApiError: If the request is refused, or nobody answers for a minute.
+            TimeoutError: If the run takes longer.
+        """
+        begin = last_heard = time.monotonic()
+        while True:
+            left = _SILENCE_S if timeout_s is None else begin + timeout_s - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"{run_id} has not ended within {timeout_s:.0f} s")
+            request = Request(
+                method="GET",
+                path="/v1/runs/{run_id}/events/stream",
+                names={"run_id": run_id},
+                headers={"last-event-id": str(after_seq)},
+            )
+            try:
+                async for kind, data in self.stream(request, silence_s=min(left, _SILENCE_S)):
+                    yield kind, data
+                    if kind == "end":
+                        return
+                    after_seq, last_heard = data.get("seq", after_seq), time.monotonic()
+                    if timeout_s is not None and last_heard > begin + timeout_s:
+                        break
+            except httpx.TransportError as error:
+                if time.monotonic() - last_heard > _SILENCE_S:
+                    raise ApiError(f"the controller at {self.url} broke off: {error!r}") from error
+            await asyncio.sleep(_ASK_AGAIN_S)

@@ -1,0 +1,155 @@
+"""How the client finds a controller, what it sends, and what it says when that fails."""
+
+import json
+import os
+import socket
+
+import httpx
+import pytest
+
+from slipstream_client import ApiError, Client, RunFailedError
+from slipstream_client.local import find_token, find_url
+from slipstream_client.specification import read_spec
+
+RUN_ID = "run_" + "0" * 32
+RUN = {
+    **dict.fromkeys(("project", "state_reason", "message", "created_by", "spec_digest"), ""),
+    **dict.fromkeys(("priority", "step", "weight_version", "target_steps"), 0),
+    "id": RUN_ID,
+    "name": "one",
+    "desired": "RUNNING",
+    "state": "RUNNING",
+    "labels": {},
+    "summary": {},
+    "spec": {},
+    "revision": 1,
+    "generation": 1,
+    "create_time": "2026-01-01T00:00:00Z",
+    "update_time": "2026-01-01T00:00:00Z",
+}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for name in ("SLIPSTREAM_URL", "SLIPSTREAM_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def keep_token(home, address, **owner):
+    folder = home / ".slipstream" / "tokens"
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {"token": f"of {address}", "host": socket.gethostname(), "pid": os.getpid(), **owner}
+    (folder / address).write_text(json.dumps(kept))
+
+
+def client_of(answer, **options) -> Client:
+    http = httpx.Client(transport=httpx.MockTransport(answer))
+    return Client("http://controller", http=http, **options)
+
+
+def test_the_only_controller_that_runs_here_is_meant(home):
+    keep_token(home, "127.0.0.1:1", pid=2**22 + 1)
+    keep_token(home, "127.0.0.1:2", host="elsewhere")
+    keep_token(home, "127.0.0.1:3")
+    assert find_url() == "http://127.0.0.1:3"
+    assert find_token("http://127.0.0.1:3/") == "of 127.0.0.1:3"
+    keep_token(home, "127.0.0.1:4")
+    with pytest.raises(ApiError, match=r"several controllers run here: .*:3, .*:4"):
+        find_url()
+
+
+def test_the_environment_names_another_one(home, monkeypatch):
+    keep_token(home, "127.0.0.1:3")
+    monkeypatch.setenv("SLIPSTREAM_URL", "http://elsewhere:80")
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "secret")
+    assert (find_url(), find_token("http://elsewhere:80")) == ("http://elsewhere:80", "secret")
+    assert find_url("http://given") == "http://given"
+
+
+def test_without_a_controller_the_first_line_says_what_to_do():
+    with pytest.raises(ApiError, match="start one with 'slipstream up'"):
+        Client()
+
+
+def test_files_beside_a_specification_are_named_by_their_whole_paths(tmp_path):
+    for name in ("rows.jsonl", "task.py", "exact_match"):
+        (tmp_path / name).touch()
+    (tmp_path / "my.yaml").write_text(
+        "name: exact_match\n"
+        "model: {path: Qwen/Qwen2.5-0.5B, tokenizer: 'chars:012='}\n"
+        "data: {train: {source: jsonl, path: rows.jsonl}}\n"
+        "rollout: {rewards: [{name: 'task.py:reward'}, {name: exact_match}], workflow: missing.py:f}\n"
+    )
+    assert read_spec(tmp_path / "my.yaml") == {
+        "name": "exact_match",
+        "model": {"path": "Qwen/Qwen2.5-0.5B", "tokenizer": "chars:012="},
+        "data": {"train": {"source": "jsonl", "path": f"{tmp_path}/rows.jsonl"}},
+        "rollout": {
+            "rewards": [{"name": f"{tmp_path}/task.py:reward"}, {"name": "exact_match"}],
+            "workflow": "missing.py:f",
+        },
+    }
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ValueError, match=r"list\.yaml: expected a mapping of keys, got list"):
+        read_spec(str(tmp_path / "list.yaml"))
+
+
+def test_a_refusal_names_what_is_wrong():
+    problem = {
+        "code": "invalid_argument",
+        "detail": "no",
+        "errors": [{"pointer": "/trainer/steps", "message": "too few"}],
+    }
+    with (
+        client_of(lambda request: httpx.Response(422, json=problem)) as client,
+        pytest.raises(ApiError, match=r"^no\ntrainer\.steps: too few$") as refused,
+    ):
+        client.submit({"name": "x"})
+    assert (refused.value.status, refused.value.code) == (422, "invalid_argument")
+
+
+def test_a_submission_that_is_repeated_has_the_same_key():
+    keys = []
+
+    def answer(request):
+        keys.append(request.headers["idempotency-key"])
+        if len(keys) == 1:
+            raise httpx.ConnectError("refused")
+        assert dict(request.url.params.multi_items()) == {
+            "validate_only": "false",
+            "priority": "2",
+            "label": "team=blue",
+        }
+        return httpx.Response(201, json=RUN)
+
+    with client_of(answer, patience_s=30) as client:
+        assert client.submit({}, priority=2, labels={"team": "blue"}).id == RUN_ID
+    assert len(keys) == 2
+    assert len(set(keys)) == 1
+
+
+def test_a_run_that_failed_is_an_error_to_whoever_waits_for_it():
+    def answer(request):
+        if not request.url.path.endswith("/stream"):
+            body = {"items": []} if request.url.path.endswith("/events") else RUN
+            return httpx.Response(200, json=body)
+        ended = json.dumps({**RUN, "state": "FAILED", "message": "no memory"})
+        headers = {"content-type": "text/event-stream"}
+        return httpx.Response(200, text=f"event: end\ndata: {ended}\n\n", headers=headers)
+
+    with (
+        client_of(answer) as client,
+        pytest.raises(RunFailedError, match=r"^one FAILED: no memory$"),
+    ):
+        client.run(RUN_ID).wait()
+
+
+def test_whoever_waits_too_long_is_told():
+    def answer(request):
+        return httpx.Response(200, json=RUN | {"items": []})
+
+    with client_of(answer) as client, pytest.raises(TimeoutError, match="has not ended within 0 s"):
+        client.run(RUN_ID).wait(timeout_s=0)
