@@ -72,7 +72,7 @@ async def sample_groups(
     engine, outcome = tiny_engine(max_running=256), Outcome()
     async with (
         CallPool(4) as pool,
-        Scorer.open(spec, pool, Reach()) as scorer,
+        Scorer.open(spec.rewards, pool, Reach(), concurrency=spec.reward_concurrency) as scorer,
         asyncio.TaskGroup() as tasks,
     ):
         await asyncio.gather(*[scorer.check() for _ in range(4)])

@@ -24,6 +24,10 @@ def draw(path: Path, run: Mapping[str, Any], log: StepLog) -> None:
 
     for kind in ("greedy", "sampled"):
         _line(accuracy, versions, [score[kind] for score in log.heldout], kind, marker="o")
+    sets = dict.fromkeys(name for score in log.heldout for name in score["sets"])
+    for name in sets if len(sets) > 1 else ():
+        of_set = [score["sets"].get(name, {}).get("greedy") for score in log.heldout]
+        _line(accuracy, versions, of_set, f"{name}, greedy", marker=".")
     _decorate(accuracy, "Held-out accuracy", "mean reward")
 
     for kind in ("mean", "max"):

@@ -35,6 +35,9 @@ class Display(Protocol):
     def workers(self, workers: Sequence[Mapping[str, Any]], *, seconds: float) -> None:
         """What the workers are doing before the first step, and for how long the run has been starting."""
 
+    def lasts(self, num_steps: int) -> None:
+        """How many steps the run has: nobody knows it of epochs before the data is opened."""
+
     def step(self, record: Mapping[str, Any], heldout: Sequence[Mapping[str, Any]]) -> None:
         """A step is complete."""
 
@@ -68,7 +71,17 @@ def heldout_line(data: Mapping[str, Any]) -> str:
     """What an evaluation found."""
     greedy, sampled = _score(data, "greedy"), _score(data, "sampled")
     scores = f"greedy {greedy}, sampled {sampled} ({data['reason']})"
-    return f"held-out, version {data['version']}: {scores}"
+    sets = data.get("by_set", {})
+    lines = [f"held-out, version {data['version']}: {scores}"]
+    # One set alone has these scores.
+    lines += [f"  {name}: {set_line(of_set)}" for name, of_set in sets.items() if len(sets) > 1]
+    return "\n".join(lines)
+
+
+def set_line(scores: Mapping[str, float]) -> str:
+    """Scores of a set of held-out prompts."""
+    shown = [name for name in scores if name in ("greedy", "sampled") or name.startswith("pass@")]
+    return ", ".join(f"{name} {_score(scores, name)}" for name in shown)
 
 
 def duration(seconds: float) -> str:
@@ -84,13 +97,13 @@ class _Pace:
     """How long the rest of a run takes, if it goes on as in its newest steps."""
 
     def __init__(self, total_steps: int) -> None:
-        self._total = total_steps
+        self.total = total_steps
         self._seconds: deque[float] = deque(maxlen=_RECENT)
 
     def rest(self, record: Mapping[str, Any]) -> str:
         """The time from a step to the end."""
         self._seconds.append(record["seconds"])
-        left = self._total - record["step"]
+        left = self.total - record["step"]
         return duration(left * sum(self._seconds) / len(self._seconds))
 
 
@@ -110,7 +123,6 @@ def _who_waits(record: Mapping[str, Any]) -> str:
 
 class _PlainLines:
     def __init__(self, total_steps: int, console: Console) -> None:
-        self._total = total_steps
         self._console = console
         self._pace = _Pace(total_steps)
 
@@ -123,10 +135,13 @@ class _PlainLines:
     def workers(self, workers: Sequence[Mapping[str, Any]], *, seconds: float) -> None:
         self._line(_starting(workers, seconds))
 
+    def lasts(self, num_steps: int) -> None:
+        self._pace.total = num_steps
+
     def step(self, record: Mapping[str, Any], heldout: Sequence[Mapping[str, Any]]) -> None:
         step, reward, scores, staleness, sync, tokens, queue, waits = row_of(record, heldout)
         self._line(
-            f"step {step:>4}/{self._total}  reward {reward}  held-out {scores}  staleness {staleness}  "
+            f"step {step:>4}/{self._pace.total}  reward {reward}  held-out {scores}  staleness {staleness}  "
             f"sync {sync} ms  {tokens} tokens/s  queue {queue}  waits: {waits}  "
             f"left {self._pace.rest(record)}"
         )
@@ -141,7 +156,6 @@ class _PlainLines:
 class _LiveTable:
     def __init__(self, title: str, total_steps: int, console: Console) -> None:
         self._title = title
-        self._total = total_steps
         self._rows: deque[tuple[str, ...]] = deque(maxlen=_ROWS)
         self._status = "starting"
         self._done = 0
@@ -164,10 +178,13 @@ class _LiveTable:
         self._status = _starting(workers, seconds)
         self._live.update(self._render())
 
+    def lasts(self, num_steps: int) -> None:
+        self._pace.total = num_steps
+
     def step(self, record: Mapping[str, Any], heldout: Sequence[Mapping[str, Any]]) -> None:
         self._rows.append(row_of(record, heldout))
         self._done = record["step"]
-        self._status = f"{self._done}/{self._total}, {self._pace.rest(record)} left"
+        self._status = f"{self._done}/{self._pace.total}, {self._pace.rest(record)} left"
         self._live.update(self._render())
 
     def note(self, text: str) -> None:
@@ -185,7 +202,7 @@ class _LiveTable:
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True)
-        bar.add_row(ProgressBar(total=self._total, completed=self._done), self._status)
+        bar.add_row(ProgressBar(total=self._pace.total, completed=self._done), self._status)
         return Group(title, table, bar)
 
 

@@ -40,9 +40,7 @@ async def follow(
     log = StepLog()
     folder = state_directory / run_id
     folder.mkdir(parents=True, exist_ok=True)
-    with make_display(
-        f"{run['name']}  {run_id}", run["spec"]["trainer"]["steps"], console
-    ) as display:
+    with make_display(f"{run['name']}  {run_id}", run["target_steps"], console) as display:
         async with TaskGroup() as tasks:
             starting = tasks.create_task(_show_start(api, run_id, display))
             async for kind, event in api.watch(run_id):
@@ -62,6 +60,8 @@ async def follow(
 def _show(kind: str, event: Mapping[str, Any], log: StepLog, display: Display) -> None:
     for record in log.take(kind, event):
         display.step(record, log.heldout)
+    if kind == "DataOpened":
+        display.lasts(event["data"]["steps"])
     if kind == "Validated":
         display.note(heldout_line(event["data"]))
     elif kind in _TOLD:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from services.cli.api import Api
 from services.cli.calling import RunId, Url, ask, of_run
+from services.cli.display import set_line
 from services.cli.names import short_ids
 from services.cli.output import console, errors
 from services.controller.api.operations import (
@@ -70,6 +71,7 @@ def get(
         "step": _steps(run),
         "weights": f"version {run.weight_version}" if run.weight_version >= 0 else "-",
         "held-out": _heldout(run),
+        **{f"  {name}": set_line(scores) for name, scores in _heldout_sets(run).items()},
         "prompts": ", ".join(f"{prompts[name]} {name}" for name in prompts if name != "reasons")
         or "-",
         "submitted": f"{_age(run.create_time)} ago by {run.created_by or 'somebody'}",
@@ -233,13 +235,19 @@ def _print_event(event: EventView) -> None:
 
 
 def _steps(run: ListedRun) -> str:
-    return f"{run.step}/{run.target_steps}"
+    return f"{run.step}/{run.target_steps or '?'}"
 
 
 def _heldout(run: ListedRun) -> str:
     scores = run.summary.get("heldout") or {}
     found = [scores.get(name) for name in ("greedy", "sampled")]
     return " / ".join("-" if score is None else f"{score:.3f}" for score in found)
+
+
+def _heldout_sets(run: ListedRun) -> dict[str, dict[str, float]]:
+    """Scores of each set, where there are several."""
+    sets: dict[str, dict[str, float]] = (run.summary.get("heldout") or {}).get("sets", {})
+    return sets if len(sets) > 1 else {}
 
 
 def _size(num_bytes: int) -> str:

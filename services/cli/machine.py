@@ -44,8 +44,7 @@ def hub_is_needed(spec: RunSpec) -> bool:
         return True
     if not (spec.model.is_tiny or _is_folder(spec.model.path)):
         return True
-    sources = (spec.data.train, spec.data.heldout)
-    return any(source is not None and source.source == "huggingface" for source in sources)
+    return any(source.source == "huggingface" for source in spec.data.sets.values())
 
 
 def _is_folder(name: str) -> bool:

@@ -192,7 +192,7 @@ def _start(spec: RunSpec) -> Iterator[str]:
         except ValueError as error:
             yield f"trainer.checkpoint.start_from: {error}"
         else:
-            if step >= spec.trainer.steps:
+            if spec.trainer.steps is not None and step >= spec.trainer.steps:
                 yield (
                     f"trainer.steps is {spec.trainer.steps}, but trainer.checkpoint.start_from is of step "
                     f"{step}, so nothing would be trained; raise trainer.steps"
@@ -205,19 +205,17 @@ def _start(spec: RunSpec) -> Iterator[str]:
 
 
 def _sources(spec: RunSpec) -> Iterator[str]:
-    sources = {"train": spec.data.train, "heldout": spec.data.heldout}
-    for split, source_spec in sources.items():
-        if source_spec is None:
-            continue
+    for split, source_spec in spec.data.sets.items():
         try:
             source = open_source(source_spec, spec.data, key=f"data.{split}")
             if source_spec.source != "environment":
-                check_prompt(source[0], spec.data, f"data.{split}")
+                check_prompt(source[0], spec.data, source_spec, key=f"data.{split}")
         except (ValueError, OSError) as error:
             yield from str(error).split("\n")
             continue
         metadata = source[0].get("metadata")
-        if any(reward.name == "reasoning_gym" for reward in spec.rollout.rewards) and (
+        rewards = source_spec.rewards or spec.rollout.rewards
+        if any(reward.name == "reasoning_gym" for reward in rewards) and (
             not isinstance(metadata, dict) or "source_dataset" not in metadata
         ):
             yield (
@@ -227,8 +225,12 @@ def _sources(spec: RunSpec) -> Iterator[str]:
 
 
 def _rewards(spec: RunSpec) -> Iterator[str]:
-    for index, reward in enumerate(spec.rollout.rewards):
-        key = f"rollout.rewards.{index}"
+    named = (
+        (f"{key}.{index}", reward)
+        for key, rewards in spec.rewards.items()
+        for index, reward in enumerate(rewards)
+    )
+    for key, reward in named:
         if reward.name == EARNED or reward.name.startswith(SERVICES):
             continue
         reference = REWARDS.get(reward.name, reward.name)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.cli.display import duration
+from services.cli.display import duration, set_line
 from services.cli.steps import StepLog
 
 METRICS = "metrics.jsonl"
@@ -49,6 +49,7 @@ def summary_lines(run: Mapping[str, Any], folder: Path, *, wall_seconds: float) 
     lines += [
         f"  steps       {summary['steps']}, weight version {summary['weight_version']}",
         f"  held-out    greedy {_number(heldout['greedy'])}, sampled {_number(heldout['sampled'])}",
+        *(f"    {name}: {set_line(scores)}" for name, scores in heldout.get("sets", {}).items()),
         f"  staleness   mean {staleness['mean']:.2f}, max {staleness['max']}, bound {staleness['bound']}",
         f"  weight sync p50 {_number(sync['p50'], 1)} ms, p95 {_number(sync['p95'], 1)} ms",
         "  prompts     "

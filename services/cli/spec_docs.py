@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from services.common.spec.keys import part_of
+from services.common.spec.keys import parts_of
 from services.common.spec.run import RunSpec
 
 _HEAD = """# Keys of a run specification
@@ -25,25 +25,31 @@ Editors complete and check keys by `docs/runspec.schema.json`, with this as the 
 def main() -> None:
     """Write the page to standard output."""
     sys.stdout.write(_HEAD)
+    told: dict[type[BaseModel], str] = {}
     for title, model, prefix in _parts(RunSpec, ""):
         sys.stdout.write(f"\n## {title}\n\n{_first_line(model)}\n\n")
-        sys.stdout.write("| key | type | default | meaning |\n| --- | --- | --- | --- |\n")
-        for name, info in model.model_fields.items():
-            if part_of(info) is None:
-                sys.stdout.write(_row(f"{prefix}{name}", info))
+        alike = next((known for known in model.__mro__ if known in told), None)
+        known_fields = {} if alike is None else alike.model_fields
+        if alike is not None:
+            sys.stdout.write(f"It has the keys of [{told[alike]}](#{_anchor(told[alike])})")
+            sys.stdout.write(".\n" if alike is model else ", and these:\n\n")
+        told.setdefault(model, title)
+        fields = [(name, info) for name, info in model.model_fields.items() if not parts_of(info)]
+        rows = [_row(f"{prefix}{name}", info) for name, info in fields if name not in known_fields]
+        if rows:
+            sys.stdout.write("| key | type | default | meaning |\n| --- | --- | --- | --- |\n")
+            sys.stdout.writelines(rows)
+
+
+def _anchor(title: str) -> str:
+    return title.lower().replace(".", "")
 
 
 def _parts(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[BaseModel], str]]:
     yield prefix.rstrip(".") or "Run", model, prefix
     for name, info in model.model_fields.items():
-        part = part_of(info)
-        if part is not None:
-            dots = f"{prefix}{name}." if not _is_list(info) else f"{prefix}{name}.N."
-            yield from _parts(part, dots)
-
-
-def _is_list(info: FieldInfo) -> bool:
-    return str(info.annotation).startswith("tuple[")
+        for below, part in parts_of(info):
+            yield from _parts(part, f"{prefix}{name}.{below}")
 
 
 def _row(key: str, info: FieldInfo) -> str:

@@ -17,7 +17,7 @@ class StepLog:
     records: list[dict[str, Any]] = field(default_factory=list)
     """Complete records, in order."""
     heldout: list[dict[str, Any]] = field(default_factory=list)
-    """Evaluations: ``version``, ``greedy``, ``sampled``."""
+    """Evaluations: ``version``, ``greedy``, ``sampled``, and ``sets`` with the scores of each."""
     _open: dict[str, Any] | None = None
     _num_written: int = 0
 
@@ -38,7 +38,8 @@ class StepLog:
             )
             yield from self._close()
         elif kind == "Validated" and data["num_samples"]:
-            self.heldout.append({name: data[name] for name in ("version", "greedy", "sampled")})
+            scores = {name: data[name] for name in ("version", "greedy", "sampled")}
+            self.heldout.append({**scores, "sets": data.get("by_set", {})})
         elif kind == "end":
             yield from self._close()
 
@@ -62,6 +63,7 @@ class StepLog:
                         **record,
                         "heldout_greedy": score["greedy"],
                         "heldout_sampled": score["sampled"],
+                        "heldout_sets": score["sets"],
                     }
                 file.write(json.dumps(record) + "\n")
 

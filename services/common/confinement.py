@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from services.common.spec.data import set_documents
 from services.common.spec.run import RunSpec
 
 Kind = Literal["path", "model", "code", "package", "command", "text"]
@@ -22,10 +23,12 @@ name. ``text``: anything, which may be a path."""
 # Free text, in which a slash means nothing.
 _FREE = re.compile(
     r"name|rollout\.(answer_pattern|sampling\.stop\.\d+|workflow_arguments\.result_template)"
-    r"|data\.(prompt_template|prompt_column|answer_column)|data\.\w+\.(split|subset|source)"
+    r"|data\.((train|heldout)\.([\w-]+\.)?)?(prompt_template|prompt_column|answer_column)"
+    r"|data\.(train|heldout)\.([\w-]+\.)?(split|subset|source)"
 )
 _CODE = re.compile(
     r"rollout\.(workflow|rewards\.\d+\.name|workflow_arguments\.(agent|environment|train|tools\.\d+))"
+    r"|data\.(train|heldout)\.([\w-]+\.)?rewards\.\d+\.name"
     r"|model\.warm_start\.examples|algorithm\.(loss|advantage)"
 )
 _MODEL = re.compile(r"model\.(path|tokenizer)")
@@ -185,16 +188,13 @@ def _names(spec: RunSpec) -> Iterator[tuple[str, Kind, Any]]:
 def _data_names(document: dict[str, Any]) -> Iterator[tuple[str, Kind, Any]]:
     """What the sources of data name; those names are taken out of the document."""
     is_played = document["rollout"]["workflow_arguments"].get("agent") == "verifiers"
-    for split in ("train", "heldout"):
-        source = document["data"][split]
-        if not source:
-            continue
+    for key, source in set_documents(document["data"]):
         if source["source"] == "verifiers":
-            yield from _verifiers_names(f"data.{split}.arguments", source.pop("arguments"))
+            yield from _verifiers_names(f"{key}.arguments", source.pop("arguments"))
         elif is_played:  # then rows say what runs
-            yield f"data.{split}.source", "command", ["verifiers", source["source"]]
+            yield f"{key}.source", "command", ["verifiers", source["source"]]
         if kind := _DATA_KINDS.get(source["source"]):
-            yield f"data.{split}.path", kind, source.pop("path")
+            yield f"{key}.path", kind, source.pop("path")
 
 
 def _verifiers_names(key: str, arguments: Any) -> Iterator[tuple[str, Kind, Any]]:

@@ -114,7 +114,7 @@ class ListedRun(View):
     summary: dict[str, Any]
     spec_digest: str
     target_steps: int
-    """Steps that the specification asks for."""
+    """Steps that it is to train; 0 while ``data.epochs`` says it and nobody has opened the data."""
     activities: list[str] = []
     """What it is doing now: TRAINING, SYNCING_WEIGHTS, VALIDATING, CHECKPOINTING, FINALIZING."""
     conditions: list[ConditionView] = []

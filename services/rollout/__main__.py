@@ -37,7 +37,7 @@ from services.rollout.openai.agent import Agent
 from services.rollout.progress_cache import TransferQueueCache
 from services.rollout.prompts import PromptBook
 from services.rollout.publish import GroupPublisher
-from services.rollout.rewards.scorer import Scorer
+from services.rollout.rewards.scorer import ScorerOfSets
 from services.rollout.sampling import Failure, GroupSampler
 from services.rollout.server import RolloutServicer
 from services.rollout.settings import RolloutSettings
@@ -129,14 +129,15 @@ async def _load(
     pool = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
     calls = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
     reach = Reach(settings.reward_hosts)
-    scorer = await stack.enter_async_context(Scorer.open(spec.rollout, pool, reach))
+    scorer = await stack.enter_async_context(ScorerOfSets.open(spec, pool, reach))
     address, put_timeout_s = session.transferqueue_address, spec.transferqueue.put_timeout_s
     data = await stack.enter_async_context(DataClient.connect(address, put_timeout_s=put_timeout_s))
     metadata = await stack.enter_async_context(TransferQueueClient.connect(address))
     replays = spec.rollout.routing_replay != "off"
     routing = routing_shape(load_config(spec.model, tokenizer).to_dict()) if replays else None
     prompts = PromptBook(spec.data, sources, tokenizer)
-    teller = SampleTeller(data, spec, tokenizer, prompts.num_rows) if spec.samples.is_on else None
+    num_heldout = sum(map(prompts.num_rows, spec.data.heldout_sets))
+    teller = SampleTeller(data, spec, tokenizer, num_heldout) if spec.samples.is_on else None
     publisher = GroupPublisher(data, routing, teller=teller)
     workflow = load_workflow(spec.rollout)
     if isinstance(workflow, Agent):
@@ -151,7 +152,7 @@ async def _load(
     if isinstance(workflow, Environments):
         await stack.enter_async_context(workflow.serving(reach))
     sampler = GroupSampler(
-        PromptBook(spec.data, sources, tokenizer),
+        prompts,
         Tools(
             engine=engine,
             tokenizer=tokenizer,

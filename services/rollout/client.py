@@ -21,9 +21,9 @@ class GroupAssignment:
     attempt: int
     """Try of the group, from 1."""
     split: str
-    """``train`` or ``heldout``."""
+    """The set of prompts: ``train`` or ``heldout``, or ``train.NAME`` and ``heldout.NAME`` of several."""
     row: int
-    """Row inside the split, from 0."""
+    """Row inside the set, from 0."""
     partition_id: str
     """Partition that the samples go to."""
     members: tuple[int, ...]
@@ -32,6 +32,11 @@ class GroupAssignment:
     """One sampling seed per sample."""
     temperatures: tuple[float, ...]
     """One temperature per sample; 0 is greedy."""
+
+
+def rows_gauge(split: str) -> str:
+    """Name of the gauge by which a rollout tells how many rows a set has."""
+    return f"prompts_{split}"
 
 
 class RolloutClient:

@@ -32,16 +32,15 @@ class PromptSource(Protocol):
 
 
 def open_sources(data: DataSpec) -> dict[str, PromptSource]:
-    """Open the splits of a run, ``train`` and, if there is one, ``heldout``, and check their columns.
+    """Open all sets of a run, by split, and check their columns.
 
     Raises:
         ValueError: If a source is missing, empty or lacks a column; the message names the key, what
             was found, and the fix.
     """
-    splits = {"train": data.train}
-    if data.heldout is not None:
-        splits["heldout"] = data.heldout
-    return {name: open_source(spec, data, key=f"data.{name}") for name, spec in splits.items()}
+    return {
+        split: open_source(spec, data, key=f"data.{split}") for split, spec in data.sets.items()
+    }
 
 
 def open_source(
@@ -67,9 +66,9 @@ def open_source(
         source = _FirstRows(source, spec.limit)
     if spec.source == "environment":  # it makes the prompt itself
         return source
-    columns = {"data.prompt_column": data.prompt_column}
-    if data.answer_column is not None:
-        columns["data.answer_column"] = data.answer_column
+    columns = {_column_key("prompt_column", spec, key): data.prompt_column_of(spec)}
+    if (answers := data.answer_column_of(spec)) is not None:
+        columns[_column_key("answer_column", spec, key)] = answers
     try:
         row = source[0]
     except ValueError as error:
@@ -85,6 +84,11 @@ def open_source(
     if missing:
         raise ValueError("\n".join(missing))
     return source
+
+
+def _column_key(name: str, spec: PromptSourceSpec, key: str) -> str:
+    """The key that names a column of a set."""
+    return f"data.{name}" if getattr(spec, name) is None else f"{key}.{name}"
 
 
 def has_column(row: Row, column: str) -> bool:

@@ -9,6 +9,7 @@ from functools import partial
 
 from services.common import tracing
 from services.common.models.tokenizer import Tokenizer
+from services.common.spec.data import kind_of
 from services.common.spec.rollout import RolloutSpec
 from services.common.task_group import TaskGroup
 from services.rollout import metrics
@@ -60,6 +61,7 @@ class RunningGroup:
         self.is_interrupted = False
         self.is_cut = False
         self.stalled = ""
+        self._is_training = kind_of(assignment.split) == "train"
         self._tools = tools
         self._spec = spec
         self._earlier: GroupProgress = {}
@@ -183,7 +185,7 @@ class RunningGroup:
                 stop_texts=self._spec.sampling.stop,
                 stop_token_ids=frozenset(self._spec.sampling.stop_token_ids),
                 # Held-out prompts are evaluated under one version, in one piece.
-                segment_tokens=self._spec.segment_tokens if assignment.split == "train" else None,
+                segment_tokens=self._spec.segment_tokens if self._is_training else None,
             ),
             engine=self._tools.engine,
             tokenizer=self._tools.tokenizer,
@@ -233,6 +235,7 @@ class RunningGroup:
             response=episode.response_text,
             answer=prompt.answer,
             row=prompt.row,
+            split=self.assignment.split,
             earned=episode.earned,
             episode=partial(history_of, episode),
         )
@@ -261,7 +264,7 @@ class RunningGroup:
 
     def _answer(self, response: str) -> str:
         """What the response answers; nobody asks for it in training."""
-        if self.assignment.split == "train":
+        if self._is_training:
             return ""
         return answer_digest(response, self._spec.answer_pattern)
 

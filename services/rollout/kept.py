@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from services.common.errors import ServiceError
 from services.common.fields import partition_id, run_of, sample_key
 from services.common.models.tokenizer import Tokenizer
+from services.common.spec.data import kind_of
 from services.common.spec.run import RunSpec
 from services.rollout import metrics
 from services.rollout.client import GroupAssignment
@@ -35,7 +36,7 @@ class SampleTeller:
         data: Takes them.
         spec: The run.
         tokenizer: The model's.
-        num_rows: Rows of a split.
+        num_heldout: Held-out prompts of the run.
     """
 
     def __init__(
@@ -43,21 +44,21 @@ class SampleTeller:
         data: DataClient,
         spec: RunSpec,
         tokenizer: Tokenizer,
-        num_rows: Callable[[str], int],
+        num_heldout: int,
     ) -> None:
         self._data = data
         self._spec = spec
         self._tokenizer = tokenizer
-        self._num_rows = num_rows
+        self._num_heldout = num_heldout
         self._texts: dict[int, str] = {}
 
     def keeps(self, assignment: GroupAssignment) -> bool:
         """Whether the samples of a group are kept."""
         kept = self._spec.samples
-        if assignment.split == "train":
+        if kind_of(assignment.split) == "train":
             prompts = self._spec.trainer.prompts_per_step
             return kept.keeps_group(assignment.group_id, prompts_per_step=prompts)
-        return kept.keeps_prompt(assignment.row, num_prompts=self._num_rows(assignment.split))
+        return kept.keeps_prompt(assignment.row, num_prompts=self._num_heldout)
 
     async def tell(
         self,
@@ -120,12 +121,12 @@ class SampleTeller:
 
     def _facts(self, assignment: GroupAssignment, prompt: Prompt, sample: Sample) -> dict[str, Any]:
         versions = sample.sampled_versions
-        oldest, is_training = min(versions, default=None), assignment.split == "train"
+        oldest, is_training = min(versions, default=None), kind_of(assignment.split) == "train"
         return {
             "group_id": assignment.group_id,
             "member": sample.member,
             "attempt": assignment.attempt,
-            "split": assignment.split,
+            "split": kind_of(assignment.split),
             "row": assignment.row,
             "data_source": prompt.data_source,
             # An evaluation is of one version.

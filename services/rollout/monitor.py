@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from services.controller.client import WorkerSession
 from services.rollout import metrics
+from services.rollout.client import rows_gauge
 from services.rollout.engines.base import Engine
 from services.rollout.liveness import EngineStalledError, EpisodeWatch, ProgressWatch
 from services.rollout.sampling import GroupSampler
@@ -38,7 +39,7 @@ async def monitor(
     """
     progress, episodes = ProgressWatch(stall_s / 2), EpisodeWatch(stall_s)
     look_s, looked = min(stall_s / 4, _LOOK_S), time.monotonic()
-    rows = {f"prompts_{split}": sampler.num_prompts(split) for split in ("train", "heldout")}
+    rows = {rows_gauge(split): count for split, count in sampler.num_prompts().items()}
     while True:
         stats = engine.stats()
         metrics.RUNNING.set(stats.num_running)

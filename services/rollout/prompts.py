@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from services.common.models.tokenizer import Tokenizer
-from services.common.spec.data import DataSpec
+from services.common.spec.data import DataSpec, PromptSourceSpec
 from services.rollout.data import PromptSource, Row, column_value
 from services.rollout.failures import GroupError
 
@@ -41,8 +41,14 @@ class PromptBook:
         self, data: DataSpec, sources: Mapping[str, PromptSource], tokenizer: Tokenizer
     ) -> None:
         self._data = data
+        self._specs = data.sets
         self._sources = sources
         self._tokenizer = tokenizer
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The sets that there are."""
+        return tuple(self._sources)
 
     def num_rows(self, split: str) -> int:
         """Rows of a split; 0 if the run has none."""
@@ -65,13 +71,13 @@ class PromptBook:
             row = self._sources[split][row_index]
         except ValueError as error:
             raise _refused("prompt_malformed", str(error)) from error
-        column = self._data.answer_column
-        spec = self._data.heldout if split == "heldout" else self._data.train
-        assert spec is not None
+        spec = self._specs[split]
+        column = self._data.answer_column_of(spec)
         if spec.source == "environment":
             return Prompt(token_ids=(), text="", answer=None, row=row, data_source=spec.path)
-        text, messages, token_ids = self._encode(row, f"row {row_index} of split {split!r}")
-        self._check_length(token_ids, f"row {row_index} of split {split!r}")
+        place = f"row {row_index} of data.{split}"
+        text, messages, token_ids = self._encode(row, spec, place)
+        self._check_length(token_ids, place)
         return Prompt(
             token_ids=tuple(token_ids),
             text=text,
@@ -81,11 +87,14 @@ class PromptBook:
             messages=messages,
         )
 
-    def _encode(self, row: Row, place: str) -> tuple[str, tuple[Message, ...], Sequence[int]]:
+    def _encode(
+        self, row: Row, spec: PromptSourceSpec, place: str
+    ) -> tuple[str, tuple[Message, ...], Sequence[int]]:
         """Text, chat and tokens."""
-        content = column_value(row, self._data.prompt_column)
+        column = self._data.prompt_column_of(spec)
+        content = column_value(row, column)
         if isinstance(content, str):
-            text = self._data.prompt_template.replace("{prompt}", content)
+            text = self._data.prompt_template_of(spec).replace("{prompt}", content)
             messages: Sequence[Message] = [{"role": "user", "content": text}]
         elif _are_messages(content) and self._data.chat_template:
             messages = cast("Sequence[Message]", content)
@@ -93,7 +102,7 @@ class PromptBook:
         else:
             raise _refused(
                 "prompt_malformed",
-                f"column {self._data.prompt_column!r} in {place} must hold text or, with "
+                f"column {column!r} in {place} must hold text or, with "
                 f"data.chat_template, chat messages, but holds {type(content).__name__}",
             )
         try:
@@ -114,29 +123,31 @@ class PromptBook:
             )
 
 
-def check_prompt(row: Row, data: DataSpec, key: str) -> None:
+def check_prompt(row: Row, data: DataSpec, spec: PromptSourceSpec, *, key: str) -> None:
     """Look at the kind of a row's prompt, before there is a tokenizer.
 
     Args:
         row: A row that has the columns.
         data: Names the columns.
+        spec: The set that it is of.
         key: Key of the source, for the message.
 
     Raises:
         ValueError: If no prompt can be made of it.
     """
-    content = column_value(row, data.prompt_column)
+    column = data.prompt_column_of(spec)
+    content = column_value(row, column)
     if isinstance(content, str) and content:
         return
     if _are_messages(content):
         if data.chat_template:
             return
         raise ValueError(
-            f"data.prompt_column {data.prompt_column!r} of {key} holds chat messages, but data.chat_template "
+            f"data.prompt_column {column!r} of {key} holds chat messages, but data.chat_template "
             "is false; set it to true, or name a column with text"
         )
     raise ValueError(
-        f"data.prompt_column {data.prompt_column!r} of {key} must hold text or a list of messages with role "
+        f"data.prompt_column {column!r} of {key} must hold text or a list of messages with role "
         f"and content, but holds {content!r:.60}; name another column"
     )
 

@@ -139,9 +139,9 @@ class GroupSampler:
         """Groups that are being worked on."""
         return len(self._running)
 
-    def num_prompts(self, split: str) -> int:
-        """Rows of a split."""
-        return self._prompts.num_rows(split)
+    def num_prompts(self) -> dict[str, int]:
+        """Rows of each set of prompts, by split."""
+        return {split: self._prompts.num_rows(split) for split in self._prompts.splits}
 
     def start(self, assignments: Iterable[GroupAssignment]) -> None:
         """Start groups; an attempt that was started before is left as it is.

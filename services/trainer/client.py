@@ -35,6 +35,7 @@ class TrainerClient:
         batch: KVBatchMeta,
         *,
         weight_version: int,
+        num_steps: int,
         timeout_s: float,
         waits: Mapping[str, float] | None = None,
     ) -> TrainedStep:
@@ -44,6 +45,7 @@ class TrainerClient:
             step: Its number, from 1.
             batch: Whole groups, oldest first.
             weight_version: Number of the weights that the step starts from.
+            num_steps: Steps of the whole run.
             timeout_s: Deadline.
             waits: Seconds since the last step, by what was waited for.
 
@@ -55,7 +57,11 @@ class TrainerClient:
         response = await call(
             self._stub.TrainStep,
             pb.TrainStepRequest(
-                step=step, batch=batch.to_proto(), weight_version=weight_version, waits=waits
+                step=step,
+                batch=batch.to_proto(),
+                weight_version=weight_version,
+                num_steps=num_steps,
+                waits=waits,
             ),
             timeout_s=timeout_s,
             idempotent=True,

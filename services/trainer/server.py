@@ -62,7 +62,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         begin_ns = time.time_ns()
         with tracing.span("train.step", links=groups[: tracing.MAX_LINKS], step=step) as span:
             result = await self._leader.train_step(
-                step, meta, weight_version=weight_version, waits=dict(request.waits)
+                step,
+                meta,
+                weight_version=weight_version,
+                num_steps=request.num_steps or None,
+                waits=dict(request.waits),
             )
             span.attributes |= {
                 name: value for name, value in result.metrics.items() if name.startswith("seconds_")

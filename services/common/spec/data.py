@@ -1,10 +1,12 @@
 """Where prompts come from."""
 
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from services.common.spec.base import SpecPart
+from services.common.spec.rollout import RewardSpec
 
 
 class PromptSourceSpec(SpecPart):
@@ -28,15 +30,73 @@ class PromptSourceSpec(SpecPart):
     ``EnvConfig`` says."""
     limit: int | None = Field(None, ge=1)
     """Use only this many rows, from the start."""
+    prompt_column: str | None = None
+    """Column with the prompt in this set; null is ``data.prompt_column``."""
+    answer_column: str | None = None
+    """Column with the expected answer in this set; null is ``data.answer_column``."""
+    prompt_template: str | None = None
+    """Text around each prompt of this set; null is ``data.prompt_template``."""
+    rewards: tuple[RewardSpec, ...] | None = Field(None, min_length=1)
+    """What scores responses to this set; null is ``rollout.rewards``."""
+
+
+class WeightedSetSpec(PromptSourceSpec):
+    """One of several sets of prompts that are mixed."""
+
+    weight: float | None = Field(None, gt=0)
+    """Share of the prompts, relative to the weights of the other sets. null, for all of them, is the number
+    of rows, so that an epoch has every row once."""
+
+
+class HeldoutSetSpec(PromptSourceSpec):
+    """One of several sets of held-out prompts, with scores of its own."""
+
+    samples_per_prompt: int | None = Field(None, ge=0)
+    """Sampled responses per prompt of this set; null is ``validation.samples_per_prompt``."""
+
+
+SetName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]
+"""Name of a set: it is part of metrics' names."""
+
+ONE_SET: Final = "(one set)"
+SEVERAL_SETS: Final = "(several sets)"
+FORMS: Final = frozenset({ONE_SET, SEVERAL_SETS})
+"""What pydantic calls the two forms in the places of problems; no part of any key."""
+
+_MOST_SETS = 64
+
+
+def _form(value: object) -> str:
+    """Whether prompts are given as one set or as several by name."""
+    if not isinstance(value, Mapping) or not value or value.keys() & PromptSourceSpec.model_fields:
+        return ONE_SET
+    are_parts = all(isinstance(part, Mapping | PromptSourceSpec | None) for part in value.values())
+    return SEVERAL_SETS if are_parts else ONE_SET
+
+
+TrainSets = Annotated[
+    Annotated[PromptSourceSpec, Tag(ONE_SET)]
+    | Annotated[dict[SetName, WeightedSetSpec], Field(max_length=_MOST_SETS), Tag(SEVERAL_SETS)],
+    Discriminator(_form),
+]
+HeldoutSets = Annotated[
+    Annotated[PromptSourceSpec, Tag(ONE_SET)]
+    | Annotated[dict[SetName, HeldoutSetSpec], Field(max_length=_MOST_SETS), Tag(SEVERAL_SETS)],
+    Discriminator(_form),
+]
 
 
 class DataSpec(SpecPart):
     """Training and held-out prompts, and the columns that hold them."""
 
-    train: PromptSourceSpec
-    """Prompts to train on; issued in an order that depends on the seed and the epoch."""
-    heldout: PromptSourceSpec | None = None
-    """Prompts that are only ever evaluated."""
+    train: TrainSets
+    """Prompts to train on; issued in an order that depends on the seed and the epoch. One set, or several by
+    name that are mixed by weight."""
+    heldout: HeldoutSets | None = None
+    """Prompts that are only ever evaluated. One set, or several by name."""
+    epochs: float | None = Field(None, gt=0)
+    """How often the run goes through its training prompts, in place of ``trainer.steps``. The last batch is
+    filled up from the beginning of the next epoch."""
     prompt_column: str = "prompt"
     """Column with the prompt: text, or a list of chat messages ``{role, content}``."""
     answer_column: str | None = "answer"
@@ -52,3 +112,64 @@ class DataSpec(SpecPart):
     """A longer prompt is refused one by one: it is quarantined and counted, never cut."""
     shuffle: bool = True
     """Whether each epoch has its own order."""
+
+    @property
+    def train_sets(self) -> dict[str, PromptSourceSpec]:
+        """Sets of training prompts by split, which is ``train``, or ``train.NAME`` of several."""
+        return _by_split("train", self.train)
+
+    @property
+    def heldout_sets(self) -> dict[str, PromptSourceSpec]:
+        """Sets of held-out prompts by split, which is ``heldout``, or ``heldout.NAME`` of several."""
+        return {} if self.heldout is None else _by_split("heldout", self.heldout)
+
+    @property
+    def sets(self) -> dict[str, PromptSourceSpec]:
+        """All sets by split: ``data.`` before it makes the key of one."""
+        return {**self.train_sets, **self.heldout_sets}
+
+    def prompt_column_of(self, part: PromptSourceSpec) -> str:
+        """Column with the prompt in a set."""
+        return part.prompt_column or self.prompt_column
+
+    def answer_column_of(self, part: PromptSourceSpec) -> str | None:
+        """Column with the expected answer in a set; None if it has none."""
+        return part.answer_column or self.answer_column
+
+    def prompt_template_of(self, part: PromptSourceSpec) -> str:
+        """Text around each prompt of a set."""
+        return self.prompt_template if part.prompt_template is None else part.prompt_template
+
+
+def _by_split(
+    kind: str, sets: PromptSourceSpec | Mapping[str, PromptSourceSpec]
+) -> dict[str, PromptSourceSpec]:
+    if isinstance(sets, PromptSourceSpec):
+        return {kind: sets}
+    return {f"{kind}.{name}": part for name, part in sets.items()}
+
+
+def kind_of(split: str) -> str:
+    """``train`` or ``heldout``."""
+    return split.partition(".")[0]
+
+
+def set_name(split: str) -> str:
+    """The name of a set; where there is one alone, that of its kind."""
+    return split.rpartition(".")[2]
+
+
+def set_documents(data: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The sets of a specification as JSON has it, with their keys.
+
+    Args:
+        data: The part ``data`` of a specification that is right.
+    """
+    for kind in ("train", "heldout"):
+        sets = data.get(kind)
+        if not sets:
+            continue
+        if "source" in sets:
+            yield f"data.{kind}", sets
+        else:
+            yield from ((f"data.{kind}.{name}", part) for name, part in sets.items())

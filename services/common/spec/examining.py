@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from services.common.spec.data import FORMS
 from services.common.spec.keys import did_you_mean_key
 from services.common.spec.rules import problems as broken_rules
 from services.common.spec.run import RunSpec
@@ -26,8 +27,6 @@ _STAND_INS: Mapping[str, Any] = {
     "data.train": {"source": "jsonl", "path": ""},
     "data.train.source": "jsonl",
     "data.train.path": "",
-    "data.heldout.source": "jsonl",
-    "data.heldout.path": "",
     "rollout": {"rewards": [{"name": "exact_match"}]},
     "rollout.rewards": [{"name": "exact_match"}],
     "rollout.rewards.N.name": "exact_match",
@@ -64,10 +63,10 @@ def examine(document: Mapping[str, Any]) -> Examined:
         try:
             spec = RunSpec.model_validate(mended)
         except ValidationError as error:
-            new = [item for item in error.errors() if _key(item["loc"]) not in wrong]
+            new = [item for item in error.errors() if _key(_place(item)) not in wrong]
             problems += [_problem(item) for item in new]
-            wrong |= {_key(item["loc"]) for item in new}
-            num_mended = sum(_mend(mended, item["loc"]) for item in new)
+            wrong |= {_key(_place(item)) for item in new}
+            num_mended = sum(_mend(mended, _place(item)) for item in new)
             if num_mended < max(len(new), 1):
                 break
         else:
@@ -76,6 +75,11 @@ def examine(document: Mapping[str, Any]) -> Examined:
             problems += [each for each in across if not found.is_about_stand_ins(each)]
             return Examined(spec, tuple(problems), frozenset(wrong))
     return Examined(None, tuple(problems), frozenset(wrong))
+
+
+def _place(error: Any) -> tuple[int | str, ...]:
+    """Where an error is, without the names of forms."""
+    return tuple(step for step in error["loc"] if step not in FORMS and step != "[key]")
 
 
 def _key(place: tuple[int | str, ...]) -> str:
@@ -103,6 +107,8 @@ def _mend(document: dict[str, Any], place: tuple[int | str, ...]) -> bool:
     if not isinstance(target, dict):
         return False
     name = ".".join("N" if isinstance(step, int) else step for step in place)
+    if place[0] == "data" and place[-1] in ("source", "path"):
+        name = f"data.train.{place[-1]}"  # of whichever set
     if name in _STAND_INS:
         target[place[-1]] = deepcopy(_STAND_INS[name])
     else:
@@ -121,7 +127,7 @@ def _too_large(value: Any, key: str = "") -> Iterator[str]:
 
 
 def _problem(error: Any) -> str:
-    key = _key(error["loc"])
+    key = _key(_place(error))
     if error["type"] == "missing":
         return f"{key}: is required, but missing; see docs/runspec.md for what it means"
     if error["type"] == "extra_forbidden":

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import cache
-from typing import get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -41,18 +41,27 @@ def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, F
     """Every key below a part of the specification, dotted, a group before its own; ``N`` is an index."""
     for name, info in model.model_fields.items():
         yield f"{prefix}{name}", info
-        part = part_of(info)
-        if part is not None:
-            is_list = str(info.annotation).startswith("tuple[")
-            yield from fields_of(part, f"{prefix}{name}.{'N.' if is_list else ''}")
+        for below, part in parts_of(info):
+            yield from fields_of(part, f"{prefix}{name}.{below}")
 
 
-def part_of(info: FieldInfo) -> type[BaseModel] | None:
-    """The part that a field holds, one or several; None if it holds a value."""
-    for candidate in (info.annotation, *get_args(info.annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
+def parts_of(info: FieldInfo) -> list[tuple[str, type[BaseModel]]]:
+    """The parts that a field holds, in each of its forms; none if it holds a value.
+
+    Returns:
+        What stands between the field's key and those of the part, and the part: nothing, ``N.`` in a list,
+        ``NAME.`` in a mapping.
+    """
+    return list(_parts_of(info.annotation, ""))
+
+
+def _parts_of(annotation: Any, below: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield below, annotation
+        return
+    inner = {tuple: "N.", dict: "NAME."}.get(get_origin(annotation), below)
+    for argument in get_args(annotation):
+        yield from _parts_of(argument, inner)
 
 
 def did_you_mean_key(key: str) -> str:
@@ -63,7 +72,9 @@ def did_you_mean_key(key: str) -> str:
     # Of several with one name, that of the same part of the specification.
     ordered = sorted(known, key=lambda name: name.partition(".")[0] == top)
     by_leaf = {name.rpartition(".")[2]: name for name in ordered}
-    beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == parent}
+    # What is beside it may be below a name that the user chose.
+    parents = {parent, f"{parent.rpartition('.')[0]}.NAME"}
+    beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] in parents}
     if meant := _ELSEWHERE.get(leaf) or by_leaf.get(leaf):
         return f" Did you mean {meant!r}?"
     for names, cutoff in ((beside, 0.6), (by_leaf, 0.75)):

@@ -11,6 +11,7 @@ import yaml
 
 from services.common.spec.aliases import without_aliases
 from services.common.spec.bounds import shape_problem
+from services.common.spec.data import set_documents
 from services.common.spec.examining import Examined, examine
 from services.common.spec.run import RunSpec
 
@@ -164,8 +165,7 @@ def resolve_paths(spec: RunSpec, folder: Path) -> RunSpec:
     for key in {"directory", "start_from"} & {key for key, value in checkpoint.items() if value}:
         checkpoint[key] = str((folder / checkpoint[key]).resolve())
     _resolve_sources(document["data"], folder)
-    for reward in document["rollout"]["rewards"]:
-        reward["name"] = _absolute_callable(reward["name"], folder)
+    _resolve_rewards(document["rollout"]["rewards"], folder)
     rollout = document["rollout"]
     rollout["workflow"] = _absolute_callable(rollout["workflow"], folder)
     _resolve_arguments(rollout["workflow_arguments"], folder)
@@ -181,11 +181,14 @@ def _resolve_arguments(arguments: dict[str, Any], folder: Path) -> None:
         arguments["tools"] = [_absolute_callable(str(tool), folder) for tool in tools]
 
 
+def _resolve_rewards(rewards: Sequence[dict[str, Any]], folder: Path) -> None:
+    for reward in rewards:
+        reward["name"] = _absolute_callable(reward["name"], folder)
+
+
 def _resolve_sources(data: dict[str, Any], folder: Path) -> None:
-    for key in ("train", "heldout"):
-        source = data[key]
-        if source is None:
-            continue
+    for _, source in set_documents(data):
+        _resolve_rewards(source["rewards"] or (), folder)
         if source["source"] in ("jsonl", "parquet"):
             source["path"] = str((folder / source["path"]).resolve())
         elif source["source"] == "python":

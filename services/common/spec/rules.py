@@ -3,7 +3,7 @@
 A message begins with a key, and names all keys that it is about, what they are, and what would do.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 from services.common.spec.built_in import EARNED, NEED_ANSWERS, REWARDS, SERVICES, WORKFLOWS
@@ -11,6 +11,7 @@ from services.common.spec.engines import engine_kind
 from services.common.spec.formulas import ADVANTAGES, LOSSES
 from services.common.spec.model import TINY_PREFIX
 from services.common.spec.placement_rules import placement
+from services.common.spec.rollout import RewardSpec
 from services.common.spec.run import RunSpec
 from services.common.spec.similar import did_you_mean
 from services.common.spec.trainer import CriticSpec
@@ -37,27 +38,71 @@ def _data(spec: RunSpec) -> Iterator[str]:
             f"data.prompt_template must contain '{{prompt}}', but is {template!r}; add '{{prompt}}' where "
             "the prompt belongs"
         )
-    for key, source in (("data.train", spec.data.train), ("data.heldout", spec.data.heldout)):
-        if source is not None and source.source == "environment" and source.limit is None:
+    for split, source in spec.data.sets.items():
+        if source.source == "environment" and source.limit is None:
             yield (
-                f"{key}.limit is missing: the number of tasks of an environment that make an epoch; set it, "
-                "for example to 1000"
+                f"data.{split}.limit is missing: the number of tasks of an environment that make an epoch; "
+                "set it, for example to 1000"
             )
+        if source.prompt_template is not None and "{prompt}" not in source.prompt_template:
+            yield (
+                f"data.{split}.prompt_template must contain '{{prompt}}', but is "
+                f"{source.prompt_template!r}; add '{{prompt}}' where the prompt belongs"
+            )
+    yield from _weights(spec)
+    if spec.trainer.steps is None and spec.data.epochs is None:
+        yield (
+            "trainer.steps: is required, or data.epochs in its place: one of them says how long the run is; "
+            "see docs/runspec.md for what they mean"
+        )
+    if spec.trainer.steps is not None and spec.data.epochs is not None:
+        yield (
+            f"data.epochs is {spec.data.epochs:g} and trainer.steps is {spec.trainer.steps}, but only one of "
+            "them can say how long the run is; remove one"
+        )
     if spec.validation.only and spec.data.heldout is None:
         yield "validation.only needs data.heldout; name the held-out prompts"
 
 
+def _weights(spec: RunSpec) -> Iterator[str]:
+    sets = spec.data.train_sets.items()
+    weights = {f"data.{name}.weight": getattr(part, "weight", None) for name, part in sets}
+    lacking = [key for key, weight in weights.items() if weight is None]
+    if 0 < len(lacking) < len(weights):
+        yield (
+            f"{', '.join(lacking)} must be set, because other sets of data.train have a weight; set it for "
+            "all, or for none to mix by the number of rows"
+        )
+
+
 def _rewards(spec: RunSpec) -> Iterator[str]:
+    for key, rewards in spec.rewards.items():
+        if key == "rollout.rewards":
+            answers = [
+                spec.data.answer_column_of(part)
+                for part in spec.data.sets.values()
+                if part.rewards is None
+            ]
+            has_answers = None not in answers
+        else:
+            part = spec.data.sets[key.removeprefix("data.").removesuffix(".rewards")]
+            has_answers = spec.data.answer_column_of(part) is not None
+        yield from _rewards_of(key, rewards, has_answers=has_answers)
+
+
+def _rewards_of(
+    list_key: str, rewards: Sequence[RewardSpec], *, has_answers: bool
+) -> Iterator[str]:
     known = (*REWARDS, EARNED)
-    for index, reward in enumerate(spec.rollout.rewards):
-        key = f"rollout.rewards.{index}"
+    for index, reward in enumerate(rewards):
+        key = f"{list_key}.{index}"
         if reward.name not in known and ":" not in reward.name:
             yield (
                 f"{key}.name: {reward.name!r} is no reward; take one of {', '.join(known)}, the URL of a "
                 f"reward service ({', '.join(SERVICES)}), or 'module:function' or 'file.py:function'."
                 + did_you_mean(reward.name, known)
             )
-        if reward.name in NEED_ANSWERS and spec.data.answer_column is None:
+        if reward.name in NEED_ANSWERS and not has_answers:
             yield (
                 f"{key}.name: {reward.name!r} compares with the expected answer, but data.answer_column is "
                 "null; name the column, or take another reward"
@@ -136,7 +181,7 @@ def _formulas(spec: RunSpec) -> Iterator[str]:
             f"critic is given, but algorithm.advantage {algorithm.advantage!r} has none; remove it, "
             "or set algorithm.advantage to 'gae'"
         )
-    if spec.critic.warmup_steps >= spec.trainer.steps:
+    if spec.trainer.steps is not None and spec.critic.warmup_steps >= spec.trainer.steps:
         yield (
             f"critic.warmup_steps ({spec.critic.warmup_steps}) must be below trainer.steps "
             f"({spec.trainer.steps}), or the policy is never trained; lower the first or raise the second"
@@ -171,7 +216,7 @@ def _batch(spec: RunSpec) -> Iterator[str]:
             f"trainer.updates_per_step ({trainer.updates_per_step}) must not exceed "
             f"trainer.prompts_per_step ({trainer.prompts_per_step}): each mini-batch needs a group"
         )
-    if beyond := [step for step in trainer.profile_steps if step > trainer.steps]:
+    if beyond := [step for step in trainer.profile_steps if step > (trainer.steps or step)]:
         yield (
             f"trainer.profile_steps has {beyond}, but trainer.steps is {trainer.steps}; name steps from 1 to "
             "that"

@@ -1,5 +1,6 @@
 """RunSpec: the one description of a run."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from services.common.spec.data import DataSpec
 from services.common.spec.engines import ENGINES, engine_kind
 from services.common.spec.limits import LimitsSpec
 from services.common.spec.model import ModelSpec
-from services.common.spec.rollout import RolloutSpec
+from services.common.spec.rollout import RewardSpec, RolloutSpec
 from services.common.spec.samples import SamplesSpec
 from services.common.spec.topology import TopologySpec
 from services.common.spec.trainer import CriticSpec, TrainerSpec
@@ -96,6 +97,14 @@ class RunSpec(SpecPart):
         return self.algorithm.resolved_correction(updates_per_step=updates)
 
     @property
+    def rewards(self) -> dict[str, tuple[RewardSpec, ...]]:
+        """What scores responses, by key: ``rollout.rewards``, and of sets that have their own."""
+        own = {f"data.{split}.rewards": part.rewards for split, part in self.data.sets.items()}
+        return {"rollout.rewards": self.rollout.rewards} | {
+            key: rewards for key, rewards in own.items() if rewards is not None
+        }
+
+    @property
     def samples_per_group(self) -> int:
         """Samples of a group: its members, and a greedy response if the advantage needs one."""
         return self.rollout.group_size + self.algorithm.advantage_kind.needs_greedy
@@ -104,6 +113,18 @@ class RunSpec(SpecPart):
     def engine_gpus(self) -> int:
         """GPUs of one rollout, where there are GPUs."""
         return engine_kind(self.rollout.engine).num_gpus(self.rollout.engine_arguments)
+
+    def num_steps(self, num_rows: int) -> int:
+        """Steps of the whole run.
+
+        Args:
+            num_rows: Rows of its training data; only a run that is measured in epochs asks.
+        """
+        if self.trainer.steps is not None:
+            return self.trainer.steps
+        # Less than a millionth of a prompt is the noise of the product.
+        prompts = round((self.data.epochs or 0) * num_rows, 6)
+        return max(1, math.ceil(prompts / self.trainer.prompts_per_step))
 
     @model_validator(mode="before")
     @classmethod

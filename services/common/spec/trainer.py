@@ -76,8 +76,8 @@ class CheckpointSpec(SpecPart):
 class TrainerSpec(SpecPart):
     """Batch, optimizer, precision and parallelism."""
 
-    steps: int = Field(ge=1)
-    """Optimizer batches of the whole run."""
+    steps: int | None = Field(None, ge=1)
+    """Optimizer batches of the whole run; null if ``data.epochs`` says how long it is."""
     prompts_per_step: int = Field(ge=1)
     """Groups that form one batch."""
     updates_per_step: int = Field(1, ge=1)

@@ -27,5 +27,7 @@ class ValidationSpec(SpecPart):
     """Sampled responses per held-out prompt, besides a greedy one."""
     temperature: float = Field(1.0, gt=0)
     """Temperature of the sampled responses."""
+    solved_from: float = 1.0
+    """Reward from which a response counts as right, for ``pass@k``."""
     timeout_s: float = Field(1800.0, gt=0)
     """Deadline of one evaluation; past it, what was scored is reported with status ``timeout``."""

@@ -26,7 +26,8 @@ def fork_of(
     """
     spec = _spec(parent, checkpoint, fork)
     old = parse_spec(parent.spec_json)
-    has_same_prompts = (spec.data, spec.seed) == (old.data, old.seed)
+    rows, old_rows = (each.data.model_copy(update={"epochs": None}) for each in (spec, old))
+    has_same_prompts = (rows, spec.seed) == (old_rows, old.seed)
     new = NewRun(
         run_id=new_run_id(),
         name=spec.name,

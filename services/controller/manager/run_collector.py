@@ -73,6 +73,11 @@ def _families() -> dict[str, GaugeMetricFamily]:
         ("slipstream_staleness_limit_versions", "Bound on staleness.", ["run"]),
         ("slipstream_run_staleness_versions", "Staleness of trained samples.", ["run", "stat"]),
         ("slipstream_run_heldout_score", "Newest held-out score.", ["run", "decoding"]),
+        (
+            "slipstream_run_heldout_set_score",
+            "Newest scores of each set of held-out prompts.",
+            ["run", "set", "score"],
+        ),
         ("slipstream_run_workers", "Registered workers by state.", ["run", "role", "state"]),
     )
     return {name: GaugeMetricFamily(name, text, labels=labels) for name, text, labels in described}
@@ -88,13 +93,18 @@ def _add_run(families: dict[str, GaugeMetricFamily], run: Run) -> None:
         labels = [run.run_id, condition.type, condition.status, condition.reason]
         families["slipstream_run_condition"].add_metric(labels, 1)
     for name, value in (
-        ("slipstream_run_target_steps", spec.trainer.steps),
+        ("slipstream_run_target_steps", run.target_steps),
         ("slipstream_run_batch_prompts", spec.trainer.prompts_per_step),
         ("slipstream_staleness_limit_versions", spec.algorithm.max_staleness),
     ):
         families[name].add_metric([run.run_id], value)
     _add_numbers(families, run, "slipstream_run_staleness_versions", "staleness", ("max", "mean"))
     _add_numbers(families, run, "slipstream_run_heldout_score", "heldout", ("greedy", "sampled"))
+    for set_name, scores in (run.summary.get("heldout") or {}).get("sets", {}).items():
+        for score, value in scores.items():
+            families["slipstream_run_heldout_set_score"].add_metric(
+                [run.run_id, set_name, score], value
+            )
 
 
 def _add_numbers(

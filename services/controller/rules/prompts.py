@@ -1,8 +1,10 @@
-"""The order in which prompts are issued: a pure function of seed, epoch and number of rows."""
+"""The order in which prompts are issued: a pure function of seed, sets of prompts and position."""
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+
+from services.controller.rules.mixture import Mixture
 
 _MASK = (1 << 64) - 1
 _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
@@ -23,8 +25,11 @@ class ReturnedRows:
 class PromptOrder:
     """Rows of the training data, epoch after epoch; quarantined rows are skipped.
 
+    Each set has epochs of its own, in which every row of it comes once. An epoch of the run has as many rows
+    as all sets together.
+
     Args:
-        num_rows: Rows of the training data.
+        mixture: The training data.
         seed: Of the run.
         shuffle: Whether each epoch has an order of its own.
         position: Rows that were taken before.
@@ -34,7 +39,7 @@ class PromptOrder:
 
     def __init__(
         self,
-        num_rows: int,
+        mixture: Mixture,
         *,
         seed: int,
         shuffle: bool,
@@ -42,11 +47,10 @@ class PromptOrder:
         quarantined: Iterable[int] = (),
         returned: ReturnedRows | None = None,
     ) -> None:
-        if num_rows < 1:
-            raise ValueError(
-                "the training data has no rows; name a source with at least one prompt"
-            )
-        self._num_rows = num_rows
+        self.mixture = mixture
+        """The sets that rows are of."""
+        self._num_rows = mixture.num_rows
+        self._taken = mixture.taken(position)
         self._seed = seed
         self._shuffle = shuffle
         self._position = position
@@ -76,8 +80,7 @@ class PromptOrder:
                 if row not in self._quarantined:
                     return row
                 continue
-            row = self._row_at(self._position)
-            self._position += 1
+            row = self._take()
             if row not in self._quarantined:
                 return row
 
@@ -97,11 +100,16 @@ class PromptOrder:
         """Never issue a row again."""
         self._quarantined.add(row)
 
-    def _row_at(self, position: int) -> int:
-        epoch, index = divmod(position, self._num_rows)
-        if not self._shuffle:
-            return index
-        return shuffled(index, self._num_rows, key=_mixed(self._seed, epoch, 0))
+    def _take(self) -> int:
+        """The row of the next place."""
+        number = self.mixture.next_set(self._taken)
+        num_rows = self.mixture.sizes[number]
+        epoch, index = divmod(self._taken[number], num_rows)
+        self._taken[number] += 1
+        self._position += 1
+        if self._shuffle:
+            index = shuffled(index, num_rows, key=_mixed(self._seed, epoch, number))
+        return self.mixture.row(number, index)
 
 
 def shuffled(index: int, num_rows: int, *, key: int) -> int:

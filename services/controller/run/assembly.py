@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Final
@@ -22,6 +22,7 @@ from services.controller.run.critic import CriticCalls
 from services.controller.run.replicas import Replicas
 from services.controller.run.scoring import BatchScoring
 from services.controller.run.weight_sync import WeightSession
+from services.rollout.client import rows_gauge
 from services.trainer.client import TrainerClient
 from services.transferqueue.client import TransferQueueClient
 
@@ -52,8 +53,10 @@ class Assembly:
     weights: WeightSession
     serving: Sequence[Worker]
     """Who receives the trainer's weights."""
-    num_train_rows: int
-    num_heldout_rows: int
+    train_rows: Mapping[str, int]
+    """Rows of each set of training prompts, by split."""
+    heldout_rows: Mapping[str, int]
+    """Rows of each set of held-out prompts, by split."""
 
 
 def training_fields(spec: RunSpec) -> tuple[str, ...]:
@@ -138,7 +141,8 @@ async def assemble(
     names = [name for _, name in worker_names(spec) if name not in absent]
 
     def missing() -> list[str]:
-        loaded = {worker.worker_id for worker in membership.workers(run_id) if _is_loaded(worker)}
+        workers = membership.workers(run_id)
+        loaded = {worker.worker_id for worker in workers if _is_loaded(worker, spec)}
         return [name for name in names if name not in loaded]
 
     await membership.wait_until(
@@ -175,21 +179,25 @@ async def assemble(
         critic=critic,
         weights=weights,
         serving=[*rollouts, *logp],
-        num_train_rows=_agreed_rows(rollouts, "prompts_train"),
-        num_heldout_rows=_agreed_rows(rollouts, "prompts_heldout"),
+        train_rows=_agreed_rows(rollouts, spec.data.train_sets),
+        heldout_rows=_agreed_rows(rollouts, spec.data.heldout_sets),
     )
 
 
-def _is_loaded(worker: Worker) -> bool:
+def _is_loaded(worker: Worker, spec: RunSpec) -> bool:
     return worker.state in ("loaded", "ready") and (
-        worker.role != "rollout" or "prompts_train" in worker.gauges
+        worker.role != "rollout" or worker.gauges.keys() >= {*map(rows_gauge, spec.data.sets)}
     )
 
 
-def _agreed_rows(rollouts: Sequence[Worker], gauge: str) -> int:
-    counts = {worker.worker_id: int(worker.gauges.get(gauge, 0)) for worker in rollouts}
-    if len(set(counts.values())) != 1:
-        raise FailedPreconditionError(
-            f"the rollouts loaded different data: {gauge} is {counts}; give all of them the same files"
-        )
-    return next(iter(counts.values()))
+def _agreed_rows(rollouts: Sequence[Worker], splits: Iterable[str]) -> dict[str, int]:
+    agreed: dict[str, int] = {}
+    for split in splits:
+        gauge = rows_gauge(split)
+        counts = {worker.worker_id: int(worker.gauges[gauge]) for worker in rollouts}
+        if len(set(counts.values())) != 1:
+            raise FailedPreconditionError(
+                f"the rollouts loaded different data: {gauge} is {counts}; give all of them the same files"
+            )
+        agreed[split] = counts[rollouts[0].worker_id]
+    return agreed

@@ -49,7 +49,13 @@ class CriticCalls:
         return await self._queue.get_batch(batch.partition_id, batch.keys)
 
     async def train(
-        self, step: int, batch: KVBatchMeta, *, weight_version: int, timeout_s: float
+        self,
+        step: int,
+        batch: KVBatchMeta,
+        *,
+        weight_version: int,
+        num_steps: int,
+        timeout_s: float,
     ) -> Mapping[str, float]:
         """Train the critic on the batch of a step; returns its metrics. Safe to repeat.
 
@@ -60,7 +66,11 @@ class CriticCalls:
             return {}
         _, trainer = self._clients
         trained = await trainer.train_step(
-            step, batch, weight_version=weight_version, timeout_s=timeout_s
+            step,
+            batch,
+            weight_version=weight_version,
+            num_steps=num_steps,
+            timeout_s=timeout_s,
         )
         names = ("value_loss", "value_clip_fraction", "seconds_critic", "nonfinite_critic")
         return {name: trained.metrics[name] for name in names if name in trained.metrics}

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 
 from services.common.batch import KVBatchMeta
 from services.common.fields import group_of, partition_id
+from services.common.spec.data import HeldoutSetSpec, set_name
 from services.controller.client import GroupFailure
 from services.controller.rules.prompts import sample_seed
 from services.controller.rules.scores import Evaluation, Scored, evaluate
@@ -55,7 +56,7 @@ class Evaluator:
     ) -> None:
         self._spec = spec
         self._partition = partition_id(run_id, "validation")
-        self._num_rows = parts.num_heldout_rows
+        self._rows = parts.heldout_rows
         self._attempt = parts.attempt
         self._replicas = parts.replicas
         self._queue = queue
@@ -66,15 +67,13 @@ class Evaluator:
         self._begun: BegunEvaluation | None = None
         self._version = -1
         self._step: int | None = None
-        self._temperatures = (0.0,) + (
-            spec.now.validation.temperature,
-        ) * spec.now.validation.samples_per_prompt
         self._turns = Turns()
         self._is_leased = False
         """Whether the current evaluation has its rollouts, or gets none."""
         self._num_begun = 0
         self._changed = asyncio.Condition()
-        self._asked: set[str] = set()
+        self._asked: dict[str, str] = {}
+        """The split of each group."""
         self._samples: dict[str, KVBatchMeta] = {}
         self._failed: set[str] = set()
 
@@ -158,7 +157,7 @@ class Evaluator:
         """Leave groups out of the scores that were lost with a shard before they were seen, for ever."""
         async for loss in self._queue.watch_losses(self._partition):
             unseen = (key for key in loss.keys if key not in self._samples)
-            self._failed |= self._asked & {group_of(key) for key in unseen}
+            self._failed |= self._asked.keys() & {group_of(key) for key in unseen}
             await self._notify()
 
     async def fail(self, failures: Sequence[GroupFailure]) -> None:
@@ -178,7 +177,7 @@ class Evaluator:
         return "periodic" if is_due else None
 
     def _ask(self, version: int, reason: Reason) -> None:
-        if self._num_rows > 0:
+        if self._rows:
             self._turns.ask(BegunEvaluation(version, reason))
 
     async def _evaluate(self, begun: BegunEvaluation) -> None:
@@ -189,12 +188,16 @@ class Evaluator:
             await self._tell(begun, None)
             status = await self._answer(begun)
         await self._leave_weights()
-        samples = [_scored(meta) for meta in self._samples.values() if _has_reward(meta)]
-        seconds = clock() - start
+        scored = evaluate(
+            (self._scored(meta) for meta in self._samples.values() if _has_reward(meta)),
+            version=begun.version,
+            reason=begun.reason,
+            status=status,
+            seconds=clock() - start,
+            solved_from=self._spec.now.validation.solved_from,
+        )
         await self._tell(
-            evaluate(
-                samples, version=begun.version, reason=begun.reason, status=status, seconds=seconds
-            ),
+            scored,
             # One that was missed answers nobody.
             None if status == "missed" else request,
         )
@@ -252,36 +255,46 @@ class Evaluator:
     def _groups(self, version: int) -> list[GroupAssignment]:
         # Rollouts take a group that they had before for a repetition, so each evaluation has its own.
         self._num_begun += 1
+        places = [(split, row) for split, count in self._rows.items() for row in range(count)]
         return [
             GroupAssignment(
-                group_id=f"{GROUP_PREFIX}{version:06d}-{self._num_begun}-{row:06d}",
+                group_id=f"{GROUP_PREFIX}{version:06d}-{self._num_begun}-{number:06d}",
                 attempt=self._attempt,
-                split="heldout",
+                split=split,
                 row=row,
                 partition_id=self._partition,
-                members=tuple(range(len(self._temperatures))),
+                members=tuple(range(len(temperatures := self._temperatures(split)))),
                 seeds=tuple(
-                    sample_seed(self._spec.now.seed, _SEED_OFFSET + row, member)
-                    for member in range(len(self._temperatures))
+                    sample_seed(self._spec.now.seed, _SEED_OFFSET + number, member)
+                    for member in range(len(temperatures))
                 ),
-                temperatures=self._temperatures,
+                temperatures=temperatures,
             )
-            for row in range(self._num_rows)
+            for number, (split, row) in enumerate(places)
         ]
 
+    def _temperatures(self, split: str) -> tuple[float, ...]:
+        """One of each sample of a set's prompts, of which the first is greedy."""
+        validation, part = self._spec.now.validation, self._spec.now.data.heldout_sets[split]
+        count = validation.samples_per_prompt
+        if isinstance(part, HeldoutSetSpec) and part.samples_per_prompt is not None:
+            count = part.samples_per_prompt
+        return (0.0,) + (validation.temperature,) * count
+
     async def _start(self, groups: Sequence[GroupAssignment], workers: Sequence[str]) -> None:
-        self._asked.update(group.group_id for group in groups)
+        self._asked.update((group.group_id, group.split) for group in groups)
         by_worker: dict[str, list[GroupAssignment]] = defaultdict(list)
         for group, worker_id in zip(groups, itertools.cycle(workers), strict=False):
             by_worker[worker_id].append(group)
         await self._replicas.start(by_worker)
 
     async def _await_samples(self, groups: Sequence[GroupAssignment]) -> Status:
-        expected = len(groups) * len(self._temperatures)
+        sizes = {group.group_id: len(group.members) for group in groups}
+        expected = sum(sizes.values())
 
         def num_done() -> int:
             whole = sum(group_of(key) not in self._failed for key in self._samples)
-            return whole + len(self._failed) * len(self._temperatures)
+            return whole + sum(sizes[group_id] for group_id in self._failed)
 
         try:
             async with asyncio.timeout(self._spec.now.validation.timeout_s), self._changed:
@@ -295,18 +308,19 @@ class Evaluator:
         async with self._changed:
             self._changed.notify_all()
 
+    def _scored(self, meta: KVBatchMeta) -> Scored:
+        group_id = str(meta.tag("group_id")[0])
+        return Scored(
+            prompt=group_id,
+            set_name=set_name(self._asked[group_id]),
+            source=str(meta.tag("data_source")[0]),
+            reward=float(meta.tag("reward")[0]),
+            answer=str(meta.tag("answer")[0]),
+            is_greedy=bool(meta.tag("greedy")[0]),
+            terms=str(meta.tag("terms")[0]),
+        )
+
 
 def _has_reward(meta: KVBatchMeta) -> bool:
     """Whether a sample was scored: one whose reward service failed is no wrong answer."""
     return meta.tag("finish_reason")[0] != "failed"
-
-
-def _scored(meta: KVBatchMeta) -> Scored:
-    return Scored(
-        prompt=str(meta.tag("group_id")[0]),
-        source=str(meta.tag("data_source")[0]),
-        reward=float(meta.tag("reward")[0]),
-        answer=str(meta.tag("answer")[0]),
-        is_greedy=bool(meta.tag("greedy")[0]),
-        terms=str(meta.tag("terms")[0]),
-    )

@@ -282,7 +282,8 @@ class Generation:
             "group failed",
             extra={"group": failure.group_id, "reason": failure.reason, "why": failure.message},
         )
-        why = f"row {group.row} of data.train: {failure.reason}: {failure.message}"
+        split, row = self._order.mixture.place(group.row)
+        why = f"row {row} of data.{split}: {failure.reason}: {failure.message}"
         self._failures_in_a_row.append(why)
         self._handout.first_failure = self._handout.first_failure or why
         if not failure.retryable:

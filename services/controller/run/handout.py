@@ -65,7 +65,7 @@ class Handout:
         self._replicas = replicas
         self._stored = stored
         self._clock = clock
-        self._total = spec.now.trainer.steps * spec.now.trainer.prompts_per_step
+        self._total = spec.num_steps * spec.now.trainer.prompts_per_step
         self.place_use = PlaceUse(spec.now.rollout.max_running_samples, spec.now.samples_per_group)
         """How many groups may run at once; hears of those that are finished."""
         self._due: float | None = None
@@ -195,11 +195,12 @@ class Handout:
 
     def assignment(self, group: Group, members: Sequence[int]) -> GroupAssignment:
         """What a rollout is told of its members of a group."""
+        split, row = self._order.mixture.place(group.row)
         return GroupAssignment(
             group_id=group.group_id,
             attempt=group.attempt,
-            split="train",
-            row=group.row,
+            split=split,
+            row=row,
             partition_id=self._partition,
             members=tuple(members),
             seeds=tuple(sample_seed(self._spec.now.seed, group.sequence, m) for m in members),

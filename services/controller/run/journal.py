@@ -16,7 +16,13 @@ from services.controller.store import ledgers as ledger_store
 from services.controller.store.database import Database
 from services.controller.store.ledgers import StepRecord
 from services.controller.store.records import Event, Note, Run
-from services.controller.store.rows import event_data, get_run, newest_event, newest_snapshot
+from services.controller.store.rows import (
+    event_data,
+    get_run,
+    newest_event,
+    newest_snapshot,
+    set_target_steps,
+)
 from services.controller.store.runs import RunStore, Work
 
 
@@ -81,6 +87,23 @@ class Journal:
     async def begin_attempt(self) -> int:
         """Count that the loop is entered; returns the number, from 1."""
         return await self._database.run(self._store.begin_attempt, self.run_id)
+
+    async def data_opened(self, rows: Mapping[str, int], *, steps: int) -> None:
+        """Write how many rows each set of prompts has, and how many steps the run has with them, once."""
+
+        def known() -> Event | None:
+            with self._database.read() as connection:
+                return newest_event(connection, self.run_id, ("DataOpened",))
+
+        data = {"rows": dict(rows), "steps": steps}
+        before = await self._database.run(known)
+        if before is None or before.data != data:
+            listed = ", ".join(f"data.{split}: {count:,}" for split, count in rows.items())
+            message = f"rows of {listed}; {steps:,} steps"
+            await self._record(
+                Note("DataOpened", message, data),
+                lambda connection: set_target_steps(connection, self.run_id, steps),
+            )
 
     async def note(
         self, note: Note, ledger: Ledger | None = None, *, also: Work | None = None

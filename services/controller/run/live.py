@@ -87,14 +87,13 @@ class LiveRun:
     @property
     def is_done(self) -> bool:
         """Whether nothing is left to train."""
-        spec = self.spec.now
-        return spec.validation.only or self.step >= spec.trainer.steps
+        return self.spec.now.validation.only or self.step >= self.spec.num_steps
 
     @property
     def is_published(self) -> bool:
         """Whether the weights of the last step are for the rollouts."""
-        spec = self.spec.now
-        return self.step % spec.weight_sync.publish_every == 0 or self.step == spec.trainer.steps
+        every = self.spec.now.weight_sync.publish_every
+        return self.step % every == 0 or self.step == self.spec.num_steps
 
     @property
     def is_barrier(self) -> bool:
@@ -108,7 +107,7 @@ class LiveRun:
         """Whether a checkpoint of the last step is wanted, and not the one behind the last step of all."""
         trainer = self.spec.now.trainer
         is_asked = self.mailbox.get("save") is not None
-        is_turn = self.step % (trainer.checkpoint.every or trainer.steps) == 0
+        is_turn = self.step % (trainer.checkpoint.every or self.spec.num_steps) == 0
         return (is_asked or is_turn) and not self.is_done
 
     def background(self) -> Sequence[Coroutine[None, None, None]]:

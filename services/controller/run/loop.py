@@ -68,6 +68,8 @@ async def connected(
             absent=absent,
             snapshot_id=await journal.newest_snapshot(),
         )
+        spec.num_train_rows = sum(parts.train_rows.values())
+        await journal.data_opened({**parts.train_rows, **parts.heldout_rows}, steps=spec.num_steps)
         yield await restore(
             spec,
             parts,

@@ -76,6 +76,7 @@ class Progress:
                 "sampled": evaluation.sampled,
                 "weight_version": evaluation.version,
                 "status": evaluation.status,
+                "sets": evaluation.by_set,
             }
 
     def summary(self, ledger: Ledger) -> dict[str, Any]:

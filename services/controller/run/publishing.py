@@ -95,5 +95,5 @@ class Publishing:
     async def _open_gate(self, step: int) -> None:
         self.generation.published(step)
         await self.evaluator.published(
-            step + self.version_offset, step=step, is_last=step == self.spec.now.trainer.steps
+            step + self.version_offset, step=step, is_last=step == self.spec.num_steps
         )

@@ -14,8 +14,10 @@ from collections.abc import Collection
 from services.common.clock import Clock
 from services.common.errors import FailedPreconditionError
 from services.common.fields import partition_id
+from services.common.spec.data import WeightedSetSpec
 from services.common.spec.run import RunSpec
 from services.controller.rules.ledger import Ledger
+from services.controller.rules.mixture import Mixture
 from services.controller.rules.prompts import PromptOrder
 from services.controller.rules.scores import Evaluation
 from services.controller.rules.validation import BegunEvaluation
@@ -94,6 +96,7 @@ async def restore(
         waits=waits,
         parts=parts,
         ledger=ledger,
+        mixture=order.mixture,
         generation=generation,
         progress=progress,
         version_offset=recovered.version_offset,
@@ -137,8 +140,14 @@ async def restore(
 
 def _order(spec: CurrentSpec, parts: Assembly, recovered: Recovered) -> PromptOrder:
     """Where the run was in its prompts."""
+    sets = spec.now.data.train_sets
+    weights = {
+        split: part.weight
+        for split, part in sets.items()
+        if isinstance(part, WeightedSetSpec) and part.weight is not None
+    }
     return PromptOrder(
-        parts.num_train_rows,
+        Mixture(parts.train_rows, weights),
         seed=spec.now.seed,
         shuffle=spec.now.data.shuffle,
         position=recovered.ledger.position,

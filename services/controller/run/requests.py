@@ -28,6 +28,13 @@ class CurrentSpec:
 
     def __init__(self, now: RunSpec) -> None:
         self.now = now
+        self.num_train_rows = 0
+        """Rows of the training data; 0 until the rollouts have opened it."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.now.num_steps(self.num_train_rows)
 
 
 class Mailbox:

@@ -8,17 +8,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from services.common import tracing
+from services.common.batch import KVBatchMeta
+from services.common.spec.data import set_name
 from services.common.task_group import TaskGroup
 from services.controller import metrics
 from services.controller.rules.groups import Group, GroupState
 from services.controller.rules.histograms import Histogram
 from services.controller.rules.ledger import Ledger
+from services.controller.rules.mixture import Mixture
 from services.controller.run.assembly import Assembly
 from services.controller.run.generation import Generation
 from services.controller.run.journal import Journal
 from services.controller.run.progress import Progress, StepMeter
 from services.controller.run.requests import CurrentSpec
-from services.controller.run.stored import reward_terms, spread_of
+from services.controller.run.stored import reward_terms, set_scores, spread_of
 from services.controller.run.waits import Waits
 from services.controller.store.records import Note
 from services.trainer.client import TrainedStep
@@ -35,6 +38,8 @@ class Steps:
     """What was waited for since the last step."""
     parts: Assembly
     ledger: Ledger
+    mixture: Mixture
+    """The sets that prompts are of."""
     generation: Generation
     progress: Progress
     version_offset: int
@@ -72,16 +77,26 @@ class Steps:
             async with TaskGroup() as tasks:
                 training = tasks.create_task(
                     self.parts.trainer.train_step(
-                        step, samples, weight_version=version, waits=waits, timeout_s=timeout_s
+                        step,
+                        samples,
+                        weight_version=version,
+                        num_steps=self.spec.num_steps,
+                        waits=waits,
+                        timeout_s=timeout_s,
                     )
                 )
                 learning = tasks.create_task(
-                    critic.train(step, samples, weight_version=version, timeout_s=timeout_s)
+                    critic.train(
+                        step,
+                        samples,
+                        weight_version=version,
+                        num_steps=self.spec.num_steps,
+                        timeout_s=timeout_s,
+                    )
                 )
         trained = training.result()
-        trained = replace(
-            trained, metrics={**trained.metrics, **learning.result(), **reward_terms(samples)}
-        )
+        own = {**learning.result(), **reward_terms(samples), **self._set_scores(batch, samples)}
+        trained = replace(trained, metrics={**trained.metrics, **own})
         spread = spread_of(samples, weight_version=version)
         await self._commit(step, batch, trained, spread=spread, begin=begin, wait_s=wait_s)
         await self.generation.release(stored)
@@ -151,6 +166,13 @@ class Steps:
         tracing.record(
             "group.settle", self._traces(batch), begin_ns=begin_ns, step=step, outcome="consumed"
         )
+
+    def _set_scores(self, batch: Sequence[Group], samples: KVBatchMeta) -> dict[str, float]:
+        """Scores by set, where there are several."""
+        if len(self.mixture.splits) == 1:
+            return {}
+        sets = {group.group_id: set_name(self.mixture.place(group.row)[0]) for group in batch}
+        return set_scores(samples, sets)
 
     def _traces(self, batch: Sequence[Group]) -> list[tracing.Trace]:
         return tracing.of_groups(self.run_id, (group.group_id for group in batch))

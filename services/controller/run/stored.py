@@ -1,7 +1,7 @@
 """The samples of a run that the transferqueue holds, group by group."""
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import cast
@@ -216,6 +216,27 @@ def reward_terms(samples: KVBatchMeta) -> dict[str, float]:
     return term_means(
         str(terms) for terms, finish, greedy in tags if finish != "failed" and not greedy
     )
+
+
+def set_scores(samples: KVBatchMeta, sets: Mapping[str, str]) -> dict[str, float]:
+    """Mean reward and number of the samples of each set of prompts, as a step's metrics.
+
+    Args:
+        samples: The batch.
+        sets: The set of each group.
+    """
+    if not samples.num_keys:
+        return {}
+    rewards: dict[str, list[float]] = defaultdict(list)
+    columns = (samples.tag(name) for name in ("group_id", "reward", "finish_reason", "greedy"))
+    for group_id, reward, finish, greedy in zip(*columns, strict=True):
+        if finish != "failed" and not greedy:
+            rewards[sets[str(group_id)]].append(float(reward))
+    scores: dict[str, float] = {}
+    for name, found in sorted(rewards.items()):
+        scores[f"set_reward/{name}"] = sum(found) / len(found)
+        scores[f"set_samples/{name}"] = float(len(found))
+    return scores
 
 
 def spread_of(samples: KVBatchMeta, *, weight_version: int) -> dict[str, Histogram]:

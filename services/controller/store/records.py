@@ -29,7 +29,7 @@ class Run:
     """Empty in a list."""
     spec_digest: str
     target_steps: int
-    """Steps that the specification asks for."""
+    """Steps that it is to train; 0 while nobody knows."""
     state: RunState
     state_reason: str
     message: str

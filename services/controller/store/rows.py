@@ -84,7 +84,7 @@ def insert_run(connection: sa.Connection, new: NewRun) -> Note:
     connection.execute(
         RUNS.insert().values(
             **{name: getattr(new, name) for name in _NEW_COLUMNS},
-            target_steps=json.loads(new.spec_json).get("trainer", {}).get("steps", 0),
+            target_steps=json.loads(new.spec_json).get("trainer", {}).get("steps") or 0,
             state=RunState.QUEUED.value,
             state_reason="Submitted",
             message="",
@@ -107,6 +107,11 @@ def update_run(connection: sa.Connection, run: Run, **values: Any) -> None:
     """Change a run's columns and its revision."""
     changed = {"update_time": time.time(), "revision": run.revision + 1, **values}
     connection.execute(_CHANGE_RUN, {"run": run.run_id, **changed})
+
+
+def set_target_steps(connection: sa.Connection, run_id: str, steps: int) -> None:
+    """Write how many steps a run is to train."""
+    connection.execute(_CHANGE_RUN, {"run": run_id, "target_steps": steps})
 
 
 def tell(connection: sa.Connection, run: Run, note: Note, **values: Any) -> Event:

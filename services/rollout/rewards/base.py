@@ -17,6 +17,8 @@ class RewardInput:
     """Expected answer; None if the data has none."""
     row: Mapping[str, Any]
     """The whole row of the prompt."""
+    split: str = "train"
+    """The set of the prompt."""
     earned: object = None
     """What the environment or the agent gave for the episode."""
     episode: Callable[[], Mapping[str, Any]] = dict

@@ -1,15 +1,16 @@
-"""The reward of a run: the weighted sum of all that it names."""
+"""The reward of a run: the weighted sum of all that it names, which may differ from set to set."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from services.common.spec.built_in import EARNED, REWARDS, SERVICES
-from services.common.spec.rollout import RewardSpec, RolloutSpec
+from services.common.spec.rollout import RewardSpec
+from services.common.spec.run import RunSpec
 from services.common.task_group import TaskGroup
 from services.rollout.calls.pool import CallPool
 from services.rollout.calls.reach import Reach
 from services.rollout.failures import CallError
-from services.rollout.rewards.base import RewardInput, Score
+from services.rollout.rewards.base import Reward, RewardInput, Score
 from services.rollout.rewards.grpc_client import GrpcRewardService
 from services.rollout.rewards.http_service import HttpRewardService
 from services.rollout.rewards.remote import RemoteReward, RewardService
@@ -26,6 +27,8 @@ class Scorer:
         specs: Sequence[RewardSpec],
         pool: CallPool,
         remotes: Mapping[str, RemoteReward] | None = None,
+        *,
+        key: str = "rollout.rewards",
     ) -> None:
         """Score with the given terms.
 
@@ -33,20 +36,32 @@ class Scorer:
             specs: The terms.
             pool: Calls user code.
             remotes: Service of each term whose name is a URL.
+            key: Names the terms in messages.
         """
         self._specs = tuple(specs)
         self._pool = pool
         self._remotes = remotes or {}
+        self._key = key
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, spec: RolloutSpec, pool: CallPool, reach: Reach) -> AsyncIterator["Scorer"]:
-        """The scorer of a run; each term is loaded once, so that a wrong name fails before the start.
+    async def open(
+        cls,
+        specs: Sequence[RewardSpec],
+        pool: CallPool,
+        reach: Reach,
+        *,
+        concurrency: int,
+        key: str = "rollout.rewards",
+    ) -> AsyncIterator["Scorer"]:
+        """A scorer; each term is loaded once, so that a wrong name fails before the start.
 
         Args:
-            spec: Names the terms.
+            specs: The terms.
             pool: Calls user code.
             reach: Where services may be.
+            concurrency: Calls at once to each service.
+            key: Names the terms in messages.
 
         Raises:
             ValueError: Naming the key of a wrong term and the fix.
@@ -54,14 +69,12 @@ class Scorer:
         async with AsyncExitStack() as stack:
             remotes = {
                 term.name: await stack.enter_async_context(
-                    RemoteReward(
-                        term.name, _service(term.name, reach), concurrency=spec.reward_concurrency
-                    )
+                    RemoteReward(term.name, _service(term.name, reach), concurrency=concurrency)
                 )
-                for term in spec.rewards
+                for term in specs
                 if is_url(term.name)
             }
-            scorer = cls(spec.rewards, pool, remotes)
+            scorer = cls(specs, pool, remotes, key=key)
             await scorer.check()
             yield scorer
 
@@ -77,7 +90,7 @@ class Scorer:
             try:
                 await self._pool.check(_reference(spec))
             except CallError as error:
-                raise ValueError(f"rollout.rewards.{index}.name: {error.message}") from error
+                raise ValueError(f"{self._key}.{index}.name: {error.message}") from error
 
     async def score(self, given: RewardInput) -> Score:
         """Return the weighted sum and its terms.
@@ -107,6 +120,44 @@ class Scorer:
             timeout_s=spec.timeout_s,
         )
         return spec, value
+
+
+class ScorerOfSets:
+    """Scores with the rewards of the prompt's set.
+
+    Args:
+        common: Of the sets that name none.
+        own: Of those that do, by split.
+    """
+
+    def __init__(self, common: Reward, own: Mapping[str, Reward]) -> None:
+        self._common = common
+        self._own = own
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, spec: RunSpec, pool: CallPool, reach: Reach
+    ) -> AsyncIterator["ScorerOfSets"]:
+        """The scorers of a run.
+
+        Raises:
+            ValueError: Naming the key of a wrong term and the fix.
+        """
+        concurrency = spec.rollout.reward_concurrency
+        async with AsyncExitStack() as stack:
+            scorers = {
+                key: await stack.enter_async_context(
+                    Scorer.open(specs, pool, reach, concurrency=concurrency, key=key)
+                )
+                for key, specs in spec.rewards.items()
+            }
+            own = {s: scorers[k] for s in spec.data.sets if (k := f"data.{s}.rewards") in scorers}
+            yield cls(scorers["rollout.rewards"], own)
+
+    async def score(self, given: RewardInput) -> Score:
+        """As :meth:`Scorer.score`."""
+        return await self._own.get(given.split, self._common).score(given)
 
 
 def is_url(name: str) -> bool:

@@ -15,7 +15,7 @@ from torch import distributed
 
 from services.common.errors import UnavailableError
 
-_HEADER = struct.Struct("<qqqq")
+_HEADER = struct.Struct("<qqqqq")
 _LONGEST_TEXT = 512
 
 
@@ -56,6 +56,8 @@ class Order:
     """Version of the weights that a step starts from (TRAIN, ACCUMULATE), or that score (ADD_FIELD)."""
     payload: bytes = b""
     """A serialized ``KVBatchMeta`` (TRAIN, ACCUMULATE, ADD_FIELD), or JSON (START, SCORE)."""
+    num_steps: int = 0
+    """Steps of the whole run (TRAIN); 0 if that is not told."""
 
 
 class Crew:
@@ -72,7 +74,8 @@ class Crew:
         """Send an order from rank 0 to the others."""
         if self._size == 1:
             return
-        header = _HEADER.pack(order.kind, order.step, order.weight_version, len(order.payload))
+        numbers = (order.kind, order.step, order.weight_version, order.num_steps)
+        header = _HEADER.pack(*numbers, len(order.payload))
         _broadcast(bytearray(header))
         if order.payload:
             _broadcast(bytearray(order.payload))
@@ -106,9 +109,9 @@ class Crew:
     def hear(self) -> Order:
         """Wait for rank 0's next order."""
         header = _broadcast(bytearray(_HEADER.size))
-        kind, step, weight_version, size = _HEADER.unpack(header)
+        kind, step, weight_version, num_steps, size = _HEADER.unpack(header)
         payload = bytes(_broadcast(bytearray(size))) if size else b""
-        return Order(Kind(kind), step, weight_version, payload)
+        return Order(Kind(kind), step, weight_version, payload, num_steps)
 
 
 def _is_of_a_collective(error: RuntimeError) -> bool:

@@ -76,7 +76,12 @@ class Follower:
         try:
             if order.kind is Kind.TRAIN:
                 meta = KVBatchMeta.from_bytes(order.payload)
-                self._rank.train(order.step, meta, weight_version=order.weight_version)
+                self._rank.train(
+                    order.step,
+                    meta,
+                    weight_version=order.weight_version,
+                    num_steps=order.num_steps or None,
+                )
             elif order.kind is Kind.ACCUMULATE:
                 meta = KVBatchMeta.from_bytes(order.payload)
                 self._rank.accumulate(meta, weight_version=order.weight_version)

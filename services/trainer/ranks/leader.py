@@ -91,6 +91,7 @@ class Leader:
         meta: KVBatchMeta,
         *,
         weight_version: int | None = None,
+        num_steps: int | None = None,
         waits: Mapping[str, float] | None = None,
     ) -> StepResult:
         """Train a step, or repeat the answer of the newest one.
@@ -104,7 +105,10 @@ class Leader:
         """
         async with self._steps:
             if self._begun is None or self._begun[0] != step or self._begun[1].done():
-                self._begun = (step, self._begin(step, meta, weight_version, waits or {}))
+                self._begun = (
+                    step,
+                    self._begin(step, meta, weight_version, num_steps, waits or {}),
+                )
             return await asyncio.shield(asyncio.wrap_future(self._begun[1]))
 
     async def accumulate(self, step: int, meta: KVBatchMeta, *, weight_version: int) -> None:
@@ -141,6 +145,7 @@ class Leader:
         step: int,
         meta: KVBatchMeta,
         weight_version: int | None,
+        num_steps: int | None,
         waits: Mapping[str, float],
     ) -> Future[StepResult]:
         newest, result = self._newest
@@ -153,7 +158,7 @@ class Leader:
         self._check_next(step)
         # With its context: log lines of the thread name the step's trace.
         return self._thread.submit(
-            copy_context().run, self._train, step, meta, weight_version, waits
+            copy_context().run, self._train, step, meta, weight_version, num_steps, waits
         )
 
     def _check_next(self, step: int) -> None:
@@ -171,14 +176,15 @@ class Leader:
         step: int,
         meta: KVBatchMeta,
         weight_version: int | None,
+        num_steps: int | None,
         waits: Mapping[str, float],
     ) -> StepResult:
         rank = self._attached()
         with self._turn, self._crew.together():
             version = step - 1 if weight_version is None else weight_version
             idle = self._idle.step_begins(waits)
-            self._crew.tell(Order(Kind.TRAIN, step, version, meta.to_bytes()))
-            result = rank.train(step, meta, weight_version=version)
+            self._crew.tell(Order(Kind.TRAIN, step, version, meta.to_bytes(), num_steps or 0))
+            result = rank.train(step, meta, weight_version=version, num_steps=num_steps)
             result.metrics.update({f"idle_seconds_{why}": spent for why, spent in idle.items()})
             self._newest, self._newest_version = (step, result), version
             self._idle.step_ended()

@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 class Runner(Protocol):
     """Trains something: the policy, or the critic where it has processes of its own."""
 
+    num_steps: int
+    """Steps of the whole run, over which learning rates are scheduled."""
+
     def run(
         self, weight_version: int, samples: Samples, cohort: Cohort, plan: StepPlan
     ) -> StepResult:
@@ -146,7 +149,12 @@ class Rank:
         return meta
 
     def train(
-        self, step: int, meta: KVBatchMeta, *, weight_version: int | None = None
+        self,
+        step: int,
+        meta: KVBatchMeta,
+        *,
+        weight_version: int | None = None,
+        num_steps: int | None = None,
     ) -> StepResult:
         """Train a batch. Blocks; runs in a thread.
 
@@ -154,6 +162,7 @@ class Rank:
             step: Number of the step, from 1.
             meta: The whole batch.
             weight_version: Number of the weights that the step starts from; None counts them like steps.
+            num_steps: Steps of the whole run; None leaves what is known of that.
 
         Raises:
             IncompleteBatchError: If the batch lacks what the algorithm needs.
@@ -161,6 +170,8 @@ class Rank:
             NotFoundError: If too many were skipped and there is no checkpoint to go back to.
         """
         version = step - 1 if weight_version is None else weight_version
+        if num_steps is not None:
+            self.runner.num_steps = num_steps
         timer = PhaseTimer()
         left = self._without_early(meta, version)
         with timer("fetch"):

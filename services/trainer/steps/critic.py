@@ -58,6 +58,7 @@ class CriticRunner:
         work: Sequence[Sequence[int]],
         *,
         tally: Tally,
+        num_steps: int,
     ) -> bool:
         """One optimizer update towards ``returns``; skipped, and False, if the gradient is not finite.
 
@@ -67,6 +68,7 @@ class CriticRunner:
             samples: This rank's samples, with ``values`` and ``returns``.
             work: Positions of the samples of each micro-batch.
             tally: Receives the reported terms.
+            num_steps: Steps of the whole run.
         """
         own = [position for micro in work for position in micro]
         counts = samples.segments.count(samples.tokens["loss_mask"])[own]
@@ -109,7 +111,7 @@ class CriticRunner:
             rate = optim.learning_rate(
                 self._schedule,
                 update=self.num_updates,
-                num_updates=trainer.steps * trainer.updates_per_step,
+                num_updates=num_steps * trainer.updates_per_step,
             )
             optim.set_learning_rate(self.optimizer, rate)
             optim.clip_gradients(self._parameters, norm, self._spec.trainer.optimizer.max_grad_norm)

@@ -26,6 +26,7 @@ class CriticStepRunner:
 
     def __init__(self, critic: CriticRunner, *, spec: RunSpec, ranks: Ranks) -> None:
         self.critic = critic
+        self.num_steps = spec.trainer.steps or 1
         self._spec = spec
         self._ranks = ranks
         self._credit = CreditAssigner(
@@ -47,7 +48,10 @@ class CriticStepRunner:
         credit = self._credit(samples, cohort, kl_coefficient=0.0)
         assert credit.returns is not None, "an advantage with a critic gives its targets"
         samples = samples.with_tokens(returns=credit.returns)
-        applied = [self.critic.update(samples, work, tally=tally) for work in plan.updates]
+        applied = [
+            self.critic.update(samples, work, tally=tally, num_steps=self.num_steps)
+            for work in plan.updates
+        ]
         metrics = tally.reduce(self._ranks)
         metrics["seconds_critic"] = time.perf_counter() - begin
         metrics["nonfinite_critic"] = float(applied.count(False))

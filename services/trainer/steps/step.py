@@ -104,7 +104,7 @@ class StepRunner:
         self._kl_in_loss = kl.coefficient > 0 and kl.placement == "loss"
         self._needs_proximal = spec.needs_proximal
         self.kl_coefficient = kl.coefficient
-        self.num_updates = 0
+        self.num_updates, self.num_steps = 0, spec.trainer.steps or 1
         self._early = Early()
         self.on_trained: OnTrained | None = None
 
@@ -275,7 +275,7 @@ class StepRunner:
         self._balancer.updated(moved=update.applied and moves)
         if self.critic is not None and update.applied:
             with timer("critic"):
-                applied = self.critic.update(samples, work, tally=tally)
+                applied = self.critic.update(samples, work, tally=tally, num_steps=self.num_steps)
             update = replace(update, critic_applied=applied)
         return update
 
@@ -335,7 +335,7 @@ class StepRunner:
             rate = optim.learning_rate(
                 spec.optimizer,
                 update=self.num_updates,
-                num_updates=spec.steps * spec.updates_per_step,
+                num_updates=self.num_steps * spec.updates_per_step,
             )
             optim.set_learning_rate(self.optimizer, rate)
             optim.clip_gradients(self._parameters, norm, spec.optimizer.max_grad_norm)

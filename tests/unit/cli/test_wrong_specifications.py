@@ -17,6 +17,7 @@ RIGHT = {
     "rollout": {"rewards": [{"name": "exact_match"}]},
     "trainer": {"steps": 10, "prompts_per_step": 4},
 }
+SET = {"source": "jsonl", "path": "prompts.jsonl"}
 TASK = """
 def reward(prompt, response, answer, row, *, scale=1.0): return scale
 def narrow(prompt): return 0.0
@@ -39,6 +40,34 @@ WRONG = [
     ({"name": GONE}, ["name:", "required"]),
     ({"model": GONE}, ["model:", "required"]),
     ({"trainer.steps": GONE}, ["trainer.steps", "required"]),
+    ({"data.epochs": 2}, ["data.epochs", "trainer.steps", "remove one"]),
+    ({"data.epochs": 0, "trainer.steps": GONE}, ["data.epochs", "greater than 0"]),
+    (
+        {"data.train": {"a": {**SET, "weight": 2}, "b": SET}},
+        ["data.train.b.weight", "for all"],
+    ),
+    ({"data.train": {"a": {**SET, "weight": 0}}}, ["data.train.a.weight", "greater than 0"]),
+    ({"data.train": {"a": {**SET, "weigth": 1}}}, ["data.train.a.weigth", "'data.train.NAME.weight'"]),
+    ({"data.train": {"Not A Name": SET}}, ["data.train.Not A Name", "pattern"]),
+    ({"data.train": {"a": {"path": "x"}}}, ["data.train.a.source", "required"]),
+    ({"data.train": {"a": {**SET, "path": "gone.jsonl"}}}, ["data.train.a.path", "gone.jsonl"]),
+    (
+        {"data.train": {"a": SET, "b": {**SET, "prompt_column": "question"}}},
+        ["data.train.b.prompt_column is 'question'", "'prompt'"],
+    ),
+    (
+        {"data.train": {"a": SET, "b": {**SET, "source": "python", "path": "task.py:nothing"}}},
+        ["data.train.b", "no rows"],
+    ),
+    (
+        {"data.heldout": {"a": {**SET, "rewards": [{"name": "exactmatch"}]}}},
+        ["data.heldout.a.rewards.0.name", "'exact_match'?"],
+    ),
+    (
+        {"data.heldout": {"a": {**SET, "rewards": [{"name": "gone.py:f"}]}}},
+        ["data.heldout.a.rewards.0.name", "gone.py"],
+    ),
+    ({"data.train": {"a": {**SET, "prompt_template": "x"}}}, ["data.train.a.prompt_template"]),
     ({"rollout.rewards": []}, ["rollout.rewards", "at least 1"]),
     ({"name": "Not A Label"}, ["name", "pattern"]),
     ({"seed": -1}, ["seed", "greater than or equal to 0"]),

@@ -257,3 +257,26 @@ def test_strange_paths_are_refused_and_raise_nothing(roots, path):
     for judge in (strays, strays_here):
         assert judge(spec_with(**source(path)), roots)
         assert judge(spec_with(model__path=path, **source(str(roots[0] / "x.jsonl"))), roots)
+
+
+def test_sets_of_prompts_are_looked_at_one_by_one(roots):
+    inside = {
+        "source": "jsonl",
+        "path": f"{roots[0]}/a.jsonl",
+        "prompt_template": "/think {prompt}",
+    }
+    assert strays(spec_with(data__train={"a": inside, "b": inside}), roots) == []
+    outside = {**inside, "path": "/etc/passwd"}
+    found = strays(
+        spec_with(data__train={"a": inside, "b": outside}, data__heldout={"c": outside}), roots
+    )
+    assert [problem.split(":")[0] for problem in found] == [
+        "data.train.b.path",
+        "data.heldout.c.path",
+    ]
+    code = {**inside, "rewards": [{"name": "/tmp/judge.py:f"}, {"name": "os:getcwd"}]}
+    found = strays(spec_with(data__train={"a": code}), roots)
+    assert [problem.split(":")[0] for problem in found] == [
+        "data.train.a.rewards.0.name",
+        "data.train.a.rewards.1.name",
+    ]

@@ -162,3 +162,31 @@ def test_paths_are_relative_to_the_file(tmp_path):
 @pytest.mark.parametrize("example", sorted((Path(__file__).parents[3] / "examples").glob("*.yaml")))
 def test_every_example_is_valid(example):
     load_spec(example)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "rows", "steps"), [(1, 10, 5), (1, 11, 6), (0.3, 10, 2), (3, 7, 11), (0.01, 10, 1)]
+)
+def test_epochs_end_with_a_batch_that_is_filled_up(epochs, rows, steps):
+    document = changed(data={"epochs": epochs}, trainer={"steps": None})
+    assert parse_spec(document).num_steps(rows) == steps
+    assert parse_spec(SMALLEST).num_steps(rows) == 1
+
+
+def test_one_set_and_several_sets_have_keys_of_their_own():
+    part = {"source": "jsonl", "path": "a.jsonl", "rewards": [{"name": "exact_match"}]}
+    spec = parse_spec(changed(data={"train": {"a": part, "b": {**part, "rewards": None}}}))
+    assert list(spec.data.sets) == ["train.a", "train.b"]
+    assert list(spec.rewards) == ["rollout.rewards", "data.train.a.rewards"]
+    assert list(parse_spec(SMALLEST).data.sets) == ["train"]
+    assert parse_spec(canonical_json(spec)) == spec
+
+
+def test_paths_of_every_set_are_relative_to_the_file(tmp_path):
+    part = {"source": "jsonl", "path": "a.jsonl", "rewards": [{"name": "r.py:f"}]}
+    document = changed(data={"train": {"a": part}, "heldout": {"b": part}})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
+    spec = load_spec(tmp_path / "run.yaml")
+    for found in spec.data.sets.values():
+        assert found.path == str(tmp_path / "a.jsonl")
+        assert found.rewards[0].name == f"{tmp_path}/r.py:f"

@@ -119,8 +119,8 @@ class Workers:
             critic=critic,
             weights=weights,
             serving=[],
-            num_train_rows=64,
-            num_heldout_rows=2,
+            train_rows={"train": 64},
+            heldout_rows={"heldout": 2},
         )
 
     def lose(self):
@@ -128,7 +128,7 @@ class Workers:
         self.lost = True
         self.may_train.set()
 
-    async def train_step(self, step, samples, *, weight_version, waits, timeout_s):
+    async def train_step(self, step, samples, *, weight_version, num_steps, waits, timeout_s):
         self.step_timeouts.append(timeout_s)
         if step >= self.held_from:
             self.trains.set()

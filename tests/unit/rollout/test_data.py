@@ -8,8 +8,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from services.common.models.tokenizer import load_tokenizer
 from services.common.spec.data import DataSpec
+from services.common.spec.model import ModelSpec
 from services.rollout.data import column_value, open_sources
+from services.rollout.prompts import PromptBook
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(5)]
 
@@ -111,3 +114,29 @@ def test_wrong_parquet_and_wrong_calls_name_the_key(tmp_path: Path) -> None:
         open_sources(data("python", f"{tmp_path}/task.py:rows", train={"arguments": {"x": 1}}))
     with pytest.raises(ValueError, match=r"data\.train: reasoning-gym cannot make"):
         open_sources(data("reasoning_gym", "no_such_task"))
+
+
+def test_sets_have_columns_and_templates_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"question": "2*3", "solution": {"value": "6"}}))
+    spec = DataSpec(
+        train={  # type: ignore[arg-type]  # pydantic converts
+            "sums": {"source": "jsonl", "path": str(tmp_path / "a.jsonl")},
+            "products": {
+                "source": "jsonl",
+                "path": str(tmp_path / "b.jsonl"),
+                "prompt_column": "question",
+                "answer_column": "solution.value",
+                "prompt_template": "Q: {prompt}=",
+            },
+        }
+    )
+    book = PromptBook(
+        spec,
+        open_sources(spec),
+        load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes")),
+    )
+    assert [book.num_rows(split) for split in book.splits] == [5, 1]
+    one, other = book.prompt("train.sums", 2), book.prompt("train.products", 0)
+    assert (one.text, one.answer) == ("2+1=", "3")
+    assert (other.text, other.answer) == ("Q: 2*3=", "6")

@@ -34,7 +34,7 @@ const ACTIONS = [
     about: "A new run goes on from a checkpoint, with the same prompts behind it.",
     asks: (run) => [
       ["name", "name of the new run", "text", run.name], ["checkpoint_id", "checkpoint (empty: the newest)", "text", ""],
-      ["overrides", "keys that differ, as JSON", "text", `{"trainer": {"steps": ${run.spec.trainer.steps * 2}}}`],
+      ["overrides", "keys that differ, as JSON", "text", run.spec.trainer.steps ? `{"trainer": {"steps": ${run.spec.trainer.steps * 2}}}` : `{"data": {"epochs": ${run.spec.data.epochs * 2}}}`],
     ],
     send: async (run, said) => {
       const made = await act("POST", `/v1/runs/${run.id}/fork`, { ...said, overrides: JSON.parse(said.overrides || "{}") });

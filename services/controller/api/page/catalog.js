@@ -8,7 +8,9 @@ export const CATALOG = [
   ["Learning", [
     ["Reward", "", [["mean", "reward_mean"], ["deviation", "reward_std"]]],
     ["Reward by term", "", "reward/"],
+    ["Reward by set", "", "set_reward/"],
     ["Held-out score", "", [["greedy", "greedy"], ["sampled", "sampled"]], "scores"],
+    ["Held-out score by set", "", "heldout/", "scores"],
     ["Loss", "", [["loss", "loss"]]],
     ["Entropy", "nats", [["entropy", "entropy"]]],
     ["Gradient norm", "", [["norm", "grad_norm"]]],

@@ -141,7 +141,7 @@ export class Curves {
   }
 
   #layFurther() {
-    const names = new Set(this.runs.flatMap((run) => [...run.columns.keys()]));
+    const names = new Set(this.runs.flatMap((run) => [...run.columns.keys(), ...run.scores.flatMap(Object.keys)]));
     if (names.size === this.furtherNames.size) return;
     const [summary, place] = this.further.children;
     this.charts = this.charts.filter((chart) => !place.contains(chart.element) || chart.remove());

@@ -148,7 +148,7 @@ const head = oncePerFrame(() => {
   $("state").textContent = run.state;
   $("state").className = `state ${run.state}`;
   $("progress").textContent = progress(run, series);
-  $("bar").max = run.spec.trainer.steps;
+  $("bar").max = run.target_steps || 1;
   $("bar").value = run.step;
   $("id").textContent = run.id;
   $("prompts").textContent = prompts(run.summary?.prompts);

@@ -12,7 +12,7 @@ export class Series {
     this.times = []; // seconds since the epoch
     this.columns = new Map();
     this.histograms = new Map(); // name -> {bounds, counts}
-    this.scores = []; // {step, greedy, sampled}, in order
+    this.scores = []; // {step, greedy, sampled, "heldout/SET NAME"}, in order
   }
 
   /** Read steps `from` to `to`, thinned out; 0 is the newest. */
@@ -45,9 +45,13 @@ export class Series {
     return (this.columns.get(name) ?? []).slice(-count);
   }
 
-  #score({ version, greedy, sampled, num_samples: count }) {
+  #score({ version, greedy, sampled, num_samples: count, by_set: sets = {} }) {
     this.scores = this.scores.filter((score) => score.step < version);
-    if (count !== 0) this.scores.push({ step: version, greedy, sampled });
+    if (count === 0) return;
+    const score = { step: version, greedy, sampled };
+    for (const [set, { prompts: _, ...values }] of Object.entries(sets))
+      for (const [name, value] of Object.entries(values)) score[`heldout/${set} ${name}`] = value;
+    this.scores.push(score);
   }
 
   #append({ time, data: { step, histograms = {}, ...numbers } }) {

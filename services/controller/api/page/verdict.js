@@ -5,9 +5,9 @@ const NEWEST = 10;
 
 /** How far the run is, what it does, and how long the rest takes at the pace of the newest steps. */
 export function progress(run, series) {
-  const parts = [`step ${run.step} of ${run.spec.trainer.steps}`, `weight version ${run.weight_version}`];
+  const parts = [`step ${run.step} of ${run.target_steps || "?"}`, `weight version ${run.weight_version}`];
   const pace = series.last("seconds", NEWEST);
-  const left = ((run.spec.trainer.steps - run.step) * sum(pace)) / (pace.length || 1);
+  const left = ((run.target_steps - run.step) * sum(pace)) / (pace.length || 1);
   if (run.state === "RUNNING" && left) parts.push(`about ${duration(left)} left`);
   return parts.concat(run.activities?.map(words) ?? []).join(" · ");
 }

@@ -28,11 +28,15 @@ def run(run_id: str, state: RunState, *, updated: float = NOW) -> SimpleNamespac
         run_id=run_id,
         name="demo",
         spec_json=SPEC,
+        target_steps=50,
         state=state,
         is_terminal=state in (RunState.SUCCEEDED, RunState.FAILED),
         update_time=updated,
         conditions=(SimpleNamespace(type="Progressing", status="False", reason="WaitsForGroups"),),
-        summary={"staleness": {"max": 1, "mean": 0.5}, "heldout": {"greedy": 0.7, "sampled": None}},
+        summary={
+            "staleness": {"max": 1, "mean": 0.5},
+            "heldout": {"greedy": 0.7, "sampled": None, "sets": {"math": {"pass@2": 0.25}}},
+        },
     )
 
 
@@ -66,6 +70,7 @@ def test_an_active_run_shows_its_state_bounds_and_workers() -> None:
 def test_a_score_that_is_not_known_is_not_shown() -> None:
     text = exposed(run("r1", RunState.RUNNING))
     assert 'slipstream_run_heldout_score{decoding="greedy",run="r1"} 0.7' in text
+    assert 'slipstream_run_heldout_set_score{run="r1",score="pass@2",set="math"} 0.25' in text
     assert 'decoding="sampled"' not in text
 
 

@@ -2,19 +2,20 @@
 
 import pytest
 
+from services.controller.rules.mixture import Mixture
 from services.controller.rules.prompts import PromptOrder, shuffled
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 10, 97, 1000])
 def test_an_epoch_has_every_row_once(num_rows):
-    order = PromptOrder(num_rows, seed=5, shuffle=True)
+    order = PromptOrder(Mixture({"train": num_rows}), seed=5, shuffle=True)
     for _ in range(2):
         assert sorted(order.next_row() for _ in range(num_rows)) == list(range(num_rows))
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
     def rows(seed):
-        order = PromptOrder(100, seed=seed, shuffle=True)
+        order = PromptOrder(Mixture({"train": 100}), seed=seed, shuffle=True)
         return [order.next_row() for _ in range(200)]
 
     first = rows(1)
@@ -23,9 +24,9 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 
 
 def test_an_order_goes_on_where_it_was():
-    whole = PromptOrder(50, seed=1, shuffle=True)
+    whole = PromptOrder(Mixture({"train": 50}), seed=1, shuffle=True)
     rows = [whole.next_row() for _ in range(80)]
-    later = PromptOrder(50, seed=1, shuffle=True, position=30)
+    later = PromptOrder(Mixture({"train": 50}), seed=1, shuffle=True, position=30)
     assert [later.next_row() for _ in range(50)] == rows[30:]
 
 

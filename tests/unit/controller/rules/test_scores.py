@@ -1,8 +1,11 @@
 """Scores of an evaluation, per data source."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
 
-from services.controller.rules.scores import Scored, evaluate, majority
+from services.controller.rules.scores import Scored, evaluate, majority, pass_at_k
 
 
 def sampled(prompt, *rewards, answers="", source="math"):
@@ -27,7 +30,15 @@ def test_scores_are_means_over_prompts_of_each_source():
     ]
     result = evaluation(samples)
     assert result.by_source["math"] == pytest.approx(
-        {"greedy": 0.5, "sampled": 0.5, "best": 1.0, "maj": 0.5}
+        {
+            "greedy": 0.5,
+            "sampled": 0.5,
+            "best": 1.0,
+            "maj": 0.5,
+            "pass@1": 0.5,
+            "pass@2": 5 / 6,
+            "pass@3": 1.0,
+        }
     )
     assert result.by_source["code"] == {"greedy": 0.5}
     assert (result.num_samples, result.sampled) == (9, 0.5)
@@ -65,3 +76,36 @@ def test_of_equally_frequent_answers_the_one_that_is_worth_least_counts():
 def test_an_evaluation_without_samples_has_no_scores():
     result = evaluation([])
     assert (result.greedy, result.sampled, result.by_source) == (None, None, {})
+
+
+def test_pass_at_k_is_the_chance_of_a_right_one_among_k_drawn():
+    # Of all pairs of 4 samples, 1 right among them: 3 of 6 pairs have it; with 2 right, 5 of 6.
+    solved = [(4, 1), (4, 2), (4, 0), (2, 1)]
+    assert pass_at_k(solved) == pytest.approx(
+        {
+            "pass@1": (1 / 4 + 1 / 2 + 0 + 1 / 2) / 4,
+            "pass@2": (1 / 2 + 5 / 6 + 0 + 1) / 4,
+            "pass@4": 2 / 3,
+        }
+    )
+    drawn = [any(pair) for pair in itertools.combinations([True, True, False, False, False], 2)]
+    assert pass_at_k([(5, 2)])["pass@2"] == pytest.approx(sum(drawn) / len(drawn))
+
+
+def test_a_response_is_right_from_a_reward_on():
+    samples = sampled("v0", 0.9, 0.4)
+    result = evaluate(samples, version=1, reason="final", status="ok", seconds=1.0, solved_from=0.5)
+    assert result.by_set["heldout"]["pass@1"] == 0.5
+    assert evaluation(samples).by_set["heldout"]["pass@1"] == 0.0
+
+
+def test_each_set_has_scores_of_its_own():
+    easy = [replace(sample, set_name="easy") for sample in sampled("v0", 1.0, 1.0)]
+    result = evaluation([*easy, *[replace(s, set_name="hard") for s in sampled("v1", 0.0, 1.0)]])
+    assert [
+        (name, scores["sampled"], scores["prompts"]) for name, scores in result.by_set.items()
+    ] == [
+        ("easy", 1.0, 1),
+        ("hard", 0.5, 1),
+    ]
+    assert result.sampled == 0.75

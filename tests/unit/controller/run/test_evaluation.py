@@ -97,11 +97,12 @@ class Stage:
             {
                 **SPEC,
                 "rollout": {**SPEC["rollout"], "replicas": 3, "partial_rollout": True},
+                "data": {**SPEC["data"], "heldout": SPEC["data"]["train"]},
                 "validation": {"every": 2, **validation},
             }
         )
         parts = SimpleNamespace(
-            num_heldout_rows=ROWS, attempt=1, replicas=self.rollouts, weights=self.weights
+            heldout_rows={"heldout": ROWS}, attempt=1, replicas=self.rollouts, weights=self.weights
         )
 
         async def tell(what, request):

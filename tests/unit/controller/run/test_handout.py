@@ -8,6 +8,7 @@ import pytest
 from services.common.spec.loader import parse_spec
 from services.controller.rules.groups import GroupState
 from services.controller.rules.ledger import Ledger
+from services.controller.rules.mixture import Mixture
 from services.controller.rules.prompts import PromptOrder, ReturnedRows
 from services.controller.run.handout import GenerationError, Handout
 from services.controller.run.requests import CurrentSpec
@@ -59,7 +60,7 @@ class OneRollout:
 
 def handout_of(ledger, *, rows=100, quarantined=()):
     rollouts = OneRollout()
-    order = PromptOrder(rows, seed=0, shuffle=False, quarantined=quarantined)
+    order = PromptOrder(Mixture({"train": rows}), seed=0, shuffle=False, quarantined=quarantined)
     clock = SimpleNamespace(monotonic=lambda: 1.0)
     handout = Handout(
         CurrentSpec(SPEC),
@@ -124,7 +125,7 @@ async def test_a_run_without_prompts_left_says_so():
 
 
 def test_a_row_that_is_given_back_comes_once_more_at_the_end_of_its_epoch():
-    order = PromptOrder(3, seed=0, shuffle=False)
+    order = PromptOrder(Mixture({"train": 3}), seed=0, shuffle=False)
     assert [order.next_row() for _ in range(2)] == [0, 1]
     assert order.give_back(0)
     assert not order.give_back(0)
@@ -133,10 +134,14 @@ def test_a_row_that_is_given_back_comes_once_more_at_the_end_of_its_epoch():
 
 
 def test_returned_rows_survive_a_restart():
-    order = PromptOrder(3, seed=0, shuffle=False, position=2)
+    order = PromptOrder(Mixture({"train": 3}), seed=0, shuffle=False, position=2)
     order.give_back(1)
     again = PromptOrder(
-        3, seed=0, shuffle=False, position=2, returned=ReturnedRows(**vars_of(order.returned))
+        Mixture({"train": 3}),
+        seed=0,
+        shuffle=False,
+        position=2,
+        returned=ReturnedRows(**vars_of(order.returned)),
     )
     assert [again.next_row() for _ in range(3)] == [2, 1, 0]
 

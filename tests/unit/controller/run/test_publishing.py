@@ -36,7 +36,7 @@ async def nothing(*args, **kwargs):
 
 def publishing(parts):
     return Publishing(
-        spec=SimpleNamespace(now=SimpleNamespace(trainer=SimpleNamespace(steps=9))),
+        spec=SimpleNamespace(num_steps=9),
         journal=SimpleNamespace(note=nothing),
         parts=parts,
         ledger=None,

@@ -10,6 +10,7 @@ from services.common.spec.loader import parse_spec
 from services.controller.client import GroupFailure
 from services.controller.rules.groups import GroupState
 from services.controller.rules.ledger import Ledger
+from services.controller.rules.mixture import Mixture
 from services.controller.rules.prompts import PromptOrder
 from services.controller.rules.shares import split
 from services.controller.run.generation import Generation
@@ -96,7 +97,7 @@ class Run:
     def __init__(self, ledger=None):
         self.queue, self.rollouts = Queue(), Rollouts()
         self.ledger, self.now = ledger or Ledger(max_attempts=3), 1.0
-        order = PromptOrder(10, seed=0, shuffle=False)
+        order = PromptOrder(Mixture({"train": 10}), seed=0, shuffle=False)
         stored = StoredGroups(self.queue, "run_1/train", group_size=5, required_fields=())
         shared = {
             "ledger": self.ledger,

@@ -63,7 +63,7 @@ class GroupAssignment(_message.Message):
     attempt: _builtins.int
     """Counts the tries of the group from 1."""
     split: _builtins.str
-    """Names the split of the data: "train" or "heldout"."""
+    """Names the set of prompts: "train" or "heldout", or "train.NAME" and "heldout.NAME" where there are several."""
     row: _builtins.int
     """Gives the row inside the split, from 0."""
     partition_id: _builtins.str

@@ -49,11 +49,16 @@ class TrainStepRequest(_message.Message):
     BATCH_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     WAITS_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Numbers the steps of a run from 1."""
     weight_version: _builtins.int
     """Numbers the weights that the step starts from. Above step - 1 in a run that was rewound, because
     weight versions only grow.
+    """
+    num_steps: _builtins.int
+    """Counts the steps of the whole run, by which learning rates are scheduled: only the controller knows it of a
+    run that ends after epochs of its data.
     """
     @_builtins.property
     def batch(self) -> _batch_pb2.KVBatchMeta:
@@ -70,10 +75,11 @@ class TrainStepRequest(_message.Message):
         batch: _batch_pb2.KVBatchMeta | None = ...,
         weight_version: _builtins.int = ...,
         waits: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        num_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "step", b"step", "waits", b"waits", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "num_steps", b"num_steps", "step", b"step", "waits", b"waits", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
