@@ -57,7 +57,7 @@ def row_of(record: Mapping[str, Any], heldout: Sequence[Mapping[str, Any]]) -> t
     newest = heldout[-1] if heldout else None
     return (
         f"{record['step']}",
-        _score(record, "reward_mean"),
+        _score(record, "reward_mean") if "reward_mean" in record else _loss(record),
         f"{_score(newest, 'greedy')}/{_score(newest, 'sampled')}",
         f"{record.get('staleness_mean', 0.0):.1f}/{record.get('staleness_max', 0):.0f}",
         f"{record['sync_ms']:.0f}" if "sync_ms" in record else "-",
@@ -110,6 +110,11 @@ class _Pace:
 def _score(score: Mapping[str, Any] | None, name: str) -> str:
     value = None if score is None else score.get(name)
     return "-" if value is None else f"{value:.3f}"
+
+
+def _loss(record: Mapping[str, Any]) -> str:
+    """What stands for the reward where there is none."""
+    return f"(loss {record['loss']:.3f})" if "loss" in record else "-"
 
 
 def _who_waits(record: Mapping[str, Any]) -> str:

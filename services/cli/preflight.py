@@ -206,10 +206,18 @@ def _start(spec: RunSpec) -> Iterator[str]:
 
 def _sources(spec: RunSpec) -> Iterator[str]:
     for split, source_spec in spec.data.sets.items():
+        if source_spec.source == "environment" and source_spec.limit is None:
+            continue  # the rules say so
         try:
             source = open_source(source_spec, spec.data, key=f"data.{split}")
             if source_spec.source != "environment":
-                check_prompt(source[0], spec.data, source_spec, key=f"data.{split}")
+                check_prompt(
+                    source[0],
+                    spec.data,
+                    source_spec,
+                    key=f"data.{split}",
+                    is_demonstrated=spec.algorithm.num_demonstrations > 0,
+                )
         except (ValueError, OSError) as error:
             yield from str(error).split("\n")
             continue

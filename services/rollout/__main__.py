@@ -135,7 +135,13 @@ async def _load(
     metadata = await stack.enter_async_context(TransferQueueClient.connect(address))
     replays = spec.rollout.routing_replay != "off"
     routing = routing_shape(load_config(spec.model, tokenizer).to_dict()) if replays else None
-    prompts = PromptBook(spec.data, sources, tokenizer)
+    prompts = PromptBook(
+        spec.data,
+        sources,
+        tokenizer,
+        num_demonstrations=spec.algorithm.num_demonstrations,
+        answers_heldout=bool(spec.rollout.rewards),
+    )
     num_heldout = sum(map(prompts.num_rows, spec.data.heldout_sets))
     teller = SampleTeller(data, spec, tokenizer, num_heldout) if spec.samples.is_on else None
     publisher = GroupPublisher(data, routing, teller=teller)

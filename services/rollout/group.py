@@ -15,6 +15,7 @@ from services.common.task_group import TaskGroup
 from services.rollout import metrics
 from services.rollout.calls.pool import CallPool
 from services.rollout.client import GroupAssignment
+from services.rollout.demonstrated import demonstrated
 from services.rollout.engines.base import Engine, GenerationResult
 from services.rollout.failures import CallError, GroupError
 from services.rollout.partial import GroupProgress, MemberProgress
@@ -147,6 +148,10 @@ class RunningGroup:
 
     async def _sample_member(self, prompt: Prompt, member: int) -> Sample | None:
         """Sample and score one member; after a failed score, as often as the specification says."""
+        if prompt.demonstrations:
+            return await demonstrated(
+                prompt, member, self._spec, self._tools.engine, is_training=self._is_training
+            )
         earlier = self._earlier.get(member, _NOTHING)
         num_tries = self._spec.max_attempts if self._spec.on_reward_failure == "regenerate" else 1
         recorded: Sequence[Turn] = earlier.turns

@@ -5,8 +5,16 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from services.common.models.tokenizer import Tokenizer
-from services.common.spec.data import DataSpec, PromptSourceSpec
+from services.common.spec.data import DataSpec, PromptSourceSpec, kind_of
 from services.rollout.data import PromptSource, Row, column_value
+from services.rollout.demonstrations import (
+    Demonstration,
+    Messages,
+    as_messages,
+    check_answered,
+    of_chat,
+    of_text,
+)
 from services.rollout.failures import GroupError
 
 Message = Mapping[str, str]
@@ -29,6 +37,10 @@ class Prompt:
     """Origin, for scores per source."""
     messages: tuple[Message, ...] = ()
     """The chat that it is; none if it went through no chat template."""
+    demonstrations: tuple[Demonstration, ...] = ()
+    """Answers that the row brings with it, one for each member of a group; none if they are sampled."""
+    may_be_cut: bool = False
+    """Whether such an answer may lose its end where it is too long."""
 
 
 class PromptBook:
@@ -38,12 +50,29 @@ class PromptBook:
     """
 
     def __init__(
-        self, data: DataSpec, sources: Mapping[str, PromptSource], tokenizer: Tokenizer
+        self,
+        data: DataSpec,
+        sources: Mapping[str, PromptSource],
+        tokenizer: Tokenizer,
+        *,
+        num_demonstrations: int = 0,
+        answers_heldout: bool = True,
     ) -> None:
+        """Read the prompts of a run.
+
+        Args:
+            data: Names the columns.
+            sources: Rows of each split.
+            tokenizer: The model's.
+            num_demonstrations: Answers that each row brings with it; 0 if they are sampled.
+            answers_heldout: Whether those of held-out rows are sampled all the same.
+        """
         self._data = data
         self._specs = data.sets
         self._sources = sources
         self._tokenizer = tokenizer
+        self._num_demonstrations = num_demonstrations
+        self._answers_heldout = answers_heldout
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -75,7 +104,11 @@ class PromptBook:
         column = self._data.answer_column_of(spec)
         if spec.source == "environment":
             return Prompt(token_ids=(), text="", answer=None, row=row, data_source=spec.path)
-        place = f"row {row_index} of data.{split}"
+        place, source = f"row {row_index} of data.{split}", str(row.get("data_source", spec.path))
+        if self._num_demonstrations:
+            has_rewards = self._answers_heldout or spec.rewards is not None
+            is_sampled = kind_of(split) == "heldout" and has_rewards
+            return self._demonstrated(row, spec, source, place, is_sampled=is_sampled)
         text, messages, token_ids = self._encode(row, spec, place)
         self._check_length(token_ids, place)
         return Prompt(
@@ -83,8 +116,36 @@ class PromptBook:
             text=text,
             answer=None if column is None else column_value(row, column),
             row=row,
-            data_source=str(row.get("data_source", spec.path)),
+            data_source=source,
             messages=messages,
+        )
+
+    def _demonstrated(
+        self, row: Row, spec: PromptSourceSpec, source: str, place: str, *, is_sampled: bool
+    ) -> Prompt:
+        """A prompt that comes with its answer."""
+        data = self._data
+        try:
+            messages = conversation_of(row, data, spec, place)
+            if data.chat_template:
+                tools = row.get("tools") or ()
+                turns = "last" if is_sampled else data.demonstration.turns
+                shown = of_chat(messages, tools, self._tokenizer, turns=turns)
+            else:
+                question, answer = (message["content"] for message in messages)
+                shown = of_text(question, answer, self._tokenizer)
+        except ValueError as error:
+            raise _refused("prompt_malformed", f"{place}: {error}") from error
+        self._check_length(shown.prompt_ids, place)
+        return Prompt(
+            token_ids=shown.prompt_ids,
+            text=str(messages[-2].get("content") or ""),
+            answer=shown.text,
+            row=row,
+            data_source=source,
+            messages=tuple(messages[:-1]) if data.chat_template else (),
+            demonstrations=() if is_sampled else (shown,),
+            may_be_cut=data.demonstration.too_long == "cut",
         )
 
     def _encode(
@@ -123,7 +184,52 @@ class PromptBook:
             )
 
 
-def check_prompt(row: Row, data: DataSpec, spec: PromptSourceSpec, *, key: str) -> None:
+def conversation_of(row: Row, data: DataSpec, spec: PromptSourceSpec, place: str) -> Messages:
+    """The messages of a row that brings its own answer, which is the last of them.
+
+    Args:
+        row: A row that has the columns.
+        data: Names the columns.
+        spec: The set that it is of.
+        place: Where the row is, for the message.
+
+    Raises:
+        ValueError: If there is nothing in it to learn.
+    """
+    prompt_column, answer_column = data.prompt_column_of(spec), data.answer_column_of(spec)
+    prompt = column_value(row, prompt_column)
+    what = f"data.prompt_column {prompt_column!r} of {place}"
+    if isinstance(prompt, str):
+        text = data.prompt_template_of(spec).replace("{prompt}", prompt)
+        messages: Messages = [{"role": "user", "content": text}]
+    elif data.chat_template:
+        messages = cast("Messages", prompt)
+    else:
+        raise ValueError(
+            f"{what} holds {prompt!r:.60}, but data.chat_template is false; set it to true for chat "
+            "messages, or name a column with text"
+        )
+    if answer_column is not None:
+        answer = column_value(row, answer_column)
+        if not isinstance(answer, str) or not answer:
+            raise ValueError(
+                f"data.answer_column {answer_column!r} of {place} must hold the answer's text, but "
+                f"holds {answer!r:.60}; name another column, or null where data.prompt_column has whole "
+                "conversations"
+            )
+        messages = [*as_messages(messages, what), {"role": "assistant", "content": answer}]
+    check_answered(as_messages(messages, what), what)
+    return messages
+
+
+def check_prompt(
+    row: Row,
+    data: DataSpec,
+    spec: PromptSourceSpec,
+    *,
+    key: str,
+    is_demonstrated: bool = False,
+) -> None:
     """Look at the kind of a row's prompt, before there is a tokenizer.
 
     Args:
@@ -131,10 +237,14 @@ def check_prompt(row: Row, data: DataSpec, spec: PromptSourceSpec, *, key: str) 
         data: Names the columns.
         spec: The set that it is of.
         key: Key of the source, for the message.
+        is_demonstrated: Whether the row has to bring its own answer.
 
     Raises:
         ValueError: If no prompt can be made of it.
     """
+    if is_demonstrated:
+        conversation_of(row, data, spec, key)
+        return
     column = data.prompt_column_of(spec)
     content = column_value(row, column)
     if isinstance(content, str) and content:

@@ -1,6 +1,7 @@
 """Tokenizers behind one small protocol: a model's own, ``chars:SYMBOLS``, or ``bytes``."""
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,8 @@ from services.common.models.made_tokenizers import (
 )
 from services.common.spec.model import ModelSpec
 
+# How a template marks what the assistant says.
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -73,13 +76,27 @@ class Tokenizer(Protocol):
         ...
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        opens_answer: bool = True,
     ) -> str:
-        """Text of a chat, up to where the assistant's answer begins, special tokens included.
+        """Text of a chat, special tokens included.
 
         Args:
             messages: ``role``, ``content`` and whatever else the template reads, such as ``tool_calls``.
             tools: Tools that the assistant may call, as OpenAI's API describes them.
+            opens_answer: Whether it goes up to where the assistant's next answer begins.
+        """
+        ...
+
+    def marked_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[list[int], list[bool]] | None:
+        """Token ids of a whole chat, and which of them the template marks as generated.
+
+        None if it marks nothing (``{% generation %}``).
         """
         ...
 
@@ -188,31 +205,56 @@ class HuggingFaceTokenizer:
         return self.encode(self.render_chat(messages))
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        opens_answer: bool = True,
     ) -> str:
-        """Text of a chat, up to where the assistant's answer begins, special tokens included.
+        """Text of a chat, special tokens included.
 
         Raises:
             ValueError: If the tokenizer has no chat template, or the template refuses the messages.
         """
+        options = {"tokenize": False, "add_generation_prompt": opens_answer}
+        return str(self._templated(messages, tools, options))
+
+    def marked_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[list[int], list[bool]] | None:
+        """Token ids of a whole chat, and which of them the template marks as generated.
+
+        Raises:
+            ValueError: As :meth:`render_chat`.
+        """
+        if _GENERATION.search(str(self._inner.chat_template or "")) is None:
+            return None
+        options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        marked = self._templated(messages, tools, options)
+        return list(marked["input_ids"]), [bool(one) for one in marked["assistant_masks"]]
+
+    def _templated(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        options: Mapping[str, bool],
+    ) -> Any:
         if self._inner.chat_template is None:
             raise ValueError(
                 f"tokenizer {self._name!r} has no chat template; set data.chat_template to false, "
                 "or use the tokenizer of a chat model"
             )
         try:
-            text = self._inner.apply_chat_template(
+            return self._inner.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
-                tokenize=False,
-                add_generation_prompt=True,
+                **options,
                 **self._template_arguments,
             )
         except TemplateError as error:
             raise ValueError(
                 f"the chat template of tokenizer {self._name!r} refuses the messages: {error}"
             ) from error
-        return str(text)
 
     def save(self, folder: Path) -> None:
         """Write the files from which Hugging Face's ``AutoTokenizer`` loads it."""
@@ -270,7 +312,12 @@ def _fast(backend: Any) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=backend, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=EOS,
+        # Without one, a model's own class would add a token of its own to what was exported.
+        unk_token=PAD,
+        clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = _CHAT_TEMPLATE
     return tokenizer

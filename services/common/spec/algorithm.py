@@ -55,14 +55,15 @@ class AlgorithmSpec(SpecPart):
 
     advantage: str = Field("grpo", json_schema_extra={"examples": [*ADVANTAGES]})
     """Advantage estimator: ``grpo``, ``dr_grpo``, ``rloo``, ``opo``, ``pass_at_k``, ``reinforce_pp``,
-    ``reinforce_pp_baseline``, ``remax``, ``gae``, or ``module:function`` / ``file.py:function`` called with a
-    ``ScoredBatch``."""
+    ``reinforce_pp_baseline``, ``remax``, ``gae``, ``uniform`` (1 for every token), or ``module:function`` /
+    ``file.py:function`` called with a ``ScoredBatch``."""
     advantage_arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of an advantage of your own; the others have keys here."""
     loss: str = Field("ppo", json_schema_extra={"examples": [*LOSSES]})
     """Policy loss: ``ppo``, ``gspo``, ``cispo``, ``aipo``, ``sapo``, ``reinforce``, or ``module:function`` /
     ``file.py:function`` called with ``LossTokens``. ``gspo`` (whose clip distances default to 3e-4 and 4e-4)
-    and ``sapo`` default to the aggregation ``seq-mean-token-mean``."""
+    and ``sapo`` default to the aggregation ``seq-mean-token-mean``. ``sft`` samples nothing: it is the cross
+    entropy of the answers in ``data.train``."""
     loss_arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a loss of your own; the others have keys here."""
     aggregation: Literal[
@@ -147,6 +148,11 @@ class AlgorithmSpec(SpecPart):
     def advantage_kind(self) -> AdvantageKind:
         """What is known of the advantage."""
         return ADVANTAGES.get(self.advantage) or AdvantageKind(function=self.advantage)
+
+    @property
+    def num_demonstrations(self) -> int:
+        """Responses that each row of ``data.train`` brings with it; 0 if they are sampled."""
+        return self.loss_kind.num_demonstrations
 
     @property
     def arguments_of_loss(self) -> dict[str, Any]:

@@ -36,6 +36,9 @@ class Renamed:
 def without_aliases(document: Mapping[str, Any]) -> Renamed:
     """Rename the keys that have another name; the document stays as it is."""
     result = Renamed(deepcopy(dict(document)))
+    if isinstance(loss := result.document.get("algorithm"), str):
+        result.document["algorithm"] = {"loss": loss}
+        result.notes.append(f"algorithm: {loss} is short for algorithm.loss: {loss}")
     uses_task_groups = False
     for alias, key in _ALIASES.items():
         part, _, name = alias.partition(".")

@@ -86,6 +86,17 @@ HeldoutSets = Annotated[
 ]
 
 
+class DemonstrationSpec(SpecPart):
+    """What of a row is trained under ``algorithm.loss: sft``, which learns the answers that rows have."""
+
+    turns: Literal["all", "last"] = "all"
+    """Which messages of the assistant are trained, where ``data.prompt_column`` has whole conversations.
+    ``last`` for chat templates that write earlier answers in another way, such as without their thoughts."""
+    too_long: Literal["refuse", "cut"] = "refuse"
+    """What happens to a response of more than ``rollout.max_response_tokens``, or than the model's context
+    has room for: its row is set aside and counted, or its end is cut off."""
+
+
 class DataSpec(SpecPart):
     """Training and held-out prompts, and the columns that hold them."""
 
@@ -102,6 +113,8 @@ class DataSpec(SpecPart):
     answer_column: str | None = "answer"
     """Column with the expected answer, handed to the reward; a dotted name such as
     ``reward_model.ground_truth`` reaches into a nested column. None if the reward needs none."""
+    demonstration: DemonstrationSpec = DemonstrationSpec()
+    """What of a row is trained under ``algorithm.loss: sft``."""
     prompt_template: str = "{prompt}"
     """Text around each prompt; ``{prompt}`` stands for the column's text."""
     chat_template: bool = False

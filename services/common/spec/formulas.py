@@ -30,6 +30,8 @@ class LossKind(Formula):
     """Defaults of other keys that it brings with it, because it was defined with them."""
     weighted: Literal["decoupled", "corrected", "never"] = "decoupled"
     """When the weight of the correction multiplies it: if that is ``decoupled``, if there is one, never."""
+    num_demonstrations: int = 0
+    """Responses that each row brings with it, trained in place of sampled ones; 0 where they are sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,18 @@ LOSSES: Final[Mapping[str, LossKind]] = {
     ),
     # It has no ratio at all, so the weight is its correction under bypass too.
     "reinforce": LossKind(function=f"{_LOSSES}:reinforce", weighted="corrected"),
+    # Cross entropy is the policy gradient of responses that are all worth the same. They never grow stale.
+    "sft": LossKind(
+        function=f"{_LOSSES}:reinforce",
+        weighted="never",
+        num_demonstrations=1,
+        defaults={
+            "advantage": "uniform",
+            "correction": "none",
+            "min_group_size": 1,
+            "on_stale": "mask",
+        },
+    ),
 }
 
 ADVANTAGES: Final[Mapping[str, AdvantageKind]] = {
@@ -72,6 +86,7 @@ ADVANTAGES: Final[Mapping[str, AdvantageKind]] = {
     "rloo": AdvantageKind(function=f"{_ESTIMATORS}:rloo", is_per_group=True),
     "opo": AdvantageKind(function=f"{_ESTIMATORS}:opo", is_per_group=True),
     "pass_at_k": AdvantageKind(function=f"{_ESTIMATORS}:pass_at_k", is_per_group=True),
+    "uniform": AdvantageKind(function=f"{_ESTIMATORS}:uniform", is_per_group=True),
     "reinforce_pp": AdvantageKind(function=f"{_ESTIMATORS}:reinforce_pp", keys=("gamma",)),
     "reinforce_pp_baseline": AdvantageKind(function=f"{_ESTIMATORS}:reinforce_pp_baseline"),
     "remax": AdvantageKind(

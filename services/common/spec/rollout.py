@@ -99,8 +99,10 @@ class RolloutSpec(SpecPart):
     ``module:Class`` of your own."""
     workflow_arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the workflow."""
-    rewards: tuple[RewardSpec, ...] = Field(min_length=1)
-    """What scores a response; training sees the weighted sum."""
+    rewards: tuple[RewardSpec, ...] = ()
+    """What scores a response; training sees the weighted sum. Needed wherever responses are sampled to be
+    reinforced. Under ``algorithm.loss: sft`` it scores held-out answers; without it their likelihood is
+    measured."""
     reward_concurrency: int = Field(8, ge=1)
     """Reward evaluations at once in one replica."""
     answer_pattern: str = Field("", max_length=1000)

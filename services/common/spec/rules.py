@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 from services.common.spec.built_in import EARNED, NEED_ANSWERS, REWARDS, SERVICES, WORKFLOWS
+from services.common.spec.demonstration_rules import demonstrations
 from services.common.spec.engines import engine_kind
 from services.common.spec.formulas import ADVANTAGES, LOSSES
 from services.common.spec.model import TINY_PREFIX
@@ -76,6 +77,12 @@ def _weights(spec: RunSpec) -> Iterator[str]:
 
 
 def _rewards(spec: RunSpec) -> Iterator[str]:
+    are_scored = all(part.rewards for part in spec.data.train_sets.values())
+    if not (spec.rollout.rewards or are_scored or spec.algorithm.num_demonstrations):
+        yield (
+            "rollout.rewards is required: at least 1 reward has to score the sampled responses; name one, "
+            "for example [{name: exact_match}]"
+        )
     for key, rewards in spec.rewards.items():
         if key == "rollout.rewards":
             answers = [
@@ -190,7 +197,8 @@ def _formulas(spec: RunSpec) -> Iterator[str]:
 
 def _correction(spec: RunSpec) -> Iterator[str]:
     algorithm = spec.algorithm
-    if algorithm.correction == "none" and algorithm.max_staleness > 0:
+    is_sampled = algorithm.num_demonstrations == 0
+    if algorithm.correction == "none" and algorithm.max_staleness > 0 and is_sampled:
         yield (
             f"algorithm.correction is 'none' but algorithm.max_staleness is {algorithm.max_staleness}: "
             "training on stale samples without a correction loses accuracy; set algorithm.correction to "
@@ -308,6 +316,7 @@ _RULES: tuple[Callable[[RunSpec], Iterator[str]], ...] = (
     _correction,
     _batch,
     _early_groups,
+    demonstrations,
     _parallelism,
     _weight_sync,
     placement,

@@ -10,6 +10,7 @@ from services.common.spec.algorithm import AlgorithmSpec
 from services.common.spec.base import SpecPart
 from services.common.spec.data import DataSpec
 from services.common.spec.engines import ENGINES, engine_kind
+from services.common.spec.formulas import LOSSES
 from services.common.spec.limits import LimitsSpec
 from services.common.spec.model import ModelSpec
 from services.common.spec.rollout import RewardSpec, RolloutSpec
@@ -146,6 +147,19 @@ class RunSpec(SpecPart):
             "max_running_samples": max(_LEAST_RUNNING, min(most, ahead // rollout.replicas)),
         }
         return {**values, "rollout": {**defaults, **values["rollout"]}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _demonstrations_give_defaults(cls, values: Any) -> Any:
+        """Fill in how rows are handed on, where nothing is sampled for training."""
+        if not isinstance(values, Mapping) or not isinstance(values.get("algorithm"), Mapping):
+            return values
+        kind = LOSSES.get(str(values["algorithm"].get("loss")))
+        rollout = values.get("rollout", {})
+        if kind is None or not kind.num_demonstrations or not isinstance(rollout, Mapping):
+            return values
+        defaults = {"group_size": kind.num_demonstrations, "replicas": 1, "partial_rollout": False}
+        return {**values, "rollout": {**defaults, **rollout}}
 
     @model_validator(mode="before")
     @classmethod

@@ -276,6 +276,8 @@ class Evaluator:
     def _temperatures(self, split: str) -> tuple[float, ...]:
         """One of each sample of a set's prompts, of which the first is greedy."""
         validation, part = self._spec.now.validation, self._spec.now.data.heldout_sets[split]
+        if not (part.rewards or self._spec.now.rollout.rewards):
+            return (0.0,)  # the likelihood of the answers that rows have is measured: there is one
         count = validation.samples_per_prompt
         if isinstance(part, HeldoutSetSpec) and part.samples_per_prompt is not None:
             count = part.samples_per_prompt

@@ -84,7 +84,7 @@ class Generation:
 
     def published(self, step: int) -> None:
         """All rollouts serve the weights of ``step``: the gate opens further."""
-        self._handout.published_step = step
+        self._handout.published_step = max(self._handout.published_step, step)
         self._wake()
 
     def batch_taken(self) -> None:

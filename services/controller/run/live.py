@@ -92,8 +92,12 @@ class LiveRun:
     @property
     def is_published(self) -> bool:
         """Whether the weights of the last step are for the rollouts."""
-        every = self.spec.now.weight_sync.publish_every
-        return self.step % every == 0 or self.step == self.spec.num_steps
+        spec = self.spec.now
+        if self.step in (0, self.spec.num_steps):
+            return True
+        if spec.algorithm.num_demonstrations:  # they are only evaluated
+            return is_periodic(self.step, spec.validation.every)
+        return self.step % spec.weight_sync.publish_every == 0
 
     @property
     def is_barrier(self) -> bool:
@@ -157,6 +161,7 @@ class LiveRun:
             await self.publish()
         else:
             await self.publishing.already(served_step)
+        self._open_gate()
 
     async def take_batch(self) -> list[Group] | None:
         """Wait for the groups of the next step; None if a pause came before them."""
@@ -183,7 +188,13 @@ class LiveRun:
         await self.steps.begin(step, batch)
         await self.steps.train(step, batch, begin=begin)
         self.step = step
+        self._open_gate()
         self._stillness.stepped()
+
+    def _open_gate(self) -> None:
+        """Let the rows of further steps be prepared, if no weights have to be published for that."""
+        if self.spec.now.algorithm.num_demonstrations:
+            self.generation.published(self.step)
 
     async def offer(self) -> None:
         """Have the weights of the last step brought into service beside training."""

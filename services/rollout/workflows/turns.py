@@ -1,7 +1,7 @@
 """Turns: what an episode is made of."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -70,6 +70,11 @@ def observed(token_ids: Sequence[int], seconds: float = 0.0) -> Turn:
         finish_reason=None,
         seconds=seconds,
     )
+
+
+def shown(token_ids: Sequence[int], *, is_answer: bool) -> Turn:
+    """A turn of tokens that a row brought with it; what the assistant says trains like what is sampled."""
+    return replace(observed(token_ids), finish_reason="stop" if is_answer else None)
 
 
 def routed_experts(turns: Iterable[Turn]) -> RoutedExperts | None:

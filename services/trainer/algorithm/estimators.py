@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from services.trainer.algorithm import advantages
@@ -79,6 +80,11 @@ def opo(batch: ScoredBatch) -> Tensor:
 def pass_at_k(batch: ScoredBatch) -> Tensor:
     """See :func:`advantages.pass_at_k`."""
     return batch.spread(advantages.pass_at_k(batch.scores, batch.groups))
+
+
+def uniform(batch: ScoredBatch) -> Tensor:
+    """1 for every token, whatever its score: demonstrations are worth the same."""
+    return torch.ones_like(batch.rewards)
 
 
 def reinforce_pp_baseline(batch: ScoredBatch) -> Tensor:

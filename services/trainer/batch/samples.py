@@ -203,6 +203,8 @@ def wanted_fields(meta: KVBatchMeta, spec: RunSpec) -> tuple[str, ...]:
     present = {column.name for column in meta.fields if MISSING not in column.blob_indexes}
     correction = spec.algorithm.correction
     required: tuple[str, ...] = _REQUIRED_FIELDS
+    # No policy sampled a demonstration.
+    told: tuple[str, ...] = () if spec.algorithm.num_demonstrations else _CORRECTION_FIELDS
     if correction != "none":
         required += _CORRECTION_FIELDS
     missing = [name for name in required if name not in present]
@@ -219,8 +221,9 @@ def wanted_fields(meta: KVBatchMeta, spec: RunSpec) -> tuple[str, ...]:
                 f"the batch lacks {name}, which the workers of the role {role} add; look at their logs",
                 missing=name,
             )
-    told = () if spec.rollout.routing_replay == "off" else (ROUTED_EXPERTS,)
-    known = (*_REQUIRED_FIELDS, *_CORRECTION_FIELDS, *_SCORED_FIELDS, "proximal_version", *told)
+    if spec.rollout.routing_replay != "off":
+        told += (ROUTED_EXPERTS,)
+    known = (*_REQUIRED_FIELDS, *told, *_SCORED_FIELDS, "proximal_version")
     return tuple(name for name in known if name in present)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from services.common.spec.algorithm import AlgorithmSpec
 from services.trainer.steps.report import derive
 
 MEANS = {
@@ -14,7 +15,9 @@ MEANS = {
 
 
 def test_a_batch_without_any_reward_has_no_mean_reward():
-    scored = derive({**MEANS, "scored_fraction": 0.25})
+    scored = derive({**MEANS, "scored_fraction": 0.25}, AlgorithmSpec())
     assert (scored["reward_mean"], scored["reward_std"]) == pytest.approx((0.5, 0.5))
-    failed = derive({**MEANS, "reward_mean": 0.0, "reward_square": 0.0, "scored_fraction": 0.0})
+    failed = derive(
+        {**MEANS, "reward_mean": 0.0, "reward_square": 0.0, "scored_fraction": 0.0}, AlgorithmSpec()
+    )
     assert not {"reward_mean", "reward_std", "score_mean"} & failed.keys()

@@ -1,0 +1,188 @@
+"""Answers that a row brings with it, as the tokens that the policy would have seen and said.
+
+The prompt is encoded as it is for sampling, and each stretch behind it by itself, as an engine would go on
+from it. In a chat, what the template writes between "here the assistant's answer begins" and the end of its
+message is the assistant's; where a template marks that itself (``{% generation %}``), its marks count.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal, cast
+
+from services.common.models.tokenizer import Tokenizer
+
+Messages = Sequence[Mapping[str, Any]]
+Turns = Literal["all", "last"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Tokens of a demonstration that one side said."""
+
+    token_ids: tuple[int, ...]
+    is_answer: bool
+    """Whether they are the assistant's, and train."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """A prompt and what follows it."""
+
+    prompt_ids: tuple[int, ...]
+    """Tokens before the first answer that trains."""
+    stretches: tuple[Stretch, ...]
+    """The response; its first stretch is an answer."""
+    text: str
+    """The last answer as people read it."""
+
+    def cut(self, num_tokens: int) -> "Demonstration":
+        """The same with so many tokens behind the prompt."""
+        kept: list[Stretch] = []
+        for stretch in self.stretches:
+            if num_tokens > 0:
+                kept.append(Stretch(stretch.token_ids[:num_tokens], stretch.is_answer))
+            num_tokens -= len(stretch.token_ids)
+        return Demonstration(prompt_ids=self.prompt_ids, stretches=tuple(kept), text=self.text)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens behind the prompt."""
+        return sum(len(stretch.token_ids) for stretch in self.stretches)
+
+
+def of_text(prompt: str, answer: str, tokenizer: Tokenizer) -> Demonstration:
+    """A prompt and its answer, which the end-of-sequence token ends."""
+    answer_ids = (*tokenizer.encode(answer), tokenizer.eos_id)
+    return Demonstration(
+        prompt_ids=tuple(tokenizer.encode_prompt(prompt)),
+        stretches=(Stretch(answer_ids, is_answer=True),),
+        text=answer,
+    )
+
+
+def of_chat(
+    messages: Messages, tools: Messages, tokenizer: Tokenizer, *, turns: Turns
+) -> Demonstration:
+    """A conversation, of which the assistant's messages, or its last one alone, are the answers.
+
+    Args:
+        messages: The first is not the assistant's, the last is.
+        tools: What the assistant could call.
+        tokenizer: Renders and encodes.
+        turns: Which messages of the assistant are answers.
+
+    Raises:
+        ValueError: If the template does not show exactly where the answers are.
+    """
+    marked = tokenizer.marked_chat(messages, tools)
+    if marked is None:
+        stretches = [*_rendered(messages, tools, tokenizer, turns)]
+    else:
+        stretches = _of_marks(*marked, turns)
+    answers = [index for index, stretch in enumerate(stretches) if stretch.is_answer]
+    if not answers or answers[0] == 0:
+        raise ValueError(
+            "the chat template marks no token of the assistant behind a prompt; mend its {% generation %} "
+            "marks"
+        )
+    before = stretches[: answers[0]]
+    return Demonstration(
+        prompt_ids=tuple(token for stretch in before for token in stretch.token_ids),
+        stretches=tuple(stretches[answers[0] :]),
+        text=str(messages[-1].get("content") or ""),
+    )
+
+
+def as_messages(value: object, what: str) -> Messages:
+    """A value that is chat messages.
+
+    Raises:
+        ValueError: With what it is instead; ``what`` names it.
+    """
+    is_chat = isinstance(value, Sequence) and not isinstance(value, str) and bool(value)
+    if not is_chat or not all(
+        isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        for message in cast("Messages", value)
+    ):
+        raise ValueError(
+            f"{what} must hold chat messages, each with role and content, but holds {value!r:.60}"
+        )
+    return cast("Messages", value)
+
+
+def check_answered(messages: Messages, what: str) -> None:
+    """See that the assistant answers something, and has the last word.
+
+    Raises:
+        ValueError: With what is wrong; ``what`` names the messages.
+    """
+    first, last = messages[0]["role"], messages[-1]["role"]
+    if last != "assistant":
+        raise ValueError(
+            f"{what} ends with a message of {last!r}, so it has no answer to learn; end it with one of "
+            "'assistant', or name the answer's column in data.answer_column"
+        )
+    if first == "assistant":
+        raise ValueError(
+            f"{what} begins with a message of 'assistant', which answers nothing; begin it with one of "
+            "'system' or 'user'"
+        )
+
+
+def _rendered(
+    messages: Messages, tools: Messages, tokenizer: Tokenizer, turns: Turns
+) -> Iterator[Stretch]:
+    """Stretches between one rendering of the conversation's beginnings and the next."""
+    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    text, left = "", list[int]()
+    for place in places if turns == "all" else places[-1:]:
+        before = tokenizer.render_chat(messages[:place], tools)
+        after = tokenizer.render_chat(messages[: place + 1], tools, opens_answer=False)
+        if not before.startswith(text):
+            raise ValueError(
+                "the chat template writes an earlier answer in another way once others follow it, as some do "
+                "that leave out thoughts, so it cannot be trained in its place; set "
+                "data.demonstration.turns to 'last', or give the template {% generation %} marks"
+            )
+        if not after.startswith(before):
+            raise ValueError(
+                "the chat template opens an answer in another way than it writes one, so nothing tells where "
+                "the answer begins; look at data.chat_template_arguments, or give the template "
+                "{% generation %} marks"
+            )
+        yield Stretch((*left, *tokenizer.encode(before[len(text) :])), is_answer=False)
+        is_last = place == places[-1]
+        answer, left = _ended(after[len(before) :], tokenizer, is_last=is_last)
+        yield Stretch(tuple(answer), is_answer=True)
+        text = after
+
+
+def _ended(text: str, tokenizer: Tokenizer, *, is_last: bool) -> tuple[list[int], list[int]]:
+    """An answer up to the token that ends it, and what the template writes behind that.
+
+    Where a template ends the last answer with none, the end-of-sequence token does: the policy has to learn
+    when to stop.
+    """
+    token_ids = tokenizer.encode(text)
+    ends = [i for i, token in enumerate(token_ids) if token in tokenizer.stop_ids]
+    if ends:
+        return token_ids[: ends[-1] + 1], token_ids[ends[-1] + 1 :]
+    if is_last:
+        return [*tokenizer.encode(text.rstrip()), tokenizer.eos_id], []
+    return token_ids, []
+
+
+def _of_marks(token_ids: Sequence[int], is_answer: Sequence[bool], turns: Turns) -> list[Stretch]:
+    pairs = zip(token_ids, is_answer, strict=True)
+    runs = [
+        Stretch(tuple(token for token, _ in run), is_answer=marked)
+        for marked, run in groupby(pairs, key=lambda pair: pair[1])
+    ]
+    # What the template writes behind the last answer, such as a line's end, is nobody's.
+    last = max((index for index, run in enumerate(runs) if run.is_answer), default=-1)
+    runs = runs[: last + 1]
+    if turns == "last" and last > 0:
+        before = tuple(token for run in runs[:last] for token in run.token_ids)
+        runs = [Stretch(before, is_answer=False), runs[last]]
+    return runs

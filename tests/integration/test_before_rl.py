@@ -1,0 +1,137 @@
+"""What comes before reinforcement learning computes what a plain loop of transformers does, on all ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor
+
+from services.common.jagged import Jagged
+from services.common.spec.run import RunSpec
+from services.trainer.model.parallel import build_topology, distribute
+from services.trainer.model.policy import Policy
+from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
+from tests.helpers.ranks import run_ranks
+
+TOLERANCE = 1e-5
+Outcome = dict[str, Any]
+
+
+class Recorder:
+    """Takes the optimizer's place and keeps the gradients."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.param_groups: list[dict[str, Any]] = [{}]
+        self.gradients: dict[str, Tensor] = {}
+
+    def step(self) -> None:
+        for name, parameter in self._policy.model.named_parameters():
+            grad = parameter.grad
+            assert grad is not None, name
+            self.gradients[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        self._policy.zero_grad(set_to_none=set_to_none)
+
+
+def batch_of(spec: RunSpec) -> Queue:
+    """Twelve answers of several turns each: what the assistant said has True in the mask."""
+    return random_queue(policy_of(spec, scale=1.5), num_groups=12, group_size=1)
+
+
+def _train(rank: int, world_size: int, folder: str, spec_json: str) -> None:
+    torch.set_num_threads(1)
+    spec = RunSpec.model_validate_json(spec_json)
+    if world_size > 1:
+        store = f"file://{folder}/store"
+        distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    policy, queue = policy_of(spec, scale=1.5), batch_of(spec)
+    topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=world_size)
+    distribute(policy, spec.trainer, topology)
+    trained = rank_of(spec, policy, queue, ranks=topology.data)
+    recorder: Any = Recorder(policy)
+    trained.runner.optimizer = recorder
+    result = trained.train(1, queue.meta)
+    if rank == 0:
+        outcome = {"metrics": result.metrics, "gradients": recorder.gradients}
+        torch.save(outcome, f"{folder}/outcome.pt")
+    if world_size > 1:
+        distributed.destroy_process_group()
+
+
+def trained_by(spec: RunSpec, folder: Path) -> Outcome:
+    size = spec.trainer.world_size
+    if size == 1:
+        _train(0, 1, str(folder), spec.model_dump_json())
+    else:
+        run_ranks(_train, size, str(folder), spec.model_dump_json(), count=size)
+    return dict(torch.load(folder / "outcome.pt", weights_only=True))
+
+
+def plain(policy: Policy, queue: Queue, loss_of: Callable[[Tensor, Tensor], Tensor]) -> Outcome:
+    """Loss and gradients of a padded batch, with nothing of Slipstream's.
+
+    Args:
+        policy: Its model is trained.
+        queue: The batch.
+        loss_of: From logprobs ``[N, L - 1]`` of all tokens but the first, and the mask of those that train.
+    """
+    rows = [
+        torch.cat([prompt, response]).long()
+        for prompt, response in zip(
+            rows_of(queue, "prompt_ids"), rows_of(queue, "response_ids"), strict=True
+        )
+    ]
+    longest = max(map(len, rows))
+    ids, seen = torch.zeros(len(rows), longest, dtype=torch.int64), torch.zeros(len(rows), longest)
+    trains = torch.zeros(len(rows), longest, dtype=torch.bool)
+    masks = zip(rows_of(queue, "prompt_ids"), rows_of(queue, "response_mask"), strict=True)
+    for row, (tokens, (prompt, mask)) in enumerate(zip(rows, masks, strict=True)):
+        ids[row, : len(tokens)], seen[row, : len(tokens)] = tokens, 1
+        trains[row, len(prompt) : len(tokens)] = mask
+    policy.model.set_attn_implementation("eager")
+    logits = policy.model(input_ids=ids, attention_mask=seen).logits[:, :-1]
+    logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    loss = loss_of(logprobs, trains[:, 1:])
+    loss.backward()
+    gradients = {name: p.grad for name, p in policy.model.named_parameters()}
+    return {"loss": loss.item(), "gradients": gradients}
+
+
+def rows_of(queue: Queue, name: str) -> list[Tensor]:
+    field: Jagged = queue.fields[name]
+    return list(field.values.split(field.lengths.tolist()))
+
+
+def assert_same(found: Outcome, expected: Outcome) -> None:
+    assert found["gradients"].keys() == expected["gradients"].keys()
+    ours = torch.cat([found["gradients"][name].flatten() for name in expected["gradients"]])
+    theirs = torch.cat([gradient.flatten() for gradient in expected["gradients"].values()])
+    assert (ours - theirs).abs().max() <= TOLERANCE
+    assert (ours - theirs).norm() <= TOLERANCE * theirs.norm()
+
+
+def cross_entropy(logprobs: Tensor, trains: Tensor) -> Tensor:
+    return -logprobs[trains].mean()
+
+
+OPTIMIZER = {"max_grad_norm": 1e9}
+
+
+@pytest.mark.parametrize("trainer", [{}, {"tokens_per_micro_batch": 40}, {"world_size": 2}])
+def test_supervised_training_is_the_cross_entropy_of_a_plain_loop(
+    tmp_path: Path, trainer: dict[str, Any]
+) -> None:
+    spec = spec_of(
+        algorithm={"loss": "sft"},
+        rollout={"group_size": 1, "rewards": []},
+        trainer={"optimizer": OPTIMIZER, "prompts_per_step": 12, **trainer},
+    )
+    found = trained_by(spec, tmp_path)
+    expected = plain(policy_of(spec, scale=1.5), batch_of(spec), cross_entropy)
+    assert found["metrics"]["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
+    assert_same(found, expected)

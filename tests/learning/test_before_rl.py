@@ -1,0 +1,28 @@
+"""What comes before reinforcement learning reaches its held-out scores, and that goes on from there."""
+
+import json
+
+import pytest
+
+from tests.helpers.cli import REPOSITORY, SORT4, run_module, train
+
+pytestmark = [pytest.mark.nightly, pytest.mark.learning, pytest.mark.timeout(900)]
+
+SFT = REPOSITORY / "examples" / "sft.yaml"
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_shown_answers_teach_to_sort_and_rewards_go_on_from_there(tmp_path, seed):
+    done = train(SFT, tmp_path, f"seed={seed}")
+    assert done.code == 0, done.out + done.err
+    shown = done.summary["heldout"]
+    assert shown["greedy"] >= 0.85
+    assert shown["sampled"] >= 0.55
+    (checkpoint,) = (done.folder / "checkpoints").iterdir()
+    base = tmp_path / "base"
+    run_module("services.trainer.checkpoint.export", checkpoint, SFT, base)
+    rewarded = train(SORT4, tmp_path, f"model={{path: {base}}}", f"seed={seed}")
+    assert rewarded.code == 0, rewarded.out + rewarded.err
+    lines = (rewarded.folder / "metrics.jsonl").read_text().splitlines()
+    assert "heldout_greedy" in json.loads(lines[-1])
+    assert rewarded.summary["heldout"]["sampled"] >= shown["sampled"] + 0.05
