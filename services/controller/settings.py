@@ -60,6 +60,9 @@ class ControllerSettings(KeySettings, SpecSettings):
     only with the Kubernetes launcher."""
     rollout_scales: bool = False
     """Whether each run gets a RolloutScale for autoscalers; only with the Kubernetes launcher."""
+    metric_targets: Path | None = None
+    """File that tells Prometheus, by ``file_sd_configs``, where the metrics of this host's workers are;
+    without it they have none. Only with the process launcher."""
     pending_timeout_s: float = Field(600.0, gt=0)
     """A worker pod that cannot start for this long fails its run; only with the Kubernetes launcher."""
     heartbeat_interval_s: float = Field(1.0, gt=0)

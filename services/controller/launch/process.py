@@ -29,6 +29,7 @@ from services.controller.launch.launcher import (
     worker_names,
 )
 from services.controller.launch.log_files import last_lines
+from services.controller.launch.metric_targets import MetricTargets
 from services.controller.launch.worker_process import (
     ChildProcess,
     ProcessGroup,
@@ -58,6 +59,7 @@ class ProcessLauncher:
         allowance: What specifications may name; the workers look where the files are.
         gpus: The GPUs of this host.
         forks: Starts processes that have their imports done; None starts all of them anew.
+        metric_targets: File that tells Prometheus of them; None has no metrics of them.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class ProcessLauncher:
         allowance: Allowance = Allowance(),  # noqa: B008 -- frozen
         gpus: Sequence[str] = (),
         forks: ForkServer | None = None,
+        metric_targets: Path | None = None,
     ) -> None:
         self._controller_address = controller_address
         self._state_directory = state_directory
@@ -79,6 +82,7 @@ class ProcessLauncher:
         self._processes: dict[str, dict[str, WorkerProcess]] = {}
         self._gpus = HostGpus(gpus)
         self._forks = forks
+        self._metrics = MetricTargets(metric_targets)
 
     async def start(self, run_id: str, spec: RunSpec) -> None:
         """Start those workers of a run that do not run."""
@@ -116,6 +120,7 @@ class ProcessLauncher:
         """Stop all workers of a run: asked first, killed after a grace period."""
         processes = self._processes.pop(run_id, {})
         self._gpus.release(run_id)
+        self._metrics.remove(run_id)
         for record in self._logs(run_id).glob("*.process"):
             if record.stem not in processes and (left := adopt(record)) is not None:
                 processes[record.stem] = left
@@ -139,6 +144,7 @@ class ProcessLauncher:
             f"{prefix}CONTROLLER_ADDRESS": self._controller_address,
             f"{prefix}RUN_ID": run_id,
             f"{prefix}WORKER_ID": worker_id,
+            f"{prefix}METRICS_PORT": str(self._metrics.add(run_id, worker_id)),
             f"{prefix}STATE_DIRECTORY": str(self._state_directory / run_id),
             f"{prefix}RUN_TOKEN": current_identity().token_for(run_id),
             f"{prefix}ALLOWED_ROOTS": json.dumps([*map(str, self._allowance.roots)]),
@@ -221,6 +227,7 @@ async def open_process_launcher(
     on_exit: ExitHandler,
     tasks: TaskGroup,
     allowance: Allowance = Allowance(),  # noqa: B008 -- frozen
+    metric_targets: Path | None = None,
 ) -> AsyncIterator[ProcessLauncher]:
     """A launcher until the block ends; its arguments are the launcher's.
 
@@ -241,6 +248,7 @@ async def open_process_launcher(
             allowance=allowance,
             gpus=gpus,
             forks=forks,
+            metric_targets=metric_targets,
         )
 
 

@@ -29,6 +29,7 @@ async def open_launcher(
             on_exit=manager.drivers.worker_exited,
             tasks=tasks,
             allowance=settings.allowance,
+            metric_targets=settings.metric_targets,
         ) as processes:
             yield processes
     elif settings.launcher == "kubernetes":

@@ -36,13 +36,14 @@ class Orders:
         return self.process
 
 
-def launcher_of(tmp_path, tasks, forks=None) -> ProcessLauncher:
+def launcher_of(tmp_path, tasks, forks=None, **options) -> ProcessLauncher:
     return ProcessLauncher(
         controller_address="127.0.0.1:1",
         state_directory=tmp_path,
         on_exit=lambda told: None,
         tasks=tasks,
         forks=forks,
+        **options,
     )
 
 
@@ -58,6 +59,27 @@ async def test_workers_inherit_nothing_of_the_controllers_own(tmp_path, monkeypa
         assert environment[f"{prefix}_RUN_ID"] == "run_a"
         assert environment["SLIPSTREAM_TRACE_RATIO"] == "0.5"
         assert not [name for name in environment if name.startswith("SLIPSTREAM_CONTROLLER_")]
+
+
+async def test_prometheus_is_told_of_workers_until_their_run_has_ended(tmp_path):
+    orders, file = Orders(Exited()), tmp_path / "targets.json"
+    async with TaskGroup() as tasks:
+        launcher = launcher_of(tmp_path, tasks, orders, metric_targets=file)
+        await launcher.start("run_a", RunSpec.model_validate(SPEC))
+        told = {entry["labels"]["pod"]: entry for entry in json.loads(file.read_text())}
+        assert told.keys() == {"trainer-0", "rollout-0", "rollout-1"}
+        for worker_id, (module, environment) in orders.given.items():
+            prefix = module.replace("services.", "slipstream_").upper()
+            port = environment[f"{prefix}_METRICS_PORT"]
+            assert told[worker_id] == {
+                "targets": [f"127.0.0.1:{port}"],
+                "labels": {"run": "run_a", "pod": worker_id},
+            }
+        assert len({entry["targets"][0] for entry in told.values()}) == 3
+        for record in tmp_path.glob("run_a/logs/*.process"):
+            record.unlink()  # it names this process
+        await launcher_of(tmp_path, tasks, orders, metric_targets=file).stop("run_a")
+        assert json.loads(file.read_text()) == []
 
 
 @pytest.mark.parametrize("forks", [None, Orders()], ids=["none", "gave_up"])
