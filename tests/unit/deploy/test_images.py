@@ -21,7 +21,7 @@ def name_of(path: Path) -> str:
 
 def test_there_is_an_image_for_each_service_and_engine() -> None:
     assert {name_of(path) for path in DOCKERFILES} == {
-        "controller", "transferqueue", "trainer", "rollout", "rollout-vllm", "rollout-sglang",
+        "controller", "transferqueue", "trainer", "rollout", "rollout-vllm", "rollout-sglang", "local",
     }  # fmt: skip
     known = {name_of(path) for path in DOCKERFILES}
     for pod in pods(render()).values():

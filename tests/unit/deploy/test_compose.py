@@ -1,0 +1,115 @@
+"""The compose file for one machine: what its containers are told is what the services and the images know."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy.observability.__main__ import files
+from services.controller.settings import ControllerSettings
+from services.transferqueue.settings import TransferQueueSettings
+from tests.helpers.chart import ROOT
+from tests.helpers.tools import require
+
+FOLDER = ROOT / "deploy" / "compose"
+COMPOSE = yaml.safe_load((FOLDER / "compose.yaml").read_text())
+SERVICES = COMPOSE["services"]
+DOCKERFILE = (ROOT / "deploy" / "docker" / "local.Dockerfile").read_text()
+PROMETHEUS = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
+SETTINGS = {"controller": ControllerSettings, "transferqueue": TransferQueueSettings}
+
+
+def settings_of(name: str, monkeypatch: pytest.MonkeyPatch):
+    """What a service makes of its environment; a name that it does not know is refused."""
+    prefix = SETTINGS[name].model_config["env_prefix"]
+    given = SERVICES[name]["environment"]
+    assert all(isinstance(value, str) for value in given.values())
+    own = {key for key in given if key.startswith("SLIPSTREAM_")}
+    assert {key.removeprefix(prefix).lower() for key in own} <= set(SETTINGS[name].model_fields)
+    for key, value in given.items():
+        monkeypatch.setenv(key, value)
+    return SETTINGS[name]()
+
+
+def test_the_services_take_what_they_are_told_and_find_each_other(monkeypatch):
+    controller = settings_of("controller", monkeypatch)
+    controller.check_users()
+    queue = settings_of("transferqueue", monkeypatch)
+    assert controller.launcher == "process"
+    assert controller.transferqueue_address == queue.bind
+    scraped = {
+        target
+        for job in PROMETHEUS["scrape_configs"]
+        for config in job.get("static_configs", ())
+        for target in config["targets"]
+    }
+    assert scraped == {f"127.0.0.1:{each.metrics_port}" for each in (controller, queue)}
+    (workers,) = PROMETHEUS["scrape_configs"][1]["file_sd_configs"]
+    assert workers["files"] == [str(controller.metric_targets)]
+    for path in (queue.arena_folder, queue.kept_folder, queue.snapshot_folder):
+        assert path is not None
+        assert path.is_relative_to(controller.state_directory)
+
+
+def test_what_has_no_secret_is_open_on_loopback_alone(monkeypatch):
+    for name in SETTINGS:
+        assert settings_of(name, monkeypatch).bind.startswith("127.0.0.1:")
+    for name in ("transferqueue", "prometheus"):
+        assert SERVICES[name]["network_mode"] == "service:controller"
+        assert "ports" not in SERVICES[name]
+    published = [port for service in SERVICES.values() for port in service.get("ports", ())]
+    assert all(port.startswith("127.0.0.1:") for port in published)
+    assert f"EXPOSE {published[0].split(':')[1]} " in DOCKERFILE
+
+
+def test_the_state_belongs_to_whom_the_image_runs_as(monkeypatch):
+    state = settings_of("controller", monkeypatch).state_directory
+    user = re.search(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE)[1]
+    assert f"COPY --from=dependencies --chown={user} /state {state}\n" in DOCKERFILE
+    for name in SETTINGS:
+        assert f"state:{state}" in SERVICES[name]["volumes"]
+    assert f"state:{state}:ro" in SERVICES["prometheus"]["volumes"]
+
+
+def test_what_is_mounted_and_built_from_is_there():
+    declared = set(COMPOSE["volumes"])
+    for service in SERVICES.values():
+        for volume in service.get("volumes", ()):
+            source = volume.split(":")[0]
+            assert (
+                source in declared
+                or source == "${PWD}"
+                or (source.startswith(".") and (FOLDER / source).exists())
+            ), volume
+    build = SERVICES["controller"]["build"]
+    assert (FOLDER / build["context"] / build["dockerfile"]).exists()
+    assert SERVICES["transferqueue"]["image"] == SERVICES["controller"]["image"]
+    assert set(COMPOSE["secrets"]) == set(SERVICES["controller"]["secrets"])
+    gpus = yaml.safe_load((FOLDER / "gpus.yaml").read_text())
+    assert set(gpus["services"]) <= set(SERVICES)
+
+
+def test_grafana_shows_the_dashboards_of_the_chart_from_that_prometheus():
+    mounted = dict(volume.split(":")[:2] for volume in SERVICES["grafana"]["volumes"])
+    folder = mounted["../helm/slipstream/files/dashboards"]
+    (provider,) = yaml.safe_load((FOLDER / "grafana" / "dashboards.yaml").read_text())["providers"]
+    assert provider["options"]["path"] == folder
+    home = Path(SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    shown = {
+        path.name: json.loads(text) for path, text in files().items() if path.suffix == ".json"
+    }
+    assert home.parent == Path(folder)
+    assert home.name in shown
+    source = yaml.safe_load((FOLDER / "grafana" / "datasource.yaml").read_text())["datasources"][0]
+    assert source["url"] == "http://controller:9090"
+    assert source["type"] == "prometheus"
+
+
+def test_prometheus_accepts_its_configuration():
+    (promtool,) = require("promtool")
+    command = [promtool, "check", "config", "--syntax-only", FOLDER / "prometheus.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
