@@ -1,0 +1,192 @@
+"""Commands, options and examples of the documentation are those that there are."""
+
+import re
+import subprocess
+from importlib.util import find_spec
+from itertools import pairwise
+
+import jsonschema
+import pytest
+import typer
+import yaml
+
+from services.cli.main import _COMMANDS, load
+from tests.helpers.commands import Command, blocks, commands
+from tests.helpers.pages import ROOT
+from tests.unit.test_repository import DOCUMENTS, named
+
+PAGES = [
+    *DOCUMENTS,
+    ROOT / "deploy" / "helm" / "slipstream" / "README.md",
+    ROOT / "services" / "client" / "README.md",
+]
+SHOWN = [
+    (page, command)
+    for page in PAGES
+    for command in commands(page, {"slipstream", "make", "helm", "python"})
+]
+NAMES = {name for panel in _COMMANDS.values() for name in panel}
+_MAKE_FILES = [ROOT / "Makefile", *(ROOT / "bench").glob("*.mk"), *(ROOT / "deploy").glob("*.mk")]
+MAKE = "".join(path.read_text() for path in [*_MAKE_FILES, ROOT / "tests/engines/engines.mk"])
+RUNSPEC = (ROOT / "docs" / "runspec.md").read_text()
+VALUES = ROOT / "deploy" / "helm" / "slipstream" / "values.yaml"
+SCHEMA = yaml.safe_load(VALUES.with_name("values.schema.json").read_text())
+# Of the program itself.
+_OWN_OPTIONS = {"--help", "--version", "--install-completion", "--show-completion"}
+# Of helm: what our documents use of it.
+_HELM_OPTIONS = {
+    *("--install", "--namespace", "-n", "--create-namespace", "--wait", "--logs", "-f", "--values", "--set"),
+    *("--reset-then-reuse-values", "--reuse-values", "--timeout", "--version", "--set-string"),
+}  # fmt: skip
+
+
+def shown(*programs: str) -> list:
+    return [
+        pytest.param(command, id=f"{named(page)}: {command}")
+        for page, command in dict.fromkeys(SHOWN)
+        if command.program in programs
+    ]
+
+
+def test_commands_are_found_wherever_a_document_shows_them(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Say `make run SPEC=a.yaml`, or\n\n"
+        "  ```sh\n"
+        "  cd x && A=1 .venv/bin/slipstream run a.yaml \\\n"
+        "    --set 'seed=1' > log; slipstream watch \"$(slipstream submit b.yaml)\" | head\n"
+        "  ```\n"
+    )
+    assert sorted(map(str, commands(page, {"slipstream", "make"}))) == [
+        "make run SPEC=a.yaml",
+        "slipstream run a.yaml --set seed=1",
+        "slipstream submit b.yaml",
+        "slipstream watch SUBSTITUTED",
+    ]
+    for wrong in ("slipstream runn", "slipstream run a.yaml --sett x=1", "slipstream run a b"):
+        command = Command("slipstream", tuple(wrong.split()[1:]), is_whole=True)
+        with pytest.raises(AssertionError):
+            test_every_command_of_ours_exists_with_its_options_and_arguments(command)
+
+
+def options(command: Command) -> list[str]:
+    return [word.partition("=")[0] for word in command.arguments if re.match(r"--?[A-Za-z]", word)]
+
+
+@pytest.mark.parametrize("command", shown("slipstream"))
+def test_every_command_of_ours_exists_with_its_options_and_arguments(command):
+    if not command.arguments or command.arguments[0].startswith("-"):
+        assert set(options(command)) <= _OWN_OPTIONS
+        return
+    name, *given = command.arguments
+    for option, value in pairwise(given):
+        if option == "--set":
+            assert_key_exists(value.partition("=")[0])
+    assert name in NAMES, f"commands are {sorted(NAMES)}"
+    parameters = load(name).params
+    known = {
+        option: parameter
+        for parameter in parameters
+        for option in (*parameter.opts, *parameter.secondary_opts)
+    }
+    assert set(options(command)) <= {*known, "--help"}
+    positional = []
+    words = iter(given)
+    for word in words:
+        if word.startswith("-") and word != "-":
+            option, has_value, _ = word.partition("=")
+            if not has_value and not getattr(known.get(option), "is_flag", True):
+                next(words, None)
+        else:
+            positional.append(word)
+    places = [each for each in parameters if isinstance(each, typer.core.TyperArgument)]
+    assert len(positional) <= len(places), f"it takes {[place.name for place in places]}"
+    if command.is_whole and "--example" not in given:
+        assert len(positional) >= sum(place.required for place in places)
+
+
+def assert_key_exists(key: str) -> None:
+    parts = key.split(".")
+    keys = [".".join(parts[: n + 1]) for n in range(len(parts))]
+    # What is below a mapping of somebody's own has no row.
+    own = next((each for each in keys if each.endswith("_arguments")), key)
+    assert f"| `{own}` |" in RUNSPEC, f"a specification has no key {key}"
+
+
+@pytest.mark.parametrize("command", shown("make"))
+def test_every_target_and_variable_of_make_exists(command):
+    for word in command.arguments:
+        variable, separator, _ = word.partition("=")
+        if separator:
+            assert f"$({variable})" in MAKE, f"no target uses {variable}"
+        elif not word.startswith("-"):
+            assert re.search(rf"^{re.escape(word)}:", MAKE, re.MULTILINE), f"there is no {word}"
+
+
+@pytest.mark.parametrize("command", shown("helm"))
+def test_every_helm_command_names_files_and_values_that_are_there(command):
+    assert set(options(command)) <= _HELM_OPTIONS
+    for option, value in pairwise(command.arguments):
+        if option in ("-f", "--values") and value.startswith("deploy/"):
+            assert (ROOT / value).exists()
+        if option == "--set":
+            for assignment in re.split(r",(?=[\w.]+=)", value):
+                assert_value_exists(assignment.partition("=")[0])
+    for word in command.arguments:
+        if word.startswith("deploy/"):
+            assert (ROOT / word).exists()
+
+
+def assert_value_exists(key: str) -> None:
+    found = SCHEMA
+    for part in key.split("."):
+        found = {**SCHEMA, **found}
+        if "$ref" in found:
+            found = SCHEMA["$defs"][found["$ref"].rpartition("/")[2]]
+        inner = found.get("properties", {}).get(part) or found.get("additionalProperties")
+        assert inner, f"the chart has no value {key}"
+        found = inner if isinstance(inner, dict) else {}
+
+
+@pytest.mark.parametrize("command", shown("python"))
+def test_every_module_that_is_run_exists(command):
+    modules = [
+        module
+        for option, module in pairwise(command.arguments)
+        if option == "-m" and module.split(".")[0] in ("services", "bench", "tests", "deploy")
+    ]
+    assert [module for module in modules if find_spec(module) is None] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_blocks_of_shells_and_of_yaml_are_well_formed(page):
+    for block in blocks(page, "sh", "bash"):
+        done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
+        assert done.stderr == "", block
+    for block in blocks(page, "yaml"):
+        list(yaml.safe_load_all(block))
+    for block in blocks(page, "python"):
+        compile(block, str(page), "exec", flags=0x2000)  # awaits may stand alone
+
+
+def example(page: str, name: str) -> dict:
+    texts = blocks(ROOT / "docs" / page, "yaml")
+    return yaml.safe_load(next(text for text in texts if text.startswith(f"# {name}\n")))
+
+
+def test_values_for_the_chart_are_values_of_the_chart():
+    application = example("schedulers.md", "application.yaml")
+    source = application["spec"]["source"]
+    for file in source["helm"]["valueFiles"]:
+        assert (ROOT / source["path"] / file).exists()
+    defaults = yaml.safe_load(VALUES.read_text())
+    for values in (source["helm"]["valuesObject"], example("schedulers.md", "kueue-values.yaml")):
+        jsonschema.validate(merged(defaults, values), SCHEMA)
+
+
+def merged(defaults: dict, values: dict) -> dict:
+    both = {**defaults, **values}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            both[name] = merged(defaults.get(name) or {}, value)
+    return both
