@@ -20,7 +20,7 @@ def known(url: str, token: str) -> Iterator[None]:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.parent.chmod(0o700)
     for left in path.parent.iterdir():
-        if _is_left_behind(left):
+        if _lives(left) is False:
             left.unlink(missing_ok=True)
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -45,18 +45,12 @@ def running() -> list[str]:
     return [f"http://{path.name}" for path in found if _lives(path)]
 
 
-def _lives(path: Path) -> bool:
+def _lives(path: Path) -> bool | None:
+    """Whether the controller of a file still runs; None if that cannot be read."""
     try:
         return not is_gone(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _is_left_behind(path: Path) -> bool:
-    try:
-        return is_gone(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+        return None
 
 
 def _path(url: str) -> Path:

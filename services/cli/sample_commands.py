@@ -94,14 +94,12 @@ def samples(
 
 def _kept_here(state_directory: Path, run: str) -> str:
     """Id of the run whose samples are in this folder; empty if there is none."""
-    stores = sorted((state_directory / KEPT_SAMPLES).glob("run_*.db"))
-    ids = [path.stem for path in stores]
+    # Ids begin with their time.
+    ids = sorted(path.stem for path in (state_directory / KEPT_SAMPLES).glob("run_*.db"))
     found = [id_ for id_ in ids if id_.removeprefix("run_").startswith(run.removeprefix("run_"))]
-    if not found:
-        return ([""] + [id_ for id_ in ids if _name_of(state_directory / id_) == run])[-1]
     if run and len(found) > 1:
         raise typer.BadParameter(f"{run!r} is the beginning of {len(found)} runs; give more of it")
-    # Ids begin with their time.
+    found = found or [id_ for id_ in ids if _name_of(state_directory / id_) == run]
     return found[-1] if found else ""
 
 

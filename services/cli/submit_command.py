@@ -22,10 +22,8 @@ def submit(
     url: Url = None,
 ) -> None:
     """Submit a run and print its id."""
-    labels, loaded = (
-        _labels(label or []),
-        load_checked(spec, overrides, is_here=not elsewhere),
-    )
+    labels = _labels(label or [])
+    loaded = load_checked(spec, overrides, is_here=not elsewhere)
     created = call_api(
         url,
         lambda api: api.submit(loaded.model_dump(mode="json"), priority=priority, labels=labels),
