@@ -3,7 +3,8 @@
 import asyncio
 import json
 import sys
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,15 +76,8 @@ async def _run(
     spec: RunSpec, state_directory: Path, port: int, *, resume: bool
 ) -> dict[str, Any] | None:
     """Returns the ended run, or None where a signal came first."""
-    async with AsyncExitStack() as stack:
-        async with told("starting the controller and the transferqueue", console):
-            services = await stack.enter_async_context(
-                local_services(state_directory, port=port, max_restarts=spec.limits.max_restarts)
-            )
-        # A controller that dies is started again.
-        api = await stack.enter_async_context(
-            Api(services.url, token=services.token, patience_s=_PATIENCE_S)
-        )
+    restarts = spec.limits.max_restarts
+    async with _started(state_directory, port=port, max_restarts=restarts) as (services, api):
         run_id = await submit_or_go_on(api, spec, console, resume=resume)
         link = (await api.page_link()).replace("/page/", f"/runs/{run_id}")
         say(console, f"run page, for one browser: {link}")
@@ -108,29 +102,35 @@ async def _follow_beside(
 
 
 async def _up(state_directory: Path, port: int) -> None:
-    async with AsyncExitStack() as stack:
-        async with told("starting the controller and the transferqueue", console):
-            services = await stack.enter_async_context(
-                local_services(state_directory, port=port, max_restarts=_UP_RESTARTS)
-            )
+    async with _started(state_directory, port=port, max_restarts=_UP_RESTARTS) as (services, api):
         up_file = state_directory / UP_FILE
         up_file.write_text(json.dumps({"url": services.url}) + "\n", encoding="utf-8")
-        async with Api(services.url, token=services.token) as api:
-            link = await api.page_link()
-        console.print(
-            f"controller at {services.url}, API documentation at {services.url}/docs, gRPC at "
-            f"{services.grpc_address}; Ctrl-C pauses runs and ends it\nrun page, for one browser: {link}",
-            highlight=False,
-            soft_wrap=True,
-        )
-        interrupts = Interrupts()
         try:
-            async with (
-                Api(services.url, token=services.token, patience_s=_PATIENCE_S) as api,
-                TaskGroup() as tasks,
-            ):
+            console.print(
+                f"controller at {services.url}, API documentation at {services.url}/docs, gRPC at "
+                f"{services.grpc_address}; Ctrl-C pauses runs and ends it\n"
+                f"run page, for one browser: {await api.page_link()}",
+                highlight=False,
+                soft_wrap=True,
+            )
+            interrupts = Interrupts()
+            async with TaskGroup() as tasks:
                 keeping = tasks.create_task(services.keep())
                 await interrupts.pause_runs(api, console)
                 keeping.cancel()
         finally:
             up_file.unlink(missing_ok=True)
+
+
+@asynccontextmanager
+async def _started(
+    state_directory: Path, *, port: int, max_restarts: int
+) -> AsyncIterator[tuple[LocalServices, Api]]:
+    """The services, once they are up, and calls that wait for a controller that is started again."""
+    async with AsyncExitStack() as stack:
+        async with told("starting the controller and the transferqueue", console):
+            services = await stack.enter_async_context(
+                local_services(state_directory, port=port, max_restarts=max_restarts)
+            )
+        api = Api(services.url, token=services.token, patience_s=_PATIENCE_S)
+        yield services, await stack.enter_async_context(api)
