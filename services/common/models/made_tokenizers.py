@@ -26,7 +26,7 @@ class Vocabulary(Protocol):
 
     @property
     def pad_id(self) -> int:
-        """Token that fills up."""
+        """Token that fills up; the end token where the model has no other."""
         ...
 
     @property

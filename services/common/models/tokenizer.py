@@ -13,6 +13,7 @@ from services.common.models.made_tokenizers import (
     CHARS_PREFIX,
     EOS,
     PAD,
+    Vocabulary,
     make_tokenizer,
     tokenizer_name,
 )
@@ -26,13 +27,8 @@ _CHAT_TEMPLATE = (
 )
 
 
-class Tokenizer(Protocol):
+class Tokenizer(Vocabulary, Protocol):
     """Text to token ids and back."""
-
-    @property
-    def eos_id(self) -> int:
-        """Token that ends a response."""
-        ...
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -40,23 +36,8 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def pad_id(self) -> int:
-        """Token that fills up; the end token where the model has no other."""
-        ...
-
-    @property
     def eos_text(self) -> str:
         """Text of the token that ends a response."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens, added ones included."""
-        ...
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether it renders chats."""
         ...
 
     def encode(self, text: str) -> list[int]:
