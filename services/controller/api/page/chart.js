@@ -1,6 +1,7 @@
 // One chart over steps: values under the cursor, lines that can be hidden, a part that is chosen by dragging.
 import { h } from "./dom.js";
 import { duration, short } from "./format.js";
+import { address, current } from "./route.js";
 import uPlot from "./vendor/uplot/uPlot.esm.js";
 
 const HEIGHT = 190;
@@ -22,10 +23,13 @@ export class Chart {
       type: "button", class: "part", "aria-pressed": "false", title: "Logarithmic axis",
       "aria-label": `Logarithmic axis for ${title}`, onclick: () => this.#toggleLog(),
     }, "log");
-    this.plot = h("div", { class: "plot", tabIndex: 0, role: "img", "aria-label": title, onkeydown: (key) => this.#keyed(key) });
+    this.samples = h("a", { hidden: true });
+    this.plot = h("div", {
+      class: "plot", tabIndex: 0, role: "img", "aria-label": title, onkeydown: (key) => this.#keyed(key), onclick: () => this.#chosen(),
+    });
     this.legend = h("div", { class: "legend" });
     this.element = h("figure", { "data-chart": title },
-      h("figcaption", {}, h("b", {}, title), unit && h("span", { class: "quiet" }, ` ${unit}`), this.where, this.logs),
+      h("figcaption", {}, h("b", {}, title), unit && h("span", { class: "quiet" }, ` ${unit}`), this.where, this.samples, this.logs),
       this.plot, this.legend);
   }
 
@@ -171,7 +175,19 @@ export class Chart {
     this.draw();
   }
 
-  /** Arrow keys move the cursor of all charts, + and - zoom, Escape leaves. */
+  /** Offer the samples of the step under the cursor. */
+  #chosen() {
+    const x = this.uplot.data[0][this.uplot.cursor.idx];
+    if (x === undefined) return;
+    const [run] = this.view.runs;
+    const step = this.view.axis === "time" ? run.steps[run.times.findLastIndex((time) => time - run.begin <= x)] : x;
+    const split = this.source === "scores" ? { split: "heldout" } : {};
+    this.samples.href = address({ ...current(), tab: "samples", search: { ...split, order_by: "worst", step } });
+    this.samples.textContent = `samples of step ${step}`;
+    this.samples.hidden = false;
+  }
+
+  /** Arrow keys move the cursor of all charts, Enter offers samples, + and - zoom, Escape leaves. */
   #keyed(key) {
     const { uplot } = this;
     const [x] = uplot.data;
@@ -180,7 +196,8 @@ export class Chart {
     if (key.key in moves && x.length) {
       const index = Math.min(Math.max(moves[key.key], 0), x.length - 1);
       uplot.setCursor({ left: uplot.valToPos(x[index], "x"), top: HEIGHT / 2 });
-    } else if (key.key === "+") this.view.zoomBy(0.5, uplot.cursor.idx === null ? undefined : x[at]);
+    } else if (key.key === "Enter") this.#chosen();
+    else if (key.key === "+") this.view.zoomBy(0.5, uplot.cursor.idx === null ? undefined : x[at]);
     else if (key.key === "-") this.view.zoomBy(2);
     else if (key.key === "Escape") {
       uplot.setCursor({ left: -10, top: -10 });

@@ -11,7 +11,7 @@ import { listRuns, mostWanted } from "./runs.js";
 import { Samples } from "./samples.js";
 import { Series } from "./series.js";
 import { Timeline } from "./timeline.js";
-import { progress, prompts, verdict } from "./verdict.js";
+import { fall, progress, prompts, verdict } from "./verdict.js";
 import { Workers } from "./workers.js";
 
 const REFRESH_MS = 2000;
@@ -54,6 +54,7 @@ async function show() {
   if (shown?.key !== key) await open(key, where);
   if (shown?.key !== key || !shown.all) return; // another one was asked for meanwhile, or it is still being read
   if (shown.tab !== where.tab) openTab(where.tab);
+  else shown.view.search?.(where.search);
   const run = await getJson(`/v1/runs/${where.run}`);
   if (shown.key !== key) return;
   Object.assign(shown.all[0].run, run);
@@ -101,7 +102,7 @@ function openTab(tab) {
   shown.tab = tab;
   const where = current();
   $("tabs").replaceChildren(...TABS.map(([name, text]) => h("a", {
-    href: address({ ...where, tab: name }), role: "tab", id: `tab-${name}`, "aria-selected": String(name === tab), "aria-controls": "panel", tabIndex: name === tab ? 0 : -1,
+    href: address({ ...where, tab: name, search: {} }), role: "tab", id: `tab-${name}`, "aria-selected": String(name === tab), "aria-controls": "panel", tabIndex: name === tab ? 0 : -1,
   }, text)));
   $(`tab-${tab}`).scrollIntoView({ inline: "center", block: "nearest" });
   $("panel").setAttribute("aria-labelledby", `tab-${tab}`);
@@ -109,7 +110,7 @@ function openTab(tab) {
   const [{ run }] = shown.all;
   const others = shown.all.slice(1).map((series) => series.run);
   const makers = {
-    curves: (panel) => new Curves(panel, shown.all), timeline: (panel) => new Timeline(panel, run), samples: (panel) => new Samples(panel, run),
+    curves: (panel) => new Curves(panel, shown.all), timeline: (panel) => new Timeline(panel, run), samples: (panel) => new Samples(panel, run, where.search),
     events: (panel) => new Events(panel, run), workers: (panel) => new Workers(panel, run),
     checkpoints: (panel) => new Checkpoints(panel, run, { role: who.role, say }), configuration: (panel) => new Configuration(panel, run, others),
   };
@@ -155,6 +156,7 @@ const head = oncePerFrame(() => {
   $("message").textContent = run.message;
   $("message").hidden = !run.message;
   $("verdict").textContent = verdict(series);
+  $("fall").textContent = fall(series);
   const legend = shown.all.length < 2 ? [] : shown.all.map(({ label }, index) => h("span", {}, h("i", { class: `swatch colour-${index}` }), label));
   $("compared").replaceChildren(...legend);
   offerActions(run, who.role, say);
@@ -180,7 +182,7 @@ $("tabs").addEventListener("keydown", (key) => {
   if (!way) return;
   const names = TABS.map(([name]) => name);
   const tab = names[(names.indexOf(current().tab) + way + names.length) % names.length];
-  go({ ...current(), tab });
+  go({ ...current(), tab, search: {} });
   refresh().then(() => $(`tab-${tab}`)?.focus());
 });
 onMove(() => show().catch(complain));

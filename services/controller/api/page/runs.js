@@ -25,7 +25,7 @@ export function listRuns(runs) {
 
 function entry(run, where) {
   const isShown = run.id === where.run;
-  const link = h("a", { href: address({ ...where, run: run.id, others: [] }), "data-key": `link ${run.id}` },
+  const link = h("a", { href: address({ ...where, run: run.id, others: [], search: {} }), "data-key": `link ${run.id}` },
     h("span", {}, run.name, run.target_steps ? h("progress", { max: String(run.target_steps), value: String(run.step), "aria-label": "Steps done" }) : ""),
     h("small", {}, h("b", { class: `state ${run.state}` }, run.state), ` step ${run.step}`, run.target_steps ? ` of ${run.target_steps}` : "", ` · ${run.id.slice(-6)}`));
   if (isShown) link.setAttribute("aria-current", "page");

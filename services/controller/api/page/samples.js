@@ -2,6 +2,7 @@
 import { download, getJson } from "./api.js";
 import { h, table } from "./dom.js";
 import { date, short } from "./format.js";
+import { address, current } from "./route.js";
 import { Sample } from "./sample.js";
 
 const FILTERS = [
@@ -12,28 +13,51 @@ const FILTERS = [
 ];
 
 export class Samples {
-  constructor(panel, run) {
+  /**
+   * @param panel Where it is shown.
+   * @param run The run.
+   * @param search What is searched for, by field.
+   */
+  constructor(panel, run, search) {
     Object.assign(this, { run, page: "", id: "" });
     this.fields = FILTERS.map(([name, label, kind, options]) => {
-      const change = () => this.#again();
+      const change = () => this.#changed();
       const input = kind === "select"
         ? h("select", { name, onchange: change }, options.map(([value, text]) => h("option", { value }, text)))
         : h("input", { name, type: kind, onchange: change, ...(kind === "number" ? { step: "any" } : {}) });
       return h("label", {}, `${label} `, input);
     });
-    this.form = h("form", { class: "tools", onsubmit: (submitted) => { submitted.preventDefault(); this.#again(); } }, this.fields,
+    this.form = h("form", { class: "tools", onsubmit: (submitted) => { submitted.preventDefault(); this.wanted = ""; this.#changed(); } }, this.fields,
       h("button", { type: "button", class: "part", onclick: () => this.#download() }, "download as JSONL"));
     this.list = h("ol", { class: "samples", "aria-label": "Samples" });
     this.says = h("p", { class: "quiet", role: "status" });
     this.more = h("button", { type: "button", class: "part", hidden: true, onclick: () => this.#read() }, "more");
     this.one = h("article", { class: "sample", "aria-label": "One sample", tabIndex: -1 });
     panel.replaceChildren(this.form, this.says, h("div", { class: "beside" }, h("div", {}, this.list, this.more), this.one));
-    this.#again();
+    this.search(search);
   }
 
   close() {}
 
   take() {}
+
+  /** Show what an address searches for. */
+  search(wanted) {
+    if (this.wanted === JSON.stringify(wanted)) return;
+    this.wanted = JSON.stringify(wanted);
+    for (const [name, , kind, options] of FILTERS) {
+      this.form.elements[name].value = wanted[name] ?? (kind === "select" ? options[0][0] : "");
+    }
+    this.#again();
+  }
+
+  /** Search for what the fields say now; the address has it, so that it can be kept and sent. */
+  #changed() {
+    const first = Object.fromEntries(FILTERS.map(([name, , , options]) => [name, options?.[0][0]]));
+    const search = Object.fromEntries([...this.#query()].filter(([name, value]) => value !== first[name]));
+    history.replaceState(null, "", address({ ...current(), search }));
+    this.search(search);
+  }
 
   /** What is searched for, as a query. */
   #query() {
@@ -42,7 +66,7 @@ export class Samples {
   }
 
   async #again() {
-    this.page = "";
+    Object.assign(this, { page: "", id: "" });
     this.list.replaceChildren();
     await this.#read();
   }
@@ -50,7 +74,7 @@ export class Samples {
   async #read() {
     const query = this.#query();
     if (this.page) query.set("page_token", this.page);
-    const asked = (this.asked = query.toString());
+    const asked = (this.asked = {});
     this.says.textContent = "";
     try {
       const found = await getJson(`/v1/runs/${this.run.id}/samples?page_size=50&excerpt=200&${query}`);
@@ -58,8 +82,10 @@ export class Samples {
       this.list.append(...found.items.map((sample) => this.#entry(sample)));
       this.page = found.next_page_token;
       this.more.hidden = !this.page;
-      if (!this.list.children.length) this.says.textContent = "There are none yet, or none that are like this.";
       if (!this.id && found.items.length) await this.#open(found.items[0].id);
+      if (this.list.children.length) return;
+      this.says.textContent = "There are none yet, or none that are like this.";
+      this.one.replaceChildren();
     } catch (error) {
       this.says.textContent = error.message;
     }

@@ -1,7 +1,10 @@
-// Sentences about a run: how far it is, where its prompts are, who waits for whom.
-import { duration, words } from "./format.js";
+// Sentences about a run: how far it is, where its prompts are, who waits for whom, what became worse.
+import { duration, short, words } from "./format.js";
 
 const NEWEST = 10;
+// Stretches of a run that are compared, and the least change of a number that may be why the reward fell.
+const STRETCHES = 10;
+const NOTABLE = 0.2;
 
 /** How far the run is, what it does, and how long the rest takes at the pace of the newest steps. */
 export function progress(run, series) {
@@ -31,6 +34,34 @@ export function verdict(series) {
   if (share > 50) return `Rollouts are the bottleneck: ${of} for samples.`;
   if (share < 10) return `The trainer is the bottleneck: ${of} for samples.`;
   return `Trainer and rollouts are in balance: ${of} for samples.`;
+}
+
+/** Whether the reward is lower than in the run's best stretch, beyond its noise, and what changed with it. */
+export function fall(series) {
+  const rewards = series.columns.get("reward_mean") ?? [];
+  const size = Math.max(Math.floor(rewards.length / STRETCHES), 3);
+  const newest = rewards.length - size;
+  let best = newest;
+  for (let begin = newest % size; begin < newest; begin += size) if (mean(rewards, begin, size) > mean(rewards, best, size)) best = begin;
+  const [from, to] = [mean(rewards, best, size), mean(rewards, newest, size)];
+  const noise = Math.sqrt((variance(rewards, best, size) + variance(rewards, newest, size)) / size);
+  if (newest < size || from - to <= Math.max(2 * noise, Math.abs(from) / 20)) return "";
+  const names = ["response_length_mean", "entropy", ...[...series.columns.keys()].filter((name) => name.startsWith("reward/"))];
+  const changes = names.map((name) => [name, mean(series.columns.get(name) ?? [], best, size), mean(series.columns.get(name) ?? [], newest, size)])
+    .map(([name, before, after]) => ({ name, before, after, part: Math.abs(after - before) / Math.max(Math.abs(before), Math.abs(after), 1e-9) }))
+    .filter(({ part }) => part > NOTABLE).sort((one, other) => other.part - one.part);
+  const says = changes.slice(0, 3).map(({ name, before, after }) => `${name} went from ${short(before)} to ${short(after)}`);
+  return `Reward fell from ${short(from)} (steps ${series.steps[best]} to ${series.steps[best + size - 1]}) to ${short(to)}${says.length ? `; with it ${says.join(", ")}` : ""}.`;
+}
+
+function mean(values, begin, size) {
+  const some = values.slice(begin, begin + size).filter((value) => value !== null);
+  return sum(some) / some.length;
+}
+
+function variance(values, begin, size) {
+  const middle = mean(values, begin, size);
+  return sum(values.slice(begin, begin + size).map((value) => (value === null ? 0 : (value - middle) ** 2))) / size;
 }
 
 function sum(values) {
