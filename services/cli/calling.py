@@ -20,6 +20,7 @@ from services.cli.state_lock import StateInUseError
 from services.common.spec.loader import SpecError
 from services.common.task_group import TaskGroup
 from services.controller.api.operations import Answer, Operation
+from services.controller.settings import DATABASE_FILE
 
 _T = TypeVar("_T")
 
@@ -84,11 +85,18 @@ def of_run(url: str | None, run_id: str, work: Callable[[Api, str], Awaitable[_T
 
 async def _with_api(url: str | None, work: Callable[[Api], Awaitable[_T]]) -> _T:
     found = _find_url(url)
-    async with Api(found, token=CliSettings().token or known_tokens.find(found)) as api:
+    if found:
+        async with Api(found, token=CliSettings().token or known_tokens.find(found)) as api:
+            return await work(api)
+    # It loads the controller.
+    from services.cli.ended_runs import URL, ended_runs
+
+    async with ended_runs(DEFAULT_STATE) as transport, Api(URL, transport=transport) as api:
         return await work(api)
 
 
 def _find_url(url: str | None) -> str:
+    """Address of the controller; empty if only the runs are here that one left behind."""
     if found := url or CliSettings().url:
         return found
     up_file = DEFAULT_STATE / UP_FILE
@@ -99,6 +107,8 @@ def _find_url(url: str | None) -> str:
         raise ApiError(f"several controllers run here: {', '.join(running)}; say which with --url")
     if running:
         return running[0]
+    if (DEFAULT_STATE / DATABASE_FILE).exists():
+        return ""
     raise ApiError(
         "no controller is known: start one with 'slipstream up', or give --url or SLIPSTREAM_URL"
     )

@@ -1,0 +1,80 @@
+"""Runs of a folder whose controller has ended: what the API says of them, read from its database."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from services.cli.api import ApiError
+from services.common.clock import SystemClock
+from services.common.confinement import Allowance
+from services.common.task_group import TaskGroup
+from services.controller.api.app import build_app
+from services.controller.api.principals import DEFAULT_PROJECT, Principal
+from services.controller.api.request_limits import RequestLimits
+from services.controller.api.run_api import RunApi
+from services.controller.manager.audit import RunAudit
+from services.controller.manager.logs import RunLogs
+from services.controller.manager.runs import RunManager
+from services.controller.membership.registry import Membership
+from services.controller.settings import DATABASE_FILE, Limits
+from services.controller.store.database import Database
+
+URL = "http://ended.runs"
+"""Address of the API, which is on no network."""
+
+
+@asynccontextmanager
+async def ended_runs(state_directory: Path) -> AsyncIterator[httpx.AsyncBaseTransport]:
+    """The API in this process, over the database of a folder; it answers, and drives nothing."""
+    database = Database(f"sqlite:///{state_directory / DATABASE_FILE}")
+    limits = Limits(max_active_runs=1, max_queued_runs=1)
+    try:
+        async with TaskGroup() as tasks:
+            manager = RunManager(
+                database=database,
+                membership=Membership(SystemClock(), 1.0),
+                queue=_Nowhere(),  # type: ignore[arg-type]
+                tasks=tasks,
+                defaults=limits,
+                allowance=Allowance(),
+            )
+            logs = RunLogs(state_directory, manager.is_ended)
+            api = RunApi(
+                manager, RunAudit(database), logs, _Owner(), RequestLimits(manager.limits)
+            )
+            yield _Reading(httpx.ASGITransport(app=build_app(api)))
+    finally:
+        database.close()
+
+
+class _Reading(httpx.AsyncBaseTransport):
+    """Lets through what only reads, and ends."""
+
+    def __init__(self, inner: httpx.ASGITransport) -> None:
+        self._inner = inner
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.method != "GET" or request.url.path.endswith("/stream"):
+            raise ApiError(
+                "no controller runs that could do this: start one with 'slipstream up', or give --url or "
+                "SLIPSTREAM_URL"
+            )
+        return await self._inner.handle_async_request(request)
+
+
+class _Owner:
+    """Whoever reads the file may read what is in it."""
+
+    def authenticate(self, authorization: str) -> Principal:
+        return Principal(name="owner", project=DEFAULT_PROJECT, role="viewer")
+
+
+class _Nowhere:
+    """In place of a transferqueue: nothing is stored in it."""
+
+    async def read_samples(self, run_id: str, query: Any) -> AsyncIterator[bytes]:
+        for stretch in ():
+            yield stretch
