@@ -1,20 +1,33 @@
 """What keeping samples costs, and how fast they are read: ``python -m bench.samples [--smoke]``.
 
-Groups of 8 responses of 2,048 tokens are put as rollouts put them, into a transferqueue of this process;
-with the default ``samples`` and 64 prompts a step, one in eight is kept. Reports the processor
-time of putting them, with and without keeping, and the time of a page of what was kept.
+Both sides are measured in processor time, in turns, so that a machine that does other things as well
+disturbs them alike:
+
+rollout     10,000 groups of 8 responses of 2,048 tokens are put as rollouts put them, with and without
+            keeping; with the default ``samples`` and 64 prompts a step, one in eight is kept. What it adds to
+            a token is compared with what the token costs a rollout's process with vLLM on an H200
+            (``bench/results/rollout-vllm-h200.json``), which is the cheapest token that was measured.
+controller  the runs of ``bench.controller throughput``, with and without keeping.
+
+Bars: neither more than 2 %. The transferqueue's own share is told beside them.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import random
+import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import torch
 
+from bench.controller.stage import Stage, stage
+from bench.dataplane.sides import service
 from services.common.fields import ROLLOUT_FIELDS
 from services.common.models.tokenizer import load_tokenizer
 from services.common.spec.loader import parse_spec
@@ -26,12 +39,12 @@ from services.rollout.publish import GroupPublisher
 from services.rollout.rewards.base import Score
 from services.rollout.samples import Sample
 from services.rollout.workflows.turns import Turn
-from services.transferqueue.__main__ import transferqueue
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
 from services.transferqueue.facts import KeptSampleQuery
-from services.transferqueue.settings import TransferQueueSettings
 
+RESULTS = Path(__file__).parent / "results"
+BAR = 0.02
 MEMBERS, TOKENS, PROMPTS_PER_STEP = 8, 2048, 64
 SPEC = {
     "name": "bench",
@@ -40,6 +53,7 @@ SPEC = {
     "rollout": {"group_size": MEMBERS, "rewards": [{"name": "exact_match"}]},
     "trainer": {"steps": 1, "prompts_per_step": PROMPTS_PER_STEP},
 }
+OFF = {"groups_per_step": 0, "heldout_prompts": 0}
 
 
 def samples_of(number: int) -> list[Sample]:
@@ -66,28 +80,43 @@ def samples_of(number: int) -> list[Sample]:
     ]
 
 
-async def put_all(
-    publisher: GroupPublisher, queue: TransferQueueClient, num_groups: int
-) -> tuple[float, float]:
-    """Processor and wall seconds of putting groups, this process's transferqueue included."""
-    prompt = Prompt(token_ids=(2,), text="p", answer="42", row={}, data_source="bench")
-    templates = [samples_of(number) for number in range(4)]
-    cpu, wall = time.process_time(), time.perf_counter()
-    for number in range(num_groups):
-        group_id = f"g{number:08d}"
-        assignment = GroupAssignment(
-            group_id=group_id,
-            attempt=1,
-            split="train",
-            row=number,
-            partition_id="run_1/train",
-            members=tuple(range(MEMBERS)),
-            seeds=(0,) * MEMBERS,
-            temperatures=(1.0,) * MEMBERS,
-        )
-        await publisher.publish(assignment, prompt, templates[number % 4])
-        await queue.release("run_1/train", [f"{group_id}.{member}" for member in range(MEMBERS)])
-    return time.process_time() - cpu, time.perf_counter() - wall
+class Putting:
+    """Puts groups, and tells what that takes this process and the transferqueue's."""
+
+    def __init__(self, queue: TransferQueueClient, child: psutil.Process) -> None:
+        self._queue = queue
+        self._child = child
+        self._templates = [samples_of(number) for number in range(4)]
+        self._number = 0
+
+    async def put(self, publisher: GroupPublisher, num_groups: int) -> tuple[float, float]:
+        """Processor seconds of putting some groups, here and there, until all is written."""
+        prompt = Prompt(token_ids=(2,), text="p", answer="42", row={}, data_source="bench")
+        here, there = time.process_time(), _cpu_s(self._child)
+        for _ in range(num_groups):
+            self._number += 1
+            group_id = f"g{self._number:08d}"
+            assignment = GroupAssignment(
+                group_id=group_id,
+                attempt=1,
+                split="train",
+                row=self._number,
+                partition_id="run_1/train",
+                members=tuple(range(MEMBERS)),
+                seeds=(0,) * MEMBERS,
+                temperatures=(1.0,) * MEMBERS,
+            )
+            await publisher.publish(assignment, prompt, self._templates[self._number % 4])
+            keys = [f"{group_id}.{member}" for member in range(MEMBERS)]
+            await self._queue.release("run_1/train", keys)
+        async for _ in self._queue.read_samples("run_1", KeptSampleQuery(limit=1, excerpt=0)):
+            pass  # what is kept is written before it is read
+        return time.process_time() - here, _cpu_s(self._child) - there
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
 
 
 async def pages(queue: TransferQueueClient) -> dict[str, float]:
@@ -107,35 +136,94 @@ async def pages(queue: TransferQueueClient) -> dict[str, float]:
     return found
 
 
-async def measure(num_groups: int) -> dict[str, object]:
+async def rollout(num_groups: int, rounds: int) -> dict[str, object]:
+    """What keeping adds to a token, and to the pages that people read."""
     tokenizer = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m"))
-    with tempfile.TemporaryDirectory() as folder:
-        settings = TransferQueueSettings(capacity_bytes=256 << 20, kept_folder=Path(folder))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        service(capacity_bytes=256 << 20, kept_folder=folder) as address,
+    ):
+        child = _child("services.transferqueue")
         async with (
-            transferqueue(settings) as address,
             TransferQueueClient.connect(address) as queue,
             DataClient.connect(address) as data,
         ):
             await queue.create_partition("run_1/train", required_fields=ROLLOUT_FIELDS)
             await queue.keep_samples("run_1", max_bytes=4 << 30, max_steps=0)
             teller = SampleTeller(data, parse_spec(SPEC), tokenizer, lambda split: 1)
-            await put_all(GroupPublisher(data), queue, 4)  # warms up
-            without, _ = await put_all(GroupPublisher(data), queue, num_groups)
-            cpu, wall = await put_all(GroupPublisher(data, teller=teller), queue, num_groups)
+            without, keeping = GroupPublisher(data), GroupPublisher(data, teller=teller)
+            putting = Putting(queue, child)
+            for publisher in (without, keeping):  # warms up
+                await putting.put(publisher, 16)
+            size = num_groups // rounds
+            pairs = []
+            for number in range(rounds):
+                sides = {}
+                for publisher in (without, keeping) if number % 2 else (keeping, without):
+                    sides[publisher is keeping] = await putting.put(publisher, size)
+                pairs.append((sides[False], sides[True]))
             times = await pages(queue)
-            size = sum(path.stat().st_size for path in Path(folder).iterdir())
-    tokens = num_groups * MEMBERS * TOKENS
+        kept_bytes = sum(path.stat().st_size for path in Path(folder).iterdir())
+    a_token = 1e6 / (size * MEMBERS * TOKENS)
+    extra = [a_token * (after[0] - before[0]) for before, after in pairs]
+    put = a_token * statistics.median(before[0] for before, _ in pairs)
+    there = [a_token * (after[1] - before[1]) for before, after in pairs]
+    known = json.loads((RESULTS / "rollout-vllm-h200.json").read_text(encoding="utf-8"))
+    sampled = known["adapter_cpu_us_per_token"]
     return {
-        "groups": num_groups,
-        "tokens": tokens,
-        "cpu_s_without": round(without, 2),
-        "cpu_s_with": round(cpu, 2),
-        "wall_s_with": round(wall, 2),
-        "extra_cpu_us_per_1000_tokens": round((cpu - without) / tokens * 1e9, 1),
-        "tokens_per_s_at_2_percent": round(0.02 * tokens / max(cpu - without, 1e-9)),
-        "kept_bytes": size,
+        "groups": size * rounds,
+        "rounds": rounds,
+        "extra_us_per_token": _spread(extra),
+        "put_us_per_token": round(put, 4),
+        "sampled_us_per_token": sampled,
+        "ratio": round(statistics.median(extra) / (sampled + put), 5),
+        "transferqueue_extra_us_per_token": _spread(there),
+        "kept_bytes": kept_bytes,
         "page_ms": times,
     }
+
+
+async def controller(steps: int, batch: int, rounds: int) -> dict[str, object]:
+    """Processor time of a group in the controller, with and without keeping."""
+    pairs = []
+    async with stage() as here:
+        await _a_group(here, steps, batch, is_kept=False)  # warms up
+        for number in range(rounds):
+            sides = {}
+            for is_kept in (False, True) if number % 2 else (True, False):
+                sides[is_kept] = await _a_group(here, steps, batch, is_kept=is_kept)
+            pairs.append((sides[False], sides[True]))
+    without = statistics.median(before for before, _ in pairs)
+    extra = [after - before for before, after in pairs]
+    return {
+        "groups": (steps - 1) * batch * rounds,
+        "rounds": rounds,
+        "us_per_group": round(without, 2),
+        "extra_us_per_group": _spread(extra),
+        "ratio": round(statistics.median(extra) / without, 5),
+    }
+
+
+async def _a_group(here: Stage, steps: int, batch: int, *, is_kept: bool) -> float:
+    """Microseconds of a group."""
+    samples = {} if is_kept else OFF
+    run_id = await here.submit(steps=steps, prompts_per_step=batch, rollouts=8, samples=samples)
+    await here.until_step(run_id, 1)
+    begin = here.cpu_s()
+    await here.until_step(run_id, steps)
+    return 1e6 * (here.cpu_s() - begin) / ((steps - 1) * batch)
+
+
+def _child(module: str) -> psutil.Process:
+    """The process that was started of a module."""
+    (found,) = (each for each in psutil.Process().children() if module in each.cmdline())
+    return found
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    """The middle of the rounds, and where half of them lie."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return {"median": round(middle, 4), "from": round(low, 4), "to": round(high, 4)}
 
 
 def main() -> None:
@@ -144,11 +232,21 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="200 groups; writes nothing")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    found = asyncio.run(measure(200 if arguments.smoke else arguments.groups))
+    is_smoke = arguments.smoke
+    found = {
+        "bar": BAR,
+        "members": MEMBERS,
+        "tokens": TOKENS,
+        "cores": os.cpu_count(),
+        "load_average_before": round(os.getloadavg()[0], 2),
+        "rollout": asyncio.run(
+            rollout(200 if is_smoke else arguments.groups, 4 if is_smoke else 20)
+        ),
+        "controller": asyncio.run(controller(*((4, 128, 2) if is_smoke else (12, 1024, 9)))),
+    }
     print(json.dumps(found, indent=2))
-    if not arguments.smoke:
-        path = Path(__file__).parent / "results" / "samples.json"
-        path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if not is_smoke:
+        (RESULTS / "samples.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,10 @@ class MadeGroup:
     """Newest one."""
 
 
-class FakeQueue(transferqueue_pb2_grpc.TransferQueueServiceServicer):
+class FakeQueue(
+    transferqueue_pb2_grpc.TransferQueueServiceServicer,
+    transferqueue_pb2_grpc.KeptSampleServiceServicer,
+):
     """Tells watchers of samples; holds none."""
 
     def __init__(self) -> None:
@@ -71,6 +74,9 @@ class FakeQueue(transferqueue_pb2_grpc.TransferQueueServiceServicer):
     async def DropPartition(self, request: Any, context: Any) -> Any:
         self._partitions.discard(request.partition_id)
         return tq.DropPartitionResponse()
+
+    async def KeepSamples(self, request: Any, context: Any) -> Any:
+        return tq.KeepSamplesResponse()
 
     async def GetBatch(self, request: Any, context: Any) -> Any:
         empty = KVBatchMeta(partition_id=request.partition_id, keys=())

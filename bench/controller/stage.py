@@ -59,12 +59,13 @@ class Stage:
         rollout: Mapping[str, Any] | None = None,
         algorithm: Mapping[str, Any] | None = None,
         trainer: Mapping[str, Any] | None = None,
+        samples: Mapping[str, Any] | None = None,
         fakes: Mapping[str, Any] | None = None,
     ) -> str:
         """Submit a run and bring up its workers; returns its id.
 
-        The last four are more of ``spec.rollout``, ``spec.algorithm`` and ``spec.trainer``, and of what the
-        fakes are told.
+        The last five are more of ``spec.rollout``, ``spec.algorithm``, ``spec.trainer`` and ``spec.samples``,
+        and of what the fakes are told.
         """
         spec = {
             "name": f"bench-{uuid.uuid4().hex[:8]}",
@@ -81,6 +82,7 @@ class Stage:
             },
             "trainer": {"steps": steps, "prompts_per_step": prompts_per_step, **(trainer or {})},
             "validation": {"every": 0, "before_train": False, "at_end": False},
+            "samples": samples or {},
         }
         self.num_runs += 1
         run = await self.client.submit(spec)
