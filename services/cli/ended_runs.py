@@ -42,9 +42,7 @@ async def ended_runs(state_directory: Path) -> AsyncIterator[httpx.AsyncBaseTran
                 allowance=Allowance(),
             )
             logs = RunLogs(state_directory, manager.is_ended)
-            api = RunApi(
-                manager, RunAudit(database), logs, _Owner(), RequestLimits(manager.limits)
-            )
+            api = RunApi(manager, RunAudit(database), logs, _Owner(), RequestLimits(manager.limits))
             yield _Reading(httpx.ASGITransport(app=build_app(api)))
     finally:
         database.close()

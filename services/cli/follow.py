@@ -11,12 +11,12 @@ from rich.console import Console
 
 from services.cli.api import Api, ApiError
 from services.cli.display import Display, heldout_line, make_display
+from services.cli.output import TELL_EVERY_S
 from services.cli.report import METRICS, summary_lines, write_report
 from services.cli.steps import StepLog
 from services.common.task_group import TaskGroup
 from services.controller.api.operations import GetTopology
 
-_POLL_S = 2.0
 _TOLD = (
     "StateChanged",
     "Waiting",
@@ -78,7 +78,7 @@ async def _show_start(api: Api, run_id: str, display: Display) -> None:
             return
         seconds = time.monotonic() - begin
         display.workers([worker.model_dump() for worker in workers.items], seconds=seconds)
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(TELL_EVERY_S)
 
 
 def _seconds(run: Mapping[str, Any]) -> float:

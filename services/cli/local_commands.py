@@ -52,8 +52,8 @@ def run(
     cancels it.
     One that was paused or cut off goes on when its specification is run again.
     """
-    say(console, f"checking {spec}")
-    loaded = load_checked(spec, overrides)
+    with told(f"checking {spec}", console):
+        loaded = load_checked(spec, overrides)
     ended = run_until_signal(_run(loaded, state_directory.resolve(), port, resume=resume))
     if ended is None:
         raise typer.Exit(_INTERRUPTED)
@@ -128,7 +128,7 @@ async def _started(
 ) -> AsyncIterator[tuple[LocalServices, Api]]:
     """The services, once they are up, and calls that wait for a controller that is started again."""
     async with AsyncExitStack() as stack:
-        async with told("starting the controller and the transferqueue", console):
+        with told("starting the controller and the transferqueue", console):
             services = await stack.enter_async_context(
                 local_services(state_directory, port=port, max_restarts=max_restarts)
             )

@@ -1,6 +1,5 @@
 """Standard output for commands that must go on while nobody reads it, as when it is piped into a pager."""
 
-import asyncio
 import errno
 import io
 import os
@@ -8,19 +7,18 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import IO, cast
 
 from rich.console import Console
-
-from services.common.task_group import TaskGroup
 
 # Pieces of output that wait for their reader; then whoever writes waits too.
 _MAX_WAITING = 100_000
 # A reader that has gone to sleep gets this long to take what is left of a command that was ended.
 _LAST_CHANCE_S = 1.0
-_TELL_EVERY_S = 2.0
+TELL_EVERY_S = 1.5
+"""A person who waits hears something this often, and with what delays it every two seconds."""
 
 
 class _PipedConsole(Console):
@@ -117,21 +115,24 @@ def say(console: Console, text: str) -> None:
     console.print(text, highlight=False, soft_wrap=True)
 
 
-@asynccontextmanager
-async def told(what: str, console: Console) -> AsyncIterator[None]:
-    """Say what is being done, and every two seconds for how long, until the block ends."""
+@contextmanager
+def told(what: str, console: Console) -> Iterator[None]:
+    """Say what is being done, and again and again for how long, until the block ends."""
     say(console, what)
-    async with TaskGroup() as tasks:
-        ticking = tasks.create_task(_tick(what, console))
+    is_done = threading.Event()
+
+    def tick() -> None:
+        begin = time.monotonic()
+        with suppress(BrokenPipeError):  # whoever writes next is told of it
+            while not is_done.wait(TELL_EVERY_S):
+                say(console, f"{what}, {time.monotonic() - begin:.0f} s")
+
+    # What is done may keep an event loop busy, or have none.
+    threading.Thread(target=tick, name="told", daemon=True).start()
+    try:
         yield
-        ticking.cancel()
-
-
-async def _tick(what: str, console: Console) -> None:
-    begin = time.monotonic()
-    while True:
-        await asyncio.sleep(_TELL_EVERY_S)
-        say(console, f"{what}, {time.monotonic() - begin:.0f} s")
+    finally:
+        is_done.set()
 
 
 def fail(problem: str) -> None:

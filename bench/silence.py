@@ -1,0 +1,109 @@
+"""How long a new user looks at nothing: ``python -m bench.silence [--smoke]``.
+
+``slipstream run examples/sort4.yaml`` is started in a terminal and in a pipe, until its first step is shown.
+Told are the seconds to the first output, the longest silence from then on, and those to the first step; and what
+``slipstream --help`` takes. Bars: 1 s, 2 s, and 1 s for the help. Writes ``bench/results/silence.json``.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import pty
+import re
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+RESULTS = REPOSITORY / "bench" / "results" / "silence.json"
+SLIPSTREAM = Path(sys.executable).with_name("slipstream")
+_FIRST_STEP = re.compile(rb"step +1/|\b1/\d+,")
+_MOST_S = 300.0
+_COLUMNS = {"COLUMNS": "100", "LINES": "40", "TERM": "xterm-256color"}
+
+
+def silences(*, in_terminal: bool) -> dict[str, object]:
+    """When something was to be read of a run that starts."""
+    with tempfile.TemporaryDirectory() as folder:
+        reading, writing = pty.openpty() if in_terminal else os.pipe()
+        begin = time.monotonic()
+        process = subprocess.Popen(
+            [SLIPSTREAM, "run", "examples/sort4.yaml", "--state-directory", folder],
+            cwd=REPOSITORY,
+            stdin=subprocess.DEVNULL,
+            stdout=writing,
+            stderr=writing,
+            env=os.environ | _COLUMNS,  # noqa: TID251  a child process inherits it
+        )
+        os.close(writing)
+        moments, told = [begin], b""
+        try:
+            while not _FIRST_STEP.search(told) and time.monotonic() - begin < _MOST_S:
+                piece = os.read(reading, 1 << 16)
+                if not piece:
+                    raise RuntimeError(f"the run ended:\n{told.decode(errors='replace')}")
+                told += piece
+                moments.append(time.monotonic())
+        finally:
+            process.send_signal(signal.SIGTERM)
+            _drain(reading)
+            process.wait()
+    gaps = [(after - before, before - begin) for before, after in itertools.pairwise(moments[1:])]
+    longest, since = max(gaps)
+    return {
+        "first_output_s": round(moments[1] - begin, 2),
+        "longest_silence_s": round(longest, 2),
+        "longest_silence_after_s": round(since, 2),
+        "first_step_s": round(moments[-1] - begin, 2),
+    }
+
+
+def _drain(descriptor: int) -> None:
+    """Read on until nobody writes any more."""
+    try:
+        while os.read(descriptor, 1 << 16):
+            pass
+    except OSError:  # a terminal that is closed
+        pass
+
+
+def help_s(times: int) -> dict[str, float]:
+    """Seconds of ``slipstream --help``, by the clock and of the processor."""
+    walls, busy = [], []
+    for _ in range(times):
+        before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+        subprocess.run([SLIPSTREAM, "--help"], check=True, stdout=subprocess.DEVNULL)
+        walls.append(time.monotonic() - begin)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        busy.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    return {
+        "median_s": round(statistics.median(walls), 2),
+        "cpu_s": round(statistics.median(busy), 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="in a pipe alone; writes no results")
+    is_smoke = parser.parse_args().smoke
+    found: dict[str, object] = {
+        "cores": os.cpu_count(),
+        "load_average_before": round(os.getloadavg()[0], 2),
+    }
+    found["help"] = help_s(3 if is_smoke else 7)
+    found["pipe"] = silences(in_terminal=False)
+    if not is_smoke:
+        found["terminal"] = silences(in_terminal=True)
+    print(json.dumps(found, indent=2))
+    if not is_smoke:
+        RESULTS.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
