@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 # Of `make run`; one more is, for example, EXTRAS=local,reasoning-gym.
 EXTRAS ?= local
 # Python compiles what is imported, once; compiling all that is there takes longer.
-INSTALL := $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
+INSTALL := deploy/told.sh "installing" $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
 # These exist once the environment has what running needs, and once it has the developers' tools as well.
 RUNS := $(VENV)/.runs-$(EXTRAS)
 READY := $(VENV)/.ready

@@ -1,5 +1,5 @@
 # Benchmarks; included by the Makefile.
-.PHONY: bench-abuse bench-page bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-trainer bench-rollout bench-weightsync bench-recovery
+.PHONY: bench-abuse bench-page bench-samples bench-silence bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-trainer bench-rollout bench-weightsync bench-recovery
 bench-dataplane: $(READY) ## The data plane next to its peer, minutes (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.dataplane $(OPTIONS)
 
@@ -32,6 +32,12 @@ bench-controller: $(READY) ## One controller process between fakes: rates, laten
 
 bench-page: $(READY) ## How soon each view of the run page is there, with 3 runs of 10,000 steps, in Chromium; a minute
 	$(BIN)/python -m bench.page $(OPTIONS)
+
+bench-samples: $(READY) ## What keeping samples costs rollouts and the controller, minutes (OPTIONS=--smoke for seconds)
+	$(BIN)/python -m bench.samples $(OPTIONS)
+
+bench-silence: $(READY) ## How long a run that starts says nothing, and how long --help takes, a minute (OPTIONS=--smoke for half)
+	$(BIN)/python -m bench.silence $(OPTIONS)
 
 bench-pace: $(READY) ## How fast a run can be, with a real controller and fakes that take a GPU's time, minutes
 	$(BIN)/python -m bench.pace $(OPTIONS)
