@@ -26,7 +26,7 @@ setup: $(READY) ## Make the virtual environment, with the developers' tools
 
 $(RUNS): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || deploy/told.sh "making $(VENV)" $(PYTHON) -m venv $(VENV)
 	$(INSTALL) --upgrade pip
 	$(INSTALL) --editable '.[$(EXTRAS)]' '$(TORCH)'
 	touch $@

@@ -258,9 +258,9 @@ async def test_samples_are_found_coloured_and_compared_in_their_group(open_page,
     await one.get_by_role("button", name="diff").click()
     await expect(one.locator("del")).to_have_text([" 3"])
     await expect(one.locator("ins")).to_have_text([" it", " 2"])
-    await page.get_by_label("first").select_option("worst")
-    await page.get_by_label("with the text").fill("so it")
-    await page.get_by_label("with the text").press("Enter")
+    await page.get_by_label("order").select_option("worst")
+    await page.get_by_label("text", exact=True).fill("so it")
+    await page.get_by_label("text", exact=True).press("Enter")
     await expect(found).to_have_count(2)
     assert any("order_by=worst" in url and "text=so+it" in url for url in asked)
 

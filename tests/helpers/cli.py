@@ -54,14 +54,14 @@ def as_owner(url: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {known_tokens.find(url)}"}
 
 
-def slipstream(*arguments: str | Path, timeout: float = 300) -> Finished:
-    """Run a command to its end."""
+def slipstream(*arguments: str | Path, timeout: float = 300, folder: Path = REPOSITORY) -> Finished:
+    """Run a command to its end, in a folder."""
     done = subprocess.run(
         command(*arguments),
         capture_output=True,
         text=True,
         timeout=timeout,
-        cwd=REPOSITORY,
+        cwd=folder,
         env=environment(),
     )
     return Finished(done.returncode, done.stdout, done.stderr)

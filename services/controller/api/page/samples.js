@@ -6,9 +6,9 @@ import { address, current } from "./route.js";
 import { Sample } from "./sample.js";
 
 const FILTERS = [
-  ["split", "of", "select", [["train", "training"], ["heldout", "evaluation"]]],
-  ["order_by", "first", "select", [["newest", "newest"], ["best", "best"], ["worst", "worst"]]],
-  ["text", "with the text", "search"], ["step", "of step", "number"], ["min_reward", "reward from", "number"], ["max_reward", "to", "number"],
+  ["split", "samples of", "select", [["train", "training"], ["heldout", "evaluations"]]],
+  ["order_by", "order", "select", [["newest", "newest first"], ["best", "best first"], ["worst", "worst first"]]],
+  ["step", "step", "number"], ["text", "text", "search"], ["min_reward", "reward from", "number"], ["max_reward", "reward to", "number"],
   ["finish_reason", "ended by", "select", [["", "anything"], ["stop", "stop"], ["length", "length"], ["failed", "failed"]]],
 ];
 
