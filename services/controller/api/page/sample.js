@@ -14,12 +14,12 @@ export class Sample {
     Object.assign(this, { sample, read, colour: sample.tokens?.ratios?.length ? "ratio" : "version" });
     this.text = h("div", { class: "tokens", role: "group", "aria-label": "Response, token by token" });
     this.legend = h("p", { class: "legend" });
-    const colours = choice("Colour of the tokens", COLOURS, this.colour, (colour) => { this.colour = colour; this.#paint(); });
+    this.colours = choice("Colour of the tokens", COLOURS, this.colour, (colour) => { this.colour = colour; this.#paint(); });
     this.element = h("div", {},
       h("h3", {}, `Sample ${sample.id}`), this.#facts(),
       h("h4", {}, "Prompt"), h("pre", { class: "text" }, sample.prompt),
       sample.answer ? [h("h4", {}, "Answer"), h("pre", { class: "text" }, sample.answer)] : null,
-      h("h4", {}, "Response"), colours, this.legend, this.text,
+      h("h4", {}, "Response"), this.colours, this.legend, this.text,
       sample.turns?.length > 1 ? h("details", {}, h("summary", {}, `${sample.turns.length} turns`), sample.turns.map(turn)) : null);
     this.#paint();
   }
@@ -27,6 +27,7 @@ export class Sample {
   /** Show how another sample's response differs from this one. */
   async differ(id) {
     const other = await this.read(id);
+    for (const button of this.colours.children) button.setAttribute("aria-pressed", "false");
     const parts = difference(other.tokens.texts, this.sample.tokens.texts);
     this.legend.replaceChildren(h("span", { class: "removed" }, `only in ${id} (reward ${short(other.reward)})`),
       h("span", { class: "added" }, `only in ${this.sample.id} (reward ${short(this.sample.reward)})`));
@@ -38,6 +39,7 @@ export class Sample {
     const { sample } = this;
     const facts = [
       ["reward", short(sample.reward)], ["advantage", short(sample.advantage)], ["step", sample.step ?? "not trained"],
+      ["decoding", sample.is_greedy ? "greedy" : "sampled"],
       ["weight version", sample.oldest_version === sample.newest_version ? sample.oldest_version : `${sample.oldest_version} to ${sample.newest_version}`],
       ["staleness", sample.staleness ?? "–"], ["length", `${sample.response_tokens} tokens`], ["ended by", sample.finish_reason],
       ["data", `${sample.data_source}, row ${sample.row}`], ["try", sample.attempt],

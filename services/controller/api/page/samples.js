@@ -93,7 +93,7 @@ export class Samples {
 
   #entry(sample) {
     const facts = [sample.step === null ? "not trained" : `step ${sample.step}`, `${sample.response_tokens} tokens`,
-      sample.staleness ? `${sample.staleness} behind` : "", sample.finish_reason === "stop" ? "" : sample.finish_reason].filter(Boolean);
+      sample.staleness ? `${sample.staleness} behind` : "", sample.is_greedy ? "greedy" : "", sample.finish_reason === "stop" ? "" : sample.finish_reason].filter(Boolean);
     return h("li", {}, h("button", { type: "button", "data-sample": sample.id, onclick: () => this.#open(sample.id), "aria-current": String(sample.id === this.id), title: date(sample.time) },
       h("b", { class: "reward" }, short(sample.reward)), h("span", { class: "quiet" }, facts.join(" · ")),
       h("span", { class: "excerpt" }, h("span", { class: "quiet" }, sample.prompt, " "), sample.response)));
