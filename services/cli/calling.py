@@ -11,7 +11,7 @@ import typer
 from pydantic import ValidationError
 
 from services.cli import known_tokens
-from services.cli.api import Api, ApiError
+from services.cli.api import Api, ApiError, UnknownError
 from services.cli.local import ServiceExitedError
 from services.cli.names import find_run, is_id, may_be_run
 from services.cli.output import console, errors, fail, patient
@@ -84,34 +84,42 @@ def of_run(url: str | None, run_id: str, work: Callable[[Api, str], Awaitable[_T
 
 
 async def _with_api(url: str | None, work: Callable[[Api], Awaitable[_T]]) -> _T:
-    found = _find_url(url)
-    if found:
-        async with Api(found, token=CliSettings().token or known_tokens.find(found)) as api:
-            return await work(api)
-    # It loads the controller.
-    from services.cli.ended_runs import URL, ended_runs
-
-    async with ended_runs(DEFAULT_STATE) as transport, Api(URL, transport=transport) as api:
-        return await work(api)
-
-
-def _find_url(url: str | None) -> str:
-    """Address of the controller; empty if only the runs are here that one left behind."""
-    if found := url or CliSettings().url:
-        return found
-    up_file = DEFAULT_STATE / UP_FILE
-    if up_file.exists():
-        return str(json.loads(up_file.read_text(encoding="utf-8"))["url"])
-    running = known_tokens.running()
-    if len(running) > 1:
-        raise ApiError(f"several controllers run here: {', '.join(running)}; say which with --url")
-    if running:
-        return running[0]
+    if known := url or CliSettings().url or _started_here():
+        return await _at(known, work)
+    elsewhere = known_tokens.running()
     if (DEFAULT_STATE / DATABASE_FILE).exists():
-        return ""
+        # It loads the controller.
+        from services.cli.ended_runs import URL, NotRunningError, ended_runs
+
+        try:
+            async with ended_runs(DEFAULT_STATE) as transport, Api(URL, transport=transport) as api:
+                return await work(api)
+        except (UnknownError, NotRunningError):
+            if len(elsewhere) != 1:
+                raise
+    if len(elsewhere) > 1:
+        raise ApiError(
+            f"several controllers run here: {', '.join(elsewhere)}; say which with --url"
+        )
+    if elsewhere:
+        return await _at(elsewhere[0], work)
     raise ApiError(
         "no controller is known: start one with 'slipstream up', or give --url or SLIPSTREAM_URL"
     )
+
+
+async def _at(url: str, work: Callable[[Api], Awaitable[_T]]) -> _T:
+    async with Api(url, token=CliSettings().token or known_tokens.find(url)) as api:
+        return await work(api)
+
+
+def _started_here() -> str:
+    """Address of the controller that lives and was started in this folder; empty if there is none."""
+    try:
+        url = str(json.loads((DEFAULT_STATE / UP_FILE).read_text(encoding="utf-8"))["url"])
+    except FileNotFoundError:
+        return ""
+    return url if url in known_tokens.running() else ""
 
 
 def run_until_signal(work: Coroutine[Any, Any, Any]) -> Any:

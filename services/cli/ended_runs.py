@@ -26,6 +26,10 @@ URL = "http://ended.runs"
 """Address of the API, which is on no network."""
 
 
+class NotRunningError(ApiError):
+    """It takes a controller that runs."""
+
+
 @asynccontextmanager
 async def ended_runs(state_directory: Path) -> AsyncIterator[httpx.AsyncBaseTransport]:
     """The API in this process, over the database of a folder; it answers, and drives nothing."""
@@ -56,9 +60,9 @@ class _Reading(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         if request.method != "GET" or request.url.path.endswith("/stream"):
-            raise ApiError(
-                "no controller runs that could do this: start one with 'slipstream up', or give --url or "
-                "SLIPSTREAM_URL"
+            raise NotRunningError(
+                "no controller runs in this folder that could do this: start one with 'slipstream up', or "
+                "give --url or SLIPSTREAM_URL"
             )
         return await self._inner.handle_async_request(request)
 

@@ -103,34 +103,35 @@ async def _follow_beside(
 
 async def _up(state_directory: Path, port: int) -> None:
     async with _started(state_directory, port=port, max_restarts=_UP_RESTARTS) as (services, api):
-        up_file = state_directory / UP_FILE
-        up_file.write_text(json.dumps({"url": services.url}) + "\n", encoding="utf-8")
-        try:
-            console.print(
-                f"controller at {services.url}, API documentation at {services.url}/docs, gRPC at "
-                f"{services.grpc_address}; Ctrl-C pauses runs and ends it\n"
-                f"run page, for one browser: {await api.page_link()}",
-                highlight=False,
-                soft_wrap=True,
-            )
-            interrupts = Interrupts()
-            async with TaskGroup() as tasks:
-                keeping = tasks.create_task(services.keep())
-                await interrupts.pause_runs(api, console)
-                keeping.cancel()
-        finally:
-            up_file.unlink(missing_ok=True)
+        say(
+            console,
+            f"controller at {services.url}, API documentation at {services.url}/docs, gRPC at "
+            f"{services.grpc_address}; Ctrl-C pauses runs and ends it\n"
+            f"run page, for one browser: {await api.page_link()}",
+        )
+        interrupts = Interrupts()
+        async with TaskGroup() as tasks:
+            keeping = tasks.create_task(services.keep())
+            await interrupts.pause_runs(api, console)
+            keeping.cancel()
 
 
 @asynccontextmanager
 async def _started(
     state_directory: Path, *, port: int, max_restarts: int
 ) -> AsyncIterator[tuple[LocalServices, Api]]:
-    """The services, once they are up, and calls that wait for a controller that is started again."""
+    """The services, once they are up, and calls that wait for a controller that is started again.
+
+    Commands in the folder find them meanwhile.
+    """
     async with AsyncExitStack() as stack:
         with told("starting the controller and the transferqueue", console):
             services = await stack.enter_async_context(
                 local_services(state_directory, port=port, max_restarts=max_restarts)
             )
         api = Api(services.url, token=services.token, patience_s=_PATIENCE_S)
-        yield services, await stack.enter_async_context(api)
+        await stack.enter_async_context(api)
+        up_file = state_directory / UP_FILE
+        up_file.write_text(json.dumps({"url": services.url}) + "\n", encoding="utf-8")
+        stack.callback(up_file.unlink, missing_ok=True)
+        yield services, api

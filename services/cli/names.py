@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from services.cli.api import Api, ApiError
+from services.cli.api import Api, ApiError, UnknownError
 from services.common.spec.similar import did_you_mean
 from services.controller.api.operations import ListRuns
 
@@ -32,7 +32,8 @@ async def find_run(api: Api, text: str) -> str:
         text: Its id, the beginning of its id, or its name, which means the newest run of that name.
 
     Raises:
-        ApiError: If there is none, or several ids begin so.
+        UnknownError: If there is none.
+        ApiError: If several ids begin so.
     """
     if is_id(text):
         return text
@@ -48,7 +49,7 @@ async def find_run(api: Api, text: str) -> str:
             "more of it"
         )
     meant = did_you_mean(text, sorted({run.name for run in runs}))
-    raise ApiError(
+    raise UnknownError(
         f"there is no run with the name or id {text!r}; 'slipstream list' shows those there are.{meant}"
     )
 

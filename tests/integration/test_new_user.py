@@ -71,7 +71,7 @@ def test_a_closed_terminal_loses_nothing_and_the_model_is_taken_away(spec, tmp_p
         [sys.executable, "-c", USE, tmp_path / "model"], capture_output=True, text=True, check=False
     )
     assert used.stdout == "True\n", used.stderr
-    assert "SUCCEEDED" in Terminal(spec.parent).slipstream("list").out
+    assert "SUCCEEDED" in Terminal(spec.parent).slipstream("get", "digits").out
     assert "reward/style" in Terminal(spec.parent).slipstream("metrics", "digits").out
     refused = Terminal(spec.parent).tries("resume", "digits")
     assert refused.code == 1
