@@ -78,5 +78,5 @@ class _Nowhere:
     """In place of a transferqueue: nothing is stored in it."""
 
     async def read_samples(self, run_id: str, query: Any) -> AsyncIterator[bytes]:
-        for stretch in ():
-            yield stretch
+        return
+        yield b""
