@@ -4,6 +4,7 @@ import asyncio
 import json
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -11,7 +12,7 @@ import typer
 from pydantic import ValidationError
 
 from services.cli import known_tokens
-from services.cli.api import Api, ApiError, UnknownError
+from services.cli.api import Api, ApiError
 from services.cli.local import ServiceExitedError
 from services.cli.names import find_run, is_id, may_be_run
 from services.cli.output import console, errors, fail, patient
@@ -46,6 +47,8 @@ RunId = Annotated[
 StateDirectory = Annotated[Path, typer.Option(help="Folder of runs, logs and the database.")]
 Url = Annotated[str | None, typer.Option(help="REST address of the controller.")]
 
+# What is not in a folder may be with a controller that runs elsewhere.
+_NOT_HERE = (HTTPStatus.NOT_FOUND, HTTPStatus.SERVICE_UNAVAILABLE)
 DEFAULT_STATE = Path("runs")
 UP_FILE = "up.json"
 
@@ -89,13 +92,13 @@ async def _with_api(url: str | None, work: Callable[[Api], Awaitable[_T]]) -> _T
     elsewhere = known_tokens.running()
     if (DEFAULT_STATE / DATABASE_FILE).exists():
         # It loads the controller.
-        from services.cli.ended_runs import URL, NotRunningError, ended_runs
+        from services.cli.ended_runs import URL, ended_runs
 
         try:
-            async with ended_runs(DEFAULT_STATE) as transport, Api(URL, transport=transport) as api:
+            async with ended_runs(DEFAULT_STATE) as http, Api(URL, http=http) as api:
                 return await work(api)
-        except (UnknownError, NotRunningError):
-            if len(elsewhere) != 1:
+        except ApiError as error:
+            if error.status not in _NOT_HERE or len(elsewhere) != 1:
                 raise
     if len(elsewhere) > 1:
         raise ApiError(

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,8 @@ URL = "http://ended.runs"
 """Address of the API, which is on no network."""
 
 
-class NotRunningError(ApiError):
-    """It takes a controller that runs."""
-
-
 @asynccontextmanager
-async def ended_runs(state_directory: Path) -> AsyncIterator[httpx.AsyncBaseTransport]:
+async def ended_runs(state_directory: Path) -> AsyncIterator[httpx.AsyncClient]:
     """The API in this process, over the database of a folder; it answers, and drives nothing."""
     database = Database(f"sqlite:///{state_directory / DATABASE_FILE}")
     limits = Limits(max_active_runs=1, max_queued_runs=1)
@@ -47,7 +44,7 @@ async def ended_runs(state_directory: Path) -> AsyncIterator[httpx.AsyncBaseTran
             )
             logs = RunLogs(state_directory, manager.is_ended)
             api = RunApi(manager, RunAudit(database), logs, _Owner(), RequestLimits(manager.limits))
-            yield _Reading(httpx.ASGITransport(app=build_app(api)))
+            yield httpx.AsyncClient(transport=_Reading(httpx.ASGITransport(app=build_app(api))))
     finally:
         database.close()
 
@@ -60,9 +57,10 @@ class _Reading(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         if request.method != "GET" or request.url.path.endswith("/stream"):
-            raise NotRunningError(
+            raise ApiError(
                 "no controller runs in this folder that could do this: start one with 'slipstream up', or "
-                "give --url or SLIPSTREAM_URL"
+                "give --url or SLIPSTREAM_URL",
+                status=HTTPStatus.SERVICE_UNAVAILABLE,
             )
         return await self._inner.handle_async_request(request)
 

@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Sequence
+from http import HTTPStatus
 
-from services.cli.api import Api, ApiError, UnknownError
+from services.cli.api import Api, ApiError
 from services.common.spec.similar import did_you_mean
 from services.controller.api.operations import ListRuns
 
@@ -32,8 +33,7 @@ async def find_run(api: Api, text: str) -> str:
         text: Its id, the beginning of its id, or its name, which means the newest run of that name.
 
     Raises:
-        UnknownError: If there is none.
-        ApiError: If several ids begin so.
+        ApiError: If there is none, with status 404, or several ids begin so.
     """
     if is_id(text):
         return text
@@ -49,8 +49,9 @@ async def find_run(api: Api, text: str) -> str:
             "more of it"
         )
     meant = did_you_mean(text, sorted({run.name for run in runs}))
-    raise UnknownError(
-        f"there is no run with the name or id {text!r}; 'slipstream list' shows those there are.{meant}"
+    raise ApiError(
+        f"there is no run with the name or id {text!r}; 'slipstream list' shows those there are.{meant}",
+        status=HTTPStatus.NOT_FOUND,
     )
 
 
