@@ -284,7 +284,10 @@ class Operations:
         to_step: int = 0,
         max_points: int = 2000,
     ) -> MetricPage:
-        """Numbers of the run's steps; of more than ``max_points`` every n-th. ``to_step`` 0 is the newest."""
+        """Numbers of the run's steps; of more than ``max_points`` every n-th. ``to_step`` 0 is the newest.
+
+        A ``name`` that ends with ``*`` means all that begin so.
+        """
         request = Request(
             method="GET",
             path="/v1/runs/{run_id}/metrics",

@@ -258,7 +258,10 @@ class FollowLogs(OfRun[LogLine]):
 
 
 class ListMetrics(OfRun[MetricPage]):
-    """Numbers of the run's steps; of more than ``max_points`` every n-th. ``to_step`` 0 is the newest."""
+    """Numbers of the run's steps; of more than ``max_points`` every n-th. ``to_step`` 0 is the newest.
+
+    A ``name`` that ends with ``*`` means all that begin so.
+    """
 
     http = "GET /v1/runs/{run_id}/metrics"
     name: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=64)] = []

@@ -14,7 +14,7 @@ def as_columns(steps: Sequence[StepMetrics], names: Collection[str]) -> MetricPa
 
     Args:
         steps: In order.
-        names: Numbers and histograms that are wanted; none for all.
+        names: Numbers and histograms that are wanted; none for all. ``NAME*`` means all that begin so.
     """
     numbers = {name for step in steps for name in step.metrics} - {_HISTOGRAMS}
     spreads = [step.metrics.get(_HISTOGRAMS, {}) for step in steps]
@@ -34,7 +34,10 @@ def as_columns(steps: Sequence[StepMetrics], names: Collection[str]) -> MetricPa
 
 
 def _wanted(known: Collection[str], names: Collection[str]) -> list[str]:
-    return sorted(name for name in known if not names or name in names)
+    beginnings = tuple(name[:-1] for name in names if name.endswith("*"))
+    return sorted(
+        name for name in known if not names or name in names or name.startswith(beginnings)
+    )
 
 
 def _histogram(name: str, spreads: Sequence[dict[str, int]]) -> MetricHistogram:

@@ -5,7 +5,9 @@ import { go } from "./route.js";
 
 const RANK = { viewer: 0, operator: 1, admin: 2 };
 const ENDED = ["SUCCEEDED", "FAILED", "CANCELLED"];
-const isActive = ({ state }) => !ENDED.includes(state);
+
+/** Whether a run has not ended. */
+export const isActive = ({ state }) => !ENDED.includes(state);
 const isTraining = ({ state }) => state === "RUNNING";
 
 /** Actions: text, role, when it is offered, what is asked first ([key, label, kind, value]), and what is sent. */

@@ -47,6 +47,14 @@ const BEGINNINGS = LINES.filter((lines) => typeof lines === "string");
 const KNOWN = new Set(LINES.filter(Array.isArray).flatMap((lines) => lines.map(([, key]) => key)));
 const NO_CHART = new Set(["step"]);
 
+/** What the charts above need; a name that ends with "*" means all that begin so. */
+export const CHARTED = [...KNOWN, ...BEGINNINGS.map((beginning) => `${beginning}*`), ...SPREADS.map(([, name]) => name)];
+
+/** Whether a chart above needs a number. */
+export function isCharted(name) {
+  return KNOWN.has(name) || BEGINNINGS.some((beginning) => name.startsWith(beginning));
+}
+
 /** Lines of the numbers whose names begin alike. */
 export function linesOf(beginning, names) {
   return [...names].filter((name) => name.startsWith(beginning)).sort().map((name) => [name.slice(beginning.length), name]);
@@ -56,7 +64,7 @@ export function linesOf(beginning, names) {
 export function furtherCharts(names) {
   const byTitle = new Map();
   for (const name of [...names].sort()) {
-    if (KNOWN.has(name) || NO_CHART.has(name) || BEGINNINGS.some((each) => name.startsWith(each))) continue;
+    if (isCharted(name) || NO_CHART.has(name)) continue;
     const [title, ...rest] = name.split("/");
     const lines = byTitle.get(title) ?? byTitle.set(title, []).get(title);
     lines.push([rest.join("/") || name, name]);

@@ -49,7 +49,7 @@ export class Curves {
     let runs = this.all;
     if (wanted) {
       runs = await Promise.all(this.all.map((whole) => {
-        const part = Object.assign(new Series(whole.run), { label: whole.label, begin: whole.begin });
+        const part = Object.assign(new Series(whole.run, whole), { label: whole.label, begin: whole.begin });
         return part.read(...(this.axis === "time" ? stepsBetween(whole, from, to) : [Math.max(from, 1), Math.max(to, 1)]));
       }));
       for (const part of runs) {
@@ -124,7 +124,7 @@ export class Curves {
   #lay() {
     const sections = CATALOG.map(([heading, charts]) => [heading, charts.map((chart) => new Chart(chart, this))]);
     sections[1][1].push(...SPREADS.map((spread) => new Spread(spread, this)));
-    this.further = h("details", { class: "further", hidden: true }, h("summary", {}), h("div", { class: "charts" }));
+    this.further = h("details", { class: "further", ontoggle: () => this.#readAll() }, h("summary", {}), h("div", { class: "charts" }));
     this.furtherNames = new Set();
     this.body.replaceChildren(
       ...sections.map(([heading, charts]) => h("section", { "aria-label": heading }, h("h3", {}, heading),
@@ -140,10 +140,20 @@ export class Curves {
     return chart.element;
   }
 
+  /** Read what no chart names, once it is to be seen. */
+  async #readAll() {
+    if (!this.further.open || this.all.every(({ isWhole }) => isWhole)) return;
+    for (const series of this.all) series.isWhole = true;
+    await Promise.all(this.all.map((series) => series.read()));
+    await this.zoom(...(this.range ?? [null]));
+  }
+
   #layFurther() {
     const names = new Set(this.runs.flatMap((run) => [...run.columns.keys(), ...run.scores.flatMap(Object.keys)]));
+    const isWhole = this.all.every((series) => series.isWhole);
+    this.further.children[0].textContent = `Everything else that steps record${isWhole ? ` (${furtherCharts(names).length})` : ""}`;
     if (names.size === this.furtherNames.size) return;
-    const [summary, place] = this.further.children;
+    const [, place] = this.further.children;
     this.charts = this.charts.filter((chart) => !place.contains(chart.element) || chart.remove());
     this.furtherNames = names;
     for (const chart of this.charts.filter(({ beginning }) => beginning)) {
@@ -151,9 +161,8 @@ export class Curves {
       chart.element.hidden = !chart.lines.length;
     }
     const charts = furtherCharts(names);
-    summary.textContent = `Everything else that steps record (${charts.length})`;
     place.replaceChildren(...charts.map((chart) => this.#hang(new Chart(chart, this))));
-    this.further.hidden = !charts.length;
+    this.further.hidden = isWhole && !charts.length;
   }
 
   #draw() {

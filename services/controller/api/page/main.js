@@ -1,5 +1,5 @@
 // The run page: a list of runs, and one run with its tabs, live.
-import { offerActions } from "./actions.js";
+import { isActive, offerActions } from "./actions.js";
 import { Refused, TokenNeeded, getJson, readEvents, signIn, useToken } from "./api.js";
 import { Checkpoints } from "./checkpoints.js";
 import { Configuration } from "./configuration.js";
@@ -51,13 +51,16 @@ async function show() {
   $("run").hidden = !where.run;
   if (!where.run) return;
   const key = [where.run, ...where.others].join(" ");
-  if (shown?.key !== key) await open(key, where);
+  const isNew = shown?.key !== key;
+  if (isNew) await open(key, where);
   if (shown?.key !== key || !shown.all) return; // another one was asked for meanwhile, or it is still being read
   if (shown.tab !== where.tab) openTab(where.tab);
   else shown.view.search?.(where.search);
-  const run = await getJson(`/v1/runs/${where.run}`);
-  if (shown.key !== key) return;
-  Object.assign(shown.all[0].run, run);
+  if (!isNew) {
+    const run = await getJson(`/v1/runs/${where.run}`);
+    if (shown.key !== key) return;
+    Object.assign(shown.all[0].run, run);
+  }
   head();
   shown.view.refresh?.(shown.all[0].run);
 }
@@ -75,7 +78,7 @@ async function open(key, { run: id, others }) {
   const found = all.map(({ run }) => run);
   for (const series of all) series.label = labelOf(series.run, found);
   opened.all = all;
-  all.forEach((series, index) => follow(opened, series, newest[index]));
+  all.forEach((series, index) => { if (isActive(series.run)) follow(opened, series, newest[index]); });
 }
 
 /** Read a run with its series; returns the number of an event that both are sure to have taken in. */

@@ -1,13 +1,19 @@
 // Numbers of a run's steps, as columns; the newest come with the run's events.
 import { getJson } from "./api.js";
+import { CHARTED, isCharted } from "./catalog.js";
 
 const POINTS = 300;
 const MOST_POINTS = 1500;
 
 /** Columns of some steps of a run, with its evaluations. */
 export class Series {
-  constructor(run) {
+  /**
+   * @param run The run.
+   * @param isWhole Whether it has every number that steps record, or those of the charts alone, which come sooner.
+   */
+  constructor(run, { isWhole = false } = {}) {
     this.run = run;
+    this.isWhole = isWhole;
     this.steps = [];
     this.times = []; // seconds since the epoch
     this.columns = new Map();
@@ -18,9 +24,10 @@ export class Series {
   /** Read steps `from` to `to`, thinned out; 0 is the newest. */
   async read(from = 0, to = 0) {
     const path = `/v1/runs/${this.run.id}`;
+    const names = this.isWhole ? "" : CHARTED.map((name) => `&name=${encodeURIComponent(name)}`).join("");
     const range = `from_step=${Math.max(Math.floor(from), 0)}&to_step=${Math.max(Math.ceil(to), 0)}`;
     const [page, evaluations] = await Promise.all([
-      getJson(`${path}/metrics?max_points=${POINTS}&${range}`),
+      getJson(`${path}/metrics?max_points=${POINTS}&${range}${names}`),
       getJson(`${path}/events?type=Validated&order_by=-seq&limit=500`),
     ]);
     this.steps = page.steps;
@@ -59,7 +66,7 @@ export class Series {
     this.steps.push(step);
     this.times.push(Date.parse(time) / 1000);
     for (const [name, value] of Object.entries(numbers)) {
-      if (typeof value !== "number") continue;
+      if (typeof value !== "number" || !(this.isWhole || isCharted(name))) continue;
       if (!this.columns.has(name)) this.columns.set(name, Array(this.steps.length - 1).fill(null));
     }
     for (const [name, column] of this.columns) column.push(numbers[name] ?? (name === "step" ? step : null));

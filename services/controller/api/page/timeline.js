@@ -62,8 +62,10 @@ export class Timeline {
     while (!this.isWhole && steps() < this.behind + this.count) {
       const oldest = this.events[0]?.seq ?? 0;
       const types = TYPES.map((type) => `type=${type}`).join("&");
-      const { items } = await getJson(`/v1/runs/${this.run.id}/events?order_by=-seq&limit=${PAGE}&before_seq=${oldest}&${types}`);
-      this.isWhole = items.length < PAGE;
+      // A step has about two events, and they are large.
+      const limit = Math.min(PAGE, 3 * (this.behind + this.count - steps()));
+      const { items } = await getJson(`/v1/runs/${this.run.id}/events?order_by=-seq&limit=${limit}&before_seq=${oldest}&${types}`);
+      this.isWhole = items.length < limit;
       const known = this.events[0]?.seq ?? Infinity;
       this.events.unshift(...items.reverse().filter(({ seq }) => seq < known));
     }

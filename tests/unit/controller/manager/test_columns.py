@@ -15,6 +15,7 @@ def test_a_step_without_a_number_has_none_in_its_column():
         ("sync_ms", [3.0, None]),
     ]
     assert [metric.name for metric in as_columns(steps, {"loss"}).items] == ["loss"]
+    assert [metric.name for metric in as_columns(steps, {"lo*", "none*"}).items] == ["loss"]
 
 
 def test_histograms_have_the_buckets_of_all_steps():
