@@ -244,8 +244,10 @@ def _rewards(spec: RunSpec) -> Iterator[str]:
         reference = REWARDS.get(reward.name, reward.name)
         if reward.name in REWARDS and not reward.arguments:
             continue  # what it imports takes seconds
-        given = dict(reward.arguments) | ({"episode": {}} if reward.sees_episode else {})
-        yield from _called(f"{key}.name", reference, ("", "", None, {}), given)
+        seen = "episode" if reward.sees == "response" else "episodes"
+        given = dict(reward.arguments) | ({seen: {}} if reward.sees_episode else {})
+        responses = ("", "") if reward.sees == "pairs" else ("",)
+        yield from _called(f"{key}.name", reference, ("", *responses, None, {}), given)
 
 
 def _workflow(spec: RunSpec) -> Iterator[str]:

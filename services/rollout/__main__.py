@@ -164,6 +164,7 @@ async def _load(
             tokenizer=tokenizer,
             workflow=workflow,
             reward=scorer,
+            comparison=scorer.comparison,
             calls=calls,
         ),
         spec.rollout,

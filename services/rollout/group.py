@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,6 +21,8 @@ from services.rollout.failures import CallError, GroupError
 from services.rollout.partial import GroupProgress, MemberProgress
 from services.rollout.prompts import Prompt
 from services.rollout.rewards.base import Reward, RewardInput, Score
+from services.rollout.rewards.comparison import Comparison
+from services.rollout.rewards.terms import joined
 from services.rollout.samples import Sample, answer_digest
 from services.rollout.workflows.base import Episode, Interrupted, Workflow
 from services.rollout.workflows.conversations import flattened, trained_once
@@ -45,6 +47,8 @@ class Tools:
     """Scores them."""
     calls: CallPool
     """Calls the workflow's tools."""
+    comparison: Callable[[str], Comparison | None] = lambda _: None
+    """What scores members of a split by what the others did, if a reward does that."""
 
 
 class RunningGroup:
@@ -69,6 +73,7 @@ class RunningGroup:
         self._episodes: dict[int, Episode] = {}
         self._num_failed_scores: dict[int, int] = {}
         self._scores: dict[int, Score] = {}
+        self._given: dict[int, RewardInput] = {}
         self._members: dict[int, asyncio.Task[Sample | None]] = {}
 
     async def sample(self, prompt: Prompt, progress: GroupProgress) -> list[Sample]:
@@ -95,7 +100,9 @@ class RunningGroup:
         if self.is_cut:
             return []
         samples = [task.result() for task in self._members.values()]
-        return [sample for sample in samples if sample is not None]
+        made = [sample for sample in samples if sample is not None]
+        comparison = self._tools.comparison(self.assignment.split)
+        return made if comparison is None else await self._compared(made, comparison)
 
     def interrupt(self) -> Collection[str]:
         """Stop at the next chance; returns the requests that the engine has to abort for it.
@@ -163,7 +170,8 @@ class RunningGroup:
                 if not await self._run_workflow(episode):
                     return None
                 self._check_segments(episode)
-                score = earlier.score or await self._score(episode)
+                given = self._given[member] = self._input(episode)
+                score = earlier.score or await self._score(given)
             except CallError as error:
                 failure = error
                 continue
@@ -233,9 +241,41 @@ class RunningGroup:
                 retryable=True,
             )
 
-    async def _score(self, episode: Episode) -> Score:
+    async def _compared(self, samples: Sequence[Sample], comparison: Comparison) -> list[Sample]:
+        """Add what comparing the members is worth; those without a score are not compared."""
+        scored = [sample for sample in samples if sample.finish_reason != "failed"]
+        if not scored:
+            return [*samples]
+        given = [self._given[sample.member] for sample in scored]
+        for _ in range(self._spec.max_attempts):
+            try:
+                with metrics.REWARD_SECONDS.time(), tracing.span("reward.compare"):
+                    scores = await comparison.score(given)
+                break
+            except CallError as error:
+                metrics.REWARD_FAILURES.labels(kind=error.kind).inc()
+                failure = error
+        else:
+            if self._spec.on_reward_failure == "mask":
+                return [replace(s, finish_reason="failed", score=Score(0.0)) for s in samples]
+            raise GroupError(f"reward_{failure.kind}", failure.message, retryable=True)
+        added = dict(zip([sample.member for sample in scored], scores, strict=True))
+        return [
+            replace(s, score=joined(s.score, added[s.member])) if s.member in added else s
+            for s in samples
+        ]
+
+    async def _score(self, given: RewardInput) -> Score:
+        try:
+            with metrics.REWARD_SECONDS.time(), tracing.span("reward.score"):
+                return await self._tools.reward.score(given)
+        except CallError as error:
+            metrics.REWARD_FAILURES.labels(kind=error.kind).inc()
+            raise
+
+    def _input(self, episode: Episode) -> RewardInput:
         prompt = episode.prompt
-        given = RewardInput(
+        return RewardInput(
             prompt=prompt.text,
             response=episode.response_text,
             answer=prompt.answer,
@@ -244,12 +284,6 @@ class RunningGroup:
             earned=episode.earned,
             episode=partial(history_of, episode),
         )
-        try:
-            with metrics.REWARD_SECONDS.time(), tracing.span("reward.score"):
-                return await self._tools.reward.score(given)
-        except CallError as error:
-            metrics.REWARD_FAILURES.labels(kind=error.kind).inc()
-            raise
 
     def _sample(self, member: int, episode: Episode, *, score: Score, failed: bool) -> Sample:
         prompt, *turns = flattened(trained_once(episode.sequences))

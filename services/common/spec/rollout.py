@@ -50,9 +50,13 @@ class RewardSpec(SpecPart):
     terms: dict[str, TermSpec] = Field(default_factory=dict)
     """Weights and bounds of named terms; a term that is not here has weight 1. A reward that leaves one of
     these out fails as ``invalid_value``."""
+    sees: Literal["response", "group", "pairs"] = "response"
+    """What a function of yours is called with. ``group``: ``(prompt, responses, answer, row)``, all responses
+    of a group, for a list of numbers or terms. ``pairs``: ``(prompt, first, second, answer, row)``, for a
+    preference of the first from 0 to 1; a response is worth its mean over all others, in both orders."""
     sees_episode: bool = False
     """Whether it is also given the whole episode, as the keyword ``episode``: messages, tokens, versions and
-    times."""
+    times. One that sees several responses gets the list ``episodes``."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments handed to the reward."""
 

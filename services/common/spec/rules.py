@@ -95,6 +95,13 @@ def _rewards(spec: RunSpec) -> Iterator[str]:
             part = spec.data.sets[key.removeprefix("data.").removesuffix(".rewards")]
             has_answers = spec.data.answer_column_of(part) is not None
         yield from _rewards_of(key, rewards, has_answers=has_answers)
+        most, size = spec.rollout.max_running_samples, spec.samples_per_group
+        if size > most and (compared := [one.name for one in rewards if one.sees != "response"]):
+            yield (
+                f"{key}: {compared[0]!r} compares the responses of a group, but a group of {size} is shared "
+                f"by rollouts, none of which has all of it; set rollout.max_running_samples ({most}) to at "
+                "least that"
+            )
 
 
 def _rewards_of(
@@ -113,6 +120,11 @@ def _rewards_of(
             yield (
                 f"{key}.name: {reward.name!r} compares with the expected answer, but data.answer_column is "
                 "null; name the column, or take another reward"
+            )
+        if reward.sees != "response" and ("://" in reward.name or ":" not in reward.name):
+            yield (
+                f"{key}.sees is {reward.sees!r}, which is for functions of yours, but {key}.name is "
+                f"{reward.name!r}; name 'module:function', or remove {key}.sees"
             )
         if reward.bounds is not None and reward.bounds[0] >= reward.bounds[1]:
             yield (

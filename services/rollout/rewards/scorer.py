@@ -9,8 +9,9 @@ from services.common.spec.run import RunSpec
 from services.common.task_group import TaskGroup
 from services.rollout.calls.pool import CallPool
 from services.rollout.calls.reach import Reach
-from services.rollout.failures import CallError
-from services.rollout.rewards.base import Reward, RewardInput, Score
+from services.rollout.failures import CallError, first_call_error
+from services.rollout.rewards.base import RewardInput, Score
+from services.rollout.rewards.comparison import Comparison
 from services.rollout.rewards.grpc_client import GrpcRewardService
 from services.rollout.rewards.http_service import HttpRewardService
 from services.rollout.rewards.remote import RemoteReward, RewardService
@@ -78,6 +79,11 @@ class Scorer:
             await scorer.check()
             yield scorer
 
+    def comparison(self) -> Comparison | None:
+        """What compares the responses of a group; None if no reward does."""
+        comparing = [spec for spec in self._specs if spec.sees != "response"]
+        return Comparison(comparing, self._pool) if comparing else None
+
     async def check(self) -> None:
         """Load every term once, so that a wrong name fails before the run starts.
 
@@ -100,9 +106,13 @@ class Scorer:
         """
         try:
             async with TaskGroup() as group:
-                tasks = [group.create_task(self._value(spec, given)) for spec in self._specs]
+                tasks = [
+                    group.create_task(self._value(spec, given))
+                    for spec in self._specs
+                    if spec.sees == "response"
+                ]
         except* CallError as errors:
-            raise _first(errors) from None
+            raise first_call_error(errors) from None
         return add_up(task.result() for task in tasks)
 
     async def _value(self, spec: RewardSpec, given: RewardInput) -> tuple[RewardSpec, object]:
@@ -130,7 +140,7 @@ class ScorerOfSets:
         own: Of those that do, by split.
     """
 
-    def __init__(self, common: Reward, own: Mapping[str, Reward]) -> None:
+    def __init__(self, common: Scorer, own: Mapping[str, Scorer]) -> None:
         self._common = common
         self._own = own
 
@@ -155,6 +165,10 @@ class ScorerOfSets:
             own = {s: scorers[k] for s in spec.data.sets if (k := f"data.{s}.rewards") in scorers}
             yield cls(scorers["rollout.rewards"], own)
 
+    def comparison(self, split: str) -> Comparison | None:
+        """As :meth:`Scorer.comparison`, for a split."""
+        return self._own.get(split, self._common).comparison()
+
     async def score(self, given: RewardInput) -> Score:
         """As :meth:`Scorer.score`."""
         return await self._own.get(given.split, self._common).score(given)
@@ -173,12 +187,3 @@ def _service(url: str, reach: Reach) -> RewardService:
 
 def _reference(spec: RewardSpec) -> str:
     return REWARDS.get(spec.name, spec.name)
-
-
-def _first(errors: BaseExceptionGroup[CallError]) -> CallError:
-    """One error of a group; the others were consequences or say the same."""
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, CallError)
-    return error

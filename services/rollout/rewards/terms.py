@@ -16,6 +16,7 @@ MAX_TERMS: Final = 64
 _NAME = re.compile(r"[A-Za-z_][\w.\-/]{0,63}")
 _UNNAMEABLE = re.compile(r"\W")
 _PLAIN = TermSpec()
+_SUM = "sum of rollout.rewards"
 
 
 def add_up(values: Iterable[tuple[RewardSpec, object]]) -> Score:
@@ -42,7 +43,15 @@ def add_up(values: Iterable[tuple[RewardSpec, object]]) -> Score:
         total += spec.weight * score
         for name, term in found.items():
             terms[_free(name, terms)] = term
-    return Score(checked_score(total, bounds=None, name="sum of rollout.rewards"), terms)
+    return Score(checked_score(total, bounds=None, name=_SUM), terms)
+
+
+def joined(one: Score, other: Score) -> Score:
+    """Both scores together; a name that both have gets a number behind it."""
+    terms = dict(one.terms)
+    for name, term in other.terms.items():
+        terms[_free(name, terms)] = term
+    return Score(checked_score(one.value + other.value, bounds=None, name=_SUM), terms)
 
 
 def checked_score(value: object, *, bounds: tuple[float, float] | None, name: str) -> float:

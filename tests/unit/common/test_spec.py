@@ -70,6 +70,19 @@ def changed(**parts):
         (changed(trainer={"world_size": 3, "tensor_parallel": 2}), ["world_size", "multiple"]),
         (changed(trainer={"zero_stage": 1, "cpu_offload": True}), ["zero_stage", "cpu_offload"]),
         (changed(validation={"only": True}), ["data.heldout"]),
+        (
+            changed(rollout={"rewards": [{"name": "exact_match", "sees": "group"}]}),
+            ["rollout.rewards.0.sees", "module:function"],
+        ),
+        (
+            changed(
+                rollout={
+                    "rewards": [{"name": "a.py:b", "sees": "pairs"}],
+                    "max_running_samples": 2,
+                }
+            ),
+            ["rollout.rewards", "rollout.max_running_samples"],
+        ),
         (changed(data={"prompt_template": "no place"}), ["prompt_template", "{prompt}"]),
         (
             changed(model={"path": "org/model", "warm_start": {"examples": "a.py:b"}}),

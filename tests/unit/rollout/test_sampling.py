@@ -116,7 +116,12 @@ def assignment(group_id: str, row: int = 0, **changes: Any) -> GroupAssignment:
 
 @asynccontextmanager
 async def sampling(
-    reward: Any, *, workflow: Any = None, cache: MemoryCache | None = None, **changes: Any
+    reward: Any,
+    *,
+    workflow: Any = None,
+    cache: MemoryCache | None = None,
+    comparison: Any = None,
+    **changes: Any,
 ) -> AsyncIterator[tuple[GroupSampler, Outcome, TorchEngine]]:
     outcome, engine = Outcome(), make_engine()
     spec = RolloutSpec(
@@ -132,6 +137,7 @@ async def sampling(
             workflow=workflow or SingleTurn(),
             reward=reward,
             calls=CallPool(2),
+            comparison=lambda _: comparison,
         ),
         spec,
         publisher=outcome,
