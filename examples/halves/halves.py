@@ -1,0 +1,70 @@
+"""The largest of six digits: two helpers look at a half each, and their parent at what they said.
+
+None of them sees what another one sees, so the answer is right only if helpers and parent are. Each asks the
+policy over an OpenAI-compatible API in a conversation of its own; with ``train: all`` each of them learns.
+"""
+
+import asyncio
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import httpx
+
+HELDOUT_PROMPTS = 256
+_SEED = 20_260_101
+
+_http = httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None))
+
+
+async def solve(
+    base_url: str, api_key: str, model: str, prompt: str, row: Mapping[str, Any]
+) -> None:
+    """One episode: three conversations of one question each."""
+
+    async def ask(digits: str) -> str:
+        response = await _http.post(
+            f"{base_url}/chat/completions",
+            headers={"Authorization": f"Bearer {api_key}"},
+            json={
+                "model": model,
+                "messages": [{"role": "user", "content": f"{digits}="}],
+                "max_tokens": 2,
+            },
+        )
+        response.raise_for_status()
+        return str(response.json()["choices"][0]["message"]["content"])
+
+    halves = await asyncio.gather(ask(prompt[:3]), ask(prompt[3:6]))
+    await ask("".join(halves))
+
+
+def train() -> list[dict[str, str]]:
+    """Every input that is not held out."""
+    return [_row(digits) for digits in _inputs()[HELDOUT_PROMPTS:]]
+
+
+def heldout() -> list[dict[str, str]]:
+    """256 inputs that training does not see."""
+    return [_row(digits) for digits in _inputs()[:HELDOUT_PROMPTS]]
+
+
+def warm_start(count: int, seed: int) -> list[tuple[str, str]]:
+    """Examples of a base model that names the first digit, the last one, or the largest."""
+    return list(_examples(random.Random(seed), count))
+
+
+def _examples(rng: random.Random, count: int) -> Iterator[tuple[str, str]]:
+    for _ in range(count):
+        digits = "".join(rng.choices("0123456789", k=rng.choice((2, 3, 3))))
+        answer = rng.choices((digits[0], digits[-1], max(digits)), weights=(40, 35, 25))[0]
+        yield f"user: {digits}=\nassistant: ", answer
+
+
+def _inputs() -> list[str]:
+    inputs = [f"{number:06d}" for number in random.Random(_SEED).sample(range(1_000_000), 4096)]
+    return [digits for digits in inputs if len(set(digits)) > 3]
+
+
+def _row(digits: str) -> dict[str, str]:
+    return {"prompt": digits, "answer": max(digits)}

@@ -1,0 +1,60 @@
+"""The helpers and their parent of `examples/halves`."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+from services.cli.preflight import check
+from services.common.callables import load_callable
+from services.common.spec.loader import load_spec
+from services.rollout.calls.reach import Reach
+from services.rollout.engines.base import GenerationRequest, GenerationResult
+from services.rollout.openai.agent import Agent
+from services.rollout.workflows.conversations import trained_once
+from tests.unit.rollout.openai.served import TOKENIZER, make_episode
+
+EXAMPLE = Path(__file__).parents[4] / "examples" / "halves"
+
+
+class Largest:
+    """Names the largest digit that it is shown."""
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        shown = TOKENIZER.decode(request.context_ids).partition("user: ")[2].partition("=")[0]
+        tokens = (*TOKENIZER.encode(max(shown)), TOKENIZER.eos_id)
+        return GenerationResult(
+            token_ids=tokens,
+            logprobs=(-1.0,) * len(tokens),
+            version_runs=((0, len(tokens)),),
+            finish_reason="stop",
+        )
+
+
+async def test_helpers_and_parent_are_three_sequences_of_one_sample() -> None:
+    workflow = Agent(agent=f"{EXAMPLE / 'halves.py'}:solve", train="all")
+    rows = load_callable(f"{EXAMPLE / 'halves.py'}:heldout")()[:4]
+    episodes = [make_episode(Largest()) for _ in rows]
+    for episode, row in zip(episodes, rows, strict=True):
+        episode.prompt = replace(episode.prompt, text=row["prompt"])
+    async with workflow.serving(
+        "127.0.0.1:0", host="127.0.0.1", temperature=1.0, reach=Reach(["127.0.0.1"])
+    ):
+        await asyncio.gather(*[workflow.run(episode) for episode in episodes])
+    for episode, row in zip(episodes, rows, strict=True):
+        assert episode.response_text == row["answer"]
+        assert len(trained_once(episode.sequences)) == 3
+
+
+def test_its_specification_is_valid_and_trains_all_conversations() -> None:
+    spec = load_spec(EXAMPLE / "halves.yaml")
+    check(spec)
+    assert spec.rollout.workflow_arguments["train"] == "all"
+
+
+def test_held_out_prompts_are_not_trained() -> None:
+    train, heldout = (
+        {row["prompt"] for row in load_callable(f"{EXAMPLE / 'halves.py'}:{split}")()}
+        for split in ("train", "heldout")
+    )
+    assert len(heldout) == 256
+    assert not train & heldout
