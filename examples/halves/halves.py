@@ -1,7 +1,7 @@
 """The largest of six digits: two helpers look at a half each, and their parent at what they said.
 
 None of them sees what another one sees, so the answer is right only if helpers and parent are. Each asks the
-policy over an OpenAI-compatible API in a conversation of its own; with ``train: all`` each of them learns.
+policy over an OpenAI-compatible API in a conversation of its own; with ``train: all`` each of them trains.
 """
 
 import asyncio

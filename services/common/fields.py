@@ -49,6 +49,10 @@ FIELDS: Final = tuple(
             "highest value of the type where they are not known; only with rollout.routing_replay",
         ),
         ("rewards", "float32", "[]", "rollout", "task reward of the whole response"),
+        (
+            "token_rewards", "float32", "[R]", "rollout",
+            "what of it single tokens earned; only with rewards per turn or per token",
+        ),
         ("ref_logprobs", "float32", "[R]", "ref_logp", "log-probability under the frozen reference"),
         (
             "proximal_logprobs", "float32", "[R]", "logp",
@@ -66,9 +70,12 @@ TOOL_VERSION: Final = -1
 """Weight version of tokens that no policy sampled."""
 PROMPT_VERSION: Final = -2
 """Weight version of a prompt inside of a response: another sequence of the same sample begins with it."""
+TOKEN_REWARDS: Final = "token_rewards"  # noqa: S105 -- tokens of a text
 ROUTED_EXPERTS: Final = "routed_experts"
 ROLLOUT_FIELDS: Final = tuple(
-    field.name for field in FIELDS if field.producer == "rollout" and field.name != ROUTED_EXPERTS
+    field.name
+    for field in FIELDS
+    if field.producer == "rollout" and field.name not in (ROUTED_EXPERTS, TOKEN_REWARDS)
 )
 """What every sample has."""
 

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from itertools import chain
 
 import grpc
 import torch
@@ -144,7 +145,13 @@ async def _load(
     )
     num_heldout = sum(map(prompts.num_rows, spec.data.heldout_sets))
     teller = SampleTeller(data, spec, tokenizer, num_heldout) if spec.samples.is_on else None
-    publisher = GroupPublisher(data, routing, teller=teller)
+    rewards = chain.from_iterable(spec.rewards.values())
+    publisher = GroupPublisher(
+        data,
+        routing,
+        has_token_rewards=any(reward.per != "response" for reward in rewards),
+        teller=teller,
+    )
     workflow = load_workflow(spec.rollout)
     if isinstance(workflow, Agent):
         await stack.enter_async_context(

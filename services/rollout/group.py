@@ -23,7 +23,7 @@ from services.rollout.prompts import Prompt
 from services.rollout.rewards.base import Reward, RewardInput, Score
 from services.rollout.rewards.comparison import Comparison
 from services.rollout.rewards.terms import joined
-from services.rollout.samples import Sample, answer_digest
+from services.rollout.samples import Sample, answer_digest, placed_rewards
 from services.rollout.workflows.base import Episode, Interrupted, Workflow
 from services.rollout.workflows.conversations import flattened, trained_once
 from services.rollout.workflows.history import history_of
@@ -282,16 +282,20 @@ class RunningGroup:
             row=prompt.row,
             split=self.assignment.split,
             earned=episode.earned,
+            turn_lengths=tuple(len(turn.token_ids) for turn in episode.turns if turn.is_sampled),
             episode=partial(history_of, episode),
         )
 
     def _sample(self, member: int, episode: Episode, *, score: Score, failed: bool) -> Sample:
-        prompt, *turns = flattened(trained_once(episode.sequences))
+        sequences = trained_once(episode.sequences)
+        prompt, *turns = flattened(sequences)
+        earned = () if failed else score.tokens
         sample = Sample(
             member=member,
             prompt_ids=prompt.token_ids,
             turns=tuple(turns),
             score=replace(score, terms={**score.terms, **episode.measured}),
+            token_rewards=placed_rewards(earned, tuple(episode.turns), sequences) if earned else (),
             finish_reason="failed" if failed else episode.finish_reason,
             is_greedy=episode.limits.temperature == 0,
             answer=self._answer(episode.response_text),

@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
@@ -43,7 +43,7 @@ PARTIAL_FIELDS: Final = (
 
 ``response_ids``, ``rollout_logprobs`` and ``version_runs`` are as for samples. ``turns`` int32 ``[T, 6]`` has
 failed scores, tokens, version runs, finish code, milliseconds and tokens with known experts of each turn;
-``scores`` uint8 ``[B]`` has the score, if there is one, as a JSON list of its value and its terms;
+``scores`` uint8 ``[B]`` has the score, if there is one, as a JSON list of its value, terms and tokens;
 ``routed_experts`` uint8 ``[B]`` has the known experts, if there are any, as a file of numpy's.
 """
 
@@ -63,7 +63,8 @@ def encode_progress(progress: MemberProgress) -> dict[str, Tensor]:
         for turn in turns
     ]
     score = progress.score
-    scores = b"" if score is None else json.dumps([score.value, dict(score.terms)]).encode()
+    stored = None if score is None else [score.value, dict(score.terms), score.tokens]
+    scores = b"" if stored is None else json.dumps(stored).encode()
     return {
         "response_ids": _tensor((turn.token_ids for turn in turns), np.int32),
         "rollout_logprobs": _tensor((turn.logprobs for turn in turns), np.float32),
@@ -111,8 +112,12 @@ def decode_progress(fields: Mapping[str, Tensor]) -> MemberProgress:
     return MemberProgress(
         num_failed_scores=table[0][0] if table else 0,
         turns=tuple(turns),
-        score=Score(*json.loads(scores)) if scores else None,
+        score=_score(*json.loads(scores)) if scores else None,
     )
+
+
+def _score(value: float, terms: Mapping[str, float], tokens: Sequence[float]) -> Score:
+    return Score(value, terms, tuple(tokens))
 
 
 def _stored(experts: RoutedExperts | None) -> Tensor:

@@ -21,6 +21,7 @@ class GroupPublisher:
     Args:
         data: Where to.
         routing: What routers choose, if the trainer is to know.
+        has_token_rewards: Whether rewards of the run are for turns or tokens.
         teller: Tells people of some of them; None if nothing is kept.
     """
 
@@ -29,10 +30,12 @@ class GroupPublisher:
         data: DataClient,
         routing: RoutingShape | None = None,
         *,
+        has_token_rewards: bool = False,
         teller: SampleTeller | None = None,
     ) -> None:
         self._data = data
         self._routing = routing
+        self._has_token_rewards = has_token_rewards
         self._teller = teller
         self._waiting: dict[str, float] = {}
 
@@ -54,7 +57,9 @@ class GroupPublisher:
         try:
             prompts = prompt_fields(samples)
             is_shared = len(prompts) < len(samples)
-            columns = sample_fields(samples, self._routing)
+            columns = sample_fields(
+                samples, self._routing, has_token_rewards=self._has_token_rewards
+            )
             fields = columns | ({} if is_shared else {"prompt_ids": prompts})
             with metrics.PUBLISH_SECONDS.time(), tracing.span("samples.put"):
                 await self._data.put(

@@ -12,12 +12,12 @@ import regex
 import torch
 from torch import Tensor
 
-from services.common.fields import ROUTED_EXPERTS, TOOL_VERSION
+from services.common.fields import ROUTED_EXPERTS, TOKEN_REWARDS, TOOL_VERSION
 from services.common.models.routing_shape import RoutingShape
 from services.rollout.engines.base import VersionRun
 from services.rollout.prompts import Prompt
 from services.rollout.rewards.base import Score
-from services.rollout.workflows.conversations import divided
+from services.rollout.workflows.conversations import Conversation, divided
 from services.rollout.workflows.turns import (
     Turn,
     observed,
@@ -50,6 +50,8 @@ class Sample:
     """``stop``, ``length`` or ``failed``."""
     is_greedy: bool
     """Whether it was decoded greedily."""
+    token_rewards: tuple[float, ...] = ()
+    """What of the reward each token of the response earned, if a reward says so."""
     answer: str = ""
     """Digest of what it answers; empty for training."""
 
@@ -89,6 +91,31 @@ def answer_digest(response: str, pattern: str) -> str:
     return hashlib.sha256((answer or "").strip().encode()).hexdigest()[:16]
 
 
+def placed_rewards(
+    tokens: Sequence[float], judged: Conversation, trained: Sequence[Conversation]
+) -> tuple[float, ...]:
+    """Rewards of single tokens at their places in a sample's response; 0 where no reward was given.
+
+    Args:
+        tokens: One for each sampled token of the judged conversation.
+        judged: That conversation.
+        trained: What the sample is made of; tokens that are context there get nothing.
+    """
+    by_turn, place = dict[int, Sequence[float]](), 0
+    for turn in judged:
+        if turn.is_sampled:
+            by_turn[id(turn)] = tokens[place : place + len(turn.token_ids)]
+            place += len(turn.token_ids)
+    first, *_ = trained
+    placed = [
+        number
+        for conversation in trained
+        for turn in conversation
+        for number in by_turn.get(id(turn), (0.0,) * len(turn.token_ids))
+    ]
+    return tuple(placed[len(first[0].token_ids) :])
+
+
 def prompt_fields(samples: Sequence[Sample]) -> list[Tensor]:
     """Tokens of the prompts, ``[P]`` int32 each: one row if all samples of the group share it."""
     prompts = [sample.prompt_ids for sample in samples]
@@ -97,13 +124,17 @@ def prompt_fields(samples: Sequence[Sample]) -> list[Tensor]:
 
 
 def sample_fields(
-    samples: Sequence[Sample], routing: RoutingShape | None = None
+    samples: Sequence[Sample],
+    routing: RoutingShape | None = None,
+    *,
+    has_token_rewards: bool = False,
 ) -> dict[str, list[Tensor]]:
     """Tensors of the samples, by field name, as the data dictionary says.
 
     Args:
         samples: Of a group.
         routing: What routers choose, if the trainer is to know.
+        has_token_rewards: Whether rewards of the run are for turns or tokens.
 
     Raises:
         ValueError: If a sample's logprobs or versions do not cover its tokens.
@@ -128,6 +159,11 @@ def sample_fields(
         fields["rollout_logprobs"].append(torch.tensor(logprobs, dtype=torch.float32))
         fields["version_runs"].append(torch.tensor(runs, dtype=torch.int32).reshape(-1, 2))
         fields["rewards"].append(torch.tensor(sample.score.value, dtype=torch.float32))
+    if has_token_rewards:
+        fields[TOKEN_REWARDS] = [
+            torch.tensor(sample.token_rewards or (0.0,) * len(sample.response_ids))
+            for sample in samples
+        ]
     if routing is not None:
         fields[ROUTED_EXPERTS] = [_experts(sample, routing) for sample in samples]
     return fields

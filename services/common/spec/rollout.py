@@ -54,6 +54,10 @@ class RewardSpec(SpecPart):
     """What a function of yours is called with. ``group``: ``(prompt, responses, answer, row)``, all responses
     of a group, for a list of numbers or terms. ``pairs``: ``(prompt, first, second, answer, row)``, for a
     preference of the first from 0 to 1; a response is worth its mean over all others, in both orders."""
+    per: Literal["response", "turn", "token"] = "response"
+    """What a number is for. ``turn`` and ``token``: a reward of yours gives a list with a number for each
+    turn, or each token, that the policy sampled in the conversation that it judges. Token-level advantages
+    credit them there, others by their sum."""
     sees_episode: bool = False
     """Whether it is also given the whole episode, as the keyword ``episode``: messages, tokens, versions and
     times. One that sees several responses gets the list ``episodes``."""

@@ -126,6 +126,11 @@ def _rewards_of(
                 f"{key}.sees is {reward.sees!r}, which is for functions of yours, but {key}.name is "
                 f"{reward.name!r}; name 'module:function', or remove {key}.sees"
             )
+        if reward.per != "response" and (reward.sees != "response" or ":" not in reward.name):
+            yield (
+                f"{key}.per is {reward.per!r}, which is for functions of yours and services that see "
+                f"one response, but {key}.name is {reward.name!r} and {key}.sees {reward.sees!r}; change one"
+            )
         if reward.bounds is not None and reward.bounds[0] >= reward.bounds[1]:
             yield (
                 f"{key}.bounds must be the least and the largest value, but are {reward.bounds[0]:g} and "

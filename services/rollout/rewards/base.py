@@ -21,6 +21,8 @@ class RewardInput:
     """The set of the prompt."""
     earned: object = None
     """What the environment or the agent gave for the episode."""
+    turn_lengths: tuple[int, ...] = ()
+    """Tokens of each turn that the policy sampled in the judged conversation."""
     episode: Callable[[], Mapping[str, Any]] = dict
     """Describes the whole episode, JSON-like; see :mod:`services.rollout.workflows.history`."""
 
@@ -33,6 +35,9 @@ class Score:
     """What training sees: the weighted sum."""
     terms: Mapping[str, float] = field(default_factory=dict)
     """Its named terms, before weights."""
+    tokens: tuple[float, ...] = ()
+    """What of the value each token earned that the policy sampled in the judged conversation; none if rewards
+    are for the whole response."""
 
 
 class Reward(Protocol):

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 from services.common.spec.built_in import EARNED, REWARDS, SERVICES
 from services.common.spec.rollout import RewardSpec
@@ -15,7 +16,7 @@ from services.rollout.rewards.comparison import Comparison
 from services.rollout.rewards.grpc_client import GrpcRewardService
 from services.rollout.rewards.http_service import HttpRewardService
 from services.rollout.rewards.remote import RemoteReward, RewardService
-from services.rollout.rewards.terms import add_up, earned_terms
+from services.rollout.rewards.terms import add_up, earned_terms, token_values
 
 _GRPC = ("grpc://", "grpcs://")
 
@@ -113,7 +114,18 @@ class Scorer:
                 ]
         except* CallError as errors:
             raise first_call_error(errors) from None
-        return add_up(task.result() for task in tasks)
+        values = [task.result() for task in tasks]
+        tokens = [0.0] * sum(given.turn_lengths)
+        for place, (spec, value) in enumerate(values):
+            if spec.per == "response":
+                continue
+            earned = token_values(spec, value, given.turn_lengths)
+            tokens = [
+                sum(pair) for pair in zip(tokens, (spec.weight * e for e in earned), strict=True)
+            ]
+            values[place] = spec, sum(earned)
+        is_split = any(spec.per != "response" for spec, _ in values)
+        return replace(add_up(values), tokens=tuple(tokens) if is_split else ())
 
     async def _value(self, spec: RewardSpec, given: RewardInput) -> tuple[RewardSpec, object]:
         """A reward and what it gives: a number, or terms by name."""

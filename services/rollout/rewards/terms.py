@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import httpx
@@ -46,12 +46,42 @@ def add_up(values: Iterable[tuple[RewardSpec, object]]) -> Score:
     return Score(checked_score(total, bounds=None, name=_SUM), terms)
 
 
+def token_values(spec: RewardSpec, value: object, turn_lengths: Sequence[int]) -> list[float]:
+    """What each sampled token earned, before weights; a turn's is that of its last token.
+
+    Args:
+        spec: A reward per turn or per token.
+        value: What it gave.
+        turn_lengths: Tokens of each sampled turn.
+
+    Raises:
+        CallError: ``invalid_value`` if that is no list of as many finite numbers.
+    """
+    count = len(turn_lengths) if spec.per == "turn" else sum(turn_lengths)
+    if not isinstance(value, list) or len(value) != count:
+        raise CallError(
+            "invalid_value",
+            f"reward {spec.name!r} must return a list of {count} numbers, one for each {spec.per} that the "
+            f"policy sampled, but returned {_shortened(value)}",
+        )
+    name = f"{spec.name} of a {spec.per}"
+    numbers = [checked_score(number, bounds=None, name=name) for number in value]
+    if spec.per == "token":
+        return numbers
+    return [
+        number if place == length - 1 else 0.0
+        for number, length in zip(numbers, turn_lengths, strict=True)
+        for place in range(length)
+    ]
+
+
 def joined(one: Score, other: Score) -> Score:
     """Both scores together; a name that both have gets a number behind it."""
     terms = dict(one.terms)
     for name, term in other.terms.items():
         terms[_free(name, terms)] = term
-    return Score(checked_score(one.value + other.value, bounds=None, name=_SUM), terms)
+    value = checked_score(one.value + other.value, bounds=None, name=_SUM)
+    return Score(value, terms, one.tokens or other.tokens)
 
 
 def checked_score(value: object, *, bounds: tuple[float, float] | None, name: str) -> float:

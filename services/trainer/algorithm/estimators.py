@@ -35,7 +35,8 @@ class ScoredBatch:
     segments: Segments
     """Which sequence each token belongs to."""
     rewards: Tensor
-    """``[T]`` float64; the score sits on the last token that the policy sampled, in each sequence."""
+    """``[T]`` float64: what each token earned; the rest of the score sits on the last token that the policy
+    sampled, in each sequence."""
     mask: Tensor
     """``[T]`` bool, tokens that the policy sampled."""
     trained: Tensor

@@ -9,7 +9,7 @@ from torch import Tensor
 from services.common.batch import KVBatchMeta
 from services.common.columns import MISSING
 from services.common.errors import InvalidArgumentError
-from services.common.fields import ROUTED_EXPERTS
+from services.common.fields import ROUTED_EXPERTS, TOKEN_REWARDS
 from services.common.jagged import Jagged
 from services.common.spec.algorithm import AlgorithmSpec
 from services.common.spec.run import RunSpec
@@ -20,7 +20,7 @@ from services.trainer.batch.sequences import sequences_of
 _CORRECTION_FIELDS = ("rollout_logprobs", "version_runs")
 _REQUIRED_FIELDS = ("prompt_ids", "response_ids", "response_mask", "rewards")
 _SCORED_FIELDS = ("ref_logprobs", "proximal_logprobs", "values")
-_TOKEN_FIELDS = ("rollout_logprobs", *_SCORED_FIELDS)
+_TOKEN_FIELDS = ("rollout_logprobs", TOKEN_REWARDS, *_SCORED_FIELDS)
 
 
 class IncompleteBatchError(InvalidArgumentError):
@@ -223,7 +223,7 @@ def wanted_fields(meta: KVBatchMeta, spec: RunSpec) -> tuple[str, ...]:
             )
     if spec.rollout.routing_replay != "off":
         told += (ROUTED_EXPERTS,)
-    known = (*_REQUIRED_FIELDS, *told, *_SCORED_FIELDS, "proximal_version")
+    known = (*_REQUIRED_FIELDS, *told, *_SCORED_FIELDS, "proximal_version", TOKEN_REWARDS)
     return tuple(name for name in known if name in present)
 
 

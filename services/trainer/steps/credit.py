@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from services.common.callables import bind_callable
+from services.common.fields import TOKEN_REWARDS
 from services.common.spec.algorithm import AlgorithmSpec
 from services.trainer.algorithm.advantages import overlong_penalty
 from services.trainer.algorithm.estimators import ScoredBatch
@@ -94,6 +95,8 @@ class CreditAssigner:
         # Their samples do not train.
         greedy_scores[cohort.groups[cohort.lost_baseline]] = 0.0
         values = samples.tokens.get("values")
+        earned = samples.tokens.get(TOKEN_REWARDS, torch.zeros(len(mask))).to(torch.float64)
+        rest = by_sample.spread(scores - by_sample.sum(segments.sum(earned)))
         batch = ScoredBatch(
             scores=whole[member],
             groups=groups,
@@ -102,9 +105,8 @@ class CreditAssigner:
             prompts=cohort.groups[samples.rows],
             places=places[samples.rows],
             segments=segments,
-            # The score sits on the last token that the policy sampled, in each sequence of a sample.
-            rewards=torch.where(segments.last(mask), segments.spread(by_sample.spread(scores)), 0.0)
-            - penalty,
+            # What no token earned sits on the last one that the policy sampled, in each sequence.
+            rewards=earned + torch.where(segments.last(mask), segments.spread(rest), 0.0) - penalty,
             mask=mask,
             trained=samples.tokens["loss_mask"],
             values=None if values is None else values.to(torch.float64),

@@ -137,3 +137,36 @@ def test_a_step_counts_samples_and_says_how_many_sequences_they_are(tmp_path: Pa
     assert metrics["sequences_mean"] == 2.0
     assert metrics["reward_mean"] == pytest.approx(float(queue.fields["rewards"].values.mean()))
     assert metrics["shared_token_fraction"] > 0
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "reinforce_pp", "gae"])
+def test_what_tokens_earned_is_credited_to_them_where_the_advantage_goes_by_tokens(
+    advantage: str,
+) -> None:
+    """Against the recursion by hand; estimators of groups see the sum only."""
+    spec = spec_of(algorithm={"advantage": advantage, "gamma": 0.9}).algorithm
+    queue, _ = branched_episodes(policy_of(spec_of()), num_groups=2)
+    mask = queue.fields["response_mask"]
+    earned = torch.where(mask.values, torch.arange(len(mask.values)) % 5 / 4.0, 0.0)
+    sums = Jagged(earned, mask.lengths).unbind()
+    rewards = torch.stack([row.sum() for row in sums]) + queue.fields["rewards"].values
+    fields = {
+        **queue.fields,
+        "token_rewards": Jagged(earned, mask.lengths),
+        "rewards": Jagged.from_dense(rewards),
+        "values": Jagged(torch.zeros(len(mask.values)), mask.lengths),
+    }
+    cohort = Cohort.from_meta(queue.meta)
+    samples = build_samples(fields, range(len(rewards)), cohort, spec=spec, weight_version=0)
+    assign = CreditAssigner(spec, Ranks(), max_response_tokens=1000)
+    seen: list[Any] = []
+    estimate = assign._estimate
+    assign._estimate = lambda batch: seen.append(batch) or estimate(batch)  # type: ignore[func-returns-value]
+    assign(samples, cohort, kl_coefficient=0.0)
+    (batch,) = seen
+    assert torch.allclose(batch.scores, rewards.double())
+    own = samples.tokens["token_rewards"].double()
+    outcome = samples.segments.spread(
+        queue.fields["rewards"].values.double()[samples.rows]
+    ) * samples.segments.last(samples.tokens["response_mask"])
+    assert torch.allclose(batch.rewards, own + outcome, atol=1e-6)
