@@ -71,7 +71,7 @@ def test_an_oversized_specification_is_refused_on_both_faces_at_once(rest, rpc):
     assert code_of(rpc, with_pattern("a" * (300 << 10))) is grpc.StatusCode.INVALID_ARGUMENT
     refused = rest.post("/v1/runs", json=with_arguments({"text": "a" * (300 << 10)}))
     assert (refused.status_code, refused.json()["code"]) == (413, "too_large")
-    assert time.monotonic() - begin < 5.0
+    assert time.monotonic() - begin < 15.0, "it was read, for some 16 to 58 s"
     honest = with_arguments({"text": "a" * (200 << 10)}, "large-rest")
     assert rest.post("/v1/runs", json=honest).status_code == 201
     assert code_of(rpc, {**honest, "name": "large-grpc"}) is grpc.StatusCode.OK
