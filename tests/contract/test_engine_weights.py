@@ -13,7 +13,7 @@ import torch
 from tests.contract.checks import PROMPT, TOLERANCE, adopt, assert_agrees, made, until
 from tests.contract.engines import REAL_ENGINES, OpenEngine, expected_logprobs, request, weights
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
 real_engines = pytest.mark.parametrize("open_engine", REAL_ENGINES)
 

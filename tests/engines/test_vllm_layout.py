@@ -19,7 +19,7 @@ from services.rollout.engines.build import prepare_environment
 from services.rollout.engines.layout import copy_weights
 
 pytest.importorskip("vllm", reason="vllm is not installed here")
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 KINDS = [
     (Qwen2Config, "Qwen2ForCausalLM"),
     (Qwen3Config, "Qwen3ForCausalLM"),
