@@ -18,7 +18,8 @@ USE = """
 import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model, tokenizer = (each.from_pretrained(sys.argv[1]) for each in (AutoModelForCausalLM, AutoTokenizer))
-print(model.config.vocab_size == len(tokenizer))
+written = model.generate(tokenizer("12=", return_tensors="pt")["input_ids"], max_new_tokens=2)
+print(tokenizer.decode(written[0]).startswith("12="))
 """
 
 
