@@ -37,6 +37,11 @@ WEIGHT_GROUP_EPOCH = Gauge(
 WEIGHT_GROUP_SIZE = Gauge(
     "slipstream_weight_sync_group_size", "Trainer ranks and rollouts in the weight group.", ["run"]
 )
+SET_ASIDE = Gauge(
+    "slipstream_prompts_set_aside",
+    "Prompts that are not issued for a while, because they are solved or hopeless.",
+    ["run", "reason"],
+)
 DISPATCH_SECONDS = Histogram(
     "slipstream_dispatch_duration_seconds",
     "From the moment a group may start to its rollout having taken it.",

@@ -55,6 +55,21 @@ class HeldoutSetSpec(PromptSourceSpec):
     """Sampled responses per prompt of this set; null is ``validation.samples_per_prompt``."""
 
 
+class CurriculumSpec(SpecPart):
+    """Which prompts are set aside for a while, by the running mean of their groups' rewards."""
+
+    solved_from: float | None = 0.9
+    """Mean reward from which a prompt counts as solved; null sets none aside for that."""
+    hopeless_to: float | None = 0.0
+    """Mean reward up to which a prompt counts as hopeless; null sets none aside for that."""
+    min_tries: int = Field(1, ge=1, le=1000)
+    """Groups of a prompt before it may be set aside."""
+    newest_share: float = Field(0.5, gt=0, le=1)
+    """Share of the newest group in the running mean."""
+    retry_after_steps: int = Field(50, ge=1)
+    """Steps after which a prompt that was set aside is tried again, at its next place in the order."""
+
+
 SetName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]
 """Name of a set: it is part of metrics' names."""
 
@@ -108,6 +123,8 @@ class DataSpec(SpecPart):
     epochs: float | None = Field(None, gt=0)
     """How often the run goes through its training prompts, in place of ``trainer.steps``. The last batch is
     filled up from the beginning of the next epoch."""
+    curriculum: CurriculumSpec | None = None
+    """Sets prompts aside that are solved or hopeless, and tries them again after a while; null issues all."""
     prompt_column: str = "prompt"
     """Column with the prompt: text, or a list of chat messages ``{role, content}``."""
     answer_column: str | None = "answer"

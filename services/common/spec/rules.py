@@ -50,7 +50,11 @@ def _data(spec: RunSpec) -> Iterator[str]:
                 f"data.{split}.prompt_template must contain '{{prompt}}', but is "
                 f"{source.prompt_template!r}; add '{{prompt}}' where the prompt belongs"
             )
-    yield from _weights(spec)
+    if spec.validation.only and spec.data.heldout is None:
+        yield "validation.only needs data.heldout; name the held-out prompts"
+
+
+def _length(spec: RunSpec) -> Iterator[str]:
     if spec.trainer.steps is None and spec.data.epochs is None:
         yield (
             "trainer.steps: is required, or data.epochs in its place: one of them says how long the run is; "
@@ -61,8 +65,23 @@ def _data(spec: RunSpec) -> Iterator[str]:
             f"data.epochs is {spec.data.epochs:g} and trainer.steps is {spec.trainer.steps}, but only one of "
             "them can say how long the run is; remove one"
         )
-    if spec.validation.only and spec.data.heldout is None:
-        yield "validation.only needs data.heldout; name the held-out prompts"
+
+
+def _curriculum(spec: RunSpec) -> Iterator[str]:
+    curriculum = spec.data.curriculum
+    if curriculum is None:
+        return
+    hopeless, solved = curriculum.hopeless_to, curriculum.solved_from
+    if hopeless is None and solved is None:
+        yield (
+            "data.curriculum sets nothing aside: solved_from and hopeless_to are both null; set one, or "
+            "remove data.curriculum"
+        )
+    elif hopeless is not None and solved is not None and hopeless >= solved:
+        yield (
+            f"data.curriculum.hopeless_to ({hopeless:g}) must be below data.curriculum.solved_from "
+            f"({solved:g}): between them is what prompts are tried for"
+        )
 
 
 def _weights(spec: RunSpec) -> Iterator[str]:
@@ -326,6 +345,9 @@ def _weight_sync(spec: RunSpec) -> Iterator[str]:
 _RULES: tuple[Callable[[RunSpec], Iterator[str]], ...] = (
     _model,
     _data,
+    _length,
+    _weights,
+    _curriculum,
     _rewards,
     _rollout,
     _engine,

@@ -6,6 +6,7 @@ from enum import StrEnum
 from operator import attrgetter
 from typing import NamedTuple
 
+from services.controller.rules.difficulty import PromptRate
 from services.controller.rules.prompts import ReturnedRows
 
 
@@ -119,3 +120,5 @@ class LedgerChange:
     """Dropped and quarantined groups by reason."""
     returned: ReturnedRows
     """Rows that are issued once more at the end of their epoch."""
+    rates: tuple[PromptRate, ...] = ()
+    """Prompts whose running success changed."""

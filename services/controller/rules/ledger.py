@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Self
 
+from services.controller.rules.difficulty import Difficulty
 from services.controller.rules.groups import (
     GROUP_PREFIX,
     RUNNING,
@@ -56,6 +57,7 @@ class Ledger:
         self.num_issued = 0
         self.position = 0
         self.returned = ReturnedRows()
+        self.difficulty: Difficulty | None = None
 
     @classmethod
     def restore(cls, state: LedgerState, *, max_attempts: int, now: float) -> Self:
@@ -82,6 +84,7 @@ class Ledger:
             counts=dict(self._ended),
             reasons=dict(self._reasons),
             returned=self.returned,
+            rates=() if self.difficulty is None else self.difficulty.take_changes(),
         )
         self._changed.clear()
         self._gone.clear()

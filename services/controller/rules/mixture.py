@@ -50,6 +50,11 @@ class Mixture:
         number = self.set_of(row)
         return self.splits[number], row - self._begins[number]
 
+    def name(self, row: int) -> str:
+        """A row, for people."""
+        split, index = self.place(row)
+        return f"row {index} of data.{split}"
+
     def row(self, number: int, index: int) -> int:
         """The row that is row ``index`` of a set."""
         return self._begins[number] + index

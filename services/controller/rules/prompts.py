@@ -4,11 +4,14 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from services.controller.rules.difficulty import Difficulty
 from services.controller.rules.mixture import Mixture
 
 _MASK = (1 << 64) - 1
 _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 _ROUNDS = 4
+# Rows that are set aside and passed over for one that is not: a hand-out must not take long.
+_MOST_LOOKS = 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class PromptOrder:
         position: Rows that were taken before.
         quarantined: Rows that are skipped.
         returned: Rows that were given back before.
+        difficulty: Tells which rows are set aside for a while; None if all are issued.
     """
 
     def __init__(
@@ -46,9 +50,12 @@ class PromptOrder:
         position: int = 0,
         quarantined: Iterable[int] = (),
         returned: ReturnedRows | None = None,
+        difficulty: Difficulty | None = None,
     ) -> None:
         self.mixture = mixture
         """The sets that rows are of."""
+        self.difficulty = difficulty
+        """Which rows are worth a try."""
         self._num_rows = mixture.num_rows
         self._taken = mixture.taken(position)
         self._seed = seed
@@ -68,10 +75,18 @@ class PromptOrder:
         """Epoch of the next row, from 0."""
         return self._position // self._num_rows
 
-    def next_row(self) -> int | None:
-        """The next row, or None if all rows are quarantined."""
+    def next_row(self, *, step: int = 0) -> int | None:
+        """The next row, or None if all rows are quarantined.
+
+        Where nearly all are set aside, one of them is issued before its time.
+
+        Args:
+            step: Step whose weights are served.
+        """
         if len(self._quarantined) == self._num_rows:
             return None
+        # One less than all rows: another one ends the search each time.
+        looks = max(1, min(_MOST_LOOKS, self._num_rows - 1))
         while True:
             is_epoch_over = self._position > 0 and self._position % self._num_rows == 0
             if is_epoch_over and self.returned.waiting:
@@ -81,7 +96,12 @@ class PromptOrder:
                     return row
                 continue
             row = self._take()
-            if row not in self._quarantined:
+            if row in self._quarantined:
+                continue
+            looks -= 1
+            if self.difficulty is None or looks <= 0:
+                return row
+            if not self.difficulty.is_aside(row, step=step):
                 return row
 
     def give_back(self, row: int) -> bool:

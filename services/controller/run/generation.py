@@ -29,6 +29,7 @@ from services.controller.run.stored import (
     StoredGroups,
     attempt_of,
     oldest_version,
+    rewards_of,
     why_unfit,
 )
 from services.controller.store.records import Note
@@ -241,9 +242,9 @@ class Generation:
             if not self.stored.is_scored(samples):
                 unscored.add(group_id)
                 continue
-            self.stored.keep(group, samples)
             if group.state in RUNNING:
-                self._ledger.complete(group, oldest_version=oldest_version(samples))
+                self._complete(group, samples)
+            self.stored.keep(group, samples)
         await self.stored.delete(unwanted)
         return unscored
 
@@ -282,8 +283,7 @@ class Generation:
             "group failed",
             extra={"group": failure.group_id, "reason": failure.reason, "why": failure.message},
         )
-        split, row = self._order.mixture.place(group.row)
-        why = f"row {row} of data.{split}: {failure.reason}: {failure.message}"
+        why = f"{self._order.mixture.name(group.row)}: {failure.reason}: {failure.message}"
         self._failures_in_a_row.append(why)
         self._handout.first_failure = self._handout.first_failure or why
         if not failure.retryable:
@@ -320,7 +320,7 @@ class Generation:
                 continue
             self._handout.end(group)
             self._handout.place_use.finished(whole.numbers("response_tokens"))
-            self._ledger.complete(group, oldest_version=oldest_version(whole))
+            self._complete(group, whole)
             self.stored.keep(group, whole)
             reason = self._why_unfit(whole, num_unfit=len(unfit[_REFILLED]))
             if reason is not None:
@@ -330,12 +330,16 @@ class Generation:
             await self.drop(unfit)
         await self._notify()
 
+    def _complete(self, group: Group, samples: GroupSamples) -> None:
+        self._ledger.complete(group, oldest_version=oldest_version(samples))
+        if (difficulty := self._order.difficulty) is not None:
+            difficulty.observe(group.row, rewards_of(samples), step=self._handout.published_step)
+
     def _why_unfit(self, samples: GroupSamples, *, num_unfit: int) -> str | None:
         algorithm = self._spec.now.algorithm
         refilled = self._ledger.num_ended(_REFILLED) - self._refilled + num_unfit
         most = (algorithm.max_refill_factor - 1) * self._spec.now.trainer.prompts_per_step
-        may_refill = refilled < most
-        return why_unfit(samples, algorithm, may_refill=may_refill)
+        return why_unfit(samples, algorithm, may_refill=refilled < most)
 
     async def _notify(self) -> None:
         self._wake()

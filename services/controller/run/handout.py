@@ -249,7 +249,7 @@ class Handout:
         return groups + [self._issue() for _ in range(num_new)]
 
     def _issue(self) -> Group:
-        row = self._order.next_row()
+        row = self._order.next_row(step=max(self.published_step, 0))
         if row is None:
             raise GenerationError(
                 "every prompt of data.train is quarantined; the first failure was of "

@@ -9,6 +9,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from services.controller.rules.difficulty import PromptRate
 from services.controller.rules.groups import Group, LedgerState
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.validation import BegunEvaluation
@@ -33,6 +34,8 @@ class Recovered:
     run: Run
     ledger: LedgerState
     quarantined_rows: frozenset[int]
+    rates: Sequence[PromptRate]
+    """Running success of prompts."""
     step: int
     """The last committed step."""
     version_offset: int
@@ -191,6 +194,7 @@ class Journal:
                 quarantined_rows=frozenset(
                     ledger_store.read_quarantined_rows(connection, self.run_id)
                 ),
+                rates=ledger_store.read_rates(connection, self.run_id),
                 step=step,
                 version_offset=ledger_store.read_version_offset(connection, self.run_id),
                 begun=begun[0] if begun else None,

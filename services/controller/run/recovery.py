@@ -16,6 +16,7 @@ from services.common.errors import FailedPreconditionError
 from services.common.fields import partition_id
 from services.common.spec.data import WeightedSetSpec
 from services.common.spec.run import RunSpec
+from services.controller.rules.difficulty import Difficulty
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.mixture import Mixture
 from services.controller.rules.prompts import PromptOrder
@@ -80,6 +81,7 @@ async def restore(
     progress = Progress(spec.now.algorithm.max_staleness)
     progress.restore(recovered.run.summary, steps=recovered.step, syncs_ms=recovered.syncs_ms)
     order = _order(spec, parts, recovered)
+    ledger.difficulty = order.difficulty
     generation = _generation(
         spec, parts, journal=journal, queue=queue, clock=clock, ledger=ledger, order=order
     )
@@ -146,8 +148,13 @@ def _order(spec: CurrentSpec, parts: Assembly, recovered: Recovered) -> PromptOr
         for split, part in sets.items()
         if isinstance(part, WeightedSetSpec) and part.weight is not None
     }
+    mixture, curriculum = Mixture(parts.train_rows, weights), spec.now.data.curriculum
+    difficulty = None
+    if curriculum is not None:
+        difficulty = Difficulty(mixture.num_rows, curriculum, known=recovered.rates)
     return PromptOrder(
-        Mixture(parts.train_rows, weights),
+        mixture,
+        difficulty=difficulty,
         seed=spec.now.seed,
         shuffle=spec.now.data.shuffle,
         position=recovered.ledger.position,

@@ -154,6 +154,7 @@ class Steps:
             **self.progress.take_sync(),
             "ready_groups": self.ledger.count(GroupState.READY),
             "running_groups": len(self.ledger.running()),
+            **self._set_aside(step),
             "histograms": spread,
         }
         text = f"step {step} is trained"
@@ -173,6 +174,14 @@ class Steps:
             return {}
         sets = {group.group_id: set_name(self.mixture.place(group.row)[0]) for group in batch}
         return set_scores(samples, sets)
+
+    def _set_aside(self, step: int) -> dict[str, int]:
+        """How many prompts are left out, by reason."""
+        difficulty = self.ledger.difficulty
+        counts = {} if difficulty is None else difficulty.set_aside(step=step)
+        for why, count in counts.items():
+            metrics.SET_ASIDE.labels(self.run_id, why).set(count)
+        return {f"set_aside/{why}": count for why, count in counts.items()}
 
     def _traces(self, batch: Sequence[Group]) -> list[tracing.Trace]:
         return tracing.of_groups(self.run_id, (group.group_id for group in batch))

@@ -181,15 +181,9 @@ def oldest_version(samples: GroupSamples) -> int:
     return min(samples.numbers("v_min"))
 
 
-def why_unfit(samples: GroupSamples, algorithm: AlgorithmSpec, *, may_refill: bool) -> str | None:
-    """Why a finished group is not worth training, or None.
-
-    Args:
-        samples: Its samples.
-        algorithm: What training needs.
-        may_refill: Whether dynamic sampling may still replace groups.
-    """
-    rewards = [
+def rewards_of(samples: GroupSamples) -> list[float]:
+    """Rewards of the samples that count: sampled ones that did not fail."""
+    return [
         reward
         for reward, finish, greedy in zip(
             cast("Sequence[float]", samples.tag("reward")),
@@ -199,6 +193,17 @@ def why_unfit(samples: GroupSamples, algorithm: AlgorithmSpec, *, may_refill: bo
         )
         if finish != "failed" and not greedy
     ]
+
+
+def why_unfit(samples: GroupSamples, algorithm: AlgorithmSpec, *, may_refill: bool) -> str | None:
+    """Why a finished group is not worth training, or None.
+
+    Args:
+        samples: Its samples.
+        algorithm: What training needs.
+        may_refill: Whether dynamic sampling may still replace groups.
+    """
+    rewards = rewards_of(samples)
     if len(rewards) < algorithm.min_group_size:
         return "too_few_members"
     if algorithm.dynamic_sampling and may_refill and max(rewards) - min(rewards) <= 1e-9:

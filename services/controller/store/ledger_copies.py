@@ -7,7 +7,7 @@ import sqlalchemy as sa
 
 from services.controller.rules.groups import GroupState
 from services.controller.store.ledgers import roll_back, set_version_offset
-from services.controller.store.tables import DEAD_LETTERS, LEDGERS, PROMPTS, STEPS
+from services.controller.store.tables import DEAD_LETTERS, LEDGERS, PROMPT_RATES, PROMPTS, STEPS
 
 
 def copy_ledger(
@@ -30,7 +30,7 @@ def copy_ledger(
         has_same_prompts: Whether rows mean the same prompts in both; otherwise all begins anew behind
             the step.
     """
-    for table in (LEDGERS, PROMPTS, DEAD_LETTERS, STEPS):
+    for table in (LEDGERS, PROMPTS, PROMPT_RATES, DEAD_LETTERS, STEPS):
         others = [column for column in table.c if column.name != "run_id"]
         query = sa.select(sa.literal(child), *others).where(table.c.run_id == parent)
         if table is STEPS:
@@ -47,6 +47,7 @@ def _forget_prompts(connection: sa.Connection, run_id: str) -> None:
     """Give up what was issued and not trained: its rows are of other data."""
     rows = connection.execute(sa.select(PROMPTS).where(PROMPTS.c.run_id == run_id)).all()
     connection.execute(PROMPTS.delete().where(PROMPTS.c.run_id == run_id))
+    connection.execute(PROMPT_RATES.delete().where(PROMPT_RATES.c.run_id == run_id))
     dropped = GroupState.DROPPED.value
     of_run = DEAD_LETTERS.c.run_id == run_id
     connection.execute(DEAD_LETTERS.update().where(of_run).values(state=dropped))

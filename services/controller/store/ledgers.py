@@ -9,6 +9,7 @@ from typing import Any
 import sqlalchemy as sa
 from pydantic_core import from_json
 
+from services.controller.rules.difficulty import PromptRate
 from services.controller.rules.groups import (
     Group,
     GroupFacts,
@@ -17,7 +18,7 @@ from services.controller.rules.groups import (
     LedgerState,
 )
 from services.controller.rules.prompts import ReturnedRows
-from services.controller.store.tables import DEAD_LETTERS, LEDGERS, PROMPTS, STEPS
+from services.controller.store.tables import DEAD_LETTERS, LEDGERS, PROMPT_RATES, PROMPTS, STEPS
 
 _CHUNK = 500
 # Used many times a second, so they are put together once.
@@ -30,6 +31,11 @@ _CHANGES = ", ".join(f"{name} = excluded.{name}" for name in GroupFacts._fields[
 _PUT_PROMPTS = (
     f"INSERT INTO prompts ({_COLUMNS}) VALUES (?{', ?' * len(GroupFacts._fields)}) "  # noqa: S608
     f"ON CONFLICT (run_id, sequence) DO UPDATE SET {_CHANGES}"
+)
+_PUT_RATES = (
+    "INSERT INTO prompt_rates (run_id, row, rate, tries, until) VALUES (?, ?, ?, ?, ?) "
+    "ON CONFLICT (run_id, row) DO UPDATE SET "
+    "rate = excluded.rate, tries = excluded.tries, until = excluded.until"
 )
 _METRICS = (
     sa.select(STEPS.c.step, STEPS.c.time, STEPS.c.metrics_json)
@@ -80,7 +86,8 @@ def write_change(connection: sa.Connection, run_id: str, change: LedgerChange) -
     for begin in range(0, len(ended), _CHUNK):
         some = ended[begin : begin + _CHUNK]
         connection.execute(_FORGET_PROMPTS, {"run": run_id, "ended": some})
-    _put_prompts(connection, run_id, change.groups)
+    _put_many(connection, _PUT_PROMPTS, run_id, change.groups)
+    _put_many(connection, _PUT_RATES, run_id, change.rates)
     now = time.time()
     dead = [group for group in change.ended if group.state is not GroupState.CONSUMED]
     if dead:
@@ -132,6 +139,13 @@ def read_quarantined_rows(connection: sa.Connection, run_id: str) -> set[int]:
         DEAD_LETTERS.c.run_id == run_id, DEAD_LETTERS.c.state == GroupState.QUARANTINED.value
     )
     return set(connection.execute(query).scalars())
+
+
+def read_rates(connection: sa.Connection, run_id: str) -> list[PromptRate]:
+    """Running success of the prompts of a run."""
+    columns = [PROMPT_RATES.c[name] for name in PromptRate._fields]
+    query = sa.select(*columns).where(PROMPT_RATES.c.run_id == run_id)
+    return [PromptRate._make(row) for row in connection.execute(query)]
 
 
 def begin_step(
@@ -244,7 +258,7 @@ def roll_back(connection: sa.Connection, run_id: str, step: int) -> int:
         ]
     connection.execute(STEPS.delete().where(STEPS.c.run_id == run_id, STEPS.c.step > step))
     connection.execute(PROMPTS.delete().where(PROMPTS.c.run_id == run_id))
-    _put_prompts(connection, run_id, [group.facts() for group in groups])
+    _put_many(connection, _PUT_PROMPTS, run_id, [group.facts() for group in groups])
     ended = dict(state.ended)
     returned = len(groups) - len(in_flight)
     ended[GroupState.CONSUMED] = ended.get(GroupState.CONSUMED, 0) - returned
@@ -278,12 +292,13 @@ def _write_frontier(connection: sa.Connection, run_id: str, **values: Any) -> No
         connection.execute(LEDGERS.insert().values(run_id=run_id, **values))
 
 
-def _put_prompts(connection: sa.Connection, run_id: str, groups: Sequence[GroupFacts]) -> None:
-    if groups:
+def _put_many(
+    connection: sa.Connection, statement: str, run_id: str, rows: Sequence[tuple[Any, ...]]
+) -> None:
+    if rows:
         # Thousands a second: SQLAlchemy takes longer to name their values than the database for all else.
         mark = "?" if connection.dialect.paramstyle == "qmark" else "%s"
-        rows = [(run_id, *group) for group in groups]
-        connection.exec_driver_sql(_PUT_PROMPTS.replace("?", mark), rows)
+        connection.exec_driver_sql(statement.replace("?", mark), [(run_id, *row) for row in rows])
 
 
 def _dead(run_id: str, group: Group, now: float) -> dict[str, Any]:

@@ -119,6 +119,17 @@ DEAD_LETTERS = sa.Table(
 )
 """Groups that were dropped or quarantined, and why."""
 
+PROMPT_RATES = sa.Table(
+    "prompt_rates",
+    METADATA,
+    _run_id(),
+    sa.Column("row", sa.BigInteger, primary_key=True),
+    sa.Column("rate", sa.Float(53), nullable=False),
+    sa.Column("tries", sa.Integer, nullable=False),
+    sa.Column("until", sa.BigInteger, nullable=False),
+)
+"""Running success of prompts of runs with a curriculum; a prompt is set aside before step ``until``."""
+
 STEPS = sa.Table(
     "steps",
     METADATA,

@@ -68,6 +68,12 @@ WRONG = [
         ["data.heldout.a.rewards.0.name", "gone.py"],
     ),
     ({"data.train": {"a": {**SET, "prompt_template": "x"}}}, ["data.train.a.prompt_template"]),
+    (
+        {"data.curriculum": {"hopeless_to": 0.5, "solved_from": 0.5}},
+        ["data.curriculum.hopeless_to", "below", "data.curriculum.solved_from"],
+    ),
+    ({"data.curriculum": {"hopeless_to": None, "solved_from": None}}, ["data.curriculum", "nothing"]),
+    ({"data.curriculum": {"newest_share": 0}}, ["data.curriculum.newest_share", "greater than 0"]),
     ({"rollout.rewards": []}, ["rollout.rewards", "at least 1"]),
     ({"name": "Not A Label"}, ["name", "pattern"]),
     ({"algorithm": "sftt"}, ["algorithm.loss", "'sft'?"]),

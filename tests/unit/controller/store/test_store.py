@@ -2,6 +2,8 @@
 
 import pytest
 
+from services.common.spec.data import CurriculumSpec
+from services.controller.rules.difficulty import Difficulty, PromptRate
 from services.controller.rules.groups import GroupState
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.run_state import RunEvent, RunState
@@ -109,6 +111,28 @@ async def test_a_step_writes_what_it_touched_only(journal, database):
         ledger_store.write_change(connection, "run_1", change)
     found = await journal.load()
     assert len(found.ledger.groups) == 50
+
+
+async def test_running_success_is_kept_with_the_groups_that_it_is_of(journal, database):
+    ledger = Ledger(max_attempts=3)
+    ledger.difficulty = Difficulty(9, CurriculumSpec())
+    ledger.issue(row=4, position=1)
+    ledger.difficulty.observe(4, [0.0, 1.0], step=0)
+    ledger.difficulty.observe(7, [1.0, 1.0], step=0)
+    await journal.save(ledger)
+    ledger.difficulty.observe(4, [1.0, 1.0], step=1)
+    await journal.save(ledger)
+    found = await journal.load()
+    assert sorted(found.rates) == [PromptRate(4, 0.75, 2, 0), PromptRate(7, 1.0, 1, 50)]
+    assert len(found.ledger.groups) == 1
+
+
+async def test_how_long_a_run_is_is_written_when_its_data_is_opened(journal, store):
+    for _ in range(2):
+        await journal.data_opened({"train.a": 10, "heldout": 3}, steps=7)
+    assert store.get("run_1").target_steps == 7
+    (event,) = [event for event in store.events("run_1") if event.type == "DataOpened"]
+    assert event.data == {"rows": {"train.a": 10, "heldout": 3}, "steps": 7}
 
 
 def test_old_events_are_forgotten_and_their_cursors_are_refused(database):

@@ -1,0 +1,121 @@
+"""How hard each prompt is for the policy, from the rewards of its groups: which are worth another try. Pure.
+
+A prompt whose groups are all right, or all wrong, teaches nothing: it is set aside, and tried again after a
+while, because the policy changes. Ten bytes a prompt, however long the run is.
+"""
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from services.common.spec.data import CurriculumSpec
+
+SOLVED: Final = "solved"
+HOPELESS: Final = "hopeless"
+_MOST_TRIES = 2**16 - 1
+
+
+class PromptRate(NamedTuple):
+    """What is kept of a prompt."""
+
+    row: int
+    rate: float
+    """Running mean of its groups' mean rewards."""
+    tries: int
+    """Groups that it is a mean of."""
+    until: int
+    """Step before which it is set aside; 0 if it is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Aside:
+    until: int
+    why: str
+
+
+class Difficulty:
+    """Running success of all prompts of a run.
+
+    Args:
+        num_rows: Rows of the training data.
+        spec: What is set aside, and for how long.
+        known: What an earlier controller kept.
+    """
+
+    def __init__(
+        self, num_rows: int, spec: CurriculumSpec, *, known: Iterable[PromptRate] = ()
+    ) -> None:
+        self._spec = spec
+        self._rates = array("f", bytes(4 * num_rows))
+        self._tries = array("H", bytes(2 * num_rows))
+        self._until = array("i", bytes(4 * num_rows))
+        self._aside: Counter[_Aside] = Counter()
+        self._changed: set[int] = set()
+        for rate in known:
+            if rate.row < num_rows:
+                self._put(rate)
+
+    def observe(self, row: int, rewards: Sequence[float], *, step: int) -> None:
+        """Take in a finished group; one without a reward says nothing.
+
+        Args:
+            row: Its prompt.
+            rewards: Of its samples.
+            step: Step whose weights are served; -1 before the first.
+        """
+        reward = sum(rewards) / len(rewards) if rewards else math.nan
+        if not math.isfinite(reward):
+            return
+        tries = self._tries[row]
+        share = self._spec.newest_share if tries else 1.0
+        rate = (1 - share) * self._rates[row] + share * reward
+        tries = min(tries + 1, _MOST_TRIES)
+        is_aside = tries >= self._spec.min_tries and self._why(rate) is not None
+        until = max(step, 0) + self._spec.retry_after_steps if is_aside else 0
+        self._put(PromptRate(row, rate, tries, until))
+        self._changed.add(row)
+
+    def is_aside(self, row: int, *, step: int) -> bool:
+        """Whether a prompt is left out while the weights of a step are served."""
+        return self._until[row] > step
+
+    def set_aside(self, *, step: int) -> dict[str, int]:
+        """How many prompts are left out, by reason."""
+        for passed in [aside for aside in self._aside if aside.until <= step]:
+            del self._aside[passed]
+        counts = {SOLVED: 0, HOPELESS: 0}
+        for aside, count in self._aside.items():
+            counts[aside.why] += count
+        return counts
+
+    def take_changes(self) -> tuple[PromptRate, ...]:
+        """What changed since this was called before."""
+        changed = tuple(
+            PromptRate(row, self._rates[row], self._tries[row], self._until[row])
+            for row in sorted(self._changed)
+        )
+        self._changed.clear()
+        return changed
+
+    def _put(self, rate: PromptRate) -> None:
+        row = rate.row
+        before = _Aside(self._until[row], self._why(self._rates[row]) or "")
+        if self._aside[before] > 1:
+            self._aside[before] -= 1
+        else:
+            del self._aside[before]
+        self._rates[row], self._tries[row], self._until[row] = rate.rate, rate.tries, rate.until
+        if rate.until:
+            self._aside[_Aside(rate.until, self._why(self._rates[row]) or SOLVED)] += 1
+
+    def _why(self, rate: float) -> str | None:
+        """Why a prompt of such a rate is set aside; None if it is not."""
+        spec = self._spec
+        if spec.solved_from is not None and rate >= spec.solved_from:
+            return SOLVED
+        if spec.hopeless_to is not None and rate <= spec.hopeless_to:
+            return HOPELESS
+        return None

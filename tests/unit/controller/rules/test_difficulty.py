@@ -1,0 +1,79 @@
+"""Difficulty: what is set aside, for how long, what is kept of it, and how a hand-out passes it over."""
+
+import pytest
+
+from services.common.spec.data import CurriculumSpec
+from services.controller.rules.difficulty import Difficulty, PromptRate
+from services.controller.rules.mixture import Mixture
+from services.controller.rules.prompts import PromptOrder
+
+SPEC = CurriculumSpec(retry_after_steps=10)
+
+
+def seen(*observed, rows=6, spec=SPEC):
+    difficulty = Difficulty(rows, spec)
+    for row, rewards in observed:
+        difficulty.observe(row, rewards, step=5)
+    return difficulty
+
+
+@pytest.mark.parametrize(
+    ("rewards", "why"), [([1.0, 1.0], "solved"), ([0.0, 0.0], "hopeless"), ([1.0, 0.0], None)]
+)
+def test_what_teaches_nothing_is_set_aside_for_a_while(rewards, why):
+    difficulty = seen((3, rewards))
+    assert difficulty.is_aside(3, step=14) == (why is not None)
+    assert not difficulty.is_aside(3, step=15)
+    assert not difficulty.is_aside(2, step=5)
+    expected = {"solved": 0, "hopeless": 0} | ({why: 1} if why else {})
+    assert difficulty.set_aside(step=14) == expected
+    assert difficulty.set_aside(step=15) == {"solved": 0, "hopeless": 0}
+
+
+def test_a_prompt_is_not_given_up_before_its_tries():
+    spec = SPEC.model_copy(update={"min_tries": 2})
+    assert not seen((1, [1.0]), spec=spec).is_aside(1, step=5)
+    assert seen((1, [1.0]), (1, [1.0]), spec=spec).is_aside(1, step=5)
+
+
+def test_success_is_a_running_mean():
+    difficulty = seen((0, [0.0, 1.0]), (0, [1.0, 1.0]))
+    assert difficulty.take_changes() == (PromptRate(0, 0.75, 2, 0),)
+    assert difficulty.take_changes() == ()
+
+
+def test_a_group_without_a_reward_says_nothing():
+    difficulty = seen((0, []), (1, [float("nan")]))
+    assert difficulty.take_changes() == ()
+
+
+def test_one_try_after_another_is_counted_once():
+    difficulty = seen((0, [0.0]), (0, [0.0]), (1, [1.0]), (0, [1.0]))
+    assert difficulty.set_aside(step=6) == {"solved": 1, "hopeless": 0}
+
+
+def test_another_controller_goes_on_with_what_was_kept():
+    difficulty = seen((0, [0.0]), (2, [1.0]), (3, [0.5]))
+    later = Difficulty(6, SPEC, known=difficulty.take_changes())
+    assert [later.is_aside(row, step=8) for row in range(4)] == [True, False, True, False]
+    assert later.set_aside(step=8) == difficulty.set_aside(step=8)
+    assert Difficulty(2, SPEC, known=[PromptRate(5, 1.0, 1, 9)]).set_aside(step=0)["solved"] == 0
+
+
+def test_rows_that_are_set_aside_are_passed_over_until_their_time():
+    difficulty = seen((0, [1.0]), (4, [0.0]))
+    order = PromptOrder(Mixture({"train": 6}), seed=0, shuffle=False, difficulty=difficulty)
+    assert [order.next_row(step=6) for _ in range(8)] == [1, 2, 3, 5, 1, 2, 3, 5]
+    assert [order.next_row(step=15) for _ in range(6)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_where_all_are_set_aside_a_row_comes_before_its_time():
+    difficulty = seen(*((row, [1.0]) for row in range(6)))
+    order = PromptOrder(Mixture({"train": 6}), seed=0, shuffle=False, difficulty=difficulty)
+    assert {order.next_row(step=6) for _ in range(6)} == set(range(6))
+
+
+def test_a_million_prompts_take_ten_bytes_each():
+    difficulty = Difficulty(1_000_000, SPEC)
+    parts = (difficulty._rates, difficulty._tries, difficulty._until)
+    assert sum(part.itemsize * len(part) for part in parts) == 10_000_000
