@@ -11,7 +11,8 @@ import typer
 from services.cli.output import console, fail
 from services.common.spec.data import DataSpec, PromptSourceSpec
 from services.common.spec.model import TINY_PREFIX
-from services.rollout.data import Row, open_source
+from services.rollout.data import open_source
+from services.rollout.rows import Row
 
 _PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "messages")
 _ANSWERS = ("answer", "solution", "ground_truth", "target", "label", "output")

@@ -24,11 +24,11 @@ name. ``text``: anything, which may be a path."""
 _FREE = re.compile(
     r"name|rollout\.(answer_pattern|sampling\.stop\.\d+|workflow_arguments\.result_template)"
     r"|data\.((train|heldout)\.([\w-]+\.)?)?(prompt_template|prompt_column|answer_column)"
-    r"|data\.(train|heldout)\.([\w-]+\.)?(split|subset|source)"
+    r"|data\.(train|heldout)\.([\w-]+\.)?(split|subset|source|filters\.\d+\.(column|matches|one_of\.\d+))"
 )
 _CODE = re.compile(
     r"rollout\.(workflow|rewards\.\d+\.name|workflow_arguments\.(agent|environment|train|tools\.\d+))"
-    r"|data\.(train|heldout)\.([\w-]+\.)?rewards\.\d+\.name"
+    r"|data\.(train|heldout)\.([\w-]+\.)?(rewards\.\d+\.name|filters\.\d+\.function)"
     r"|model\.warm_start\.examples|algorithm\.(loss|advantage)"
 )
 _MODEL = re.compile(r"model\.(path|tokenizer)")

@@ -5,6 +5,7 @@ free of torch, because the command line opens every source before a run starts.
 """
 
 import json
+import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
@@ -13,10 +14,13 @@ from typing import Any, Protocol
 from services.common.callables import load_callable
 from services.common.spec.data import DataSpec, PromptSourceSpec
 from services.common.spec.similar import did_you_mean
+from services.rollout.filters import kept_rows
+from services.rollout.rows import Row, has_column
 
+# Bytes of a decoded Parquet file that are held in memory; a larger one is copied to disk.
+_MOST_BYTES_HELD = 256 << 20
+_ROWS_COPIED = 16_384
 _VERIFIERS = "services.rollout.environments.verifiers:tasks_of"
-Row = Mapping[str, Any]
-"""One row: column names to JSON-like values."""
 
 
 class PromptSource(Protocol):
@@ -62,8 +66,10 @@ def open_source(
         raise ValueError(
             f"{key}: {spec.path!r} has no rows; give a source with at least one prompt"
         )
+    if spec.filters:
+        source = _ChosenRows(source, kept_rows(source, spec.filters, key=key))
     if spec.limit is not None:
-        source = _FirstRows(source, spec.limit)
+        source = _ChosenRows(source, range(min(spec.limit, len(source))))
     if spec.source == "environment":  # it makes the prompt itself
         return source
     columns = {_column_key("prompt_column", spec, key): data.prompt_column_of(spec)}
@@ -91,34 +97,18 @@ def _column_key(name: str, spec: PromptSourceSpec, key: str) -> str:
     return f"data.{name}" if getattr(spec, name) is None else f"{key}.{name}"
 
 
-def has_column(row: Row, column: str) -> bool:
-    """Whether a row has a column, or the nested one that a dotted name means."""
-    if column in row:
-        return True
-    head, _, rest = column.partition(".")
-    return bool(rest) and isinstance(row.get(head), Mapping) and has_column(row[head], rest)
+class _ChosenRows:
+    """Some rows of another source."""
 
-
-def column_value(row: Row, column: str) -> Any:
-    """The value of a column, None if it is missing; ``a.b`` reaches into the nested column ``a``."""
-    if column in row or not has_column(row, column):
-        return row.get(column)
-    head, _, rest = column.partition(".")
-    return column_value(row[head], rest)
-
-
-class _FirstRows:
-    """The start of another source."""
-
-    def __init__(self, source: PromptSource, limit: int) -> None:
+    def __init__(self, source: PromptSource, chosen: Sequence[int]) -> None:
         self._source = source
-        self._length = min(limit, len(source))
+        self._chosen = chosen
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._chosen)
 
     def __getitem__(self, index: int, /) -> Row:
-        return self._source[index]
+        return self._source[self._chosen[index]]
 
 
 class _JsonLines:
@@ -152,14 +142,17 @@ class _JsonLines:
 
 
 class _Parquet:
-    """A Parquet file, mapped into memory."""
+    """A Parquet file; a large one is copied to a file that is mapped, and not held in memory."""
 
     def __init__(self, path: Path, key: str) -> None:
         import pyarrow as pa
         from pyarrow import parquet
 
         try:
-            self._table = parquet.read_table(path, memory_map=True)
+            file = parquet.ParquetFile(path, memory_map=True)
+            groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+            is_large = sum(group.total_byte_size for group in groups) > _MOST_BYTES_HELD
+            self._table = _mapped(file) if is_large else file.read()
         except pa.ArrowInvalid as error:
             raise ValueError(
                 f"{key}: {path} is no Parquet file ({error}); check the path"
@@ -171,6 +164,18 @@ class _Parquet:
     def __getitem__(self, index: int, /) -> Row:
         row: Row = self._table.slice(index, 1).to_pylist()[0]
         return row
+
+
+def _mapped(file: Any) -> Any:
+    """The table of a Parquet file, mapped from a copy that leaves with the process."""
+    import pyarrow as pa
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "rows.arrow")
+        with pa.OSFile(path, "wb") as copy, pa.ipc.new_file(copy, file.schema_arrow) as writer:
+            for batch in file.iter_batches(batch_size=_ROWS_COPIED):
+                writer.write_batch(batch)
+        return pa.ipc.open_file(pa.memory_map(path)).read_all()
 
 
 class _Numbers:

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from services.common.models.tokenizer import Tokenizer
 from services.common.spec.data import DataSpec, PromptSourceSpec, kind_of
-from services.rollout.data import PromptSource, Row, column_value
+from services.rollout.data import PromptSource
 from services.rollout.demonstrations import (
     Demonstration,
     Messages,
@@ -16,6 +16,7 @@ from services.rollout.demonstrations import (
     of_text,
 )
 from services.rollout.failures import GroupError
+from services.rollout.rows import Row, column_value
 
 Message = Mapping[str, str]
 """``role`` and ``content``."""

@@ -1,12 +1,54 @@
 """Where prompts come from."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Discriminator, Field, Tag
+import regex
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from services.common.spec.base import SpecPart
 from services.common.spec.rollout import RewardSpec
+
+
+class FilterSpec(SpecPart):
+    """Which rows of a set are used: by one column, or by a function."""
+
+    column: str | None = None
+    """Column that all conditions beside it are about; a dotted name reaches into a nested one."""
+    one_of: tuple[str | int | float | bool | None, ...] | None = None
+    """Values that the column may have."""
+    at_least: float | None = None
+    """Least number that it may be."""
+    at_most: float | None = None
+    """Largest number that it may be."""
+    min_length: int | None = Field(None, ge=0)
+    """Least characters of a text or a chat, or items of a list."""
+    max_length: int | None = Field(None, ge=0)
+    """Most characters of a text or a chat, or items of a list."""
+    matches: str | None = Field(None, max_length=1000)
+    """Regular expression that is found in its text."""
+    function: str | None = None
+    """``module:function`` or ``file.py:function``, called with the row; True keeps it."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+
+    @model_validator(mode="after")
+    def _is_of_one_kind(self) -> Self:
+        conditions = (self.one_of, self.at_least, self.at_most, self.min_length, self.max_length)
+        is_conditional = any(each is not None for each in (*conditions, self.matches))
+        if self.function is not None:
+            if self.column is not None or is_conditional:
+                raise ValueError("a filter has a column with conditions or a function, not both")
+        elif self.column is None or not is_conditional:
+            raise ValueError(
+                "a filter needs a column and a condition (one_of, at_least, at_most, min_length, max_length, "
+                "matches), or a function"
+            )
+        try:
+            regex.compile(self.matches or "")
+        except regex.error as error:
+            raise ValueError(f"matches is no regular expression: {error}") from error
+        return self
 
 
 class PromptSourceSpec(SpecPart):
@@ -29,7 +71,9 @@ class PromptSourceSpec(SpecPart):
     """Keyword arguments of a ``python`` function or a ``reasoning_gym`` task; of ``verifiers``, what its
     ``EnvConfig`` says."""
     limit: int | None = Field(None, ge=1)
-    """Use only this many rows, from the start."""
+    """Use only this many rows, from the start, of those that pass the filters."""
+    filters: tuple[FilterSpec, ...] = ()
+    """What a row must pass, all of them, to be used."""
     prompt_column: str | None = None
     """Column with the prompt in this set; null is ``data.prompt_column``."""
     answer_column: str | None = None

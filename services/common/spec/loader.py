@@ -189,6 +189,8 @@ def _resolve_rewards(rewards: Sequence[dict[str, Any]], folder: Path) -> None:
 def _resolve_sources(data: dict[str, Any], folder: Path) -> None:
     for _, source in set_documents(data):
         _resolve_rewards(source["rewards"] or (), folder)
+        for each in source["filters"]:
+            each["function"] = each["function"] and _absolute_callable(each["function"], folder)
         if source["source"] in ("jsonl", "parquet"):
             source["path"] = str((folder / source["path"]).resolve())
         elif source["source"] == "python":

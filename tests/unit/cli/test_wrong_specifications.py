@@ -69,6 +69,19 @@ WRONG = [
     ),
     ({"data.train": {"a": {**SET, "prompt_template": "x"}}}, ["data.train.a.prompt_template"]),
     (
+        {"data.train": {"a": SET, "b": {**SET, "filters": [{"column": "number", "at_least": 4}]}}},
+        ["data.train.b.filters", "none of 1 rows"],
+    ),
+    (
+        {"data.train": {**SET, "filters": [{"column": "numbr", "at_least": 4}]}},
+        ["data.train.filters.0.column", "'number'"],
+    ),
+    ({"data.train": {**SET, "filters": [{"column": "number"}]}}, ["data.train.filters.0", "condition"]),
+    (
+        {"data.train": {**SET, "filters": [{"function": "task.py:gone"}]}},
+        ["data.train.filters.0.function", "'gone'"],
+    ),
+    (
         {"data.curriculum": {"hopeless_to": 0.5, "solved_from": 0.5}},
         ["data.curriculum.hopeless_to", "below", "data.curriculum.solved_from"],
     ),

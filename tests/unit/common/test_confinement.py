@@ -274,6 +274,13 @@ def test_sets_of_prompts_are_looked_at_one_by_one(roots):
         "data.train.b.path",
         "data.heldout.c.path",
     ]
+    filters = [
+        {"column": "a", "matches": "/x"},
+        {"column": "a", "one_of": ["/y"]},
+        {"function": "os:getcwd"},
+    ]
+    found = strays(spec_with(data__train={"a": {**inside, "filters": filters}}), roots)
+    assert [problem.split(":")[0] for problem in found] == ["data.train.a.filters.2.function"]
     code = {**inside, "rewards": [{"name": "/tmp/judge.py:f"}, {"name": "os:getcwd"}]}
     found = strays(spec_with(data__train={"a": code}), roots)
     assert [problem.split(":")[0] for problem in found] == [

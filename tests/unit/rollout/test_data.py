@@ -11,8 +11,9 @@ from pyarrow import parquet
 from services.common.models.tokenizer import load_tokenizer
 from services.common.spec.data import DataSpec
 from services.common.spec.model import ModelSpec
-from services.rollout.data import column_value, open_sources
+from services.rollout.data import open_sources
 from services.rollout.prompts import PromptBook
+from services.rollout.rows import column_value
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(5)]
 
@@ -140,3 +141,16 @@ def test_sets_have_columns_and_templates_of_their_own(tmp_path: Path) -> None:
     one, other = book.prompt("train.sums", 2), book.prompt("train.products", 0)
     assert (one.text, one.answer) == ("2+1=", "3")
     assert (other.text, other.answer) == ("Q: 2*3=", "6")
+
+
+def test_a_large_parquet_file_is_mapped_and_has_the_same_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": f"{n}", "answer": {"deep": [n, n + 1]}} for n in range(1000)]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet", row_group_size=64)
+    monkeypatch.setattr("services.rollout.data._MOST_BYTES_HELD", 0)
+    monkeypatch.setattr("services.rollout.data._ROWS_COPIED", 100)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    source = open_sources(data("parquet", tmp_path / "rows.parquet"))["train"]
+    assert len(source) == 1000
+    assert [source[index] for index in (999, 0, 500)] == [rows[999], rows[0], rows[500]]

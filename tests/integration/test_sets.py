@@ -1,0 +1,32 @@
+"""Several sets, a curriculum and epochs, from the command line to what is written of each step."""
+
+import json
+
+from tests.helpers.cli import REPOSITORY
+
+EXAMPLE = REPOSITORY / "examples" / "curriculum" / "curriculum.yaml"
+SHORT = (
+    "model.warm_start.steps=20",
+    "rollout.replicas=1",
+    "trainer.steps=null",
+    "data.epochs=0.2",  # of 600 rows: 3.75 batches of 32
+    *(f"data.heldout.{name}.limit=8" for name in ("two", "four", "six")),
+    "data.heldout.six.samples_per_prompt=4",
+)
+
+
+def test_the_curriculum_example_trains_for_a_part_of_an_epoch(system):
+    done = system.train(EXAMPLE, *SHORT)
+    assert done.code == 0, done.out + done.err
+    steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    assert all(0 <= step["set_reward/two"] <= 1 for step in steps)
+    # All that was issued is trained: a third each.
+    sizes = [sum(step[f"set_samples/{name}"] for step in steps) for name in ("two", "four", "six")]
+    assert sorted(sizes) == [42 * 8, 43 * 8, 43 * 8]
+    aside = steps[-1]["set_aside/solved"] + steps[-1]["set_aside/hopeless"]
+    assert 0 < aside <= done.summary["prompts"]["issued"]
+    sets = done.summary["heldout"]["sets"]
+    assert sorted(sets) == ["four", "six", "two"]
+    assert {"pass@1", "pass@2", "pass@4"} <= sets["six"].keys()
+    assert "pass@2" not in sets["two"]
