@@ -30,6 +30,12 @@ def warm_start(count: int, seed: int) -> list[tuple[str, str]]:
     return list(_examples(rng, count))
 
 
+def sorting(count: int, seed: int) -> list[tuple[str, str]]:
+    """Examples ``(prompt, response)`` of a model that always sorts: a teacher."""
+    rng, inputs = random.Random(seed), _inputs()[HELDOUT_PROMPTS:]
+    return [(f"{digits}=", _sorted(digits)) for digits in rng.choices(inputs, k=count)]
+
+
 def _examples(rng: random.Random, count: int) -> Iterator[tuple[str, str]]:
     inputs = _inputs()[HELDOUT_PROMPTS:]
     for _ in range(count):

@@ -40,10 +40,11 @@ def lacks(spec: RunSpec) -> Iterator[str]:
 
 def hub_is_needed(spec: RunSpec) -> bool:
     """Whether a model, a tokenizer or data come from Hugging Face."""
-    if not (is_made(name := tokenizer_name(spec.model)) or _is_folder(name)):
-        return True
-    if not (spec.model.is_tiny or _is_folder(spec.model.path)):
-        return True
+    for model in (spec.model, spec.of_reference.model):
+        if not (is_made(name := tokenizer_name(model)) or _is_folder(name)):
+            return True
+        if not (model.is_tiny or _is_folder(model.path)):
+            return True
     return any(source.source == "huggingface" for source in spec.data.sets.values())
 
 

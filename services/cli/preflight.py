@@ -17,6 +17,7 @@ from services.common.models.made_tokenizers import Vocabulary, made_vocabulary, 
 from services.common.spec.built_in import AGENTS, EARNED, REWARDS, SERVICES, WORKFLOWS
 from services.common.spec.formulas import ADVANTAGES, LOSSES
 from services.common.spec.loader import Draft, SpecError, read_draft
+from services.common.spec.model import ModelSpec
 from services.common.spec.run import RunSpec
 from services.rollout.data import open_source
 from services.rollout.prompts import check_prompt
@@ -82,7 +83,7 @@ def memory_table(spec: RunSpec, *, gpu_gb: float) -> str:
 def _problems(spec: RunSpec) -> list[str]:
     problems: list[str] = []
     is_offline = hub_is_needed(spec) and not go_offline_unless_reachable()
-    for step in (_model, _start, _sources, _rewards, _workflow, _formulas, lacks):
+    for step in (_model, _teacher, _start, _sources, _rewards, _workflow, _formulas, lacks):
         _collect(problems, step, spec)
     if problems and is_offline:
         problems.append(_OFFLINE)
@@ -125,20 +126,38 @@ def _mixture_problems(spec: RunSpec, config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _model(spec: RunSpec) -> Iterator[str]:
-    path = spec.model.path
+def _weights(key: str, model: ModelSpec) -> Iterator[str]:
+    """What keeps a model from being loaded."""
+    path = model.path
     if path.startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
         raise ValueError(
-            f"model.path: there is no folder {path!r}; name a folder with a model, a Hugging Face id such as "
+            f"{key}.path: there is no folder {path!r}; name a folder with a model, a Hugging Face id such as "
             "'Qwen/Qwen2.5-0.5B', or a preset such as 'tiny:qwen2-0.4m'"
         )
     if Path(path).is_dir() and not any(Path(path).glob("*.safetensors")):
         yield (
-            f"model.path {path!r} has no weights; name a folder with *.safetensors files beside config.json"
+            f"{key}.path {path!r} has no weights; name a folder with *.safetensors files beside config.json"
         )
-    if spec.model.warm_start is not None:
-        examples = spec.model.warm_start.examples
-        yield from _called("model.warm_start.examples", examples, (0, 0), {})
+    if model.warm_start is not None:
+        examples = model.warm_start.examples
+        yield from _called(f"{key}.warm_start.examples", examples, (0, 0), {})
+
+
+def _teacher(spec: RunSpec) -> Iterator[str]:
+    if spec.teacher is None:
+        return
+    yield from _weights("teacher", spec.teacher)
+    config = read_config(spec.teacher, _vocabulary(spec.of_reference))
+    for problem in check_trainer(config, tensor_parallel=spec.trainer.tensor_parallel):
+        yield problem.replace("model.path", "teacher.path")
+    # It loads transformers, which takes a second.
+    from services.common.models.teachers import check_teacher
+
+    check_teacher(spec)
+
+
+def _model(spec: RunSpec) -> Iterator[str]:
+    yield from _weights("model", spec.model)
     tokenizer = _vocabulary(spec)
     config = read_config(spec.model, tokenizer)
     yield from check_trainer(

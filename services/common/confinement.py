@@ -29,9 +29,9 @@ _FREE = re.compile(
 _CODE = re.compile(
     r"rollout\.(workflow|rewards\.\d+\.name|workflow_arguments\.(agent|environment|train|tools\.\d+))"
     r"|data\.(train|heldout)\.([\w-]+\.)?(rewards\.\d+\.name|filters\.\d+\.function)"
-    r"|model\.warm_start\.examples|algorithm\.(loss|advantage)"
+    r"|(model|teacher)\.warm_start\.examples|algorithm\.(loss|advantage)"
 )
-_MODEL = re.compile(r"model\.(path|tokenizer)")
+_MODEL = re.compile(r"(model|teacher)\.(path|tokenizer)")
 _PATH = re.compile(r"trainer\.checkpoint\.(directory|start_from)")
 _DATA_KINDS: Mapping[str, Kind] = {
     "jsonl": "path",

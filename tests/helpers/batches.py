@@ -32,11 +32,13 @@ def spec_of(
     algorithm: Mapping[str, Any] | None = None,
     trainer: Mapping[str, Any] | None = None,
     rollout: Mapping[str, Any] | None = None,
+    teacher: Mapping[str, Any] | None = None,
 ) -> RunSpec:
     return RunSpec.model_validate(
         {
             "name": "test",
             "model": {"path": "tiny:qwen2-0.4m", "tokenizer": SYMBOLS, **(model or {})},
+            "teacher": None if teacher is None else {"tokenizer": SYMBOLS, **teacher},
             "data": {"train": {"source": "jsonl", "path": "none.jsonl"}},
             "rollout": {
                 "group_size": 4,
@@ -146,13 +148,16 @@ def rank_of(
     ranks: Ranks | None = None,
     root: Path | None = None,
     profiler: StepProfiler = NO_PROFILES,
+    reference: Policy | None = None,
 ) -> Rank:
     ranks = ranks or Ranks()
     critic = None
     if spec.algorithm.advantage_kind.needs_critic:
         module = Critic(policy_of(spec).model)
         critic = CriticRunner(module, spec=spec, ranks=ranks, device=CPU)
-    runner = StepRunner(policy, reference=None, critic=critic, spec=spec, ranks=ranks, device=CPU)
+    runner = StepRunner(
+        policy, reference=reference, critic=critic, spec=spec, ranks=ranks, device=CPU
+    )
     checkpointer = Checkpointer(
         runner.parts(),
         root=root or Path("no-checkpoints"),

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from services.common.jagged import Jagged
 from services.common.spec.run import RunSpec
 from services.trainer.model.parallel import build_topology, distribute
-from services.trainer.model.policy import Policy
+from services.trainer.model.policy import Policy, freeze
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.ranks import run_ranks
 
@@ -43,6 +43,10 @@ def batch_of(spec: RunSpec) -> Queue:
     return random_queue(policy_of(spec, scale=1.5), num_groups=12, group_size=1)
 
 
+def teacher_of(spec: RunSpec) -> Policy:
+    return policy_of(spec.of_reference, seed=1, scale=1.5)
+
+
 def _train(rank: int, world_size: int, folder: str, spec_json: str) -> None:
     torch.set_num_threads(1)
     spec = RunSpec.model_validate_json(spec_json)
@@ -52,7 +56,11 @@ def _train(rank: int, world_size: int, folder: str, spec_json: str) -> None:
     policy, queue = policy_of(spec, scale=1.5), batch_of(spec)
     topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=world_size)
     distribute(policy, spec.trainer, topology)
-    trained = rank_of(spec, policy, queue, ranks=topology.data)
+    reference = None
+    if spec.teacher is not None:
+        reference = freeze(teacher_of(spec))
+        distribute(reference, spec.trainer, topology)
+    trained = rank_of(spec, policy, queue, ranks=topology.data, reference=reference)
     recorder: Any = Recorder(policy)
     trained.runner.optimizer = recorder
     result = trained.train(1, queue.meta)
@@ -72,14 +80,8 @@ def trained_by(spec: RunSpec, folder: Path) -> Outcome:
     return dict(torch.load(folder / "outcome.pt", weights_only=True))
 
 
-def plain(policy: Policy, queue: Queue, loss_of: Callable[[Tensor, Tensor], Tensor]) -> Outcome:
-    """Loss and gradients of a padded batch, with nothing of Slipstream's.
-
-    Args:
-        policy: Its model is trained.
-        queue: The batch.
-        loss_of: From logprobs ``[N, L - 1]`` of all tokens but the first, and the mask of those that train.
-    """
+def plain_logprobs(policy: Policy, queue: Queue) -> tuple[Tensor, Tensor]:
+    """Logprobs ``[N, L - 1]`` of all tokens of a padded batch but the first, and which of them train."""
     rows = [
         torch.cat([prompt, response]).long()
         for prompt, response in zip(
@@ -96,7 +98,18 @@ def plain(policy: Policy, queue: Queue, loss_of: Callable[[Tensor, Tensor], Tens
     policy.model.set_attn_implementation("eager")
     logits = policy.model(input_ids=ids, attention_mask=seen).logits[:, :-1]
     logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-    loss = loss_of(logprobs, trains[:, 1:])
+    return logprobs, trains[:, 1:]
+
+
+def plain(policy: Policy, queue: Queue, loss_of: Callable[[Tensor, Tensor], Tensor]) -> Outcome:
+    """Loss and gradients of a padded batch, with nothing of Slipstream's.
+
+    Args:
+        policy: Its model is trained.
+        queue: The batch.
+        loss_of: From what :func:`plain_logprobs` gives.
+    """
+    loss = loss_of(*plain_logprobs(policy, queue))
     loss.backward()
     gradients = {name: p.grad for name, p in policy.model.named_parameters()}
     return {"loss": loss.item(), "gradients": gradients}
@@ -134,4 +147,30 @@ def test_supervised_training_is_the_cross_entropy_of_a_plain_loop(
     found = trained_by(spec, tmp_path)
     expected = plain(policy_of(spec, scale=1.5), batch_of(spec), cross_entropy)
     assert found["metrics"]["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("trainer", [{}, {"tokens_per_micro_batch": 40}, {"world_size": 2}])
+def test_distillation_is_the_reverse_divergence_of_a_plain_loop(
+    tmp_path: Path, trainer: dict[str, Any]
+) -> None:
+    """The reverse divergence of sampled tokens, its gradient that of each token's own log-ratio."""
+    spec = spec_of(
+        teacher={"path": "tiny:qwen2-1.2m"},
+        rollout={"group_size": 1, "rewards": []},
+        trainer={"optimizer": OPTIMIZER, "prompts_per_step": 12, **trainer},
+    )
+    found = trained_by(spec, tmp_path)
+    with torch.no_grad():
+        taught = plain_logprobs(teacher_of(spec), batch_of(spec))[0]
+
+    def divergence(logprobs: Tensor, trains: Tensor) -> Tensor:
+        ratio = (logprobs - taught)[trains]
+        return (ratio.detach() * logprobs[trains]).mean() + (
+            ratio.detach() * (1 - logprobs[trains].detach())
+        ).mean()
+
+    expected = plain(policy_of(spec, scale=1.5), batch_of(spec), divergence)
+    assert found["metrics"]["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
+    assert found["metrics"]["kl_ref"] == pytest.approx(expected["loss"], abs=TOLERANCE)
     assert_same(found, expected)

@@ -9,6 +9,7 @@ from tests.helpers.cli import REPOSITORY, SORT4, run_module, train
 pytestmark = [pytest.mark.nightly, pytest.mark.learning, pytest.mark.timeout(900)]
 
 SFT = REPOSITORY / "examples" / "sft.yaml"
+DISTILL = REPOSITORY / "examples" / "distill.yaml"
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -26,3 +27,12 @@ def test_shown_answers_teach_to_sort_and_rewards_go_on_from_there(tmp_path, seed
     lines = (rewarded.folder / "metrics.jsonl").read_text().splitlines()
     assert "heldout_greedy" in json.loads(lines[-1])
     assert rewarded.summary["heldout"]["sampled"] >= shown["sampled"] + 0.05
+
+
+def test_a_teacher_alone_teaches_to_sort(tmp_path):
+    done = train(DISTILL, tmp_path)
+    assert done.code == 0, done.out + done.err
+    steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-1]["kl_ref"] < 0.5 * steps[0]["kl_ref"]
+    scores = [step["heldout_sampled"] for step in steps if "heldout_sampled" in step]
+    assert scores[-1] >= 0.5

@@ -40,6 +40,11 @@ class Tokenizer(Vocabulary, Protocol):
         """Text of the token that ends a response."""
         ...
 
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Every token, added ones included, and its id."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens around it."""
         ...
@@ -141,6 +146,11 @@ class HuggingFaceTokenizer:
     def vocab_size(self) -> int:
         """Number of tokens, added ones included."""
         return len(self._inner)
+
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Every token, added ones included, and its id."""
+        return dict(self._inner.get_vocab())
 
     @property
     def has_chat_template(self) -> bool:

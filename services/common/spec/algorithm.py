@@ -10,7 +10,7 @@ from services.common.spec.formulas import ADVANTAGES, LOSSES, AdvantageKind, Los
 
 
 class KlSpec(SpecPart):
-    """Penalty for leaving the reference policy."""
+    """Penalty for leaving the reference policy: the frozen base model, or the run's teacher."""
 
     coefficient: float = Field(0.0, ge=0)
     """Weight of the penalty. 0 switches it off, and then no reference model is loaded."""
@@ -55,8 +55,8 @@ class AlgorithmSpec(SpecPart):
 
     advantage: str = Field("grpo", json_schema_extra={"examples": [*ADVANTAGES]})
     """Advantage estimator: ``grpo``, ``dr_grpo``, ``rloo``, ``opo``, ``pass_at_k``, ``reinforce_pp``,
-    ``reinforce_pp_baseline``, ``remax``, ``gae``, ``uniform`` (1 for every token), or ``module:function`` /
-    ``file.py:function`` called with a ``ScoredBatch``."""
+    ``reinforce_pp_baseline``, ``remax``, ``gae``, ``uniform`` (1 for every token), ``none`` (0: the
+    default with a teacher), or ``module:function`` / ``file.py:function`` called with a ``ScoredBatch``."""
     advantage_arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of an advantage of your own; the others have keys here."""
     loss: str = Field("ppo", json_schema_extra={"examples": [*LOSSES]})

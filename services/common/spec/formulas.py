@@ -86,6 +86,7 @@ ADVANTAGES: Final[Mapping[str, AdvantageKind]] = {
     "rloo": AdvantageKind(function=f"{_ESTIMATORS}:rloo", is_per_group=True),
     "opo": AdvantageKind(function=f"{_ESTIMATORS}:opo", is_per_group=True),
     "pass_at_k": AdvantageKind(function=f"{_ESTIMATORS}:pass_at_k", is_per_group=True),
+    "none": AdvantageKind(function=f"{_ESTIMATORS}:none", is_per_group=True),
     "uniform": AdvantageKind(function=f"{_ESTIMATORS}:uniform", is_per_group=True),
     "reinforce_pp": AdvantageKind(function=f"{_ESTIMATORS}:reinforce_pp", keys=("gamma",)),
     "reinforce_pp_baseline": AdvantageKind(function=f"{_ESTIMATORS}:reinforce_pp_baseline"),

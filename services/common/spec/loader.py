@@ -13,6 +13,7 @@ from services.common.spec.aliases import without_aliases
 from services.common.spec.bounds import shape_problem
 from services.common.spec.data import set_documents
 from services.common.spec.examining import Examined, examine
+from services.common.spec.model import TINY_PREFIX
 from services.common.spec.run import RunSpec
 
 _MERGE = "tag:yaml.org,2002:merge"
@@ -154,13 +155,9 @@ def resolve_paths(spec: RunSpec, folder: Path) -> RunSpec:
     Hugging Face ids, presets and import paths are left as they are.
     """
     document = spec.model_dump(mode="json")
-    model = document["model"]
-    if not spec.model.is_tiny and (folder / spec.model.path).is_dir():
-        model["path"] = str((folder / spec.model.path).resolve())
-    if spec.model.warm_start is not None:
-        model["warm_start"]["examples"] = _absolute_callable(
-            model["warm_start"]["examples"], folder
-        )
+    _resolve_model(document["model"], folder)
+    if document["teacher"] is not None:
+        _resolve_model(document["teacher"], folder)
     checkpoint = document["trainer"]["checkpoint"]
     for key in {"directory", "start_from"} & {key for key, value in checkpoint.items() if value}:
         checkpoint[key] = str((folder / checkpoint[key]).resolve())
@@ -170,6 +167,13 @@ def resolve_paths(spec: RunSpec, folder: Path) -> RunSpec:
     rollout["workflow"] = _absolute_callable(rollout["workflow"], folder)
     _resolve_arguments(rollout["workflow_arguments"], folder)
     return RunSpec.model_validate(document)
+
+
+def _resolve_model(model: dict[str, Any], folder: Path) -> None:
+    if not model["path"].startswith(TINY_PREFIX) and (folder / model["path"]).is_dir():
+        model["path"] = str((folder / model["path"]).resolve())
+    if (warm_start := model["warm_start"]) is not None:
+        warm_start["examples"] = _absolute_callable(warm_start["examples"], folder)
 
 
 def _resolve_arguments(arguments: dict[str, Any], folder: Path) -> None:

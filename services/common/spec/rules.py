@@ -10,7 +10,7 @@ from services.common.spec.built_in import EARNED, NEED_ANSWERS, REWARDS, SERVICE
 from services.common.spec.demonstration_rules import demonstrations
 from services.common.spec.engines import engine_kind
 from services.common.spec.formulas import ADVANTAGES, LOSSES
-from services.common.spec.model import TINY_PREFIX
+from services.common.spec.model_rules import models, teacher
 from services.common.spec.placement_rules import placement
 from services.common.spec.rollout import RewardSpec
 from services.common.spec.run import RunSpec
@@ -22,14 +22,6 @@ from services.common.spec.weight_modes import MODES, transport_of
 def problems(spec: RunSpec) -> Iterator[str]:
     """Everything that is wrong with a specification whose keys are each right by themselves."""
     return chain.from_iterable(rule(spec) for rule in _RULES)
-
-
-def _model(spec: RunSpec) -> Iterator[str]:
-    if spec.model.warm_start is not None and not spec.model.is_tiny:
-        yield (
-            f"model.warm_start is only for '{TINY_PREFIX}' presets, but model.path is "
-            f"{spec.model.path!r}; remove model.warm_start or name a preset"
-        )
 
 
 def _data(spec: RunSpec) -> Iterator[str]:
@@ -97,7 +89,8 @@ def _weights(spec: RunSpec) -> Iterator[str]:
 
 def _rewards(spec: RunSpec) -> Iterator[str]:
     are_scored = all(part.rewards for part in spec.data.train_sets.values())
-    if not (spec.rollout.rewards or are_scored or spec.algorithm.num_demonstrations):
+    needs_none = spec.algorithm.num_demonstrations or spec.algorithm.advantage == "none"
+    if not (spec.rollout.rewards or are_scored or needs_none):
         yield (
             "rollout.rewards is required: at least 1 reward has to score the sampled responses; name one, "
             "for example [{name: exact_match}]"
@@ -343,7 +336,8 @@ def _weight_sync(spec: RunSpec) -> Iterator[str]:
 
 
 _RULES: tuple[Callable[[RunSpec], Iterator[str]], ...] = (
-    _model,
+    models,
+    teacher,
     _data,
     _length,
     _weights,

@@ -34,6 +34,10 @@ class RunSpec(SpecPart):
     """Seed of data order, sampling and initial weights."""
     model: ModelSpec
     """The policy that is trained."""
+    teacher: ModelSpec | None = None
+    """A model with the same tokenizer that the policy is to become like, on responses of its own (on-policy
+    distillation): the reference of ``algorithm.kl``, whose coefficient then is 1 and whose estimator ``k1+``
+    unless they are given. Rewards have no say in it unless ``algorithm.advantage`` names an estimator."""
     data: DataSpec
     """Prompts."""
     rollout: RolloutSpec
@@ -59,8 +63,20 @@ class RunSpec(SpecPart):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether training compares with the frozen base model."""
+        """Whether training compares with the frozen base model, or with a teacher."""
         return self.algorithm.kl.coefficient > 0
+
+    @property
+    def is_rewarded(self) -> bool:
+        """Whether samples that train have rewards."""
+        have_own = any(part.rewards for part in self.data.train_sets.values())
+        is_scored = bool(self.rollout.rewards) or have_own
+        return is_scored and not self.algorithm.num_demonstrations
+
+    @property
+    def of_reference(self) -> "RunSpec":
+        """The run as the reference sees it: the teacher is its model, if there is one."""
+        return self if self.teacher is None else self.model_copy(update={"model": self.teacher})
 
     @property
     def shares_prefixes(self) -> bool:
@@ -160,6 +176,20 @@ class RunSpec(SpecPart):
             return values
         defaults = {"group_size": kind.num_demonstrations, "replicas": 1, "partial_rollout": False}
         return {**values, "rollout": {**defaults, **rollout}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _teacher_gives_defaults(cls, values: Any) -> Any:
+        """Fill in what distillation is, where a teacher is named."""
+        algorithm = values.get("algorithm", {}) if isinstance(values, Mapping) else None
+        if not isinstance(algorithm, Mapping) or values.get("teacher") is None:
+            return values
+        kl, loss = algorithm.get("kl", {}), LOSSES.get(str(algorithm.get("loss")))
+        if not isinstance(kl, Mapping) or (loss is not None and loss.num_demonstrations):
+            return values
+        kl = {"coefficient": 1.0, "estimator": "k1+", **kl}
+        defaults = {"advantage": "none", "min_group_size": 1}
+        return {**values, "algorithm": {**defaults, **algorithm, "kl": kl}}
 
     @model_validator(mode="before")
     @classmethod

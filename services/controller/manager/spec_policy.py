@@ -75,6 +75,10 @@ def admin_reasons(spec: RunSpec) -> set[str]:
         f"rollout.engine_arguments.{name}={arguments[name]!r}"
         for name in arguments.keys() - harmless
     }
-    if spec.model.trust_remote_code:
-        reasons.add("model.trust_remote_code")
+    models = {"model": spec.model, "teacher": spec.teacher}
+    reasons |= {
+        f"{key}.trust_remote_code"
+        for key, model in models.items()
+        if model is not None and model.trust_remote_code
+    }
     return reasons

@@ -83,6 +83,11 @@ def pass_at_k(batch: ScoredBatch) -> Tensor:
     return batch.spread(advantages.pass_at_k(batch.scores, batch.groups))
 
 
+def none(batch: ScoredBatch) -> Tensor:
+    """0 for every token: a penalty alone trains, and rewards are only measured."""
+    return torch.zeros_like(batch.rewards)
+
+
 def uniform(batch: ScoredBatch) -> Tensor:
     """1 for every token, whatever its score: demonstrations are worth the same."""
     return torch.ones_like(batch.rewards)

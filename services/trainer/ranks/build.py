@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from services.common.models.loading import build_model, load_config
+from services.common.models.teachers import check_teacher
 from services.common.models.tokenizer import load_tokenizer
 from services.common.spec.run import RunSpec
 from services.trainer.checkpoint.checkpointer import Checkpointer
@@ -83,7 +84,9 @@ def build_rank(
     reference = None
     if spec.needs_reference and not spec.topology.own_gpus("ref_logp"):
         temperature = spec.rollout.sampling.temperature
-        reference = loader.load(lambda model: freeze(Policy(model, temperature=temperature)))
+        check_teacher(spec)
+        teacher = Loader(spec.of_reference, settings, topology, progress)
+        reference = teacher.load(lambda model: freeze(Policy(model, temperature=temperature)))
     critic = None
     if spec.algorithm.advantage_kind.needs_critic and not spec.topology.own_gpus("critic"):
         module = loader.load(Critic)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from services.common.models.teachers import check_teacher
 from services.common.spec.run import RunSpec
 from services.trainer.collectives import Ranks
 from services.trainer.model.parallel import Topology, build_topology
@@ -36,11 +37,12 @@ def build_scorer(
     Raises:
         ValueError: If the model does not load, or other processes were started than the run says.
     """
-    spec = _scoring_spec(spec)
+    is_reference = settings.role == "ref_logp"
+    if is_reference:
+        check_teacher(spec)
+    spec = _scoring_spec(spec.of_reference if is_reference else spec)
     topology = _topology(spec, settings)
     loader = Loader(spec, settings, topology, progress)
-
-    is_reference = settings.role == "ref_logp"
 
     def make(model: PreTrainedModel) -> Policy:
         # Engines chose experts under the policy; the reference has its own choice.

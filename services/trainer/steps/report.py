@@ -7,7 +7,7 @@ from dataclasses import astuple
 import torch
 from transformers import PretrainedConfig
 
-from services.common.spec.algorithm import AlgorithmSpec
+from services.common.spec.run import RunSpec
 from services.trainer.algorithm import diagnostics
 from services.trainer.batch.samples import Cohort, Samples
 from services.trainer.collectives import Ranks, Tally
@@ -48,16 +48,16 @@ def describe_batch(weight_version: int, samples: Samples, cohort: Cohort, tally:
         tally.max("staleness_max", per_sequence["staleness_head"], has_tokens)
 
 
-def derive(means: Mapping[str, float], algorithm: AlgorithmSpec) -> dict[str, float]:
+def derive(means: Mapping[str, float], spec: RunSpec) -> dict[str, float]:
     """Add what is no mean itself: standard deviation, effective sample size, mean staleness.
 
     Args:
         means: Over all ranks.
-        algorithm: Demonstrations have no rewards.
+        spec: The run, which may have no rewards.
     """
     metrics = dict(means)
     square = metrics.pop("reward_square")
-    if metrics.pop("scored_fraction") > 0 and not algorithm.num_demonstrations:
+    if metrics.pop("scored_fraction") > 0 and spec.is_rewarded:
         variance = square - metrics["reward_mean"] ** 2
         metrics["reward_std"] = math.sqrt(max(variance, 0.0))
     else:

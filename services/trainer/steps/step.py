@@ -347,7 +347,7 @@ class StepRunner:
         names = ("samples", "tokens", "response_tokens", "trained_tokens")
         metrics = dict(zip(names, map(float, self._ranks.sum(early.sizes)), strict=True))
         metrics |= early.tally.reduce(self._ranks)
-        metrics = derive(metrics, self._spec.algorithm) | self._balancer.metrics()
+        metrics = derive(metrics, self._spec) | self._balancer.metrics()
         metrics["loss"] = sum(update.loss for update in updates) / len(updates)
         metrics["grad_norm"] = max(update.grad_norm for update in updates)
         metrics["learning_rate"] = updates[-1].learning_rate

@@ -1,6 +1,5 @@
 """Answers of responses, by a pattern that somebody else wrote."""
 
-
 import pytest
 
 from services.rollout.samples import answer_digest

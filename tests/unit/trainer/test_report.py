@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.common.spec.algorithm import AlgorithmSpec
 from services.trainer.steps.report import derive
+from tests.helpers.batches import spec_of
 
 MEANS = {
     "reward_mean": 0.5,
@@ -15,9 +15,9 @@ MEANS = {
 
 
 def test_a_batch_without_any_reward_has_no_mean_reward():
-    scored = derive({**MEANS, "scored_fraction": 0.25}, AlgorithmSpec())
+    scored = derive({**MEANS, "scored_fraction": 0.25}, spec_of())
     assert (scored["reward_mean"], scored["reward_std"]) == pytest.approx((0.5, 0.5))
     failed = derive(
-        {**MEANS, "reward_mean": 0.0, "reward_square": 0.0, "scored_fraction": 0.0}, AlgorithmSpec()
+        {**MEANS, "reward_mean": 0.0, "reward_square": 0.0, "scored_fraction": 0.0}, spec_of()
     )
     assert not {"reward_mean", "reward_std", "score_mean"} & failed.keys()
