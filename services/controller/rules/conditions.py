@@ -60,6 +60,7 @@ _NEED_A_PLACE: Final[tuple[ConditionType, ...]] = (
     "DataPlaneReady",
     "Progressing",
 )
+_WAITS: Final = ("Queued", "Starting")
 _TRAINS: Final = _Change("Progressing", "True", "Training", "steps are trained")
 _PLAIN: Final[dict[str, tuple[ConditionType, ConditionStatus]]] = {
     "Waiting": ("Admitted", "False"),
@@ -129,7 +130,7 @@ def _submitted() -> Iterable[_Change]:
     for type_ in _NEED_A_PLACE:
         yield _Change(type_, "False", "Queued", "the run waits for its turn")
     yield _Change("Degraded", "False", "AsExpected")
-    yield _Change("CheckpointCurrent", "False", "NoCheckpoint", "nothing is saved yet")
+    yield _Change("CheckpointCurrent", "False", "NoCheckpoint", "nothing is saved")
 
 
 def _moved(
@@ -147,10 +148,17 @@ def _moved(
         yield _Change("Progressing", "False", reason, message)
         yield _Change("Degraded", "True", reason, message)
     elif state is RunState.PAUSED or state in TERMINAL:
-        # What was not true before keeps its reason: it may be why the run has failed.
         for condition in known:
-            if condition.type != "CheckpointCurrent" and condition.status != "False":
+            if condition.type != "CheckpointCurrent" and not (
+                state is RunState.FAILED and _may_explain(condition)
+            ):
                 yield _Change(condition.type, "False", reason, message)
+
+
+def _may_explain(condition: Condition) -> bool:
+    """Whether a condition may be why a run has failed; what only waited, does not wait any more."""
+    is_waiting = condition.type == "Progressing" or condition.reason in _WAITS
+    return condition.status == "False" and not is_waiting
 
 
 def _ready(message: str, absent: Sequence[str]) -> Iterable[_Change]:

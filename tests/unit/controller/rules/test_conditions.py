@@ -62,6 +62,17 @@ def test_a_failed_run_still_says_what_kept_it_from_starting():
     assert (placed.reason, placed.message) == ("Unschedulable", PENDING[1])
 
 
+@pytest.mark.parametrize("end", ["SUCCEEDED", "FAILED", "CANCELLED", "PAUSED"])
+@pytest.mark.parametrize("before", [[], [moved("STARTING"), READY, moved("RUNNING"), STILL]])
+def test_nothing_waits_any_more_in_a_run_that_does_not_go_on(before, end):
+    found = after(*before, moved(end, "Over", "it is over"))
+    del found["CheckpointCurrent"]
+    untold = {name: each for name, each in found.items() if each.reason != "Over"}
+    assert set(untold) <= {"Degraded"} and all(
+        each.reason == "AsExpected" for each in untold.values()
+    )
+
+
 def test_a_call_that_fails_while_all_workers_live_leaves_the_data_plane_unknown():
     found = after(moved("STARTING"), READY, ("WorkerLost", "UNAVAILABLE", {"workers": []}))
     assert found["DataPlaneReady"].status == "Unknown"
