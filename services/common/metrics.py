@@ -16,7 +16,8 @@ USER_CODE: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 1200, 3600,
 )  # fmt: skip
 STEP: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 3600)
-TOKENS: Final = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+# As fine as the histograms of steps: a quantile of short answers is then no guess between 0 and 16.
+TOKENS: Final = (1, 2, *(size for power in range(2, 17) for size in (3 << power - 2, 1 << power)))
 
 
 @contextmanager

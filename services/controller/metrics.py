@@ -17,6 +17,12 @@ LATE_GROUPS = Counter(
 STALENESS_VIOLATIONS = Counter(
     "slipstream_staleness_violations_total", "Samples trained beyond the bound.", ["run"]
 )
+SAMPLE_STALENESS = Histogram(
+    "slipstream_sample_staleness_versions",
+    "Trained samples by their staleness.",
+    ["run"],
+    buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32),
+)
 WEIGHT_SYNC_SECONDS = Histogram(
     "slipstream_weight_sync_duration_seconds",
     "Time from a finished step to every rollout serving its weights, by phase.",
@@ -73,6 +79,14 @@ def observe_step(
     for state, count in prompts.items():
         if state != "issued":
             PROMPTS.labels(run, state).set(count)
+
+
+def observe_staleness(run: str, samples: Mapping[str, int]) -> None:
+    """Record the staleness of a step's samples: how many there are, by its bucket's upper bound."""
+    histogram = SAMPLE_STALENESS.labels(run)
+    for bound, count in samples.items():
+        for _ in range(count):
+            histogram.observe(int(bound))
 
 
 def observe_group(run: str, epoch: int, size: int) -> None:

@@ -21,7 +21,7 @@ from services.controller.run.generation import Generation
 from services.controller.run.journal import Journal
 from services.controller.run.progress import Progress, StepMeter
 from services.controller.run.requests import CurrentSpec
-from services.controller.run.stored import reward_terms, set_scores, spread_of
+from services.controller.run.stored import length_facts, reward_terms, set_scores, spread_of
 from services.controller.run.waits import Waits
 from services.controller.store.records import Note
 from services.trainer.client import TrainedStep
@@ -95,7 +95,12 @@ class Steps:
                     )
                 )
         trained = training.result()
-        own = {**learning.result(), **reward_terms(samples), **self._set_scores(batch, samples)}
+        own = {
+            **learning.result(),
+            **reward_terms(samples),
+            **length_facts(samples),
+            **self._set_scores(batch, samples),
+        }
         trained = replace(trained, metrics={**trained.metrics, **own})
         spread = spread_of(samples, weight_version=version)
         await self._commit(step, batch, trained, spread=spread, begin=begin, wait_s=wait_s)
@@ -145,6 +150,7 @@ class Steps:
         self.ledger.consume(batch)
         self.progress.stepped(numbers)
         metrics.observe_step(self.run_id, step, numbers, self.ledger.counts())
+        metrics.observe_staleness(self.run_id, spread.get("staleness", {}))
         use = self.meter.measure(self.parts.replicas, time.perf_counter() - begin)
         data: dict[str, Any] = {
             "step": step,

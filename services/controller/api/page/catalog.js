@@ -14,7 +14,7 @@ export const CATALOG = [
     ["Loss", "", [["loss", "loss"]]],
     ["Entropy", "nats", [["entropy", "entropy"]]],
     ["Gradient norm", "", [["norm", "grad_norm"]]],
-    ["Response length", "tokens", [["mean", "response_length_mean"]]],
+    ["Response length", "tokens", [["mean", "response_length_mean"], ["p95", "response_length_p95"], ["max", "response_length_max"]]],
   ]],
   ["Off-policy", [
     ["Staleness", "versions", [["mean", "staleness_mean"], ["max", "staleness_max"]]],

@@ -2,7 +2,12 @@
 
 from services.common.batch import KVBatchMeta
 from services.controller.rules.groups import Group
-from services.controller.run.stored import GroupSamples, StoredGroups, spread_of
+from services.controller.run.stored import (
+    GroupSamples,
+    StoredGroups,
+    length_facts,
+    spread_of,
+)
 
 
 class Messages:
@@ -36,6 +41,17 @@ def test_the_spread_of_a_batch_is_by_its_oldest_version_and_its_length():
     batch = KVBatchMeta(partition_id="run_1/train", keys=("a.0", "a.1", "a.2"), tags=tags)
     spread = spread_of(batch, weight_version=5)
     assert spread == {"staleness": {"0": 1, "1": 1}, "response_tokens": {"0": 1, "8": 1, "128": 1}}
+
+
+def test_the_95th_percentile_of_lengths_is_one_of_them_and_leaves_out_failed_ones():
+    lengths = (*range(1, 101), 0, 0)
+    finishes = ("stop",) * 100 + ("failed",) * 2
+    tags = {"response_tokens": lengths, "finish_reason": finishes}
+    keys = tuple(f"a.{member}" for member in range(102))
+    batch = KVBatchMeta(partition_id="run_1/train", keys=keys, tags=tags)
+    assert length_facts(batch) == {"response_length_p95": 95, "response_length_max": 100}
+    assert length_facts(batch.select([3])) == {"response_length_p95": 4, "response_length_max": 4}
+    assert length_facts(batch.select([100])) == {}
 
 
 async def test_samples_of_several_messages_come_in_the_order_of_the_groups():
