@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.observability.queries import Query
+from deploy.observability.queries import RUN, Query
 
 _COLUMNS = 24
 _HEIGHT = 8
@@ -25,13 +25,25 @@ class Panel:
     is_stacked: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The panels behind it belong together, and can be folded away."""
+
+    title: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dashboard:
     """One dashboard."""
 
     uid: str
     title: str
-    panels: Sequence[Panel]
+    content: Sequence[Row | Panel]
+
+    @property
+    def panels(self) -> list[Panel]:
+        """Its panels, in order."""
+        return [part for part in self.content if isinstance(part, Panel)]
 
     def to_json(self) -> dict[str, Any]:
         """Grafana's classic dashboard model."""
@@ -42,11 +54,44 @@ class Dashboard:
             "schemaVersion": 39,
             "editable": True,
             "refresh": "10s",
+            # The cross hair of one panel is that of all.
+            "graphTooltip": 1,
+            "annotations": {"list": [_annotation(*each) for each in ANNOTATIONS]},
+            "links": [_OTHERS],
             "time": {"from": "now-1h", "to": "now"},
             "templating": {"list": [_DATASOURCE, _RUN]},
-            "panels": _place(self.panels),
+            "panels": _place(self.content),
         }
 
+
+# What happens to runs, as lines through all panels: name, colour, expression that is there then, text.
+ANNOTATIONS = (
+    (
+        "States of runs",
+        "blue",
+        f"max by (run, state) (slipstream_run_state{{{RUN}}} == 1) "
+        f"unless max by (run, state) (slipstream_run_state{{{RUN}}} offset 1m == 1)",
+        "{{run}} is {{state}}",
+    ),
+    (
+        "Losses",
+        "red",
+        f"max by (run) (changes(slipstream_weight_sync_group_epoch{{{RUN}}}[1m])) > 0",
+        "{{run}}: members of the weight group changed, or were lost",
+    ),
+    (
+        "Failed weight syncs",
+        "orange",
+        f'sum by (run, outcome) (increase(slipstream_weight_syncs_total{{{RUN},outcome!="ok"}}[1m])) > 0',
+        "{{run}}: {{outcome}}",
+    ),
+    (
+        "Checkpoints",
+        "green",
+        f"sum by (run, outcome) (increase(slipstream_checkpoints_total{{{RUN}}}[1m])) > 0",
+        "{{run}}: checkpoint {{outcome}}",
+    ),
+)
 
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _DATASOURCE = {
@@ -54,6 +99,28 @@ _DATASOURCE = {
     "label": "Data source",
     "type": "datasource",
     "query": "prometheus",
+}
+_OTHERS = {
+    "title": "Slipstream",
+    "type": "dashboards",
+    "icon": "external link",
+    "tooltip": "The same runs and time on another dashboard",
+    "tags": ["slipstream"],
+    "asDropdown": True,
+    "targetBlank": False,
+    "includeVars": True,
+    "keepTime": True,
+}
+# Buckets come from Prometheus, darker where more of a moment's samples are.
+_HEATMAP = {
+    "calculate": False,
+    "cellGap": 1,
+    "color": {"mode": "scheme", "scheme": "Blues", "steps": 64, "exponent": 0.5, "fill": "blue"},
+    "showValue": "never",
+    "yAxis": {"axisPlacement": "left"},
+    "legend": {"show": True},
+    "tooltip": {"mode": "single", "yHistogram": True},
+    "exemplars": {"color": "rgba(255,0,255,0.7)"},
 }
 _RUN = {
     "name": "run",
@@ -69,16 +136,48 @@ _RUN = {
 }
 
 
-def _place(panels: Sequence[Panel]) -> list[dict[str, Any]]:
-    """Panels from left to right, top to bottom."""
-    placed = []
-    x = y = 0
-    for number, panel in enumerate(panels, start=1):
-        if x + panel.width > _COLUMNS:
-            x, y = 0, y + _HEIGHT
-        placed.append(_panel(panel, number, {"x": x, "y": y, "w": panel.width, "h": _HEIGHT}))
-        x += panel.width
+def _annotation(name: str, color: str, expression: str, text: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "datasource": _SOURCE,
+        "enable": True,
+        "hide": False,
+        "iconColor": color,
+        "expr": expression,
+        "step": "60s",
+        "titleFormat": name,
+        "textFormat": text,
+    }
+
+
+def _place(content: Sequence[Row | Panel]) -> list[dict[str, Any]]:
+    """Panels from left to right, top to bottom; each row begins a line of its own."""
+    placed: list[dict[str, Any]] = []
+    x = y = height = 0
+    for number, part in enumerate(content, start=1):
+        width = _COLUMNS if isinstance(part, Row) else part.width
+        if x + width > _COLUMNS or isinstance(part, Row):
+            x, y = 0, y + height
+        height = 1 if isinstance(part, Row) else _HEIGHT
+        position = {"x": x, "y": y, "w": width, "h": height}
+        placed.append(
+            _row(part, number, position)
+            if isinstance(part, Row)
+            else _panel(part, number, position)
+        )
+        x += width
     return placed
+
+
+def _row(row: Row, number: int, position: dict[str, int]) -> dict[str, Any]:
+    return {
+        "id": number,
+        "title": row.title,
+        "type": "row",
+        "collapsed": False,
+        "gridPos": position,
+        "panels": [],
+    }
 
 
 def _panel(panel: Panel, number: int, position: dict[str, int]) -> dict[str, Any]:
@@ -91,6 +190,7 @@ def _panel(panel: Panel, number: int, position: dict[str, int]) -> dict[str, Any
         "title": panel.title,
         "description": panel.meaning,
         "type": panel.kind,
+        "options": _HEATMAP if panel.kind == "heatmap" else {},
         "datasource": _SOURCE,
         "gridPos": position,
         "fieldConfig": {"defaults": {"unit": panel.unit, "custom": custom}, "overrides": []},

@@ -55,6 +55,11 @@ def mean(metric: str, legend: str) -> list[Query]:
     return [(" / ".join(parts), legend)]
 
 
+def buckets(metric: str) -> list[Query]:
+    """How many observations of a histogram came into each of its buckets, for a heatmap."""
+    return [(f"sum by (le) (increase({metric}_bucket{{{RUN}}}[{RATE}]))", "{{le}}")]
+
+
 def quantiles(
     metric: str, levels: Sequence[float], *, by: str = "", matcher: str = RUN, legend: str = ""
 ) -> list[Query]:

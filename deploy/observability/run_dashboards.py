@@ -1,8 +1,9 @@
 """Dashboards of what runs learn, and from which samples."""
 
-from deploy.observability.panels import Dashboard, Panel
+from deploy.observability.panels import Dashboard, Panel, Row
 from deploy.observability.queries import (
     RUN,
+    buckets,
     each,
     mean,
     mean_seconds,
@@ -16,7 +17,8 @@ from deploy.observability.queries import (
 OVERVIEW = Dashboard(
     uid="slipstream-run",
     title="Slipstream / Run overview",
-    panels=[
+    content=[
+        Row("Now"),
         Panel(
             "State",
             "The state that each run is in.",
@@ -45,6 +47,7 @@ OVERVIEW = Dashboard(
             kind="stat",
             width=8,
         ),
+        Row("Learning"),
         Panel(
             "Reward",
             "Mean task reward of trained samples, and its spread inside a batch.",
@@ -66,6 +69,7 @@ OVERVIEW = Dashboard(
             "Mean entropy of the policy in nats; a collapse ends exploration.",
             newest("slipstream_train_entropy_nats"),
         ),
+        Row("Optimization"),
         Panel(
             "Off-policy correction",
             "Effective sample size, and the part of tokens whose ratio or importance weight hit its cap.",
@@ -81,6 +85,7 @@ OVERVIEW = Dashboard(
             "Global norm before clipping.",
             newest("slipstream_train_grad_norm"),
         ),
+        Row("Speed"),
         Panel(
             "Trained tokens",
             "Tokens per second that enter a step, by kind.",
@@ -109,6 +114,7 @@ OVERVIEW = Dashboard(
             + each(FLOPs_utilization="slipstream_trainer_mfu_ratio"),
             unit="percentunit",
         ),
+        Row("Memory and checkpoints"),
         Panel(
             "Memory",
             "Of each process, and the peak of the trainer's GPU.",
@@ -152,7 +158,8 @@ OVERVIEW = Dashboard(
 STALENESS = Dashboard(
     uid="slipstream-staleness",
     title="Slipstream / Staleness and data flow",
-    panels=[
+    content=[
+        Row("Staleness"),
         Panel(
             "Staleness of trained samples",
             "Weight versions between sampling and training, against the bound.",
@@ -160,11 +167,18 @@ STALENESS = Dashboard(
             + each(bound="slipstream_staleness_limit_versions"),
         ),
         Panel(
+            "Staleness of samples",
+            "Samples of each moment by their staleness: a second band is a group that waited.",
+            buckets("slipstream_sample_staleness_versions"),
+            kind="heatmap",
+        ),
+        Panel(
             "Bound violations",
             "Samples trained beyond the bound. Anything but 0 is a defect.",
             total("slipstream_staleness_violations_total", "run"),
             kind="stat",
         ),
+        Row("Groups"),
         Panel(
             "Groups by state",
             "Where every issued prompt is; the ledger accounts for all of them.",
@@ -188,6 +202,7 @@ STALENESS = Dashboard(
             rate("slipstream_rollout_groups_total", "outcome"),
             unit="cps",
         ),
+        Row("Responses"),
         Panel(
             "Weight versions in one response",
             "Mean number of versions that a response was sampled under; above 1 with partial rollouts.",
@@ -197,6 +212,12 @@ STALENESS = Dashboard(
             "Response length",
             "Tokens of finished responses. Growing length slows everything and raises staleness.",
             quantiles("slipstream_rollout_response_tokens", (0.5, 0.95, 0.99)),
+        ),
+        Panel(
+            "Response lengths",
+            "Responses of each moment by their length; a dark band at the top is cut off.",
+            buckets("slipstream_rollout_response_tokens"),
+            kind="heatmap",
         ),
         Panel(
             "How responses end",

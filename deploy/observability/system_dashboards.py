@@ -1,6 +1,6 @@
 """Dashboards of what runs share: the way of weights, workers, queue and API."""
 
-from deploy.observability.panels import Dashboard, Panel
+from deploy.observability.panels import Dashboard, Panel, Row
 from deploy.observability.queries import (
     RATE,
     RUN,
@@ -18,7 +18,8 @@ _TOTAL = f'{RUN},phase="total"'
 WEIGHT_SYNC = Dashboard(
     uid="slipstream-weight-sync",
     title="Slipstream / Weight sync",
-    panels=[
+    content=[
+        Row("Latency"),
         Panel(
             "Sync latency",
             "Time from a finished step until every rollout serves its weights.",
@@ -45,6 +46,7 @@ WEIGHT_SYNC = Dashboard(
             unit="percentunit",
             kind="stat",
         ),
+        Row("Transfer"),
         Panel(
             "Bandwidth",
             "Bytes of weights per second of transfer, as one receiver sees it.",
@@ -65,6 +67,7 @@ WEIGHT_SYNC = Dashboard(
                 (f"max by (run, pod) (slipstream_rollout_weight_version{{{RUN}}})", "{{pod}}"),
             ],
         ),
+        Row("Rollouts and members"),
         Panel(
             "Pause of generation",
             "Time without tokens per weight update, and the whole time to adopt one.",
@@ -88,7 +91,8 @@ WEIGHT_SYNC = Dashboard(
 FLEET = Dashboard(
     uid="slipstream-fleet",
     title="Slipstream / Fleet and data plane",
-    panels=[
+    content=[
+        Row("Runs and workers"),
         Panel(
             "Runs by state",
             "All runs that are active or ended lately.",
@@ -101,6 +105,7 @@ FLEET = Dashboard(
             total("slipstream_run_workers", "role, state"),
             is_stacked=True,
         ),
+        Row("Rollouts"),
         Panel(
             "Samples in the engines",
             "Decoded now, and waiting for room.",
@@ -121,6 +126,7 @@ FLEET = Dashboard(
             quantiles("slipstream_rollout_reward_seconds", (0.95,)),
             unit="s",
         ),
+        Row("Transferqueue"),
         Panel(
             "Transferqueue traffic",
             "Bytes of samples in and out.",
@@ -144,6 +150,7 @@ FLEET = Dashboard(
             [("slipstream_tq_stored_bytes / slipstream_tq_capacity_bytes", "{{pod}}")],
             unit="percentunit",
         ),
+        Row("Controller"),
         Panel(
             "Hand-out",
             "From the moment a group may start to its rollout having taken it.",

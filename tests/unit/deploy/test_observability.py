@@ -9,9 +9,13 @@ from typing import Any
 import promql_parser
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models import dashboard as models
 
 from deploy.observability import alerts, dashboards
 from deploy.observability.__main__ import ROOT, files
+from deploy.observability.panels import ANNOTATIONS, Dashboard
 from deploy.observability.registry import exposed_names, registered
 from tests.helpers.chart import EVERYTHING, one, render
 from tests.helpers.tools import require
@@ -22,7 +26,7 @@ _QUERIES = [
     for dashboard in dashboards.ALL
     for panel in dashboard.panels
     for expression, _ in panel.queries
-]
+] + [(name, expression) for name, _, expression, _ in ANNOTATIONS]
 
 
 def plain(expression: str) -> str:
@@ -137,6 +141,57 @@ def test_every_alert_fires_when_provoked_and_not_before(tmp_path: Path) -> None:
         [promtool, "test", "rules", path], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("dashboard", dashboards.ALL, ids=lambda dashboard: dashboard.uid)
+def test_grafana_knows_every_key_of_a_dashboard(dashboard: Dashboard) -> None:
+    register_default_plugins()
+    written = dashboard.to_json()
+    read = json.loads(json.dumps(models.Dashboard.from_json(written), cls=JSONEncoder))
+    # What Grafana's own Prometheus plugin reads of an annotation.
+    for annotation in written["annotations"]["list"]:
+        for key in ("step", "titleFormat", "textFormat"):
+            assert annotation.pop(key)
+    assert lacks(written, read) == []
+
+
+@pytest.mark.parametrize("dashboard", dashboards.ALL, ids=lambda dashboard: dashboard.uid)
+def test_panels_of_a_dashboard_lie_beside_each_other_below_their_rows(dashboard: Dashboard) -> None:
+    written = dashboard.to_json()["panels"]
+    assert [panel["id"] for panel in written] == [*range(1, len(written) + 1)]
+    assert written[0]["type"] == "row"
+    taken = set()
+    for panel in written:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert max(x for x, _ in cells) < 24
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+def lacks(written: Any, read: Any, place: str = "") -> list[str]:
+    """Keys that were written and not read."""
+    if isinstance(written, dict):
+        parts = [(key, value, read.get(key)) for key, value in written.items()]
+        missing = [f"{place}.{key}" for key, value, _ in parts if key not in read and value != {}]
+        return missing + [
+            each
+            for key, value, other in parts
+            if key in read
+            for each in lacks(value, other, f"{place}.{key}")
+        ]
+    if isinstance(written, list):
+        assert len(written) == len(read), place
+        return [
+            each
+            for number, (one, other) in enumerate(zip(written, read, strict=True))
+            for each in lacks(one, other, f"{place}.{number}")
+        ]
+    return [] if written == read else [f"{place}: {written!r} became {read!r}"]
 
 
 def test_dashboards_are_config_maps_that_grafana_finds() -> None:
