@@ -20,7 +20,7 @@ from services.cli.settings import CliSettings
 from services.cli.state_lock import StateInUseError
 from services.common.spec.loader import SpecError
 from services.common.task_group import TaskGroup
-from services.controller.api.operations import Answer, Operation
+from services.controller.api.operation import Answer, Operation
 from services.controller.settings import DATABASE_FILE
 
 _T = TypeVar("_T")
@@ -114,6 +114,22 @@ async def _with_api(url: str | None, work: Callable[[Api], Awaitable[_T]]) -> _T
 async def _at(url: str, work: Callable[[Api], Awaitable[_T]]) -> _T:
     async with Api(url, token=CliSettings().token or known_tokens.find(url)) as api:
         return await work(api)
+
+
+def find_controller(url: str | None) -> tuple[str, str]:
+    """Address and token of the controller that a command means, which must be one that runs.
+
+    Raises:
+        ApiError: If none is known, or several are.
+    """
+    found = url or CliSettings().url or _started_here()
+    running = known_tokens.running()
+    if not found and len(running) != 1:
+        raise ApiError(
+            f"{len(running)} controllers run here; say which with --url, or start one with 'slipstream up'"
+        )
+    found = found or running[0]
+    return found, CliSettings().token or known_tokens.find(found)
 
 
 def _started_here() -> str:

@@ -326,6 +326,15 @@ class CancelOptions(Body):
     """Whether a checkpoint is saved behind that step."""
 
 
+class TrackerReport(Body):
+    """How writing a run to a tracker goes."""
+
+    is_writing: StrictBool
+    """Whether it is written to; False once it has failed, which is then tried again."""
+    message: str = Field("", max_length=2000, pattern=r"^[^\x00]*$")
+    """Why not, for a person."""
+
+
 class ForkRequest(Body):
     """A new run that goes on from a checkpoint of another one."""
 

@@ -13,6 +13,7 @@ from slipstream_client.models import (
     CheckpointPage,
     CheckpointView,
     EventPage,
+    EventView,
     GroupPage,
     LogLine,
     MetricPage,
@@ -415,6 +416,19 @@ class Operations:
         """Registered workers of a run and what they are doing."""
         request = Request(method="GET", path="/v1/runs/{run_id}/topology", names={"run_id": run_id})
         answer: Topology = self._ask(Topology, request)
+        return answer
+
+    def report_tracker(
+        self, run_id: str, *, tracker: str, is_writing: bool | None = None, message: str = ""
+    ) -> EventView:
+        """Tell that a tracker of the run has failed or is written to again; an event of the run says so."""
+        request = Request(
+            method="POST",
+            path="/v1/runs/{run_id}/trackers/{tracker}",
+            names={"run_id": run_id, "tracker": tracker},
+            body=given({"is_writing": is_writing, "message": message}),
+        )
+        answer: EventView = self._ask(EventView, request)
         return answer
 
     def evaluate_run(self, run_id: str) -> RunView:

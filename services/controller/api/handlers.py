@@ -36,6 +36,7 @@ from services.controller.samples import SamplePage, WholeSample
 from services.controller.store.records import (
     Event,
     EventFilter,
+    Note,
     RequestKey,
     Run,
     RunFilter,
@@ -168,6 +169,14 @@ class Handlers:
     async def save_run(self, call: Call, asked: ops.SaveRun) -> RunView:
         await self._manager.drivers.running(call.run).save()
         return self._view(call.run)
+
+    async def report_tracker(self, call: Call, asked: ops.ReportTracker) -> EventView:
+        kind, text = "TrackerWrites", f"{asked.tracker} is written to again"
+        if not asked.is_writing:
+            kind = "TrackerFailed"
+            text = f"{asked.tracker} fails and is tried again, the run goes on: {asked.message}"
+        note = Note(kind, text, {"tracker": asked.tracker}, actor=call.who.name)
+        return EventView.model_validate(await self._manager.tell(call.run, note))
 
     async def fork_run(self, call: Call, asked: ops.ForkRun) -> RunView:
         body = asked.model_dump_json(exclude={"idempotency_key"})

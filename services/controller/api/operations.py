@@ -1,18 +1,15 @@
 """The operations of the run API, each declared once: REST, gRPC and the client are made from them.
 
-An operation is a class. Its name is the gRPC method, its docstring what the description says of it, its
-fields are what is sent, with their defaults and ranges, and its parameter is what is answered. ``handlers``
-has one method for each.
+``handlers`` has one method for each.
 """
 
-from collections.abc import Iterator
 from http import HTTPStatus
-from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
+from services.controller.api.operation import DOCUMENT, HEADER, OfRun, Operation
 from services.controller.models import (
-    Body,
     CancelOptions,
     CheckpointPage,
     CheckpointView,
@@ -27,23 +24,17 @@ from services.controller.models import (
     PauseOptions,
     Priority,
     QuotaView,
-    Role,
     RunPage,
     RunPatch,
     RunView,
     Topology,
+    TrackerReport,
     ValidatedView,
     VersionView,
 )
 from services.controller.rules.run_state import RunState
 from services.controller.samples import SampleFilter, SampleId, SamplePage, WholeSample
 
-Answer = TypeVar("Answer", covariant=True)
-Place = Literal["path", "query", "header", "body", "document"]
-"""Where REST has a field: ``body`` is one key of the body, ``document`` all of it."""
-
-HEADER: Place = "header"
-DOCUMENT: Place = "document"
 MAX_SEQ = 2**53
 
 IdempotencyKey = Annotated[str, Field(max_length=64, pattern=r"^[\x21-\x7e]*$"), HEADER]
@@ -52,55 +43,6 @@ CheckpointId = Annotated[str, Field(max_length=40, pattern="^[A-Za-z0-9_-]+$")]
 Component = Annotated[str, Field(pattern="^[a-z0-9-]{0,63}$")]
 Seq = Annotated[int, Field(ge=0, le=MAX_SEQ)]
 EventTypes = Annotated[list[Annotated[str, Field(max_length=32)]], Field(max_length=32)]
-
-
-class Operation(BaseModel, Generic[Answer]):
-    """One thing that can be asked of the API, and what is said of it."""
-
-    http: ClassVar[str]
-    """Method and path; fields that the path names are part of it."""
-    role: ClassVar[Role] = "viewer"
-    """Who may ask; a handler may want more of some requests."""
-    status: ClassVar[HTTPStatus] = HTTPStatus.OK
-    location: ClassVar[str] = ""
-    """Path of what was made, with the answer's fields."""
-    rpc: ClassVar[str | None] = ""
-    """The gRPC method, where its name is not that of the class; None if gRPC does not carry the answer."""
-    form: ClassVar[Literal["json", "lines", "events"]] = "json"
-    """One answer, one for each line, or one after the other as they come."""
-
-    @classmethod
-    def answer(cls) -> Any:
-        """Type of what is answered; of one item if there are many."""
-        found = (base.__pydantic_generic_metadata__["args"] for base in cls._bases())
-        return next(args[0] for args in found if args)
-
-    @classmethod
-    def body(cls) -> type[Body] | None:
-        """What REST has in its body, if that is more than one field."""
-        found = (b for b in cls._bases() if issubclass(b, Body) and not issubclass(b, Operation))
-        return next(found, None)
-
-    @classmethod
-    def place(cls, name: str) -> Place:
-        """Where REST has a field."""
-        for marker in (HEADER, DOCUMENT):
-            if marker in cls.model_fields[name].metadata:
-                return marker
-        if f"{{{name}}}" in cls.http:
-            return "path"
-        body = cls.body()
-        return "body" if body is not None and name in body.model_fields else "query"
-
-    @classmethod
-    def _bases(cls) -> Iterator[type[BaseModel]]:
-        return (base for base in cls.__mro__ if issubclass(base, BaseModel))
-
-
-class OfRun(Operation[Answer], Generic[Answer]):
-    """What is asked of one run."""
-
-    run_id: Annotated[str, Field(pattern="^run_[0-9a-f]{32}$")]
 
 
 class CreateRun(Operation[RunView | ValidatedView]):
@@ -193,6 +135,15 @@ class SaveRun(OfRun[RunView]):
     role = "operator"
     status = HTTPStatus.ACCEPTED
     location = "/v1/runs/{id}/checkpoints"
+
+
+class ReportTracker(TrackerReport, OfRun[EventView]):
+    """Tell that a tracker of the run has failed or is written to again; an event of the run says so."""
+
+    http = "POST /v1/runs/{run_id}/trackers/{tracker}"
+    rpc = None
+    role = "operator"
+    tracker: Annotated[str, Field(pattern="^[a-z0-9-]{1,63}$")]
 
 
 class ForkRun(ForkRequest, OfRun[RunView]):
@@ -351,7 +302,7 @@ class GetVersion(Operation[VersionView]):
 # The path of the stream of all runs would otherwise be taken for a run's.
 OPERATIONS: tuple[type[Operation[Any]], ...] = (
     *(CreateRun, ListRuns, WatchRuns, GetRun, UpdateRun, DeleteRun),
-    *(CancelRun, PauseRun, ResumeRun, EvaluateRun, SaveRun, ForkRun),
+    *(CancelRun, PauseRun, ResumeRun, EvaluateRun, SaveRun, ReportTracker, ForkRun),
     *(ListEvents, WatchRun, ReadLogs, FollowLogs, ListMetrics, ListGroups),
     *(ListSamples, GetSample, ExportSamples),
     *(ListCheckpoints, GetCheckpoint, DeleteCheckpoint, GetTopology, GetQuota, GetVersion),

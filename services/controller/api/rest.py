@@ -14,7 +14,8 @@ from pydantic.fields import FieldInfo
 from services.common.errors import InvalidArgumentError
 from services.controller.api.errors import BodyError
 from services.controller.api.handlers import Items
-from services.controller.api.operations import OPERATIONS, Operation, Place
+from services.controller.api.operation import Operation, Place
+from services.controller.api.operations import OPERATIONS
 from services.controller.api.principals import Principal
 from services.controller.api.run_api import RunApi, handler_name
 from services.controller.api.sse import DESCRIPTION, event_stream, frame_of

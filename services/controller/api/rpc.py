@@ -18,7 +18,8 @@ from services.common.errors import InvalidArgumentError, NotFoundError
 from services.common.grpc_server import Know
 from services.common.spec.bounds import MAX_DOCUMENT_BYTES
 from services.common.spec.loader import SpecError
-from services.controller.api.operations import OPERATIONS, Operation
+from services.controller.api.operation import Operation
+from services.controller.api.operations import OPERATIONS
 from services.controller.api.principals import Principal
 from services.controller.api.run_api import RunApi
 from services.controller.models import (

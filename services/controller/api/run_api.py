@@ -8,7 +8,7 @@ from starlette.concurrency import run_in_threadpool
 
 from services.common.errors import UnauthenticatedError
 from services.controller.api.handlers import Call, Handlers
-from services.controller.api.operations import OfRun, Operation
+from services.controller.api.operation import OfRun, Operation
 from services.controller.api.principals import Authenticator, Principal
 from services.controller.api.request_limits import RequestLimits
 from services.controller.api.strangers import Strangers

@@ -28,6 +28,7 @@ from services.controller.store.database import Database
 from services.controller.store.records import (
     Event,
     NewRun,
+    Note,
     RequestKey,
     Run,
     RunFilter,
@@ -268,6 +269,12 @@ class RunManager:
         await self._apply(run_id, RunEvent.RESUME, "ResumedByUser", actor=actor)
         await self._admit()
         return await self.get(run_id)
+
+    async def tell(self, run: Run, note: Note) -> Event:
+        """Add an event to a run's record, whatever state the run is in."""
+        event = await self._database.run(self._store.record, run.run_id, note)
+        self._publish(event, run.project)
+        return event
 
     async def is_ended(self, run_id: str) -> bool:
         """Whether a run has ended."""
