@@ -6,12 +6,14 @@ ARG BASE=docker.io/library/python:3.12-slim-bookworm
 
 FROM ${BASE} AS dependencies
 ARG PIP_OPTIONS=""
+# `controller,wandb,mlflow` makes the image of the chart's trackers.
+ARG EXTRAS=cluster,tracing
 WORKDIR /build
 COPY pyproject.toml constraints.txt LICENSE ./
 # An empty package brings the dependencies, so that a change of code does not install them again.
 RUN mkdir -p services proto/gen/slipstream && touch README.md services/__init__.py proto/gen/slipstream/py.typed \
     && python3 -m venv /opt/venv \
-    && /opt/venv/bin/pip install --no-cache-dir ${PIP_OPTIONS} -c constraints.txt ".[cluster,tracing]"
+    && /opt/venv/bin/pip install --no-cache-dir ${PIP_OPTIONS} -c constraints.txt ".[${EXTRAS}]"
 
 FROM ${BASE}
 COPY --from=dependencies /opt/venv /opt/venv

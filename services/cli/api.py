@@ -10,22 +10,22 @@ Programs use ``slipstream_client``, which sends all of this.
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
 from pydantic import TypeAdapter
 
+from services.controller.api.operation import Answer, Operation, Place
 from services.controller.api.operations import (
-    Answer,
     CreateRun,
     ExportSamples,
     FollowLogs,
     GetRun,
     ListEvents,
-    Operation,
-    Place,
     ReadLogs,
+    WatchRuns,
 )
 from services.controller.models import EventView, LogLine, RunView
 from slipstream_client.async_transport import AsyncTransport
@@ -126,12 +126,20 @@ class Api:
         async for _, sample in self._transport.stream(_request(asked)):
             yield sample
 
-    def watch(self, run_id: str) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+    def watch(
+        self, run_id: str, *, after_seq: int = 0
+    ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
         """Events of a run as they come: ``(type, event)``; the last one is ``("end", run)``.
 
         A controller that is started again is found again, and no event is missed or told twice.
         """
-        return self._transport.watch(run_id)
+        return self._transport.watch(run_id, after_seq=after_seq)
+
+    async def watch_all(self) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        """Events of all runs of the project from now on: ``(type, event)``; ends when it breaks off."""
+        with suppress(httpx.TransportError):
+            async for kind, event in self._transport.stream(_request(WatchRuns())):
+                yield kind, event
 
 
 def _request(operation: Operation[Any]) -> Request:

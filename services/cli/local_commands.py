@@ -4,7 +4,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +17,7 @@ from services.cli.follow import follow
 from services.cli.interrupts import Interrupts
 from services.cli.local import LocalServices, local_services
 from services.cli.output import console, say, told
+from services.cli.trackers.beside import has_any_tracker, tracking
 from services.cli.unfinished import submit_or_go_on
 from services.common.spec.run import RunSpec
 from services.common.task_group import TaskGroup
@@ -81,7 +82,9 @@ async def _run(
         run_id = await submit_or_go_on(api, spec, console, resume=resume)
         link = (await api.page_link()).replace("/page/", f"/runs/{run_id}")
         say(console, f"run page, for one browser: {link}")
-        return await _follow_beside(services, api, run_id, state_directory)
+        tracked = tracking(services, state_directory, console, run_id=run_id)
+        async with tracked if spec.trackers else nullcontext():
+            return await _follow_beside(services, api, run_id, state_directory)
 
 
 async def _follow_beside(
@@ -110,7 +113,8 @@ async def _up(state_directory: Path, port: int) -> None:
             f"run page, for one browser: {await api.page_link()}",
         )
         interrupts = Interrupts()
-        async with TaskGroup() as tasks:
+        tracked = tracking(services, state_directory, console)
+        async with tracked if has_any_tracker() else nullcontext(), TaskGroup() as tasks:
             keeping = tasks.create_task(services.keep())
             await interrupts.pause_runs(api, console)
             keeping.cancel()

@@ -12,6 +12,7 @@ from services.cli.settings import MachineSettings
 from services.common.models.made_tokenizers import is_made, tokenizer_name
 from services.common.spec.engines import engine_kind
 from services.common.spec.run import RunSpec
+from services.common.spec.trackers import TRACKERS
 from services.controller.launch.gpus import host_gpus
 from services.controller.launch.launcher import num_gpus, worker_names
 
@@ -30,6 +31,13 @@ def lacks(spec: RunSpec) -> Iterator[str]:
             f"rollout.engine is {engine!r}, but the package {package} is not installed; install it, or set "
             "rollout.engine to 'torch'"
         )
+    for index, tracker in enumerate(spec.trackers):
+        package = TRACKERS[tracker.kind].package
+        if importlib.util.find_spec(package) is None:
+            yield (
+                f"trackers.{index}.kind is {tracker.kind!r}, but the package {package} is not installed; "
+                f"install it with pip install 'slipstream[{tracker.kind}]', or leave the tracker out"
+            )
     gpus = len(host_gpus(MachineSettings().visible_gpus))
     if gpus == 0 and spec.weight_sync.backend == "nccl":
         yield (

@@ -50,6 +50,10 @@ _COMMANDS = {
             "List the checkpoints of a run, newest first.",
         ),
         "workers": ("look_commands:workers", "List the workers of a run and what they are doing."),
+        "track": (
+            "track_command:track",
+            "Write runs to wandb, tensorboard, mlflow or trackio while they go on, or later.",
+        ),
         "compare": (
             "compare_command:compare",
             "Compare two runs: results, and keys of their specifications that differ.",

@@ -73,6 +73,8 @@ EVERYTHING = (
     "--set",
     "monitoring.dashboards.enabled=true",
     "--set",
+    "trackers.enabled=true,trackers.existingSecret=tracker-keys",
+    "--set",
     "tracing.endpoint=http://collector.tracing.svc:4317",
     "--set",
     "workers.modelCache.existingClaim=models,workers.modelCache.fetch={Qwen/Qwen3-4B@main}",

@@ -35,6 +35,7 @@ _STAND_INS: Mapping[str, Any] = {
     "trainer.prompts_per_step": 2**20,
     "algorithm.rejection.N.level": "token",
     "model.warm_start.examples": "examples.py:examples",
+    "trackers.N.kind": "tensorboard",
 }
 # Each round mends what the one before uncovered.
 _MAX_ROUNDS = 8

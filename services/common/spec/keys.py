@@ -33,6 +33,10 @@ _ELSEWHERE = {
     "num_gpus": "trainer.world_size",
     "save_freq": "trainer.checkpoint.every",
     "test_freq": "validation.every",
+    "report_to": "trackers",
+    "logger": "trackers",
+    "wandb": "trackers",
+    "project_name": "trackers.N.project",
 }
 """What others call a key."""
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from services.common.spec.algorithm import AlgorithmSpec
 from services.common.spec.base import SpecPart
@@ -16,6 +16,7 @@ from services.common.spec.model import ModelSpec
 from services.common.spec.rollout import RewardSpec, RolloutSpec
 from services.common.spec.samples import SamplesSpec
 from services.common.spec.topology import TopologySpec
+from services.common.spec.trackers import TrackerSpec
 from services.common.spec.trainer import CriticSpec, TrainerSpec
 from services.common.spec.transferqueue import TransferQueueSpec
 from services.common.spec.validation import ValidationSpec
@@ -58,8 +59,20 @@ class RunSpec(SpecPart):
     """The data plane."""
     samples: SamplesSpec = SamplesSpec()
     """What is kept to be read."""
+    trackers: tuple[TrackerSpec, ...] = ()
+    """Where its numbers go besides."""
     limits: LimitsSpec = LimitsSpec()
     """Deadlines and restarts."""
+
+    @field_validator("trackers")
+    @classmethod
+    def _trackers_are_named_once(cls, trackers: tuple[TrackerSpec, ...]) -> tuple[TrackerSpec, ...]:
+        kinds = [tracker.kind for tracker in trackers]
+        if twice := sorted({kind for kind in kinds if kinds.count(kind) > 1}):
+            raise ValueError(
+                f"{twice[0]!r} is named {kinds.count(twice[0])} times; leave one of them"
+            )
+        return trackers
 
     @property
     def needs_reference(self) -> bool:

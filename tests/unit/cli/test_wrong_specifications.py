@@ -119,6 +119,20 @@ WRONG = [
     ({"rollout.workflow": "multiturn"}, ["rollout.workflow", "'multi_turn'?"]),
     ({"rollout.workflow_arguments": {"x": 1}}, ["rollout.workflow_arguments", "'x'"]),
     ({"rollout.rewards": [{"name": "exactmatch"}]}, ["rollout.rewards.0.name", "'exact_match'?"]),
+    ({"report_to": "wandb"}, ["report_to", "'trackers'"]),
+    ({"trackers": [{"kind": "wandbb"}]}, ["trackers.0.kind", "'wandb'"]),
+    (
+        {"trackers": [{"kind": "tensorboard"}, {"kind": "tensorboard"}]},
+        ["trackers", "named 2 times", "leave one"],
+    ),
+    (
+        {"trackers": [{"kind": "tensorboard", "project": "team/x"}]},
+        ["trackers.0.project", "only wandb has teams"],
+    ),
+    (
+        {"trackers": [{"kind": "tensorboard", "project": "../x"}]},
+        ["trackers.0.project", "pattern"],
+    ),
     ({"rollout.rewards": [{"name": "gone.py:f"}]}, ["rollout.rewards.0.name", "gone.py", "path"]),
     ({"rollout.rewards": [{"name": "task.py:rewrd"}]}, ["rollout.rewards.0.name", "reward"]),
     ({"rollout.rewards": [{"name": "task.py:value"}]}, ["rollout.rewards.0.name", "function"]),

@@ -20,7 +20,7 @@ def test_every_service_sends_its_spans_to_the_same_collector() -> None:
     for component, pod in pods(render(*EVERYTHING)).items():
         environment = pod["spec"]["containers"][0].get("env", [])
         found = {item["name"]: item.get("value") for item in environment}
-        is_service = component not in ("test", "fetch")
+        is_service = component not in ("test", "fetch", "trackers")
         assert (found.get("SLIPSTREAM_TRACE_ENDPOINT") == endpoint) is is_service, component
     assert "TRACE" not in json.dumps(render())
 
@@ -31,6 +31,11 @@ def test_only_the_service_of_runs_is_routed_to_users_of_grpc() -> None:
     (rule,) = one(manifests, "GRPCRoute", "demo-slipstream-controller")["spec"]["rules"]
     assert rule["matches"] == [{"method": {"service": "slipstream.controller.v1.RunService"}}]
     assert rule["backendRefs"] == [{"name": "demo-slipstream-controller", "port": 50051}]
+
+
+def test_keys_of_trackers_reach_their_pod_alone() -> None:
+    for component, pod in pods(render(*EVERYTHING)).items():
+        assert ("tracker-keys" in json.dumps(pod)) is (component == "trackers"), component
 
 
 def test_a_registry_of_all_charts_wins() -> None:

@@ -15,23 +15,33 @@ from tests.unit.deploy.test_images import DOCKERFILES, name_of
 
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 _EXTRAS: dict[str, list[str]] = _PROJECT["optional-dependencies"]
-_OURS = {"services", "slipstream"}
+_OURS = {"services", "slipstream", "slipstream_client"}
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=name_of)
 def test_what_a_program_imports_at_its_start_is_installed(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    extras = re.search(r'"\.\[([a-z,-]+)\]"', text)[1].split(",")
+    extras = re.search(r'(?:"\.\[|ARG EXTRAS=)([a-z,-]+)', text)[1].split(",")
     program = re.search(r'CMD \["python", "-m", "services\.(\w+)"\]', text)[1]
+    missing = _missing(ROOT / "services" / program / "__main__.py", extras)
+    assert missing == set(), f"add them to an extra that the image installs: {extras}"
+
+
+@pytest.mark.parametrize("module", ["track_command", "trackers/__main__"])
+def test_what_writes_to_trackers_needs_no_more_than_a_controller(module: str) -> None:
+    assert _missing(ROOT / "services" / "cli" / f"{module}.py", ["controller"]) == set()
+
+
+def _missing(module: Path, extras: list[str]) -> set[str]:
+    """What a module imports at its start and some extras do not bring."""
     installed = _closure(_PROJECT["dependencies"] + [f"slipstream[{','.join(extras)}]"])
     owners = metadata.packages_distributions()
-    missing = {
+    return {
         name
-        for name in _imported(ROOT / "services" / program / "__main__.py", set())
+        for name in _imported(module, set())
         if name not in _OURS | sys.stdlib_module_names
         and not {_normal(owner) for owner in owners.get(name, [])} & installed
     }
-    assert missing == set(), f"add them to an extra that the image installs: {extras}"
 
 
 def _imported(path: Path, seen: set[Path]) -> Iterator[str]:

@@ -1,0 +1,223 @@
+"""Writes one run to one tracker: ``python -m services.cli.trackers ORDER``.
+
+A process of its own, because trackers hang, leak and end the process that they are in. What it has not read
+yet waits in the controller's database, so nothing piles up here, and the next one goes on behind its cursor.
+"""
+
+import asyncio
+import fcntl
+import signal
+import sys
+import traceback
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from http import HTTPStatus
+from typing import Any
+
+from services.cli.api import Api, ApiError
+from services.cli.settings import CliSettings
+from services.cli.trackers.cursor import Cursor, cursor_path
+from services.cli.trackers.order import GONE, Order
+from services.cli.trackers.tracker import Moment, OpenTracker, Split, Tracker, row_of
+from services.common.callables import load_callable
+from services.common.lifetime import until_told_to_stop
+from services.common.spec.trackers import TRACKERS, TrackerSpec
+from services.common.task_group import TaskGroup
+from services.controller.api.operations import ListSamples, ReportTracker
+from services.controller.models import RunView
+from services.controller.samples import SampleView
+
+_EXCERPT = 2000
+_PATIENCE_S = 30.0
+
+
+class Writer:
+    """Writes a run's events to a tracker.
+
+    Args:
+        order: What to write where.
+        api: The controller.
+        run: The run.
+    """
+
+    def __init__(self, order: Order, api: Api, run: RunView) -> None:
+        self._order = order
+        self._api = api
+        self._run = run
+        self._spec = _spec_of(run, order.kind)
+        self._path = cursor_path(order.folder, order.run_id, order.kind)
+        self._cursor = Cursor.read(self._path)
+        self._is_failing = order.is_failing
+        # The trainer tells what became of samples behind its step: they are read with the next one.
+        self._due: tuple[Moment, Split] | None = None
+
+    async def write(self) -> None:
+        """Write what there is and what comes, until the run ends or pauses."""
+        if self._cursor.is_done:
+            return
+        open_tracker: OpenTracker = load_callable(TRACKERS[self._spec.kind].opens)
+        with self._deadline():
+            tracker = open_tracker(self._run, self._spec, self._order.folder)
+        state = ""
+        try:
+            state = await self._follow(tracker)
+        finally:
+            with self._deadline():
+                tracker.close(state)
+        if state:
+            Cursor(seq=self._cursor.seq, is_done=True).write(self._path)
+
+    async def _follow(self, tracker: Tracker) -> str:
+        """Returns the state that the run ended in; empty if it goes on another time."""
+        async for kind, event in self._events(max(self._cursor.seq - tracker.rereads, 0)):
+            if kind in ("StepCommitted", "Validated", "end"):
+                await self._write_due_samples(tracker)
+            if kind == "end":
+                return str(event["state"])
+            self._take(tracker, kind, event)
+            if self._is_failing:
+                await self._api.call(_report(self._order, is_writing=True))
+                self._is_failing = False
+            if event["seq"] <= self._cursor.seq:
+                continue
+            self._cursor = Cursor(seq=event["seq"])
+            self._cursor.write(self._path)
+            if kind == "StateChanged" and event["data"]["to"] == "PAUSED":
+                return ""
+        return ""
+
+    async def _events(self, after_seq: int) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        """Events of the run; where some are not kept any more, from the oldest that is."""
+        try:
+            async for kind, event in self._api.watch(self._run.id, after_seq=after_seq):
+                yield kind, event
+        except ApiError as error:
+            if error.status != HTTPStatus.GONE:
+                raise
+            async for kind, event in self._api.watch(self._run.id):
+                yield kind, event
+
+    def _take(self, tracker: Tracker, kind: str, event: Mapping[str, Any]) -> None:
+        data, seconds = event["data"], datetime.fromisoformat(event["time"]).timestamp()
+        if kind == "StepCommitted":
+            moment = Moment(seq=event["seq"], step=data["step"], time=seconds)
+            numbers = {
+                name: float(value)
+                for name, value in data.items()
+                if name != "step" and isinstance(value, int | float)
+            }
+            every = self._spec.samples_every
+            if every and moment.step % every == 0:
+                self._due = moment, "train"
+        elif kind == "Validated" and data["num_samples"]:
+            moment = Moment(seq=event["seq"], step=data["version"], time=seconds)
+            numbers = dict(_scores(data))
+            if self._spec.samples_every:
+                self._due = moment, "heldout"
+        else:
+            return
+        with self._deadline():
+            tracker.numbers(moment, numbers)
+
+    async def _write_due_samples(self, tracker: Tracker) -> None:
+        if self._due is None:
+            return
+        moment, split = self._due
+        most = self._spec.samples
+        found: dict[str, SampleView] = {}
+        for order, number in (("best", (most + 1) // 2), ("worst", most // 2)):
+            asked = ListSamples(
+                run_id=self._run.id,
+                split=split,
+                step=moment.step,
+                order_by=order,
+                page_size=max(number, 1),
+                excerpt=_EXCERPT,
+            )
+            with suppress(ApiError):  # the store may be away; numbers are worth more
+                found |= {each.id: each for each in (await self._api.call(asked)).items[:number]}
+        if found:
+            with self._deadline():
+                tracker.samples(moment, split, [row_of(each) for each in found.values()])
+            self._due = None
+
+    @contextmanager
+    def _deadline(self) -> Iterator[None]:
+        """End this process if a call of the tracker takes too long: the kernel does it, whatever hangs."""
+        signal.setitimer(signal.ITIMER_REAL, self._order.deadline_s)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _spec_of(run: RunView, kind: str) -> TrackerSpec:
+    """What a run says of a tracker; defaults, if it does not name it."""
+    named = [part for part in run.spec.get("trackers", ()) if part["kind"] == kind]
+    return TrackerSpec.model_validate(named[0] if named else {"kind": kind})
+
+
+def _scores(data: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Numbers of an evaluation, and those of each set and source; of the only one without its name."""
+    parts = [("heldout", {name: data[name] for name in ("greedy", "sampled")})]
+    for kind in ("by_set", "by_source"):
+        named = data.get(kind, {})
+        parts += [
+            ("heldout" if len(named) == 1 else f"heldout/{name}", named[name]) for name in named
+        ]
+    for prefix, scores in parts:
+        for name, score in scores.items():
+            if score is not None:
+                yield f"{prefix}/{name}", float(score)
+
+
+def _report(order: Order, *, is_writing: bool, message: str = "") -> ReportTracker:
+    return ReportTracker(
+        run_id=order.run_id, tracker=order.kind, is_writing=is_writing, message=message
+    )
+
+
+async def _write(order: Order) -> None:
+    async with Api(order.url, token=CliSettings().token, patience_s=_PATIENCE_S) as api:
+        run = await api.get(order.run_id)
+        with _alone(order):
+            await Writer(order, api, run).write()
+
+
+@contextmanager
+def _alone(order: Order) -> Iterator[None]:
+    """Wait until no other process writes the run to the tracker: one may be ending, with its last call."""
+    path = cursor_path(order.folder, order.run_id, order.kind).with_suffix(".lock")
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+async def _write_until_told_to_stop(order: Order) -> None:
+    async with TaskGroup() as tasks:
+        writing = tasks.create_task(_write(order))
+        telling = tasks.create_task(until_told_to_stop(stop_on_stdin_eof=True))
+        await asyncio.wait((writing, telling), return_when=asyncio.FIRST_COMPLETED)
+        for task in (writing, telling):
+            task.cancel()
+
+
+def main() -> None:
+    """Entry point."""
+    order, code = Order.model_validate_json(sys.argv[1]), 0
+    try:
+        asyncio.run(_write_until_told_to_stop(order))
+    except* ApiError as group:
+        code = GONE
+        sys.stderr.write(f"{group.exceptions[0]}\n")
+    except* Exception as group:  # noqa: BLE001 -- trackers raise whatever they like
+        code = 1
+        traceback.print_exception(group)
+        error = group.exceptions[0]
+        sys.stderr.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n")
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""``slipstream track`` beside the services that this machine runs: for one run, or for all that come."""
+
+import asyncio
+import importlib.util
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from services.cli.local import LocalServices
+from services.cli.output import say
+from services.cli.trackers.child import run_to_end
+from services.common.spec.trackers import TRACKERS
+from services.common.task_group import TaskGroup
+from services.controller.launch.log_files import last_lines
+
+FOLDER = "trackers"
+"""Folder of what is kept of trackers, in that of the state."""
+_AGAIN_S = 5.0
+_STOP_GRACE_S = 15.0
+_LAST_NUMBERS_S = 60.0
+
+
+def has_any_tracker() -> bool:
+    """Whether the package of a tracker is installed."""
+    return any(importlib.util.find_spec(kind.package) is not None for kind in TRACKERS.values())
+
+
+@asynccontextmanager
+async def tracking(
+    services: LocalServices, state_directory: Path, console: Console, *, run_id: str = ""
+) -> AsyncIterator[None]:
+    """Write runs to their trackers until the block ends, in a process that is started again when it fails.
+
+    Args:
+        services: Running services.
+        state_directory: Theirs.
+        console: Is told what people wait for, and if that fails.
+        run_id: The only run, whose last numbers are waited for; empty for all.
+    """
+    async with TaskGroup() as tasks:
+        keeping = tasks.create_task(_keep(services, state_directory, console, run_id))
+        try:
+            yield
+            if run_id:
+                say(console, "the trackers get the last numbers")
+                await asyncio.wait((keeping,), timeout=_LAST_NUMBERS_S)
+        finally:
+            keeping.cancel()
+
+
+async def _keep(
+    services: LocalServices, state_directory: Path, console: Console, run_id: str
+) -> None:
+    log = state_directory / "logs" / "trackers.log"
+    given = ("--url", services.url, "--folder", str(state_directory / FOLDER))
+    while True:
+        code = await run_to_end(
+            *("services.cli.main", "track", *([run_id] if run_id else ()), *given),
+            "--stop-on-stdin-eof",
+            log=log,
+            grace_s=_STOP_GRACE_S,
+            environment={"SLIPSTREAM_TOKEN": services.token},
+        )
+        if code == 0:
+            return
+        say(console, f"no tracker is written to, runs go on: {last_lines(log, 1)}")
+        await asyncio.sleep(_AGAIN_S)

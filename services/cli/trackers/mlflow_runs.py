@@ -1,0 +1,91 @@
+"""Runs in MLflow, found again by the tag ``slipstream.run``."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, RunTag
+
+from services.cli.trackers.tracker import COLUMNS, Moment, Newest, Split, flat
+from services.common.spec.trackers import TrackerSpec
+from services.controller.models import RunView
+
+_TAG = "slipstream.run"
+_STATUS = {"SUCCEEDED": "FINISHED", "CANCELLED": "KILLED", "FAILED": "FAILED"}
+# More of either is refused by its servers.
+_PARAMS_A_CALL = 100
+_MAX_VALUE = 6000
+
+
+class MlflowRun:
+    """One run.
+
+    Args:
+        client: Of the tracking server or folder.
+        run_id: Its id there.
+        names: Of the numbers that it has.
+    """
+
+    rereads = 0
+
+    def __init__(self, client: MlflowClient, run_id: str, names: Sequence[str]) -> None:
+        self._client = client
+        self._run_id = run_id
+        self._newest = Newest()
+        for name in names:
+            for metric in client.get_metric_history(run_id, name):
+                self._newest.saw(name, metric.step)
+
+    def numbers(self, moment: Moment, numbers: Mapping[str, float]) -> None:
+        """Log metrics."""
+        named = {_allowed(name): number for name, number in numbers.items()}
+        new = self._newest.take(moment.step, named)
+        time_ms = round(1000 * moment.time)
+        metrics = [Metric(name, number, time_ms, moment.step) for name, number in new.items()]
+        if metrics:
+            self._client.log_batch(self._run_id, metrics=metrics)
+
+    def samples(self, moment: Moment, split: Split, rows: Sequence[Sequence[Any]]) -> None:
+        """Log a table as an artifact."""
+        table = {"columns": list(COLUMNS), "data": [list(row) for row in rows]}
+        self._client.log_dict(self._run_id, table, f"samples/{split}/{moment.step:06}.json")
+
+    def close(self, state: str) -> None:
+        """Set the run's status, once it has ended."""
+        if state:
+            self._client.set_terminated(self._run_id, _STATUS.get(state, "FAILED"))
+
+
+def open_run(run: RunView, spec: TrackerSpec, folder: Path) -> MlflowRun:
+    """A run in the experiment of its project, with its specification as parameters."""
+    client = MlflowClient()
+    number = _experiment(client, spec.project, folder)
+    found = client.search_runs([number], f"tags.`{_TAG}` = '{run.id}'", max_results=1)
+    if found:
+        known = found[0].info.run_id
+        client.update_run(known, status="RUNNING")
+        return MlflowRun(client, known, list(found[0].data.metrics))
+    tags = {_TAG: run.id, **{f"slipstream.label.{key}": value for key, value in run.labels.items()}}
+    begin_ms = round(1000 * run.create_time.timestamp())
+    made = client.create_run(number, start_time=begin_ms, run_name=run.name, tags=tags).info.run_id
+    params = [Param(_allowed(key), str(value)[:_MAX_VALUE]) for key, value in flat(run.spec)]
+    for begin in range(0, len(params), _PARAMS_A_CALL):
+        client.log_batch(made, params=params[begin : begin + _PARAMS_A_CALL])
+    client.log_batch(made, tags=[RunTag(f"slipstream.tag.{tag}", "true") for tag in spec.tags])
+    return MlflowRun(client, made, [])
+
+
+def _experiment(client: MlflowClient, name: str, folder: Path) -> str:
+    """Id of an experiment, which is made if there is none."""
+    if (found := client.get_experiment_by_name(name)) is not None:
+        return str(found.experiment_id)
+    # A database says nothing of where files go: that would be the current folder.
+    is_here = client.tracking_uri.startswith("sqlite:")
+    artifacts = (folder.absolute() / "mlflow-artifacts").as_uri() if is_here else None
+    return str(client.create_experiment(name, artifact_location=artifacts))
+
+
+def _allowed(name: str) -> str:
+    """A name of the characters that MLflow allows."""
+    return "".join(sign if sign.isalnum() or sign in "_-. :/" else "_" for sign in name)

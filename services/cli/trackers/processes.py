@@ -1,0 +1,176 @@
+"""Starts a process for each tracker of each run, and starts those again that end."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+from http import HTTPStatus
+from pathlib import Path
+
+from services.cli.api import Api, ApiError
+from services.cli.trackers.child import run_to_end
+from services.cli.trackers.cursor import CURSORS, Cursor, cursor_path
+from services.cli.trackers.order import GONE, Order
+from services.common.task_group import TaskGroup
+from services.controller.api.operations import ListRuns, ReportTracker
+from services.controller.launch.log_files import last_lines
+
+_FIRST_PAUSE_S = 2.0
+_LONGEST_PAUSE_S = 300.0
+# One that wrote for this long has recovered: the pause before its next start is the first one again.
+_STEADY_S = 120.0
+_STOP_GRACE_S = 10.0
+_IDLE = ("QUEUED", "PAUSED", "SUCCEEDED", "FAILED", "CANCELLED")
+_LISTED = 500
+
+
+class TrackerProcesses:
+    """The processes that write runs to trackers.
+
+    Args:
+        api: The controller.
+        url: Its address.
+        token: Of its API; with it the processes read runs and tell of failures.
+        folder: What is kept here.
+        deadline_s: A call of a tracker that takes longer ends its process.
+    """
+
+    def __init__(self, api: Api, *, url: str, token: str, folder: Path, deadline_s: float) -> None:
+        self._api = api
+        self._url = url
+        self._folder = folder
+        self._deadline_s = deadline_s
+        self._environment = _environment(folder, token)
+        self._known: set[str] = set()
+
+    async def follow_project(self) -> None:
+        """Write all runs of the project that name trackers, for ever."""
+        async with TaskGroup() as tasks:
+            while True:
+                for run_id in await self._unwritten():
+                    await self._begin(run_id, tasks)
+                # Whatever a run does brings it back, so nothing is missed that happened in between.
+                async for kind, event in self._api.watch_all():
+                    if kind != "overflow":
+                        await self._begin(event["run_id"], tasks)
+                await asyncio.sleep(_FIRST_PAUSE_S)
+
+    async def follow(self, run_id: str, kinds: Sequence[str]) -> None:
+        """Write one run, until it ends or pauses.
+
+        Args:
+            run_id: The run.
+            kinds: Trackers; none for those that it names.
+
+        Raises:
+            ApiError: If it does not exist, or names none.
+        """
+        wanted = kinds or await self._kinds(run_id)
+        if not wanted:
+            raise ApiError(
+                f"{run_id} names no trackers; say which with --to, such as --to tensorboard"
+            )
+        async with TaskGroup() as tasks:
+            for kind in wanted:
+                tasks.create_task(self._keep(run_id, kind))
+
+    async def _unwritten(self) -> list[str]:
+        """Runs that go on, and those that were not written to their end."""
+        runs = (await self._api.call(ListRuns(page_size=_LISTED))).items
+        known = (self._folder / CURSORS).glob("*/*.json")
+        left = [path.parent.name for path in known if not Cursor.read(path).is_done]
+        return [run.id for run in runs if run.state not in _IDLE] + left
+
+    async def _kinds(self, run_id: str) -> list[str]:
+        run = await self._api.get(run_id)
+        return [part["kind"] for part in run.spec.get("trackers", ())]
+
+    async def _begin(self, run_id: str, tasks: TaskGroup) -> None:
+        if run_id in self._known:
+            return
+        self._known.add(run_id)
+        with suppress(ApiError):  # it was deleted meanwhile
+            if kinds := await self._kinds(run_id):
+                tasks.create_task(self._write(run_id, kinds))
+
+    async def _write(self, run_id: str, kinds: Sequence[str]) -> None:
+        async with TaskGroup() as tasks:
+            for kind in kinds:
+                tasks.create_task(self._keep(run_id, kind))
+        # A paused run is taken up with its next event.
+        self._known.discard(run_id)
+
+    async def _keep(self, run_id: str, kind: str) -> None:
+        """Have a run written to a tracker until the run ends or pauses."""
+        clock = asyncio.get_running_loop().time
+        pause_s, is_told = _FIRST_PAUSE_S, False
+        while True:
+            order = Order(
+                url=self._url,
+                run_id=run_id,
+                kind=kind,
+                folder=self._folder,
+                deadline_s=self._deadline_s,
+                is_failing=is_told,
+            )
+            begin = clock()
+            code = await self._run(order)
+            if code == 0:
+                return
+            if clock() - begin > _STEADY_S:
+                pause_s, is_told = _FIRST_PAUSE_S, False
+            if code == GONE and await self._is_gone(run_id):
+                return
+            if code != GONE and not is_told:
+                is_told = await self._tell(order, self._why(order, code))
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _run(self, order: Order) -> int:
+        return await run_to_end(
+            "services.cli.trackers",
+            order.model_dump_json(),
+            log=self._log(order),
+            grace_s=_STOP_GRACE_S,
+            environment=self._environment,
+        )
+
+    async def _tell(self, order: Order, why: str) -> bool:
+        report = ReportTracker(
+            run_id=order.run_id, tracker=order.kind, is_writing=False, message=why
+        )
+        with suppress(ApiError):
+            await self._api.call(report)
+            return True
+        return False
+
+    async def _is_gone(self, run_id: str) -> bool:
+        """Whether there is no such run any more."""
+        try:
+            await self._api.get(run_id)
+        except ApiError as error:
+            return error.status == HTTPStatus.NOT_FOUND
+        return False
+
+    def _why(self, order: Order, code: int) -> str:
+        if code == -signal.SIGALRM:
+            return f"it did not answer within {order.deadline_s:.0f} s"
+        if code < 0:
+            return f"its process was ended by {signal.Signals(-code).name}"
+        text = last_lines(self._log(order), 1).replace("\0", "")
+        return text[-1000:] or f"its process ended with exit code {code}"
+
+    def _log(self, order: Order) -> Path:
+        return cursor_path(self._folder, order.run_id, order.kind).with_suffix(".log")
+
+
+def _environment(folder: Path, token: str) -> dict[str, str]:
+    """What differs for the processes: trackers read it, and keep here what is not sent elsewhere."""
+    folder = folder.absolute()
+    defaults = {
+        "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
+        "TRACKIO_DIR": f"{folder}/trackio",
+    }
+    unset = {name: value for name, value in defaults.items() if not os.environ.get(name)}
+    return {**unset, "SLIPSTREAM_TOKEN": token}

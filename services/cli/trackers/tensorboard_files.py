@@ -1,0 +1,74 @@
+"""Runs as TensorBoard's event files, in ``tensorboard/PROJECT/NAME-ID`` of the trackers' folder."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from services.cli.trackers.tracker import Moment, Newest, Split, as_markdown
+from services.common.spec.trackers import TrackerSpec
+from services.controller.models import RunView
+
+
+class EventFiles:
+    """The event files of a run: one record for each step, which is there whole or not at all.
+
+    Args:
+        folder: Theirs.
+    """
+
+    rereads = 0
+
+    def __init__(self, folder: Path) -> None:
+        self._newest = Newest()
+        for path in sorted(folder.glob("events.out.tfevents.*")):
+            for event in LegacyEventFileLoader(str(path)).Load():
+                for value in event.summary.value:
+                    self._newest.saw(value.tag, event.step)
+        self._writer = EventFileWriter(str(folder))
+
+    def numbers(self, moment: Moment, numbers: Mapping[str, float]) -> None:
+        """Write scalars."""
+        new = self._newest.take(moment.step, numbers)
+        self._write(moment, [Summary.Value(tag=name, simple_value=n) for name, n in new.items()])
+
+    def samples(self, moment: Moment, split: Split, rows: Sequence[Sequence[Any]]) -> None:
+        """Write a table as text."""
+        self.text(moment, f"samples/{split}", as_markdown(rows))
+
+    def text(self, moment: Moment, tag: str, text: str) -> None:
+        """Write Markdown."""
+        if not self._newest.take(moment.step, {tag: 0.0}):
+            return
+        plugin = SummaryMetadata.PluginData(plugin_name="text")
+        tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()])
+        tensor.tensor_shape.dim.add(size=1)
+        metadata = SummaryMetadata(plugin_data=plugin)
+        self._write(moment, [Summary.Value(tag=tag, metadata=metadata, tensor=tensor)])
+
+    def close(self, state: str) -> None:
+        """Close the file."""
+        self._writer.close()
+
+    def _write(self, moment: Moment, values: Sequence[Any]) -> None:
+        if values:
+            summary = Summary(value=values)
+            self._writer.add_event(Event(wall_time=moment.time, step=moment.step, summary=summary))
+            self._writer.flush()
+
+
+def open_run(run: RunView, spec: TrackerSpec, folder: Path) -> EventFiles:
+    """A run's files, with its specification as a text."""
+    short = run.id.removeprefix("run_")[-8:]
+    files = EventFiles(folder / "tensorboard" / spec.project / f"{run.name}-{short}")
+    moment = Moment(seq=0, step=0, time=run.create_time.timestamp())
+    text = json.dumps(run.spec, indent=2).replace("\n", "\n    ")
+    files.text(moment, "specification", f"{run.id} {' '.join(spec.tags)}\n\n    {text}")
+    return files

@@ -1,0 +1,78 @@
+"""Runs in Weights & Biases: the id there is the run's, so that it is resumed by whoever opens it.
+
+Its own step, which must grow, is the number of the event; curves are drawn over ``step``.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import wandb
+
+from services.cli.trackers.tracker import COLUMNS, Moment, Split
+from services.cli.trackers.wandb_files import rows_of
+from services.common.spec.trackers import TrackerSpec
+from services.controller.models import RunView
+
+
+class WandbRun:
+    """One run.
+
+    Args:
+        run: As it was opened.
+        newest: Number of the last event that is kept here; of those on its server wandb itself knows.
+    """
+
+    # It writes and sends behind what it is told.
+    rereads = 500
+
+    def __init__(self, run: Any, newest: int) -> None:
+        self._run = run
+        self._newest = newest
+
+    def numbers(self, moment: Moment, numbers: Mapping[str, float]) -> None:
+        """Log a row."""
+        self._log(moment, numbers)
+
+    def samples(self, moment: Moment, split: Split, rows: Sequence[Sequence[Any]]) -> None:
+        """Log a table."""
+        table = wandb.Table(columns=list(COLUMNS), data=[list(map(_plain, row)) for row in rows])
+        self._log(moment, {f"samples/{split}": table})
+
+    def close(self, state: str) -> None:
+        """Send what is left."""
+        if state:
+            self._run.summary["state"] = state
+        self._run.finish(exit_code=int(state in ("FAILED", "CANCELLED")))
+
+    def _log(self, moment: Moment, row: Mapping[str, Any]) -> None:
+        if moment.seq > self._newest:
+            self._run.log({**row, "step": moment.step}, step=moment.seq)
+
+
+def open_run(run: RunView, spec: TrackerSpec, folder: Path) -> WandbRun:
+    """A run of a project, with its specification."""
+    team, _, project = spec.project.rpartition("/")
+    folder.mkdir(parents=True, exist_ok=True)
+    newest = max((row.history.step.num for row in rows_of(folder, run.id)), default=-1)
+    made = wandb.init(
+        entity=team or None,
+        project=project,
+        id=run.id,
+        name=run.name,
+        tags=[*spec.tags, *(f"{key}={value}" for key, value in run.labels.items())],
+        config=run.spec,
+        resume="allow",
+        dir=str(folder),
+        settings=wandb.Settings(
+            console="off", disable_git=True, disable_code=True, x_disable_stats=True, silent=True
+        ),
+    )
+    made.define_metric("step", hidden=True)
+    made.define_metric("*", step_metric="step")
+    return WandbRun(made, newest)
+
+
+def _plain(value: Any) -> Any:
+    # A column has one type; what is not known would make it another.
+    return "" if value is None else value

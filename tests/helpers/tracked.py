@@ -1,0 +1,164 @@
+"""Writes a run to a tracker by hand, and reads back what trackers have kept on this machine."""
+
+import importlib.util
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from services.cli.trackers.tracker import COLUMNS, Moment
+from services.common.callables import load_callable
+from services.common.spec.trackers import TRACKERS, TrackerSpec
+from services.controller.models import RunView
+
+Point = tuple[str, int, float]
+"""Name, step, value."""
+
+RUN = RunView(
+    id=f"run_{1:032x}",
+    project="default",
+    name="sort",
+    desired="RUNNING",
+    state="RUNNING",
+    state_reason="",
+    message="",
+    priority=0,
+    labels={"team": "blue"},
+    created_by="",
+    step=0,
+    weight_version=0,
+    summary={},
+    spec_digest="",
+    target_steps=3,
+    create_time=datetime.now(UTC),
+    update_time=datetime.now(UTC),
+    revision=1,
+    generation=1,
+    spec={"name": "sort", "trainer": {"steps": 3}, "rollout": {"rewards": [{"name": "exact"}]}},
+)
+ROW = [None if name == "reward" else "| what\nit wrote |" for name in COLUMNS]
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """Skips a test where a tracker is not installed; CI has them all."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    is_skipped = bool(missing) and not os.environ.get("CI")
+    return pytest.mark.skipif(is_skipped, reason=f"not installed: {', '.join(missing)}")
+
+
+def of_tensorboard(folder: Path) -> list[Point]:
+    """All scalars below a folder."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    return [
+        (value.tag, event.step, value.simple_value)
+        for path in sorted(folder.rglob("events.out.tfevents.*"))
+        for event in LegacyEventFileLoader(str(path)).Load()
+        for value in event.summary.value
+        if value.HasField("simple_value")
+    ]
+
+
+def of_mlflow(uri: str) -> list[Point]:
+    """All metrics of all runs."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    ids = [each.experiment_id for each in client.search_experiments()]
+    return [
+        (name, metric.step, metric.value)
+        for run in client.search_runs(ids)
+        for name in run.data.metrics
+        for metric in client.get_metric_history(run.info.run_id, name)
+    ]
+
+
+def of_trackio(folder: Path) -> list[Point]:
+    """All numbers in its databases."""
+    points = []
+    for path in folder.glob("*.db"):
+        with sqlite3.connect(path) as connection:
+            for step, metrics in connection.execute("SELECT step, metrics FROM metrics"):
+                points += [
+                    (name, step, value)
+                    for name, value in json.loads(metrics).items()
+                    if isinstance(value, int | float)
+                ]
+    return points
+
+
+def of_wandb(folder: Path) -> list[Point]:
+    """All numbers that wandb would send, of every time that a run was opened."""
+    from services.cli.trackers.wandb_files import rows_of
+
+    points = []
+    for record in rows_of(folder, "*"):
+        row = {
+            item.key or "/".join(item.nested_key): json.loads(item.value_json)
+            for item in record.history.item
+        }
+        points += [
+            (name, row["step"], value)
+            for name, value in row.items()
+            if isinstance(value, int | float) and not name.startswith("_") and name != "step"
+        ]
+    return points
+
+
+def curve(points: list[Point], name: str) -> list[int]:
+    """Steps that have a number, as often as they have it."""
+    return sorted(step for known, step, _ in points if known == name)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """That of trackers which keep everything in a folder."""
+    return {
+        "WANDB_MODE": "offline",
+        "MLFLOW_TRACKING_URI": f"file:{folder}/mlflow",
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "TRACKIO_DIR": f"{folder}/trackio",
+    }
+
+
+def write(kind: str, folder: Path, steps: Sequence[int], *, is_killed: bool = False) -> None:
+    """Write some steps, and an evaluation and a table of the one before the last, in a process of its own.
+
+    Args:
+        kind: The tracker.
+        folder: What it keeps.
+        steps: To be written.
+        is_killed: Whether the process is killed behind them; otherwise the run has ended.
+    """
+    given = json.dumps([kind, str(folder), list(steps), is_killed])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.tracked", given],
+        env={**os.environ, **environment(folder)},
+        cwd=Path(__file__).parents[2],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert done.returncode == (-signal.SIGKILL if is_killed else 0), done.stderr
+
+
+def _write(kind: str, folder: str, steps: list[int], is_killed: bool) -> None:
+    tracker = load_callable(TRACKERS[kind].opens)(RUN, TrackerSpec(kind=kind), Path(folder))
+    for step in steps:
+        moment = Moment(seq=10 * step, step=step, time=1e9 + step)
+        tracker.numbers(moment, {"reward_mean": step / 8, "reward/a b": -1.0})
+    later = Moment(seq=10 * steps[-1] + 1, step=steps[-1] - 1, time=1e9)
+    tracker.numbers(later, {"heldout/greedy": 0.5})
+    tracker.samples(later, "heldout", [ROW])
+    if is_killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    tracker.close("SUCCEEDED")
+
+
+if __name__ == "__main__":
+    _write(*json.loads(sys.argv[1]))

@@ -1,0 +1,55 @@
+"""What each tracker has of a run whose process was killed and which was told some things twice."""
+
+import json
+
+import pytest
+
+from tests.helpers import tracked
+from tests.helpers.tracked import curve, needs, write
+
+KINDS = [pytest.param(kind, marks=needs(kind)) for kind in ("tensorboard", "mlflow", "trackio")]
+
+
+def kept(kind, folder):
+    if kind == "tensorboard":
+        return tracked.of_tensorboard(folder)
+    if kind == "mlflow":
+        return tracked.of_mlflow(f"file:{folder}/mlflow")
+    return tracked.of_trackio(folder / "trackio")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_curve_goes_on_behind_a_kill_without_a_gap_or_a_repetition(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    write(kind, tmp_path, [1, 2, 3], is_killed=True)
+    write(kind, tmp_path, [1, 2, 3, 4, 5])
+    points = kept(kind, tmp_path)
+    assert curve(points, "reward_mean") == [1, 2, 3, 4, 5]
+    assert curve(points, "reward/a b") == [1, 2, 3, 4, 5]
+    # Evaluations come later than the steps they are of.
+    assert set(curve(points, "heldout/greedy")) <= {2, 4}
+    assert 4 in curve(points, "heldout/greedy")
+
+
+@needs("wandb")
+def test_wandb_keeps_each_event_once_that_it_is_told_twice_before_and_behind_a_kill(tmp_path):
+    write("wandb", tmp_path, [1, 2], is_killed=True)
+    write("wandb", tmp_path, [1, 2, 2, 1, 3])
+    write("wandb", tmp_path, [1, 2, 3, 4, 5])
+    points = tracked.of_wandb(tmp_path)
+    assert curve(points, "reward_mean") == [1, 2, 3, 4, 5]
+    assert set(curve(points, "heldout/greedy")) >= {2, 4}
+
+
+@needs("mlflow")
+def test_tables_of_samples_are_files_of_an_mlflow_run(tmp_path):
+    write("mlflow", tmp_path, [1, 2])
+    (table,) = tmp_path.rglob("samples/heldout/000001.json")
+    assert json.loads(table.read_text())["data"] == [tracked.ROW]
+
+
+@needs("tensorboard")
+def test_what_a_model_wrote_is_no_markdown(tmp_path):
+    write("tensorboard", tmp_path, [1, 2])
+    (path,) = tmp_path.rglob("events.out.tfevents.*")
+    assert b"\\| what \xe2\x8f\x8e it wrote \\|" in path.read_bytes()
