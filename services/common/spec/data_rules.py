@@ -1,0 +1,74 @@
+"""What sets of prompts must be to one another, and to how long a run is."""
+
+from collections.abc import Iterator
+from itertools import chain
+
+from services.common.spec.run import RunSpec
+
+
+def data(spec: RunSpec) -> Iterator[str]:
+    """Everything that is wrong with the prompts of a run."""
+    return chain.from_iterable(rule(spec) for rule in (_sets, _length, _weights, _curriculum))
+
+
+def _sets(spec: RunSpec) -> Iterator[str]:
+    template = spec.data.prompt_template
+    if "{prompt}" not in template:
+        yield (
+            f"data.prompt_template must contain '{{prompt}}', but is {template!r}; add '{{prompt}}' where "
+            "the prompt belongs"
+        )
+    for split, source in spec.data.sets.items():
+        if source.source == "environment" and source.limit is None:
+            yield (
+                f"data.{split}.limit is missing: the number of tasks of an environment that make an epoch; "
+                "set it, for example to 1000"
+            )
+        if source.prompt_template is not None and "{prompt}" not in source.prompt_template:
+            yield (
+                f"data.{split}.prompt_template must contain '{{prompt}}', but is "
+                f"{source.prompt_template!r}; add '{{prompt}}' where the prompt belongs"
+            )
+    if spec.validation.only and spec.data.heldout is None:
+        yield "validation.only needs data.heldout; name the held-out prompts"
+
+
+def _length(spec: RunSpec) -> Iterator[str]:
+    if spec.trainer.steps is None and spec.data.epochs is None:
+        yield (
+            "trainer.steps: is required, or data.epochs in its place: one of them says how long the run is; "
+            "see docs/runspec.md for what they mean"
+        )
+    if spec.trainer.steps is not None and spec.data.epochs is not None:
+        yield (
+            f"data.epochs is {spec.data.epochs:g} and trainer.steps is {spec.trainer.steps}, but only one of "
+            "them can say how long the run is; remove one"
+        )
+
+
+def _curriculum(spec: RunSpec) -> Iterator[str]:
+    curriculum = spec.data.curriculum
+    if curriculum is None:
+        return
+    hopeless, solved = curriculum.hopeless_to, curriculum.solved_from
+    if hopeless is None and solved is None:
+        yield (
+            "data.curriculum sets nothing aside: solved_from and hopeless_to are both null; set one, or "
+            "remove data.curriculum"
+        )
+    elif hopeless is not None and solved is not None and hopeless >= solved:
+        yield (
+            f"data.curriculum.hopeless_to ({hopeless:g}) must be below data.curriculum.solved_from "
+            f"({solved:g}): between them is what prompts are tried for"
+        )
+
+
+def _weights(spec: RunSpec) -> Iterator[str]:
+    sets = spec.data.train_sets.items()
+    weights = {f"data.{name}.weight": getattr(part, "weight", None) for name, part in sets}
+    lacking = [key for key, weight in weights.items() if weight is None]
+    if 0 < len(lacking) < len(weights):
+        yield (
+            f"{', '.join(lacking)} must be set, because other sets of data.train have a weight; set it for "
+            "all, or for none to mix by the number of rows"
+        )
