@@ -1,0 +1,177 @@
+"""A reward model as a reward service: ``python -m services.rollout.rewards.classifier MODEL --bind ADDRESS``.
+
+Any ``AutoModelForSequenceClassification``. Requests that arrive while it scores are scored together next.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from services.common.http_server import serve_http
+from services.common.lifetime import until_told_to_stop
+from services.common.task_group import TaskGroup
+
+_MAX_WAITING = 4096
+
+
+class Classifier:
+    """Scores conversations with a sequence classifier.
+
+    Args:
+        model: Folder or Hugging Face id of the model and its tokenizer.
+        label: Class whose probability is the score; None for a model with one output, which is the score.
+        max_tokens: Longest text; what is longer is refused.
+        device: ``cpu`` or ``cuda``.
+
+    Raises:
+        ValueError: If the model has several classes and none is chosen, or not the chosen one.
+    """
+
+    def __init__(
+        self, model: str, *, label: str | None = None, max_tokens: int = 8192, device: str = "cpu"
+    ) -> None:
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        loaded: Any = AutoModelForSequenceClassification.from_pretrained(model)
+        self._model = loaded.to(device).eval()
+        self._device = device
+        self._max_tokens = max_tokens
+        labels = {str(name): int(place) for name, place in loaded.config.label2id.items()}
+        if (label is None) != (loaded.config.num_labels == 1) or label not in (None, *labels):
+            raise ValueError(
+                f"{model!r} has the classes {', '.join(labels)}, and --label is {label!r}; a model with one "
+                "output needs none, others need the class whose probability is the score"
+            )
+        self._place = None if label is None else labels[label]
+        if self._tokenizer.pad_token is None:
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        self._model.config.pad_token_id = self._tokenizer.pad_token_id
+
+    def tokens(self, prompt: str, response: str) -> list[int]:
+        """A prompt and its response, through the chat template if the model has one.
+
+        Raises:
+            ValueError: If they are too long for the model.
+        """
+        if self._tokenizer.chat_template is None:
+            ids = self._tokenizer.encode(prompt + response)
+        else:
+            chat = [
+                {"role": "user", "content": prompt},
+                {"role": "assistant", "content": response},
+            ]
+            text = self._tokenizer.apply_chat_template(chat, tokenize=False)
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if not 0 < len(ids) <= self._max_tokens:
+            raise ValueError(f"the text has {len(ids)} tokens; 1 to {self._max_tokens} are scored")
+        return list(ids)
+
+    @torch.no_grad()
+    def scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
+        """The score of each text, given as tokens."""
+        longest = max(map(len, texts))
+        pad = int(self._tokenizer.pad_token_id)
+        ids = torch.tensor([[*text, *[pad] * (longest - len(text))] for text in texts])
+        mask = torch.arange(longest) < torch.tensor([[len(text)] for text in texts])
+        logits = self._model(
+            input_ids=ids.to(self._device), attention_mask=mask.long().to(self._device)
+        ).logits.float()
+        chosen = logits[:, 0] if self._place is None else logits.softmax(1)[:, self._place]
+        return [float(score) for score in chosen]
+
+
+class ClassifierService:
+    """Answers reward requests, many in one pass.
+
+    Args:
+        classifier: Scores them.
+        max_batch: Most texts of one pass.
+    """
+
+    def __init__(self, classifier: Classifier, *, max_batch: int = 32) -> None:
+        self._classifier = classifier
+        self._max_batch = max_batch
+        self._waiting: asyncio.Queue[tuple[list[int], asyncio.Future[float]]] = asyncio.Queue(
+            _MAX_WAITING
+        )
+
+    def app(self) -> Starlette:
+        """``POST /score`` as reward services answer it, and ``GET /healthz``."""
+        return Starlette(
+            routes=[
+                Route("/healthz", lambda _: JSONResponse({})),
+                Route("/score", self._score, methods=["POST"]),
+            ]
+        )
+
+    async def run(self) -> None:
+        """Score what waits until cancelled."""
+        while True:
+            batch = [await self._waiting.get()]
+            while not self._waiting.empty() and len(batch) < self._max_batch:
+                batch.append(self._waiting.get_nowait())
+            try:
+                scores = await asyncio.to_thread(
+                    self._classifier.scores, [text for text, _ in batch]
+                )
+            except Exception as error:  # noqa: BLE001 -- one bad batch must not end the service
+                for _, answer in batch:
+                    if not answer.done():
+                        answer.set_exception(error)
+                continue
+            for (_, answer), score in zip(batch, scores, strict=True):
+                if not answer.done():
+                    answer.set_result(score)
+
+    async def _score(self, request: Request) -> JSONResponse:
+        try:
+            given = await request.json()
+            text = self._classifier.tokens(str(given["prompt"]), str(given["response"]))
+        except (ValueError, KeyError, TypeError) as error:
+            return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=400)
+        answer: asyncio.Future[float] = asyncio.Future()
+        try:
+            self._waiting.put_nowait((text, answer))
+        except asyncio.QueueFull:
+            return JSONResponse({"error": "busy"}, status_code=429)
+        return JSONResponse({"score": await answer})
+
+
+async def _serve(service: ClassifierService, bind: str) -> None:
+    async with TaskGroup() as tasks, serve_http(bind, service.app()) as port:
+        scoring = tasks.create_task(service.run())
+        sys.stdout.write(f"scoring on port {port}\n")
+        sys.stdout.flush()
+        await until_told_to_stop()
+        scoring.cancel()
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description="Serve a sequence classifier as a reward.")
+    parser.add_argument("model", help="folder or Hugging Face id")
+    parser.add_argument("--bind", required=True, help="host:port")
+    parser.add_argument("--label", help="class whose probability is the score")
+    parser.add_argument("--max-tokens", type=int, default=8192, help="longest text")
+    parser.add_argument("--max-batch", type=int, default=32, help="texts of one pass")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda"
+    )
+    given = parser.parse_args()
+    classifier = Classifier(
+        given.model, label=given.label, max_tokens=given.max_tokens, device=given.device
+    )
+    asyncio.run(_serve(ClassifierService(classifier, max_batch=given.max_batch), given.bind))
+
+
+if __name__ == "__main__":
+    main()

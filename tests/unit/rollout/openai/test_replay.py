@@ -1,0 +1,81 @@
+"""What is recorded of an episode is what the engine gives when it is asked the same again."""
+
+from typing import Any
+
+from services.common.models.tokenizer import load_tokenizer
+from services.common.spec.model import ModelSpec
+from services.rollout.calls.pool import CallPool
+from services.rollout.engines.base import GenerationRequest, GenerationResult
+from services.rollout.prompts import Prompt
+from services.rollout.workflows.base import Episode
+from services.rollout.workflows.conversations import Conversation, trained_once
+from services.rollout.workflows.limits import EpisodeLimits
+from services.rollout.workflows.training import TrainedConversations
+from services.rollout.workflows.turns import token_ids
+from tests.helpers.engines import make_engine, running
+from tests.unit.rollout.openai.served import client_of
+
+TOKENIZER = load_tokenizer(
+    ModelSpec(path="tiny:qwen2-0.4m", tokenizer="chars:0123456789=abcdefghijk")
+)
+
+
+class Kept:
+    """An engine whose requests are kept."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.requests: list[GenerationRequest] = []
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        self.requests.append(request)
+        return await self.inner.generate(request)  # type: ignore[no-any-return]
+
+
+async def complete(client: Any, text: str) -> str:
+    body = {"model": "policy", "prompt": text, "max_tokens": 5}
+    answer = (await client.post("/completions", json=body)).json()["choices"][0]
+    return text + answer["text"]
+
+
+def sampled(conversations: list[Conversation]) -> dict[tuple[int, ...], Any]:
+    """By the tokens before each turn that trains: its tokens, logprobs and versions."""
+    found = {}
+    for conversation in conversations:
+        for place, turn in enumerate(conversation):
+            if turn.is_sampled:
+                before = token_ids(conversation[:place])
+                found[before] = (turn.token_ids, turn.logprobs, turn.version_runs)
+    return found
+
+
+async def test_tokens_logprobs_and_versions_of_branches_are_those_of_a_replay() -> None:
+    async with running(engine := make_engine()):
+        kept = Kept(engine)
+        episode = Episode(
+            Prompt(token_ids=(), text="", answer=None, row={}, data_source="test"),
+            EpisodeLimits(
+                seed=3, temperature=1.0, max_response_tokens=60, max_tokens=100, stop_texts=()
+            ),
+            engine=kept,  # type: ignore[arg-type]
+            tokenizer=TOKENIZER,
+            calls=CallPool(1),
+            request_id="r",
+        )
+        async with client_of(episode) as client:
+            first = await complete(client, "12=")
+            await complete(client, first + "a")
+            await complete(client, first + "b")
+            await complete(client, "34=")
+        await TrainedConversations("all").choose(episode)
+        recorded = sampled(trained_once(episode.sequences))
+        replayed = {}
+        for request in kept.requests:
+            result = await engine.generate(request)
+            replayed[request.context_ids] = (
+                result.token_ids,
+                result.logprobs,
+                result.version_runs,
+            )
+    assert len(kept.requests) == 4
+    assert recorded == replayed

@@ -1,0 +1,91 @@
+"""A sequence classifier as a reward service: its scores are those of transformers, in any batch."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from services.common.http_server import serve_http
+from services.common.models.tokenizer import load_tokenizer
+from services.common.spec.model import ModelSpec
+from services.rollout.calls.reach import Reach
+from services.rollout.failures import CallError
+from services.rollout.rewards.base import RewardInput
+from services.rollout.rewards.classifier import Classifier, ClassifierService
+from services.rollout.rewards.http_service import HttpRewardService
+
+TEXTS = ["a", "bcd", "a longer answer than the others", "z" * 40]
+
+
+def made(folder: Path, *, num_labels: int) -> str:
+    """A small classifier with random weights, as a folder."""
+    load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="bytes")).save(folder)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "qwen2",
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        num_labels=num_labels,
+        id2label={place: f"class-{place}" for place in range(num_labels)},
+        label2id={f"class-{place}": place for place in range(num_labels)},
+    )
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+def given(response: str, prompt: str = "p") -> RewardInput:
+    return RewardInput(prompt=prompt, response=response, answer=None, row={})
+
+
+async def asked(classifier: Classifier, *texts: str) -> AsyncIterator[float]:
+    service = ClassifierService(classifier)
+    async with serve_http("127.0.0.1:0", service.app()) as port, asyncio.TaskGroup() as tasks:
+        scoring = tasks.create_task(service.run())
+        client = HttpRewardService(f"http://127.0.0.1:{port}/score", reach=Reach(["127.0.0.1"]))
+        for score in await asyncio.gather(*[client.ask(given(text), None) for text in texts]):
+            yield score
+        await client.close()
+        scoring.cancel()
+
+
+@pytest.mark.parametrize(("num_labels", "label"), [(1, None), (3, "class-2")])
+async def test_scores_over_http_are_those_of_each_text_alone(
+    tmp_path: Path, num_labels: int, label: str | None
+) -> None:
+    classifier = Classifier(made(tmp_path, num_labels=num_labels), label=label)
+    found = [score async for score in asked(classifier, *TEXTS)]
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    for text, score in zip(TEXTS, found, strict=True):
+        with torch.no_grad():
+            logits = plain(torch.tensor([classifier.tokens("p", text)])).logits[0]
+        expected = logits[0] if label is None else logits.softmax(0)[2]
+        assert score == pytest.approx(float(expected), abs=1e-5)
+
+
+async def test_a_text_that_is_too_long_is_refused_by_name(tmp_path: Path) -> None:
+    classifier = Classifier(made(tmp_path, num_labels=1), max_tokens=20)
+    with pytest.raises(CallError, match=r"400.*tokens; 1 to 20 are scored"):
+        _ = [score async for score in asked(classifier, "x" * 100)]
+
+
+@pytest.mark.parametrize(("num_labels", "label"), [(1, "class-0"), (3, None), (3, "class-9")])
+def test_a_label_must_fit_the_model(tmp_path: Path, num_labels: int, label: str | None) -> None:
+    with pytest.raises(ValueError, match=r"has the classes.*--label"):
+        Classifier(made(tmp_path, num_labels=num_labels), label=label)
+
+
+async def test_a_request_that_is_none_is_answered_400(tmp_path: Path) -> None:
+    service = ClassifierService(Classifier(made(tmp_path, num_labels=1)))
+    transport = httpx.ASGITransport(service.app())
+    async with httpx.AsyncClient(transport=transport, base_url="http://r") as client:
+        assert (await client.post("/score", content=b"no JSON")).status_code == 400
+        assert (await client.post("/score", json={"prompt": "p"})).status_code == 400
