@@ -1,8 +1,9 @@
 """A sequence classifier as a reward service: its scores are those of transformers, in any batch."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import re
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -46,15 +47,17 @@ def given(response: str, prompt: str = "p") -> RewardInput:
     return RewardInput(prompt=prompt, response=response, answer=None, row={})
 
 
-async def asked(classifier: Classifier, *texts: str) -> AsyncIterator[float]:
+async def asked(classifier: Classifier, *texts: str) -> list[Any]:
+    """Scores, or what went wrong."""
     service = ClassifierService(classifier)
     async with serve_http("127.0.0.1:0", service.app()) as port, asyncio.TaskGroup() as tasks:
         scoring = tasks.create_task(service.run())
         client = HttpRewardService(f"http://127.0.0.1:{port}/score", reach=Reach(["127.0.0.1"]))
-        for score in await asyncio.gather(*[client.ask(given(text), None) for text in texts]):
-            yield score
+        questions = [client.ask(given(text), None) for text in texts]
+        found = await asyncio.gather(*questions, return_exceptions=True)
         await client.close()
         scoring.cancel()
+    return found
 
 
 @pytest.mark.parametrize(("num_labels", "label"), [(1, None), (3, "class-2")])
@@ -62,7 +65,7 @@ async def test_scores_over_http_are_those_of_each_text_alone(
     tmp_path: Path, num_labels: int, label: str | None
 ) -> None:
     classifier = Classifier(made(tmp_path, num_labels=num_labels), label=label)
-    found = [score async for score in asked(classifier, *TEXTS)]
+    found = await asked(classifier, *TEXTS)
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     for text, score in zip(TEXTS, found, strict=True):
         with torch.no_grad():
@@ -73,8 +76,9 @@ async def test_scores_over_http_are_those_of_each_text_alone(
 
 async def test_a_text_that_is_too_long_is_refused_by_name(tmp_path: Path) -> None:
     classifier = Classifier(made(tmp_path, num_labels=1), max_tokens=20)
-    with pytest.raises(CallError, match=r"400.*tokens; 1 to 20 are scored"):
-        _ = [score async for score in asked(classifier, "x" * 100)]
+    (error,) = await asked(classifier, "x" * 100)
+    assert isinstance(error, CallError)
+    assert re.search("400.*tokens; 1 to 20 are scored", error.message)
 
 
 @pytest.mark.parametrize(("num_labels", "label"), [(1, "class-0"), (3, None), (3, "class-9")])
