@@ -17,7 +17,8 @@ from services.common.spec.rollout import RewardSpec
 from services.common.spec.run import RunSpec
 from services.common.spec.similar import did_you_mean
 from services.common.spec.trainer import CriticSpec
-from services.common.spec.weight_modes import MODES, transport_of
+from services.common.spec.weight_modes import MODES
+from services.common.spec.weight_rules import weight_sync
 
 
 def problems(spec: RunSpec) -> Iterator[str]:
@@ -258,21 +259,6 @@ def _parallelism(spec: RunSpec) -> Iterator[str]:
         yield "trainer.lora.target_modules is empty, so nothing would be trained; name modules such as q_proj"
 
 
-def _weight_sync(spec: RunSpec) -> Iterator[str]:
-    sync, lora = spec.weight_sync, spec.trainer.lora
-    mode = MODES[sync.mode]
-    if mode.through_host and sync.backend not in ("auto", transport_of("cpu")):
-        yield (
-            f"weight_sync.mode {sync.mode} goes through host memory, which {sync.backend} does not "
-            "reach; set weight_sync.backend to auto"
-        )
-    if lora is not None and lora.sync == "adapter" and mode.is_in_place:
-        yield (
-            "trainer.lora.sync adapter keeps what adapters are merged into beside the live weights, but "
-            "weight_sync.mode inplace has no second copy; choose mode shadow, or sync merged"
-        )
-
-
 _RULES: tuple[Callable[[RunSpec], Iterator[str]], ...] = (
     models,
     teacher,
@@ -286,6 +272,6 @@ _RULES: tuple[Callable[[RunSpec], Iterator[str]], ...] = (
     _early_groups,
     demonstrations,
     _parallelism,
-    _weight_sync,
+    weight_sync,
     placement,
 )

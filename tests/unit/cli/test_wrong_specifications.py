@@ -187,6 +187,7 @@ WRONG = [
     ({"topology": GROUPS}, ["topology.task_groups", "topology.gpus"]),
     ({"topology": {**GROUPS, "gpus": 4, "ratios": [0.5]}}, ["topology.task_groups", "one ratio"]),
     ({"topology": {**GROUPS, "gpus": 4, "ratios": [0.9, 0.9]}}, ["topology.task_groups", "most 1"]),
+    ({"weight_sync.publish_every": 3}, ["weight_sync.publish_every", "algorithm.max_staleness"]),
     ({"weight_sync.backend": "nccl"}, ["weight_sync.backend", "no GPU", "'gloo'"]),
     ({"weight_sync": {"mode": "inplace"}, "rollout.engine": "vllm"}, ["weight_sync.mode", "shadow"]),
     (

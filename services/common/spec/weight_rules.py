@@ -1,0 +1,29 @@
+"""What a run may say of how its weights reach the rollouts."""
+
+from collections.abc import Iterator
+
+from services.common.spec.run import RunSpec
+from services.common.spec.weight_modes import MODES, transport_of
+
+
+def weight_sync(spec: RunSpec) -> Iterator[str]:
+    """What is wrong with the weight plane."""
+    sync, lora = spec.weight_sync, spec.trainer.lora
+    mode = MODES[sync.mode]
+    if mode.through_host and sync.backend not in ("auto", transport_of("cpu")):
+        yield (
+            f"weight_sync.mode {sync.mode} goes through host memory, which {sync.backend} does not "
+            "reach; set weight_sync.backend to auto"
+        )
+    if lora is not None and lora.sync == "adapter" and mode.is_in_place:
+        yield (
+            "trainer.lora.sync adapter keeps what adapters are merged into beside the live weights, but "
+            "weight_sync.mode inplace has no second copy; choose mode shadow, or sync merged"
+        )
+    ahead = spec.algorithm.max_staleness + 1
+    if sync.publish_every > ahead and not spec.algorithm.num_demonstrations:
+        yield (
+            f"weight_sync.publish_every is {sync.publish_every}, but with algorithm.max_staleness "
+            f"{ahead - 1} rollouts generate for {ahead} steps under the same weights, then wait for others; "
+            "lower the first or raise the second"
+        )
