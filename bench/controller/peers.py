@@ -231,6 +231,7 @@ def _meta(partition: str, made: Sequence[MadeGroup]) -> KVBatchMeta:
         "member": tuple(member for _, member, _ in samples),
         "attempt": tuple(one.group.attempt for one, _, _ in samples),
         "reward": tuple(float(member % 2) for _, member, _ in samples),
+        "terms": tuple(f'{{"exact_match": {member % 2}.0}}' for _, member, _ in samples),
         "finish_reason": ("stop",) * size,
         "data_source": ("bench",) * size,
         "v_min": tuple(one.oldest for one, _, _ in samples),
