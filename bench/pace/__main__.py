@@ -27,18 +27,21 @@ MODES: dict[str, dict[str, Any]] = {
 # Samples per second, against synchronous.
 BARS = {"periodic": 1.2, "lag 1": 1.8, "lag 4": 3.0}
 _SETTLED = 4
-"""Steps before the measured ones."""
+"""Steps before the measured ones, beside as many as the lag."""
 
 
 async def measure(
-    here: Stage, pace: Pace, *, steps: int, places: int, **mode: Any
+    here: Stage, pace: Pace, *, steps: int, places: int, rollouts: int = 1, **mode: Any
 ) -> dict[str, Any]:
-    """Train under one mode."""
-    is_partial = mode["max_staleness"] > 0
+    """Train under one mode; returns what the steps are like once the run has filled up."""
+    lag = mode["max_staleness"]
+    is_partial, settled = lag > 0, _SETTLED + lag
+    steps += lag
     run_id = await here.submit(
-        steps=steps,
+        # The last ones have the engines to themselves, since nothing new is begun.
+        steps=steps + lag + 1,
         prompts_per_step=GROUPS,
-        rollouts=1,
+        rollouts=rollouts,
         group_size=GROUP_SIZE,
         running=places,
         rollout={"partial_rollout": is_partial},
@@ -48,10 +51,12 @@ async def measure(
     await here.until_step(run_id, steps)
     run = await here.client.run(run_id)
     committed = [event async for event in run.events("StepCommitted")]
+    await run.cancel()
     times = [event.time.timestamp() for event in committed]
-    step_s = (times[-1] - times[_SETTLED - 1]) / (steps - _SETTLED)
+    step_s = (times[steps - 1] - times[settled - 1]) / (steps - settled)
+    committed = committed[settled:steps]
     idle = {
-        name: round(fmean(event.data.get(name, 0.0) for event in committed[_SETTLED:]), 3)
+        name: round(fmean(event.data.get(name, 0.0) for event in committed), 3)
         for name in sorted({n for e in committed for n in e.data if n.startswith("idle_seconds_")})
     }
     return {

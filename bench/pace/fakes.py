@@ -5,7 +5,7 @@ and step. The trainer sleeps; its weights are copied between two steps, as those
 """
 
 import asyncio
-import math
+import time
 from dataclasses import dataclass
 from random import Random
 from statistics import fmean
@@ -13,6 +13,9 @@ from typing import Any
 
 from bench.controller.peers import FakeQueue, FakeRollouts, FakeTrainer, FakeWeights, MadeGroup
 from services.common.batch import KVBatchMeta
+from services.controller.planning.lengths import Geometric, Lengths, Lognormal
+from services.controller.planning.rates import DecodeTime, Rates
+from services.rollout.decode_times import DecodeTimes
 from services.rollout.engines.base import GenerationRequest
 from services.rollout.engines.fake import FakeEngine
 from services.trainer.phases import IdleClock
@@ -30,7 +33,9 @@ class Pace:
     tokens_per_s: float = 45_000.0
     """Most that an engine makes."""
     mean_tokens: float = 280.0
-    """Of the geometric response lengths."""
+    """Of the geometric response lengths; the median of log-normal ones."""
+    sigma: float = 0.0
+    """Spread of log-normal lengths; 0 makes them geometric."""
     max_tokens: int = 1024
     train_s: float = 1.5
     """A step of the trainer, of ``batch_tokens`` response tokens."""
@@ -49,11 +54,32 @@ class Pace:
         """One decode step of an engine."""
         return max(self.token_s, num_running / self.tokens_per_s)
 
+    @property
+    def lengths(self) -> Lengths:
+        """Of the responses."""
+        if self.sigma:
+            return Lognormal(
+                median_tokens=self.mean_tokens, sigma=self.sigma, max_tokens=self.max_tokens
+            )
+        return Geometric(mean_tokens=self.mean_tokens, max_tokens=self.max_tokens)
+
     def length(self, seed: int) -> int:
         """Tokens of the sample with this seed."""
-        drawn = Random(seed).random()
-        ends = math.log1p(-drawn) / math.log1p(-1 / self.mean_tokens)
-        return min(1 + int(ends), self.max_tokens)
+        return next(self.lengths.draws(Random(seed)))
+
+    def rates(self) -> Rates:
+        """The same, as a plan takes it."""
+        return Rates(
+            train_tokens_per_s=self.batch_tokens / self.train_s,
+            decode=DecodeTime(
+                fixed_s=self.token_s, sample_s=0.0, most_samples=self.token_s * self.tokens_per_s
+            ),
+            lengths=self.lengths,
+            piece_s=self.piece_s,
+            copy_s=self.pack_s,
+            transfer_s=self.transfer_s,
+            stall_s=self.stall_s,
+        )
 
 
 class PacedRollouts(FakeRollouts):
@@ -68,11 +94,17 @@ class PacedRollouts(FakeRollouts):
             max_running=places, step_seconds=pace.step_seconds, lengths=pace, vocab_size=256
         )
         self._groups: dict[str, asyncio.Task[None]] = {}
+        self._decoding = DecodeTimes()
 
     def gauges(self) -> dict[str, float]:
         """What heartbeats say of the engine."""
         stats = self.engine.stats()
-        return {"tokens_total": stats.tokens_total, "idle_seconds": stats.idle_seconds}
+        self._decoding.observe(stats.num_running, stats.tokens_total, now=time.monotonic())
+        return {
+            **self._decoding.gauges(),
+            "tokens_total": stats.tokens_total,
+            "idle_seconds": stats.idle_seconds,
+        }
 
     async def StartGroups(self, request: Any, context: Any) -> Any:
         for group in request.groups:
@@ -137,14 +169,17 @@ class PacedTrainer(FakeTrainer):
     async def TrainStep(self, request: Any, context: Any) -> Any:
         async with self.turn:
             idle = self._idle.step_begins(dict(request.waits))
-            versions = KVBatchMeta.from_proto(request.batch).tag("v_min")
-            await asyncio.sleep(self._work(request.batch))
+            meta = KVBatchMeta.from_proto(request.batch)
+            versions, work_s = meta.tag("v_min"), self._work(request.batch)
+            await asyncio.sleep(work_s)
             self._known.clear()
             self.newest = request.step
             self._idle.step_ended()
         numbers = {f"idle_seconds_{why}": spent for why, spent in idle.items()}
         staleness = [request.weight_version - int(version) for version in versions]
         numbers |= {"staleness_max": max(staleness), "staleness_mean": fmean(staleness)}
+        tokens = sum(int(count) for count in meta.tag("response_tokens"))
+        numbers |= {"seconds_total": work_s, "response_tokens": float(tokens)}
         return trainer_pb2.TrainStepResponse(step=request.step, metrics=numbers)
 
 

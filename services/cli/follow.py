@@ -25,6 +25,7 @@ _TOLD = (
     "GroupFailed",
     "CheckpointFailed",
     "NoProgress",
+    "Advice",
 )
 
 

@@ -69,6 +69,7 @@ def get(
         "state": f"{run.state} ({run.state_reason})",
         "doing": ", ".join(run.activities).lower() or "-",
         "step": _steps(run),
+        "advice": run.summary.get("advice", {}).get("message", "-"),
         "weights": f"version {run.weight_version}" if run.weight_version >= 0 else "-",
         "held-out": _heldout(run),
         **{f"  {name}": set_line(scores) for name, scores in _heldout_sets(run).items()},

@@ -17,6 +17,10 @@ _COMMANDS = {
             "spec_commands:validate",
             "Check a specification and everything it names, without starting anything.",
         ),
+        "plan": (
+            "plan_command:plan",
+            "Predict step time, idle shares, staleness and memory for splits of the GPUs, and recommend one.",
+        ),
         "init": (
             "init_command:init",
             "Write a commented specification for a model and a data set.",

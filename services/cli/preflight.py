@@ -68,16 +68,24 @@ def memory_table(spec: RunSpec, *, gpu_gb: float) -> str:
     Raises:
         SpecError: If that does not fit.
     """
-    # They import torch, which no other check needs.
-    from services.common.models.loading import load_config
-    from services.common.models.tokenizer import load_tokenizer
+    # It imports torch, which no other check needs.
     from services.rollout.engines.memory import plan_of
 
-    config = load_config(spec.model, load_tokenizer(spec.model))
+    config = model_config(spec)
     try:
         return plan_of(spec, config, gpu_bytes=int(gpu_gb * 1e9)).table()
     except ValueError as error:
         raise SpecError([str(error)]) from error
+
+
+def model_config(spec: RunSpec) -> Any:
+    """Shape of the model; from Hugging Face if it is there."""
+    from services.common.models.loading import load_config
+    from services.common.models.tokenizer import load_tokenizer
+
+    if hub_is_needed(spec):
+        go_offline_unless_reachable()
+    return load_config(spec.model, load_tokenizer(spec.model))
 
 
 def _problems(spec: RunSpec) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from services.controller.client import WorkerSession
 from services.rollout import metrics
 from services.rollout.client import rows_gauge
+from services.rollout.decode_times import DecodeTimes
 from services.rollout.engines.base import Engine
 from services.rollout.liveness import EngineStalledError, EpisodeWatch, ProgressWatch
 from services.rollout.sampling import GroupSampler
@@ -40,6 +41,7 @@ async def monitor(
     progress, episodes = ProgressWatch(stall_s / 2), EpisodeWatch(stall_s)
     look_s, looked = min(stall_s / 4, _LOOK_S), time.monotonic()
     rows = {rows_gauge(split): count for split, count in sampler.num_prompts().items()}
+    decoding = DecodeTimes()
     while True:
         stats = engine.stats()
         metrics.RUNNING.set(stats.num_running)
@@ -52,8 +54,10 @@ async def monitor(
             kv_used_fraction=stats.kv_used_fraction, publish_wait_s=publish_wait_s()
         )
         metrics.ADMISSION_LIMIT.set(sampler.admission.limit)
+        decoding.observe(stats.num_running, stats.tokens_total, now=time.monotonic())
         session.report(
             gauges={
+                **decoding.gauges(),
                 **rows,
                 "running_samples": stats.num_running,
                 "waiting_samples": stats.num_waiting,

@@ -168,13 +168,9 @@ class RunSpec(SpecPart):
             trainer = TrainerSpec.model_validate(values.get("trainer"))
         except ValidationError:
             return values  # it is reported with its key when the field itself is validated
-        lag = algorithm.max_staleness
-        ahead = (lag + 1) * trainer.prompts_per_step * rollout.group_size
-        most = engine_kind(rollout.engine).most_running
-        defaults = {
-            "partial_rollout": lag > 0,
-            "max_running_samples": max(_LEAST_RUNNING, min(most, ahead // rollout.replicas)),
-        }
+        max_staleness = algorithm.max_staleness
+        places = _places(rollout, trainer, max_staleness=max_staleness, replicas=rollout.replicas)
+        defaults = {"partial_rollout": max_staleness > 0, "max_running_samples": places}
         return {**values, "rollout": {**defaults, **values["rollout"]}}
 
     @model_validator(mode="before")
@@ -231,3 +227,16 @@ class RunSpec(SpecPart):
             "trainer": {"world_size": counts[0], **trainer},
             "rollout": {"replicas": counts[1], **rollout},
         }
+
+
+def default_places(spec: RunSpec, *, max_staleness: int, replicas: int) -> int:
+    """``rollout.max_running_samples`` as it follows from a bound on staleness and a number of rollouts."""
+    return _places(spec.rollout, spec.trainer, max_staleness=max_staleness, replicas=replicas)
+
+
+def _places(
+    rollout: RolloutSpec, trainer: TrainerSpec, *, max_staleness: int, replicas: int
+) -> int:
+    ahead = (max_staleness + 1) * trainer.prompts_per_step * rollout.group_size
+    most = engine_kind(rollout.engine).most_running
+    return max(_LEAST_RUNNING, min(most, ahead // replicas))

@@ -125,6 +125,7 @@ class LiveRun:
             self.publishing.run(),
             self._end_of_faults(),
             self._stillness.watch(),
+            self.steps.advisor.watch(),
         )
 
     async def fail(self, failures: Sequence[GroupFailure]) -> None:

@@ -33,6 +33,7 @@ class Progress:
         self._sync: dict[str, float | str] = {}
         self._version = -1
         self._heldout: dict[str, Any] = {"greedy": None, "sampled": None, "weight_version": None}
+        self._advice: Mapping[str, str] = {}
 
     def restore(self, summary: Mapping[str, Any], *, steps: int, syncs_ms: Iterable[float]) -> None:
         """Go on from an earlier summary.
@@ -50,6 +51,7 @@ class Progress:
         self._max_staleness = summary["staleness"]["max"]
         self._staleness_sum = summary["staleness"]["mean"] * steps
         self._heldout = dict(summary["heldout"])
+        self._advice = summary.get("advice", {})
 
     def stepped(self, metrics: Mapping[str, float]) -> None:
         """A step was committed."""
@@ -79,6 +81,10 @@ class Progress:
                 "sets": evaluation.by_set,
             }
 
+    def advised(self, advice: Mapping[str, str]) -> None:
+        """It was found which side is short."""
+        self._advice = advice
+
     def summary(self, ledger: Ledger) -> dict[str, Any]:
         """All numbers, with those of the ledger."""
         prompts = ledger.counts()
@@ -98,6 +104,7 @@ class Progress:
                 "reasons": dict(ledger.reasons()),
             },
             "weight_version": self._version,
+            "advice": self._advice,
             "sync_ms": {"p50": self._percentile(50), "p95": self._percentile(95)},
         }
 
@@ -137,6 +144,7 @@ class StepMeter:
             "seconds": seconds,
             "rollout_idle_s": sum(idle_s.values()) / max(len(idle_s), 1),
             "generated_tokens_per_s": max(tokens - self._tokens, 0.0) / seconds,
+            **replicas.decode_times(),
         }
         self._idle_s, self._tokens = totals, tokens
         named = {name: round(idle_s[name], 3) for name in sorted(idle_s)[:_NAMED]}

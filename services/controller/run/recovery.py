@@ -22,6 +22,7 @@ from services.controller.rules.mixture import Mixture
 from services.controller.rules.prompts import PromptOrder
 from services.controller.rules.scores import Evaluation
 from services.controller.rules.validation import BegunEvaluation
+from services.controller.run.advising import Advisor
 from services.controller.run.assembly import (
     Assembly,
     create_partitions,
@@ -101,6 +102,7 @@ async def restore(
         mixture=order.mixture,
         generation=generation,
         progress=progress,
+        advisor=Advisor(spec=spec, journal=journal, progress=progress, ledger=ledger, clock=clock),
         version_offset=recovered.version_offset,
     )
     publishing = Publishing(

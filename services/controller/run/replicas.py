@@ -3,11 +3,13 @@
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
+from statistics import fmean
 
 from services.common.errors import ServiceError, UnavailableError
 from services.common.grpc_client import open_channel
 from services.common.task_group import TaskGroup
 from services.controller.membership.registry import Worker
+from services.controller.planning.measured import DECODE_TIMES
 from services.controller.rules.placement import Placement
 from services.rollout.client import GroupAssignment, RolloutClient
 
@@ -93,6 +95,12 @@ class Replicas:
     def tokens_total(self) -> float:
         """Tokens generated so far."""
         return sum(worker.gauges.get("tokens_total", 0.0) for worker in self._workers.values())
+
+    def decode_times(self) -> dict[str, float]:
+        """What a decode step takes, on average over the rollouts; nothing before they have decoded."""
+        known = [worker.gauges for worker in self._workers.values()]
+        known = [gauges for gauges in known if gauges.keys() >= set(DECODE_TIMES)]
+        return {name: fmean(gauges[name] for gauges in known) for name in DECODE_TIMES if known}
 
     def moved_at(self, worker_id: str, *, now: float) -> float:
         """When a rollout was first seen with as many tokens as it has now, in monotonic seconds."""

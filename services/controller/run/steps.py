@@ -16,6 +16,7 @@ from services.controller.rules.groups import Group, GroupState
 from services.controller.rules.histograms import Histogram
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.mixture import Mixture
+from services.controller.run.advising import Advisor
 from services.controller.run.assembly import Assembly
 from services.controller.run.generation import Generation
 from services.controller.run.journal import Journal
@@ -42,6 +43,8 @@ class Steps:
     """The sets that prompts are of."""
     generation: Generation
     progress: Progress
+    advisor: Advisor
+    """Hears of each step."""
     version_offset: int
     """What weight versions are above their steps."""
     meter: StepMeter = field(default_factory=StepMeter)
@@ -170,6 +173,7 @@ class Steps:
         told = {**data, "rollouts": {"idle_s": use.idle_s}}
         note = Note("StepCommitted", text, told, step, None, self.progress.summary(self.ledger))
         await self.journal.commit_step(step, self.ledger, note=note, metrics=data)
+        self.advisor.stepped(data)
         tracing.record(
             "group.settle", self._traces(batch), begin_ns=begin_ns, step=step, outcome="consumed"
         )

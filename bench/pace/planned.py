@@ -1,0 +1,114 @@
+"""What a plan says beside what is measured: ``python -m bench.pace.planned [SHAPE ...]``, ten minutes.
+
+A real controller drives fakes that take the time of GPUs, in real time, over splits of two and three GPUs and
+several lags; ``slipstream plan``'s simulation is told the same rates. Printed and written to
+``bench/results/plan.json`` are both, how far they are apart, and whether the split that the plan would choose
+is the best that was measured. Recorded runs on H200s stand beside what their rates predict.
+"""
+
+import argparse
+import asyncio
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bench.controller.stage import Stage, stage
+from bench.pace.__main__ import GROUP_SIZE, GROUPS, measure
+from bench.pace.fakes import Pace
+from bench.whole_run import REPOSITORY
+from services.controller.planning.prediction import predict
+from services.controller.planning.rates import Setting, together
+
+RESULTS = REPOSITORY / "bench" / "results" / "plan.json"
+_STEPS = 12
+_PLACES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """GPUs and lag of one measurement."""
+
+    trainer_gpus: int
+    rollouts: int
+    lag: int
+
+    def __str__(self) -> str:
+        return f"{self.trainer_gpus}+{self.rollouts} lag {self.lag}"
+
+
+SHAPES = {
+    "1.3B geometric": Pace(),
+    "long tail": Pace(mean_tokens=180.0, sigma=0.9, max_tokens=1536, train_s=1.2),
+    "training is slow": Pace(mean_tokens=150.0, max_tokens=512, train_s=4.0),
+}
+SPLITS = (Split(1, 1, 0), Split(1, 1, 1), Split(1, 2, 4), Split(2, 1, 4))
+
+
+async def compare(here: Stage, pace: Pace, split: Split) -> dict[str, Any]:
+    """Measure one split, and predict it."""
+    setting = Setting(
+        trainer_gpus=split.trainer_gpus,
+        rollouts=split.rollouts,
+        places=_PLACES,
+        max_staleness=split.lag,
+        groups_per_step=GROUPS,
+        group_size=GROUP_SIZE,
+        keeps_responses=split.lag > 0,
+    )
+    predicted = predict(pace.rates(), setting, num_steps=30)
+    scaled = replace(pace, train_s=pace.train_s / together(split.trainer_gpus))
+    measured = await measure(
+        here,
+        scaled,
+        steps=_STEPS,
+        places=_PLACES,
+        rollouts=split.rollouts,
+        max_staleness=split.lag,
+    )
+    return {
+        "predicted_step_s": round(predicted.step_s, 3),
+        "measured_step_s": measured["step_s"],
+        "off": round(predicted.step_s / measured["step_s"] - 1, 3),
+        "predicted_staleness": round(predicted.staleness_mean, 2),
+        "measured_staleness": measured["staleness_mean"],
+        "measured_waits": measured["idle"],
+    }
+
+
+async def measure_shapes(names: list[str]) -> None:
+    """Measure, print and write."""
+    found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"shapes": {}}
+    async with stage("bench.pace.fleet") as here:
+        for name in names:
+            rows: dict[str, Any] = {}
+            for split in SPLITS:
+                rows[str(split)] = await compare(here, SHAPES[name], split)
+                print(f"{name}, {split}: {json.dumps(rows[str(split)])}", flush=True)
+            found["shapes"][name] = {"splits": rows, **_choice(rows)}
+            found["largest_error"] = max(
+                abs(row["off"])
+                for shape in found["shapes"].values()
+                for row in shape["splits"].values()
+            )
+            RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _choice(rows: dict[str, Any]) -> dict[str, Any]:
+    """Of the splits of three GPUs, which is chosen, and what it costs not to have chosen the best."""
+    three = [str(split) for split in SPLITS if split.trainer_gpus + split.rollouts == 3]
+    chosen = min(three, key=lambda split: rows[split]["predicted_step_s"])
+    best = min(rows[split]["measured_step_s"] for split in three)
+    return {"chosen": chosen, "chosen_over_best": round(rows[chosen]["measured_step_s"] / best, 3)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="SHAPE", help=", ".join(SHAPES))
+    names = parser.parse_args().names or [*SHAPES]
+    if unknown := set(names) - SHAPES.keys():
+        parser.error(f"no shape is called {', '.join(sorted(unknown))}")
+    asyncio.run(measure_shapes(names))
+
+
+if __name__ == "__main__":
+    main()

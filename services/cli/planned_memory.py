@@ -1,0 +1,119 @@
+"""What the GPUs of a planned run hold, and what does not fit."""
+
+import math
+import re
+from functools import cached_property
+from typing import Any
+
+from services.cli.preflight import model_config
+from services.common.spec.run import RunSpec
+
+_UNITS = {"": 1e9, "GB": 1e9, "G": 1e9, "GIB": 2.0**30, "MB": 1e6, "TB": 1e12}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def gpu_bytes(text: str) -> int:
+    """Bytes of a size such as ``141GB`` or ``80GiB``; a bare number is GB.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    found = _SIZE.fullmatch(text)
+    unit = _UNITS.get(found[2].upper()) if found else None
+    size = float(found[1]) * unit if found and unit else 0.0
+    if not 1e9 <= size <= 1e13:
+        raise ValueError(
+            f"--gpu-memory: expected the memory of a GPU, such as 141GB, but got {text!r}"
+        )
+    return int(size)
+
+
+class Memory:
+    """Of one specification's model.
+
+    Args:
+        spec: The run.
+        total: Memory of a GPU in bytes; None if it was not said, and then everything fits.
+    """
+
+    def __init__(self, spec: RunSpec, total: int | None) -> None:
+        self._spec = spec
+        self._total = total
+
+    @property
+    def weights(self) -> float:
+        """Parameters of the model."""
+        return self._size[0]
+
+    @property
+    def active_weights(self) -> float:
+        """Those of them that a token passes."""
+        return self._size[1]
+
+    def refused(self, trainer_gpus: int) -> str:
+        """Why so many GPUs are too few for the trainer, or a GPU for a rollout; empty if they are not."""
+        if self._total is None:
+            return ""
+        try:
+            self._trainer(trainer_gpus).check(trainer_gpus)
+            self._rollout()
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def most_places(self, most: int, *, mean_tokens: float) -> int:
+        """Samples that a rollout decodes at once, with what its KV cache holds."""
+        if self._total is None:
+            return most
+        try:
+            tokens = self._rollout().kv_tokens
+        except ValueError:
+            return most  # it is refused with its reason
+        a_sample = self._spec.data.max_prompt_tokens + mean_tokens
+        return max(1, min(most, math.floor(tokens / a_sample)))
+
+    def tables(self, trainer_gpus: int) -> str:
+        """What each GPU holds, line by line."""
+        if self._total is None:
+            return ""
+        return f"{self._trainer(trainer_gpus).table(trainer_gpus)}\n{self._rollout().table()}"
+
+    def document(self, trainer_gpus: int) -> dict[str, Any]:
+        """The same for a program, in bytes."""
+        if self._total is None:
+            return {}
+        rollout = self._rollout()
+        return {
+            "gpu": self._total,
+            "trainer": dict(self._trainer(trainer_gpus).parts),
+            "rollout": {
+                "weights": rollout.weights,
+                "weight_sync": rollout.plane,
+                "kv_cache": rollout.kv_cache,
+                "kv_tokens": rollout.kv_tokens,
+            },
+        }
+
+    def _trainer(self, gpus: int) -> Any:
+        from services.trainer.model.memory import trainer_memory
+
+        trainer = self._spec.trainer.model_copy(update={"world_size": gpus})
+        spec = self._spec.model_copy(update={"trainer": trainer})
+        assert self._total is not None
+        return trainer_memory(spec, self._config, gpu_bytes=self._total)
+
+    def _rollout(self) -> Any:
+        from services.rollout.engines.memory import plan_of
+
+        assert self._total is not None
+        return plan_of(self._spec, self._config, gpu_bytes=self._total)
+
+    @cached_property
+    def _config(self) -> Any:
+        return model_config(self._spec)
+
+    @cached_property
+    def _size(self) -> tuple[float, float]:
+        from services.trainer.model.memory import model_weights
+
+        return model_weights(self._config)

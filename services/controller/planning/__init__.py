@@ -1,0 +1,1 @@
+"""What other GPUs, bounds on staleness and concurrency would do to a run: predicted from rates. Pure."""

@@ -1,0 +1,339 @@
+"""How long the steps of a run take: its own rules over engines and a trainer that are numbers.
+
+Which groups start, which are trained and who is waited for is decided by the functions that decide it in a
+run (``services.controller.rules``); between two events nothing changes, so time goes from one to the next.
+With the rates of two H200s it comes within a few per cent of what was measured there
+(``bench/results/plan.json``).
+
+a sample ends      -> its group may be finished; groups start where it was
+a step ends        -> its weights are copied, travel, and are put into service; the gate opens
+the trainer is free -> it takes a batch, or waits for one, and that is counted with its reason
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from random import Random
+from statistics import fmean
+
+from services.controller.planning.engine import SimulatedEngine
+from services.controller.planning.outcome import Prediction, least_step_s, work_s
+from services.controller.planning.rates import Rates, Setting
+from services.controller.rules.groups import Group
+from services.controller.rules.place_use import PlaceUse
+from services.controller.rules.replay import choose_batch
+from services.controller.rules.staleness import StalenessGate
+
+_FILLING = 4
+"""Steps before the measured ones, beside as many as samples may be old."""
+
+
+@dataclass(slots=True)
+class _Made:
+    """A group that is being generated."""
+
+    group: Group
+    lengths: tuple[int, ...]
+    engines: tuple[int, ...]
+    left: int
+    version: int = -1
+    """Under which its first token was made."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+
+@dataclass(slots=True)
+class _Trainer:
+    """What the trainer is doing."""
+
+    is_busy: bool = False
+    holds_step: bool = False
+    """Whether it works on a whole batch."""
+    version: int = 0
+    """Steps that it has trained."""
+    early: set[int] = field(default_factory=set)
+    """Groups of the next batch that it has trained."""
+    idle_since: float = 0.0
+    why: str = "no_data"
+
+
+class Simulation:
+    """One run. What happens next is the first of ``_events``."""
+
+    def __init__(self, rates: Rates, setting: Setting) -> None:
+        self._rates = rates
+        self._setting = setting
+        self._gate = StalenessGate(
+            max_staleness=setting.max_staleness, groups_per_step=setting.groups_per_step
+        )
+        self._use = PlaceUse(setting.places, setting.group_size)
+        self._engines = [
+            SimulatedEngine[_Made](setting.places, rates.decode, self._begun)
+            for _ in range(setting.rollouts)
+        ]
+        self._lengths: Iterator[int] = rates.lengths.draws(Random(0))  # noqa: S311 -- no secret
+        self._trainer = _Trainer()
+        self._published = 0
+        self._offered = 0
+        self._is_publishing = False
+        self._served: list[int] = [0] * setting.rollouts
+        self._running: dict[int, _Made] = {}
+        self._ready: dict[int, _Made] = {}
+        self._num_issued = 0
+        self._now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+        self._ends: list[float] = []
+        self._work_s: list[float] = []
+        self._waits: dict[str, float] = {}
+        self._staleness: list[int] = []
+        self._begin_s = 0.0
+        self._idle_before = self._used_before = 0.0
+
+    def run(self, num_steps: int) -> Prediction:
+        """Simulate."""
+        filling = _FILLING + self._setting.max_staleness
+        self._hand_out()
+        while len(self._ends) < filling + num_steps:
+            self._now, _, act = heappop(self._events)
+            act()
+            if len(self._ends) == filling and not self._begin_s:
+                self._begin()
+        return self._result(num_steps)
+
+    def _begin(self) -> None:
+        """What was before is not counted."""
+        self._settle_all()
+        self._begin_s = self._ends[-1]
+        self._waits, self._staleness, self._work_s = {}, [], []
+        self._idle_before = sum(engine.idle_s for engine in self._engines)
+        self._used_before = sum(engine.place_s for engine in self._engines)
+
+    def _result(self, num_steps: int) -> Prediction:
+        self._settle_all()
+        step_s = (self._ends[-1] - self._begin_s) / num_steps
+        engine_s = (self._now - self._begin_s) * len(self._engines)
+        idle_s = sum(engine.idle_s for engine in self._engines) - self._idle_before
+        used_s = sum(engine.place_s for engine in self._engines) - self._used_before
+        by_age = sorted(self._staleness)
+        return Prediction(
+            step_s=step_s,
+            samples_per_s=self._setting.samples_per_step / step_s,
+            limit_s=least_step_s(self._rates, self._setting),
+            train_s=sum(self._work_s) / num_steps,
+            waits={why: spent / num_steps for why, spent in sorted(self._waits.items())},
+            rollout_idle=idle_s / engine_s,
+            places_used=used_s / engine_s / self._setting.places,
+            staleness_mean=fmean(by_age),
+            staleness_p95=by_age[int(0.95 * (len(by_age) - 1))],
+        )
+
+    def _after(self, seconds: float, act: Callable[[], None]) -> None:
+        heappush(self._events, (self._now + seconds, next(self._order), act))
+
+    # Engines
+
+    def _begun(self, made: _Made) -> None:
+        if made.version < 0:
+            made.version = self._served[made.engines[0]]
+
+    def _settle_all(self) -> None:
+        for number in range(len(self._engines)):
+            self._settle(number)
+
+    def _settle(self, number: int) -> None:
+        """Let an engine's time pass, and take in what ended."""
+        for made in self._engines[number].settle(self._now):
+            if self._rates.outside_s:
+                self._after(self._rates.outside_s, lambda made=made: self._ended(made))  # type: ignore[misc]
+            else:
+                self._ended(made)
+
+    def _look(self, number: int) -> None:
+        """Settle an engine, fill its places, and find out when the next sample ends."""
+        engine = self._engines[number]
+        self._settle(number)
+        engine.admit()
+        self._expect(number)
+
+    def _expect(self, number: int) -> None:
+        engine = self._engines[number]
+        end, stamp = engine.next_end(), engine.stamp
+        if end is None:
+            return
+
+        def act() -> None:
+            if engine.stamp == stamp:
+                self._look(number)
+
+        self._after(end - self._now, act)
+
+    def _ended(self, made: _Made) -> None:
+        """A sample is finished."""
+        made.left -= 1
+        if made.left:
+            return
+        for number in made.engines:
+            self._engines[number].num_groups -= 1
+        self._use.finished(made.lengths)
+        del self._running[made.group.sequence]
+        made.group.oldest_version = made.version
+        self._ready[made.group.sequence] = made
+        # Others that end at the same time come first.
+        self._after(0.0, self._group_finished)
+
+    def _group_finished(self) -> None:
+        self._next_work()
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Start what may start: the rules of ``run/handout.py``."""
+        setting = self._setting
+        ahead = max(0, len(self._ready) - setting.groups_per_step)
+        free = self._use.num_groups(setting.rollouts) - len(self._running) - ahead
+        room = self._gate.capacity(
+            published=self._published, num_admitted=self._num_issued, most=free
+        )
+        touched: set[int] = set()
+        for _ in range(room):
+            touched |= self._start()
+        for number in touched:
+            self._look(number)
+
+    def _start(self) -> set[int]:
+        """Hand one group to the engines with the fewest."""
+        size, places = self._setting.group_size, self._setting.places
+        by_load = sorted(range(len(self._engines)), key=lambda n: self._engines[n].num_groups)
+        chosen = tuple(by_load[: math.ceil(size / places)])
+        group = Group(sequence=self._num_issued, row=0)
+        group.oldest_version = min(self._served[number] for number in chosen)
+        lengths = tuple(next(self._lengths) for _ in range(size))
+        made = _Made(group, lengths, chosen, size)
+        self._running[group.sequence] = made
+        self._num_issued += 1
+        for number in chosen:
+            engine = self._engines[number]
+            self._settle(number)
+            engine.num_groups += 1
+            engine.pause(self._rates.prompt_s)
+        for member, length in enumerate(lengths):
+            self._engines[chosen[member % len(chosen)]].put(made, length)
+        return set(chosen)
+
+    # The trainer
+
+    def _next_work(self) -> None:
+        """Have the trainer train what there is; the rules of ``run/batching.py``."""
+        trainer = self._trainer
+        if trainer.is_busy:
+            return
+        choice = choose_batch(
+            [made.group for made in self._ready.values()],
+            [made.group for made in self._running.values()],
+            gate=self._gate,
+            trainer_version=trainer.version,
+            wait_for_due=True,
+            keep_stale=True,
+        )
+        if choice.batch:
+            batch = [self._ready.pop(group.sequence) for group in choice.batch]
+            self._staleness += [trainer.version - made.version for made in batch]
+            self._train([made for made in batch if made.group.sequence not in trainer.early])
+            trainer.early, trainer.holds_step = set(), True
+            self._hand_out()
+        elif self._setting.trains_early and (new := self._ready.keys() - trainer.early):
+            self._train([self._ready[sequence] for sequence in new])
+            trainer.early |= new
+        else:
+            self._note_wait("barrier" if choice.awaited else "no_data")
+
+    def _train(self, groups: list[_Made]) -> None:
+        tokens = sum(made.tokens for made in groups)
+        trained_s = work_s(self._rates, self._setting, tokens)
+        fixed_s = self._rates.piece_s if self._setting.trains_early else self._rates.step_s
+        self._work_s.append(trained_s + fixed_s)
+        self._occupy(trained_s + fixed_s, self._trained)
+
+    def _occupy(self, seconds: float, then: Callable[[], None]) -> None:
+        """The trainer is busy for so long."""
+        self._note_wait(self._trainer.why)
+        self._trainer.is_busy = True
+        self._after(seconds, then)
+
+    def _note_wait(self, why: str) -> None:
+        """The trainer has been idle until now, and is for another reason from now on."""
+        trainer = self._trainer
+        waited = self._now - trainer.idle_since
+        self._waits[trainer.why] = self._waits.get(trainer.why, 0.0) + waited
+        trainer.idle_since, trainer.why = self._now, why
+
+    def _free(self) -> None:
+        self._trainer.is_busy = False
+        self._trainer.idle_since, self._trainer.why = self._now, "no_data"
+        self._next_work()
+
+    def _trained(self) -> None:
+        trainer = self._trainer
+        if trainer.holds_step:
+            trainer.holds_step = False
+            trainer.version += 1
+            self._ends.append(self._now)
+            if trainer.version % self._setting.publish_every == 0:
+                self._offered = trainer.version
+        if self._offered > self._published and not self._is_publishing:
+            self._publish()
+        else:
+            self._free()
+
+    # Weights
+
+    def _publish(self) -> None:
+        """The newest weights are copied, which the trainer waits for, and sent beside its next step."""
+        self._is_publishing, version = True, self._offered
+        copied_s = self._rates.copy_s
+        self._waits["weight_sync"] = self._waits.get("weight_sync", 0.0) + copied_s
+
+        def copied() -> None:
+            self._after(self._rates.transfer_s, lambda: self._adopt(version))
+            self._free()
+
+        self._trainer.is_busy = True
+        self._after(copied_s, copied)
+
+    def _adopt(self, version: int) -> None:
+        """Every engine puts them into service, at once or when its responses have ended."""
+        for number, engine in enumerate(self._engines):
+            self._settle(number)
+            engine.is_open = self._setting.keeps_responses
+        self._try_adopt(version, set(range(len(self._engines))))
+
+    def _try_adopt(self, version: int, behind: set[int]) -> None:
+        """Those that may, do; the others are asked again when their next response ends."""
+        for number in sorted(behind):
+            engine = self._engines[number]
+            self._settle(number)
+            if engine.is_open or not engine.num_running:
+                behind.discard(number)
+                engine.pause(self._rates.stall_s)
+                self._served[number] = version
+                engine.is_open = True
+                self._look(number)
+        if not behind:
+            self._after(self._rates.stall_s, lambda: self._serve(version))
+            return
+        ends = [end for n in behind if (end := self._engines[n].next_end()) is not None]
+        for number in behind:
+            self._expect(number)
+        self._after(min(ends) - self._now, lambda: self._try_adopt(version, behind))
+
+    def _serve(self, version: int) -> None:
+        """All of them serve it: the gate opens."""
+        self._published, self._is_publishing = version, False
+        self._hand_out()
+        if self._offered > version and not self._trainer.is_busy:
+            self._note_wait(self._trainer.why)
+            self._publish()

@@ -1,0 +1,142 @@
+"""Ways to split GPUs among a trainer and rollouts, what each would give, and which to take."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from services.controller.planning.outcome import Prediction
+from services.controller.planning.prediction import predict
+from services.controller.planning.rates import Rates, Setting
+
+_MOST_SPLITS = 8
+_SWEEP_SAMPLES = 4_000
+_NEARLY = 0.97
+"""Of the best; what asks for less and gives as much is taken."""
+
+Places = Callable[[int, int], int]
+"""Places of a rollout, from the bound on staleness and the number of rollouts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """The GPUs that are split."""
+
+    gpus: int
+    engine_gpus: int
+    """Of one rollout."""
+    trainer_unit: int = 1
+    """The trainer has a multiple of so many."""
+
+    def trainer_sizes(self) -> Sequence[int]:
+        """GPUs of the trainer: all numbers that leave no GPU unused, or some of them if those are many."""
+        sizes = range(self.trainer_unit, self.gpus - self.engine_gpus + 1, self.trainer_unit)
+        whole = [size for size in sizes if (self.gpus - size) % self.engine_gpus == 0]
+        found = whole or [*sizes]
+        return found[:: -(-len(found) // _MOST_SPLITS)]
+
+    def rollouts(self, trainer_gpus: int) -> int:
+        """How many have GPUs of their own, beside a trainer."""
+        return (self.gpus - trainer_gpus) // self.engine_gpus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """One way, and what it would give."""
+
+    setting: Setting
+    prediction: Prediction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All ways that were tried."""
+
+    splits: tuple[Split, ...]
+    """By GPUs of the trainer, then by the bound on staleness."""
+    best: Split
+    """The one to take: of those that give nearly as much as the best, the one with the least staleness."""
+    now: Split | None
+    """As the specification has it, if it takes no more GPUs."""
+    refused: Mapping[int, str] = field(default_factory=dict)
+    """Why a number of trainer GPUs cannot be, by that number."""
+
+
+def plan_splits(
+    rates: Rates,
+    base: Setting,
+    *,
+    room: Room,
+    bounds: Collection[int],
+    places: Places,
+    most_places: int,
+    refused: Callable[[int], str] = lambda trainer_gpus: "",
+) -> Plan:
+    """Try the ways to split some GPUs.
+
+    Args:
+        rates: Of the parts.
+        base: What stays as it is.
+        room: The GPUs.
+        bounds: Values of ``algorithm.max_staleness`` that may be.
+        places: How many places a rollout would have.
+        most_places: How many it may have.
+        refused: Why so many trainer GPUs cannot be, or nothing.
+
+    Raises:
+        ValueError: If the GPUs are too few, or no split of them can be; with the figures.
+    """
+    least = room.trainer_unit + room.engine_gpus
+    if room.gpus < least:
+        raise ValueError(
+            f"{room.gpus} GPU(s) are not enough to split: the trainer needs {room.trainer_unit} and a "
+            f"rollout {room.engine_gpus}, {least} together; say how many there are with --gpus"
+        )
+    reasons = {count: refused(count) for count in room.trainer_sizes()}
+    fitting = [count for count, reason in reasons.items() if not reason]
+    if not fitting:
+        raise ValueError(next(iter(reasons.values())))
+    found = [
+        _tried(
+            rates,
+            replace(base, trainer_gpus=count, rollouts=room.rollouts(count), max_staleness=bound),
+            places,
+        )
+        for count in fitting
+        for bound in sorted(bounds)
+    ]
+    best = _recommended(found)
+    more = replace(best.setting, places=2 * best.setting.places)
+    if more.places <= most_places:
+        found.append(Split(setting=more, prediction=_predict(rates, more)))
+        best = _recommended(found)
+    is_now = base.trainer_gpus + room.engine_gpus * base.rollouts <= room.gpus
+    return Plan(
+        splits=tuple(found),
+        best=Split(setting=best.setting, prediction=predict(rates, best.setting)),
+        now=Split(setting=base, prediction=predict(rates, base)) if is_now else None,
+        refused={count: reason for count, reason in reasons.items() if reason},
+    )
+
+
+def _tried(rates: Rates, setting: Setting, places: Places) -> Split:
+    is_asynchronous = setting.max_staleness > 0
+    setting = replace(
+        setting,
+        places=places(setting.max_staleness, setting.rollouts),
+        keeps_responses=is_asynchronous,
+        trains_early=setting.trains_early and not is_asynchronous,
+    )
+    return Split(setting=setting, prediction=_predict(rates, setting))
+
+
+def _predict(rates: Rates, setting: Setting) -> Prediction:
+    """With fewer steps: many are tried."""
+    num_steps = max(4, min(16, _SWEEP_SAMPLES // setting.samples_per_step))
+    return predict(rates, setting, num_steps=num_steps)
+
+
+def _recommended(found: Sequence[Split]) -> Split:
+    most = max(split.prediction.samples_per_s for split in found)
+    near = [split for split in found if split.prediction.samples_per_s >= _NEARLY * most]
+    return min(
+        near, key=lambda s: (s.setting.max_staleness, s.setting.places, -s.prediction.samples_per_s)
+    )

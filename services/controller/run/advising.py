@@ -1,0 +1,117 @@
+"""Says of a live run which side is short and what would mend it: once it shows, and when it changes."""
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from services.common.clock import Clock
+from services.controller.planning.advice import Advice, advise
+from services.controller.planning.measured import Step, rates_of, setting_of, waited
+from services.controller.rules.ledger import Ledger
+from services.controller.run.journal import Journal
+from services.controller.run.progress import Progress
+from services.controller.run.requests import CurrentSpec
+from services.controller.store.records import Note
+
+_REMEMBERED = 40
+_LEAST_STEPS = 10
+# A prediction takes up to a second of a processor: it is made anew when the run has changed, and hardly ever
+# otherwise.
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 600.0, 3600.0
+_MOVED = 0.1
+
+
+@dataclass(slots=True, kw_only=True)
+class Advisor:
+    """Of one run, as long as it has the same workers."""
+
+    spec: CurrentSpec
+    journal: Journal
+    progress: Progress
+    ledger: Ledger
+    clock: Clock
+    _steps: deque[Mapping[str, Any]] = field(
+        default_factory=lambda: deque(maxlen=_REMEMBERED), init=False
+    )
+    _num_steps: int = field(default=0, init=False)
+    _stepped: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _advised_at: float | None = field(default=None, init=False)
+    _waited: float = field(default=0.0, init=False)
+    _told: tuple[object, ...] = field(default=(), init=False)
+
+    def stepped(self, numbers: Mapping[str, Any]) -> None:
+        """A step was committed, with these numbers and histograms."""
+        self._num_steps += 1
+        # Those with other workers do not count: it is begun anew with each change of them.
+        self._steps.append({**numbers, "step": float(self._num_steps)})
+        self._stepped.set()
+
+    async def watch(self) -> None:
+        """Look at the steps for ever."""
+        while True:
+            await self._stepped.wait()
+            self._stepped.clear()
+            await self.look()
+
+    async def look(self) -> None:
+        """Find out what to say, if it is time for that, in a thread."""
+        if self._is_due():
+            await self._advise()
+
+    def _is_due(self) -> bool:
+        if self._num_steps < _LEAST_STEPS:
+            return False
+        if self._advised_at is None:
+            return True
+        passed_s = self.clock.monotonic() - self._advised_at
+        has_moved = abs(waited(self._numbers()) - self._waited) >= _MOVED
+        return passed_s >= (_LEAST_PAUSE_S if has_moved else _MOST_PAUSE_S)
+
+    async def _advise(self) -> None:
+        steps, setting = self._numbers(), setting_of(self.spec.now)
+        lengths = self._lengths()
+
+        def work() -> Advice | None:
+            try:
+                return advise(steps, rates_of(steps, lengths, setting=setting), setting)
+            except ValueError:
+                return None  # a number is missing, or none yet
+
+        advice = await asyncio.to_thread(work)
+        self._advised_at, self._waited = self.clock.monotonic(), waited(steps)
+        if advice is None:
+            return
+        self.progress.advised({"short": advice.short, "message": advice.message()})
+        told = (advice.short, *((change.key, change.after) for change in advice.changes[:1]))
+        if told != self._told:
+            self._told = told
+            await self._tell(advice)
+
+    async def _tell(self, advice: Advice) -> None:
+        data = {
+            "short": advice.short,
+            "waited": advice.waited,
+            "step_s": advice.measured_step_s,
+            "predicted_step_s": advice.now.step_s,
+            "changes": [asdict(change) for change in advice.changes],
+        }
+        summary = self.progress.summary(self.ledger)
+        await self.journal.note(
+            Note("Advice", advice.message(), data, None, None, summary), self.ledger
+        )
+
+    def _numbers(self) -> list[Step]:
+        return [
+            {name: value for name, value in step.items() if isinstance(value, int | float)}
+            for step in self._steps
+        ]
+
+    def _lengths(self) -> Mapping[int, int]:
+        """Responses by upper bound of their length."""
+        found: dict[int, int] = {}
+        for step in self._steps:
+            for bound, count in step.get("histograms", {}).get("response_tokens", {}).items():
+                found[int(bound)] = found.get(int(bound), 0) + count
+        return found

@@ -1,0 +1,82 @@
+"""``slipstream plan`` predicts, recommends, and never pretends."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from services.cli.main import app
+from services.cli.planned_memory import gpu_bytes
+
+
+@pytest.fixture
+def spec(tmp_path):
+    file = tmp_path / "run.json"
+    document = {
+        "name": "planned",
+        "model": {"path": "tiny:qwen2-0.4m"},
+        "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
+        "rollout": {"replicas": 1, "max_response_tokens": 64, "rewards": [{"name": "exact_match"}]},
+        "trainer": {"steps": 9, "prompts_per_step": 4},
+    }
+    file.write_text(json.dumps(document))
+    return str(file)
+
+
+def called(*arguments):
+    return CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+def test_a_plan_names_keys_and_where_its_rates_are_from(spec):
+    done = called(spec, "--gpus", "3", "--gpu-memory", "80GB")
+    assert done.exit_code == 0, done.output
+    for words in (
+        "rollout.replicas: ",
+        "algorithm.max_staleness: ",
+        "assumed, of an H200",
+        "each of 2 GPU(s) of the trainer" if "world_size: 2" in done.output else "of the trainer",
+        "KV cache",
+        "nothing was measured",
+    ):
+        assert words in done.output
+
+
+def test_json_has_the_same_for_a_program(spec, tmp_path):
+    rates = tmp_path / "rates.yaml"
+    rates.write_text("train_tokens_per_s: 1234\n")
+    done = called(spec, "--gpus", "3", "--json", "--rates", str(rates))
+    found = json.loads(done.stdout)
+    assert found["rates"]["train_tokens_per_s"] == 1234
+    assert not found["is_measured"]
+    keys = found["recommended"]["keys"]
+    assert keys["trainer.world_size"] + keys["rollout.replicas"] == 3
+    assert {split["keys"]["algorithm.max_staleness"] for split in found["splits"]} == {0, 1, 2, 4}
+    assert found["now"]["keys"]["rollout.replicas"] == 1
+
+
+def test_lags_stay_below_the_one_that_is_given(spec):
+    found = json.loads(called(spec, "--max-staleness", "0", "--json").stdout)
+    assert found["recommended"]["keys"]["algorithm.max_staleness"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--gpus", "1"], "not enough to split"),
+        (["--gpus", "0"], "--gpus"),
+        (["--gpu-memory", "many"], "such as 141GB"),
+        (["--gpu-memory", "1GB"], "does not fit"),
+        (["--rates", "missing.yaml"], "missing.yaml"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(spec, arguments, words):
+    done = called(spec, *arguments)
+    assert done.exit_code == 2
+    assert words in done.output
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("141GB", 141e9), ("80 gib", 80 * 2**30), ("24", 24e9), ("0.08TB", 80e9)]
+)
+def test_memory_is_read_in_usual_units(text, size):
+    assert gpu_bytes(text) == size

@@ -1,0 +1,147 @@
+"""A run's own steps say how fast its parts are, or that they do not say it yet."""
+
+import pytest
+
+from services.controller.planning.advice import advise
+from services.controller.planning.given import with_given
+from services.controller.planning.lengths import Geometric, Measured
+from services.controller.planning.measured import TooFewStepsError, rates_of, waited
+from services.controller.planning.prediction import predict
+from services.controller.planning.rates import Setting
+
+SETTING = Setting(
+    trainer_gpus=1, rollouts=1, places=64, max_staleness=1, groups_per_step=8, group_size=8
+)
+LENGTHS = {64: 100, 128: 60, 256: 30, 512: 10}
+
+
+def steps(count=12, **changes):
+    """Steps of a run whose generation is short."""
+    one = {
+        "seconds": 2.0,
+        "trainer_wait_s": 1.2,
+        "seconds_total": 0.8,
+        "response_tokens": 6_000.0,
+        "idle_seconds_control": 0.02,
+        "decode_fixed_s": 0.006,
+        "decode_sample_s": 2e-5,
+        "decode_most_samples": 64.0,
+        "sync_ms": 120.0,
+        "copy_ms": 10.0,
+        "prepare_ms": 50.0,
+        "transfer_ms": 20.0,
+        "adopt_ms": 50.0,
+        "stall_ms": 30.0,
+    }
+    return [{"step": float(number), **one, **changes} for number in range(1, count + 1)]
+
+
+def test_rates_are_those_of_the_steps():
+    rates = rates_of(steps(), LENGTHS, setting=SETTING)
+    assert rates.train_tokens_per_s == pytest.approx(7_500)
+    assert rates.decode(64) == pytest.approx(0.00728)
+    assert rates.copy_s == pytest.approx(0.01)
+    assert rates.transfer_s == pytest.approx(0.08)
+    assert rates.stall_s == pytest.approx(0.03)
+    assert rates.lengths == Measured.of(LENGTHS)
+
+
+def test_the_rate_of_one_gpu_counts_what_several_lose():
+    two = rates_of(
+        steps(),
+        LENGTHS,
+        setting=Setting(
+            trainer_gpus=2, rollouts=1, places=64, max_staleness=1, groups_per_step=8, group_size=8
+        ),
+    )
+    assert two.train_tokens_per_s == pytest.approx(7_500 / 1.9)
+
+
+def test_the_first_steps_say_nothing():
+    slow_first = [*steps(3, seconds_total=30.0), *steps(12)[3:]]
+    assert rates_of(slow_first, LENGTHS, setting=SETTING).train_tokens_per_s == pytest.approx(7_500)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_a_run_with_too_few_steps_says_so(count):
+    with pytest.raises(TooFewStepsError, match="rates need 5"):
+        rates_of(steps(count), LENGTHS, setting=SETTING)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lengths", "words"),
+    [
+        ({"decode_fixed_s": None}, LENGTHS, "decode times"),
+        ({"seconds_total": None}, LENGTHS, "seconds_total"),
+        ({}, {}, "response lengths"),
+    ],
+)
+def test_what_a_run_lacks_is_named(changes, lengths, words):
+    with pytest.raises(TooFewStepsError, match=words):
+        rates_of(steps(**changes), lengths, setting=SETTING)
+
+
+def measured(**changes):
+    """Steps that take what is predicted, and their rates."""
+    rates = rates_of(steps(), LENGTHS, setting=SETTING)
+    now = predict(rates, SETTING)
+    share = {"trainer_wait_s": now.step_s - now.train_s}
+    return steps(seconds=now.step_s, **{**share, **changes}), rates
+
+
+def test_advice_names_the_side_that_is_short_and_what_would_mend_it():
+    found, rates = measured()
+    advice = advise(found, rates, SETTING)
+    assert advice.is_trusted
+    assert advice.changes
+    assert advice.changes[0].gain > 1.05
+    keys = {change.key for change in advice.changes}
+    assert keys <= {
+        "rollout.replicas",
+        "algorithm.max_staleness",
+        "rollout.max_running_samples",
+        "trainer.world_size",
+    }
+    assert f"{100 * waited(found):.0f} %" in advice.message()
+    assert "Predicted: " in advice.message()
+
+
+def test_nothing_is_promised_where_the_prediction_is_off():
+    _, rates = measured()
+    advice = advise(steps(seconds=60.0, trainer_wait_s=40.0), rates, SETTING)
+    assert not advice.is_trusted
+    assert advice.changes == ()
+    assert "not predicted" in advice.message()
+
+
+def test_given_rates_replace_others():
+    _, rates = measured()
+    found = with_given(
+        rates,
+        {"stall_s": 0.5, "lengths": {"geometric": {"mean_tokens": 9, "max_tokens": 20}}},
+    )
+    assert found.stall_s == 0.5
+    assert found.lengths == Geometric(mean_tokens=9, max_tokens=20)
+    assert found.decode == rates.decode
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        (["a"], "expected keys and values"),
+        ({"speed": 3}, "rates has speed, but knows .*train_tokens_per_s"),
+        ({"stall_s": "fast"}, "stall_s must be a number"),
+        ({"stall_s": True}, "stall_s must be a number"),
+        ({"stall_s": -1}, "stall_s is -1"),
+        ({"train_tokens_per_s": float("inf")}, "train_tokens_per_s is inf"),
+        ({"decode": {"fixed_s": 1}}, "decode needs most_samples, sample_s"),
+        ({"lengths": {}}, "one shape is needed"),
+        ({"lengths": {"uniform": {}}}, "lengths has uniform"),
+        ({"lengths": {"histogram": {"a": 1}}}, "lengths.histogram"),
+        ({"lengths": {"histogram": {64: 0}}}, "not all 0"),
+    ],
+)
+def test_given_nonsense_is_refused_with_its_key(document, words):
+    _, rates = measured()
+    with pytest.raises(ValueError, match=words):
+        with_given(rates, document)

@@ -1,0 +1,83 @@
+"""GPUs are split where that gives the most."""
+
+from dataclasses import replace
+
+import pytest
+
+from services.controller.planning.lengths import Geometric
+from services.controller.planning.rates import DecodeTime, Rates, Setting
+from services.controller.planning.splits import Room, plan_splits
+
+RATES = Rates(
+    train_tokens_per_s=10_000.0,
+    decode=DecodeTime(fixed_s=0.005, sample_s=1e-4, most_samples=32),
+    lengths=Geometric(mean_tokens=100, max_tokens=400),
+)
+BASE = Setting(
+    trainer_gpus=1, rollouts=1, places=32, max_staleness=1, groups_per_step=8, group_size=4
+)
+
+
+def planned(rates=RATES, *, gpus=4, bounds=(0, 1, 4), **changes):
+    room = Room(
+        gpus=gpus,
+        **{k: changes.pop(k) for k in ("engine_gpus",) if k in changes} or {"engine_gpus": 1},
+    )
+    given = {"places": lambda max_staleness, rollouts: 32, "most_places": 32, **changes}
+    return plan_splits(rates, BASE, room=room, bounds=bounds, **given)
+
+
+def test_every_gpu_is_used_and_every_lag_is_tried():
+    found = planned()
+    ways = {
+        (s.setting.trainer_gpus, s.setting.rollouts, s.setting.max_staleness) for s in found.splits
+    }
+    assert ways == {(t, 4 - t, max_staleness) for t in (1, 2, 3) for max_staleness in (0, 1, 4)}
+
+
+@pytest.mark.parametrize(("train_tokens_per_s", "trainer_gpus"), [(500.0, 3), (1e6, 1)])
+def test_the_slower_side_gets_more(train_tokens_per_s, trainer_gpus):
+    found = planned(replace(RATES, train_tokens_per_s=train_tokens_per_s))
+    assert found.best.setting.trainer_gpus == trainer_gpus
+
+
+def test_what_is_recommended_gives_nearly_the_most():
+    found = planned()
+    most = max(split.prediction.samples_per_s for split in found.splits)
+    assert found.best.prediction.samples_per_s >= 0.95 * most
+
+
+def test_of_equals_the_least_lag_is_taken():
+    slow = replace(RATES, train_tokens_per_s=200.0)
+    assert planned(slow, bounds=(1, 2, 4)).best.setting.max_staleness == 1
+
+
+def test_engines_of_two_gpus_take_two_each():
+    found = planned(gpus=6, engine_gpus=2)
+    assert {(s.setting.trainer_gpus, s.setting.rollouts) for s in found.splits} == {(2, 2), (4, 1)}
+
+
+def test_more_places_are_tried_where_there_is_room():
+    rates = replace(RATES, decode=DecodeTime(fixed_s=0.005, sample_s=0.0, most_samples=1000))
+    found = planned(rates, gpus=2, places=lambda max_staleness, rollouts: 8, most_places=16)
+    assert found.best.setting.places == 16
+
+
+def test_what_cannot_be_is_left_out_with_its_reason():
+    found = planned(refused=lambda gpus: "too small" if gpus == 1 else "")
+    assert found.refused == {1: "too small"}
+    assert all(split.setting.trainer_gpus > 1 for split in found.splits)
+
+
+def test_too_few_gpus_are_refused_with_the_figures():
+    with pytest.raises(ValueError, match=r"1 GPU\(s\) are not enough.*2 together"):
+        planned(gpus=1)
+
+
+def test_a_plan_of_which_nothing_fits_says_why():
+    with pytest.raises(ValueError, match="needs 90 GB"):
+        planned(refused=lambda gpus: "needs 90 GB")
+
+
+def test_many_gpus_are_not_tried_one_by_one():
+    assert len(Room(gpus=512, engine_gpus=1).trainer_sizes()) <= 8

@@ -1,0 +1,117 @@
+"""A live run says which side is short, once, and again when that changes."""
+
+import asyncio
+
+from services.common.spec.run import RunSpec
+from services.controller.rules.ledger import Ledger
+from services.controller.run.advising import Advisor
+from services.controller.run.progress import Progress
+from services.controller.run.requests import CurrentSpec
+
+SPEC = RunSpec.model_validate(
+    {
+        "name": "advised",
+        "model": {"path": "tiny:qwen2-0.4m"},
+        "data": {"train": {"source": "jsonl", "path": "none"}},
+        "rollout": {"replicas": 1, "rewards": [{"name": "exact_match"}]},
+        "algorithm": {"max_staleness": 1},
+        "trainer": {"steps": 100, "prompts_per_step": 8},
+    }
+)
+
+
+class Journal:
+    def __init__(self):
+        self.told = []
+
+    async def note(self, note, ledger):
+        self.told.append(note)
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+def step(**changes):
+    """One of a run whose generation is short; it takes what its rates give."""
+    return {
+        "seconds": 2.2,
+        "trainer_wait_s": 1.2,
+        "seconds_total": 0.8,
+        "response_tokens": 6_000.0,
+        "decode_fixed_s": 0.008,
+        "decode_sample_s": 1e-5,
+        "decode_most_samples": 64.0,
+        "histograms": {"response_tokens": {"64": 30, "128": 20, "256": 10, "384": 4}},
+        **changes,
+    }
+
+
+def advised(*batches, pause_s=4000.0):
+    """What is told of steps that come in batches, with pauses between them."""
+    journal, progress, clock = Journal(), Progress(1), Clock()
+
+    async def run():
+        advisor = Advisor(
+            spec=CurrentSpec(SPEC),
+            journal=journal,
+            progress=progress,
+            ledger=Ledger(3),
+            clock=clock,
+        )
+        for batch in batches:
+            for one in batch:
+                advisor.stepped(one)
+            await advisor.look()
+            clock.now += pause_s
+
+    asyncio.run(run())
+    return journal.told, progress
+
+
+def test_a_run_that_is_too_young_says_nothing():
+    told, progress = advised([step()] * 9)
+    assert told == []
+    assert progress.summary(Ledger(3))["advice"] == {}
+
+
+def test_what_is_found_is_an_event_and_part_of_the_summary():
+    told, progress = advised([step()] * 12)
+    (note,) = told
+    assert note.type == "Advice"
+    assert note.data["short"] == "generation"
+    assert "Generation is short: the trainer waited 55 %" in note.message
+    assert progress.summary(Ledger(3))["advice"]["message"] == note.message
+
+
+def test_the_same_is_not_told_twice():
+    told, _ = advised([step()] * 12, [step()] * 12, [step()] * 12)
+    assert len(told) == 1
+
+
+def test_a_change_is_told():
+    trained = {"seconds": 2.2, "seconds_total": 2.2, "trainer_wait_s": 0.0}
+    told, _ = advised([step()] * 12, [step(**trained)] * 40)
+    assert [note.data["short"] for note in told] == ["generation", "training"]
+
+
+def test_changes_are_not_looked_for_all_the_time():
+    trained = {"seconds": 2.2, "seconds_total": 2.2, "trainer_wait_s": 0.0}
+    told, _ = advised([step()] * 12, [step(**trained)] * 40, pause_s=10.0)
+    assert len(told) == 1
+
+
+def test_steps_that_lack_a_number_are_no_reason_to_fail():
+    told, _ = advised([step(decode_fixed_s=None)] * 12, [step()] * 12)
+    assert len(told) <= 1
+
+
+def test_an_earlier_advice_is_kept_over_a_restart():
+    _, progress = advised([step()] * 12)
+    summary = progress.summary(Ledger(3))
+    again = Progress(1)
+    again.restore(summary, steps=12, syncs_ms=())
+    assert again.summary(Ledger(3))["advice"] == summary["advice"]

@@ -1,0 +1,89 @@
+"""What a trainer's GPU holds is known before it starts."""
+
+import pytest
+from transformers import AutoConfig
+
+from services.common.spec.run import RunSpec
+from services.trainer.model.memory import model_weights, trainer_memory
+
+QWEN = AutoConfig.for_model(
+    "qwen2",
+    vocab_size=151_936,
+    hidden_size=1536,
+    intermediate_size=8960,
+    num_hidden_layers=28,
+    num_attention_heads=12,
+    num_key_value_heads=2,
+    max_position_embeddings=32_768,
+    tie_word_embeddings=True,
+)
+GIB = 2**30
+
+
+def memory_of(gpu_gb=141, **trainer):
+    spec = RunSpec.model_validate(
+        {
+            "name": "memory",
+            "model": {"path": "tiny:qwen2-0.4m"},
+            "data": {"train": {"source": "jsonl", "path": "none"}},
+            "rollout": {"rewards": [{"name": "exact_match"}]},
+            "trainer": {
+                "steps": 1,
+                "prompts_per_step": 8,
+                "dtype": "bfloat16",
+                "compile": True,
+                "tokens_per_micro_batch": 40_960,
+                **trainer,
+            },
+        }
+    )
+    return trainer_memory(spec, QWEN, gpu_bytes=int(gpu_gb * 1e9))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "measured_gib"),
+    [({}, 110.2), ({"world_size": 2, "zero_stage": 1}, 95.7)],
+)
+def test_the_peaks_that_h200s_had_are_found_within_5_per_cent(trainer, measured_gib):
+    found = memory_of(**trainer)
+    # Nothing was sent there, and torch does not count the context.
+    used = found.used - found.parts["weights on their way"] - found.parts["context"]
+    assert used / GIB == pytest.approx(measured_gib, rel=0.05)
+
+
+def test_parameters_are_counted_with_tied_ones_once():
+    weights, active = model_weights(QWEN)
+    assert weights == pytest.approx(1.54e9, rel=0.01)
+    assert active == pytest.approx(weights, rel=0.01)
+
+
+def test_optimizer_and_weights_are_shared_out():
+    one, four = memory_of(), memory_of(world_size=4)
+    for part in ("weights, float32", "optimizer", "gradients"):
+        assert four.parts[part] == pytest.approx(one.parts[part] / 4)
+    assert four.parts["weights gathered for a pass"] < one.parts["weights gathered for a pass"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "part"),
+    [
+        ({"activation_checkpointing": True}, "activations"),
+        ({"tokens_per_micro_batch": 8_192}, "activations"),
+        ({"lora": {"rank": 8}}, "optimizer"),
+    ],
+)
+def test_what_saves_memory_saves_it(trainer, part):
+    assert memory_of(**trainer).parts[part] < 0.5 * memory_of().parts[part]
+
+
+def test_offloaded_state_is_not_on_the_gpu():
+    assert "optimizer" not in memory_of(cpu_offload=True).parts
+
+
+def test_what_does_not_fit_is_refused_with_the_figures():
+    with pytest.raises(
+        ValueError, match=r"has 80\.0 GB, but about 1\d\d\.\d GB are needed"
+    ) as found:
+        memory_of(gpu_gb=80).check(1)
+    assert "optimizer" in str(found.value)
+    memory_of().check(1)
