@@ -17,6 +17,7 @@ from bench.controller.stage import Stage, stage
 from bench.pace.fakes import Pace
 
 GROUPS, GROUP_SIZE = 32, 8
+STEPS = "steps"
 
 MODES: dict[str, dict[str, Any]] = {
     "synchronous": {"max_staleness": 0},
@@ -33,7 +34,7 @@ _SETTLED = 4
 async def measure(
     here: Stage, pace: Pace, *, steps: int, places: int, rollouts: int = 1, **mode: Any
 ) -> dict[str, Any]:
-    """Train under one mode; returns what the steps are like once the run has filled up."""
+    """Train under one mode; returns what the steps are like once the run has filled up, and all of them."""
     lag = mode["max_staleness"]
     is_partial, settled = lag > 0, _SETTLED + lag
     steps += lag
@@ -54,7 +55,7 @@ async def measure(
     await run.cancel()
     times = [event.time.timestamp() for event in committed]
     step_s = (times[steps - 1] - times[settled - 1]) / (steps - settled)
-    committed = committed[settled:steps]
+    all_steps, committed = committed, committed[settled:steps]
     idle = {
         name: round(fmean(event.data.get(name, 0.0) for event in committed), 3)
         for name in sorted({n for e in committed for n in e.data if n.startswith("idle_seconds_")})
@@ -66,6 +67,7 @@ async def measure(
         "weight_wait": round(idle.get("idle_seconds_weight_sync", 0.0) / step_s, 3),
         "staleness_max": max(event.data["staleness_max"] for event in committed),
         "staleness_mean": round(fmean(event.data["staleness_mean"] for event in committed), 2),
+        STEPS: [event.data for event in all_steps],
     }
 
 
@@ -82,6 +84,7 @@ async def measure_all(names: list[str], pace: Pace, *, steps: int, places: int) 
             base = base or found["samples_per_s"]
             found["of_first"] = round(found["samples_per_s"] / base, 2)
             found["of_limit"] = round(found["samples_per_s"] / limit, 2)
+            del found[STEPS]
             print(f"{name:12} {json.dumps(found)}", flush=True)
 
 

@@ -1,23 +1,25 @@
 """What a plan says beside what is measured: ``python -m bench.pace.planned [SHAPE ...]``, ten minutes.
 
 A real controller drives fakes that take the time of GPUs, in real time, over splits of two and three GPUs and
-several lags; ``slipstream plan``'s simulation is told the same rates. Printed and written to
-``bench/results/plan.json`` are both, how far they are apart, and whether the split that the plan would choose
-is the best that was measured. Recorded runs on H200s stand beside what their rates predict.
+several lags. As a user would, ``slipstream plan --from`` takes its rates from the first of them, on two GPUs.
+Printed and written to ``bench/results/plan.json`` are what it predicts for the others beside what they took,
+and whether the split that it would choose is the best that was measured.
 """
 
 import argparse
 import asyncio
 import json
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.controller.stage import Stage, stage
-from bench.pace.__main__ import GROUP_SIZE, GROUPS, measure
+from bench.pace.__main__ import GROUP_SIZE, GROUPS, STEPS, measure
 from bench.pace.fakes import Pace
 from bench.whole_run import REPOSITORY
+from services.controller.planning.measured import rates_of
 from services.controller.planning.prediction import predict
-from services.controller.planning.rates import Setting, together
+from services.controller.planning.rates import Rates, Setting, together
 
 RESULTS = REPOSITORY / "bench" / "results" / "plan.json"
 _STEPS = 12
@@ -41,11 +43,14 @@ SHAPES = {
     "long tail": Pace(mean_tokens=180.0, sigma=0.9, max_tokens=1536, train_s=1.2),
     "training is slow": Pace(mean_tokens=150.0, max_tokens=512, train_s=4.0),
 }
-SPLITS = (Split(1, 1, 0), Split(1, 1, 1), Split(1, 2, 4), Split(2, 1, 4))
+SPLITS = (Split(1, 1, 1), Split(1, 1, 0), Split(1, 2, 4), Split(2, 1, 4))
+"""The rates are measured in the first."""
 
 
-async def compare(here: Stage, pace: Pace, split: Split) -> dict[str, Any]:
-    """Measure one split, and predict it."""
+async def compare(
+    here: Stage, pace: Pace, split: Split, rates: Rates | None
+) -> tuple[dict[str, Any], Rates]:
+    """Measure one split, and predict it; with its own rates if there are none yet."""
     setting = Setting(
         trainer_gpus=split.trainer_gpus,
         rollouts=split.rollouts,
@@ -55,7 +60,6 @@ async def compare(here: Stage, pace: Pace, split: Split) -> dict[str, Any]:
         group_size=GROUP_SIZE,
         keeps_responses=split.lag > 0,
     )
-    predicted = predict(pace.rates(), setting, num_steps=30)
     scaled = replace(pace, train_s=pace.train_s / together(split.trainer_gpus))
     measured = await measure(
         here,
@@ -65,7 +69,9 @@ async def compare(here: Stage, pace: Pace, split: Split) -> dict[str, Any]:
         rollouts=split.rollouts,
         max_staleness=split.lag,
     )
-    return {
+    rates = rates or rates_of(measured[STEPS], _lengths(measured[STEPS]), setting=setting)
+    predicted = predict(rates, setting)
+    row = {
         "predicted_step_s": round(predicted.step_s, 3),
         "measured_step_s": measured["step_s"],
         "off": round(predicted.step_s / measured["step_s"] - 1, 3),
@@ -73,6 +79,15 @@ async def compare(here: Stage, pace: Pace, split: Split) -> dict[str, Any]:
         "measured_staleness": measured["staleness_mean"],
         "measured_waits": measured["idle"],
     }
+    return row, rates
+
+
+def _lengths(steps: list[dict[str, Any]]) -> dict[int, int]:
+    found: Counter[int] = Counter()
+    for step in steps:
+        for bound, count in step["histograms"]["response_tokens"].items():
+            found[int(bound)] += count
+    return dict(found)
 
 
 async def measure_shapes(names: list[str]) -> None:
@@ -81,8 +96,9 @@ async def measure_shapes(names: list[str]) -> None:
     async with stage("bench.pace.fleet") as here:
         for name in names:
             rows: dict[str, Any] = {}
+            rates = None
             for split in SPLITS:
-                rows[str(split)] = await compare(here, SHAPES[name], split)
+                rows[str(split)], rates = await compare(here, SHAPES[name], split, rates)
                 print(f"{name}, {split}: {json.dumps(rows[str(split)])}", flush=True)
             found["shapes"][name] = {"splits": rows, **_choice(rows)}
             found["largest_error"] = max(

@@ -66,7 +66,7 @@ class Memory:
         if self._total is None:
             return most
         try:
-            tokens = self._rollout().kv_tokens
+            tokens = int(self._rollout().kv_tokens)
         except ValueError:
             return most  # it is refused with its reason
         a_sample = self._spec.data.max_prompt_tokens + mean_tokens

@@ -46,7 +46,8 @@ def _lengths(document: Any) -> Lengths:
         )
     ((shape, arguments),) = given.items()
     if shape != "histogram":
-        return _made(_SHAPES[shape], arguments, f"lengths.{shape}")
+        found: Lengths = _made(_SHAPES[shape], arguments, f"lengths.{shape}")
+        return found
     counts = _mapping(arguments, "lengths.histogram")
     try:
         return Measured.of({int(bound): int(count) for bound, count in counts.items()})

@@ -144,7 +144,7 @@ def _gathered(
     shape: Any = config.get_text_config()
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
     layer = (weights - outside) / shape.num_hidden_layers
-    return item * (outside + 2 * layer / trainer.tensor_parallel)
+    return float(item * (outside + 2 * layer / trainer.tensor_parallel))
 
 
 def _activations(trainer: TrainerSpec, config: PretrainedConfig, *, item: int) -> float:
@@ -162,7 +162,7 @@ def _activations(trainer: TrainerSpec, config: PretrainedConfig, *, item: int) -
         per_token = layers * item * shape.hidden_size + a_layer
     else:
         per_token = layers * a_layer
-    return per_token * trainer.tokens_per_micro_batch
+    return float(per_token * trainer.tokens_per_micro_batch)
 
 
 def _feed_forward(shape: Any) -> float:
