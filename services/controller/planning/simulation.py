@@ -2,8 +2,7 @@
 
 Which groups start, which are trained and who is waited for is decided by the functions that decide it in a
 run (``services.controller.rules``); between two events nothing changes, so time goes from one to the next.
-With the rates of two H200s it comes within a few per cent of what was measured there
-(``bench/results/plan.json``).
+``bench/pace/planned.py`` measures a real controller beside it.
 
 a sample ends      -> its group may be finished; groups start where it was
 a step ends        -> its weights are copied, travel, and are put into service; the gate opens
@@ -26,6 +25,7 @@ from services.controller.rules.place_use import PlaceUse
 from services.controller.rules.replay import choose_batch
 from services.controller.rules.staleness import StalenessGate
 
+_MOST_EVENTS = 3_000_000
 _FILLING = 4
 """Steps before the measured ones, beside as many as samples may be old."""
 
@@ -98,12 +98,14 @@ class Simulation:
         """Simulate."""
         filling = _FILLING + self._setting.max_staleness
         self._hand_out()
-        while len(self._ends) < filling + num_steps:
+        for _ in range(_MOST_EVENTS):
             self._now, _, act = heappop(self._events)
             act()
             if len(self._ends) == filling and not self._begin_s:
                 self._begin()
-        return self._result(num_steps)
+            if len(self._ends) == filling + num_steps:
+                return self._result(num_steps)
+        raise ValueError(f"these rates cannot be reckoned with: {self._rates}, {self._setting}")
 
     def _begin(self) -> None:
         """What was before is not counted."""

@@ -1,6 +1,7 @@
 """Says of a live run which side is short and what would mend it: once it shows, and when it changes."""
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -15,6 +16,7 @@ from services.controller.run.progress import Progress
 from services.controller.run.requests import CurrentSpec
 from services.controller.store.records import Note
 
+logger = logging.getLogger(__name__)
 _REMEMBERED = 40
 _LEAST_STEPS = 10
 # A prediction takes up to a second of a processor: it is made anew when the run has changed, and hardly ever
@@ -79,7 +81,11 @@ class Advisor:
             except ValueError:
                 return None  # a number is missing, or none yet
 
-        advice = await asyncio.to_thread(work)
+        try:
+            advice = await asyncio.to_thread(work)
+        except Exception:  # a run never ends of advice
+            logger.exception("no advice")
+            advice = None
         self._advised_at, self._waited = self.clock.monotonic(), waited(steps)
         if advice is None:
             return
