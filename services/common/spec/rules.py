@@ -36,12 +36,8 @@ def _rewards(spec: RunSpec) -> Iterator[str]:
         )
     for key, rewards in spec.rewards.items():
         if key == "rollout.rewards":
-            answers = [
-                spec.data.answer_column_of(part)
-                for part in spec.data.sets.values()
-                if part.rewards is None
-            ]
-            has_answers = None not in answers
+            own = [part for part in spec.data.sets.values() if part.rewards is None]
+            has_answers = all(spec.data.answer_column_of(part) is not None for part in own)
         else:
             part = spec.data.sets[key.removeprefix("data.").removesuffix(".rewards")]
             has_answers = spec.data.answer_column_of(part) is not None
