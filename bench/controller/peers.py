@@ -234,7 +234,6 @@ def _meta(partition: str, made: Sequence[MadeGroup]) -> KVBatchMeta:
         "terms": tuple(f'{{"exact_match": {member % 2}.0}}' for _, member, _ in samples),
         "finish_reason": ("stop",) * size,
         "data_source": ("bench",) * size,
-        "terms": ("{}",) * size,
         "v_min": tuple(one.oldest for one, _, _ in samples),
         "v_max": tuple(one.newest for one, _, _ in samples),
         "v_first": tuple(one.oldest for one, _, _ in samples),
