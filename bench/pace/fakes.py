@@ -99,7 +99,7 @@ class PacedRollouts(FakeRollouts):
     def gauges(self) -> dict[str, float]:
         """What heartbeats say of the engine."""
         stats = self.engine.stats()
-        self._decoding.observe(stats.num_running, stats.tokens_total, now=time.monotonic())
+        self._decoding.observe(stats, now=time.monotonic())
         return {
             **self._decoding.gauges(),
             "tokens_total": stats.tokens_total,

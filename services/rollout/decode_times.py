@@ -8,6 +8,8 @@ controller says from it what another concurrency would give.
 import math
 from collections.abc import Mapping
 
+from services.rollout.engines.base import EngineStats
+
 # Seconds after which what was seen counts a third.
 _REMEMBERED_S = 600.0
 # Where the concurrency hardly varies no slope can be seen: half of a step is then taken to be for its
@@ -20,25 +22,21 @@ class DecodeTimes:
     """Learns from an engine's gauges."""
 
     def __init__(self) -> None:
-        self._seen: tuple[float, int, int] | None = None
+        self._seen: tuple[float, EngineStats] | None = None
         self._sums = [0.0] * 5
         self._most = 0.0
 
-    def observe(self, num_running: int, tokens_total: int, *, now: float) -> None:
-        """Take in the gauges; intervals in which the engine was without work say nothing.
-
-        Args:
-            num_running: Samples that are being decoded.
-            tokens_total: Tokens made since the start.
-            now: In seconds.
-        """
-        before, self._seen = self._seen, (now, num_running, tokens_total)
-        if before is None:
+    def observe(self, stats: EngineStats, *, now: float) -> None:
+        """Take in the gauges at a moment, in seconds; time in which nothing was decoded says nothing."""
+        seen, self._seen = self._seen, (now, stats)
+        if seen is None:
             return
-        passed, tokens = now - before[0], tokens_total - before[2]
-        if passed <= 0 or tokens <= 0 or not (num_running and before[1]):
+        then, before = seen
+        passed = now - then - (stats.idle_seconds - before.idle_seconds)
+        tokens = stats.tokens_total - before.tokens_total
+        if passed <= 0 or tokens <= 0 or not (stats.num_running and before.num_running):
             return
-        samples = (num_running + before[1]) / 2
+        samples = (stats.num_running + before.num_running) / 2
         step_s = samples * passed / tokens
         kept = math.exp(-passed / _REMEMBERED_S)
         new = (1.0, samples, step_s, samples * samples, samples * step_s)

@@ -13,6 +13,8 @@ from services.rollout.liveness import EngineStalledError, EpisodeWatch, Progress
 from services.rollout.sampling import GroupSampler
 
 _EVERY_S = 1.0
+# Of those a second, so that what is decoded at once hardly changes between two of them.
+_LOOKS = 5
 # Looking at every episode takes longer than reading gauges.
 _LOOK_S = 15.0
 
@@ -54,7 +56,6 @@ async def monitor(
             kv_used_fraction=stats.kv_used_fraction, publish_wait_s=publish_wait_s()
         )
         metrics.ADMISSION_LIMIT.set(sampler.admission.limit)
-        decoding.observe(stats.num_running, stats.tokens_total, now=time.monotonic())
         session.report(
             gauges={
                 **decoding.gauges(),
@@ -73,4 +74,6 @@ async def monitor(
         if time.monotonic() - looked > look_s:
             looked = time.monotonic()
             await sampler.stop_stalled(episodes, now=looked)
-        await asyncio.sleep(_EVERY_S)
+        for _ in range(_LOOKS):
+            decoding.observe(engine.stats(), now=time.monotonic())
+            await asyncio.sleep(_EVERY_S / _LOOKS)

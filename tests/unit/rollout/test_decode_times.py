@@ -3,13 +3,33 @@
 import pytest
 
 from services.rollout.decode_times import DecodeTimes
+from services.rollout.engines.base import EngineStats
+
+
+def stats(num_running, tokens_total, idle_seconds=0.0):
+    return EngineStats(
+        num_running=num_running,
+        num_waiting=0,
+        tokens_total=tokens_total,
+        kv_used_fraction=0.0,
+        idle_seconds=idle_seconds,
+        weight_version=0,
+    )
+
+
+def test_time_without_work_between_two_looks_is_not_counted():
+    times = DecodeTimes()
+    for second in range(50):
+        times.observe(stats(10, 500 * second, 0.5 * second), now=float(second))
+    found = times.gauges()
+    assert found["decode_fixed_s"] + 10 * found["decode_sample_s"] == pytest.approx(0.01)
 
 
 def watched(step_s, running):
     """An engine that decodes so many samples in each second."""
     times, tokens = DecodeTimes(), 0.0
     for second, samples in enumerate(running):
-        times.observe(samples, int(tokens), now=float(second))
+        times.observe(stats(samples, int(tokens)), now=float(second))
         tokens += samples / step_s(samples) if samples else 0
     return times.gauges()
 
