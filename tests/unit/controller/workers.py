@@ -203,6 +203,9 @@ class Rollout:
     def tokens_total(self):
         return 0.0
 
+    def decode_times(self):
+        return {}
+
     def moved_at(self, worker_id, *, now):
         """It makes no token that would be counted."""
         return 0.0
