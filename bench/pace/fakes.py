@@ -23,6 +23,8 @@ from slipstream.rollout.v1 import rollout_pb2
 from slipstream.trainer.v1 import trainer_pb2
 from slipstream.weightsync.v1 import weightsync_pb2 as ws
 
+_LOOK_S = 0.2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
@@ -99,12 +101,17 @@ class PacedRollouts(FakeRollouts):
     def gauges(self) -> dict[str, float]:
         """What heartbeats say of the engine."""
         stats = self.engine.stats()
-        self._decoding.observe(stats, now=time.monotonic())
         return {
             **self._decoding.gauges(),
             "tokens_total": stats.tokens_total,
             "idle_seconds": stats.idle_seconds,
         }
+
+    async def watch(self) -> None:
+        """Look at the engine as often as a real rollout does, for ever."""
+        while True:
+            self._decoding.observe(self.engine.stats(), now=time.monotonic())
+            await asyncio.sleep(_LOOK_S)
 
     async def StartGroups(self, request: Any, context: Any) -> Any:
         for group in request.groups:

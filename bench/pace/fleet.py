@@ -26,6 +26,7 @@ async def populate(order: dict[str, Any], queue: FakeQueue, tasks: asyncio.TaskG
     for number in range(order["rollouts"]):
         rollouts = PacedRollouts(queue, pace, places=order["places"], tasks=tasks)
         tasks.create_task(rollouts.engine.run())
+        tasks.create_task(rollouts.watch())
         server = grpc.aio.server(options=OPTIONS)
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollouts, server)
         sink = PacedSink(queue, pace, rollouts.engine)

@@ -12,6 +12,8 @@ from services.rollout.engines.base import EngineStats
 
 # Seconds after which what was seen counts a third.
 _REMEMBERED_S = 600.0
+# By how much the concurrency may change between two looks: what it was meanwhile is not known otherwise.
+_STEADY = 0.2
 # Where the concurrency hardly varies no slope can be seen: half of a step is then taken to be for its
 # samples. That assumption weighs as much as a spread of a tenth of the concurrency.
 _ASSUMED_SHARE = 0.5
@@ -36,11 +38,14 @@ class DecodeTimes:
         tokens = stats.tokens_total - before.tokens_total
         if passed <= 0 or tokens <= 0 or not (stats.num_running and before.num_running):
             return
+        if abs(stats.num_running - before.num_running) > _STEADY * before.num_running:
+            return
         samples = (stats.num_running + before.num_running) / 2
         step_s = samples * passed / tokens
         kept = math.exp(-passed / _REMEMBERED_S)
         new = (1.0, samples, step_s, samples * samples, samples * step_s)
-        self._sums = [kept * old + passed * one for old, one in zip(self._sums, new, strict=True)]
+        # By tokens, not by time: the mean of ratios whose denominators vary would be too large.
+        self._sums = [kept * old + tokens * one for old, one in zip(self._sums, new, strict=True)]
         self._most = max(self._most, samples)
 
     def gauges(self) -> Mapping[str, float]:

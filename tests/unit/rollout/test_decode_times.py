@@ -1,9 +1,13 @@
 """What a decode step costs is learnt from an engine's gauges."""
 
+import asyncio
+
 import pytest
 
 from services.rollout.decode_times import DecodeTimes
-from services.rollout.engines.base import EngineStats
+from services.rollout.engines.base import EngineStats, GenerationRequest
+from services.rollout.engines.fake import FakeEngine, LongTail
+from services.rollout.engines.virtual_time import VirtualTimeLoop
 
 
 def stats(num_running, tokens_total, idle_seconds=0.0):
@@ -23,6 +27,44 @@ def test_time_without_work_between_two_looks_is_not_counted():
         times.observe(stats(10, 500 * second, 0.5 * second), now=float(second))
     found = times.gauges()
     assert found["decode_fixed_s"] + 10 * found["decode_sample_s"] == pytest.approx(0.01)
+
+
+def test_an_engine_whose_concurrency_swings_is_measured_right():
+    engine = FakeEngine(
+        max_running=256,
+        step_seconds=lambda n: 0.004 + 1e-5 * n,
+        lengths=LongTail(median=150, sigma=0.8),
+    )
+    times = DecodeTimes()
+
+    async def burst(first):
+        requests = (
+            GenerationRequest(
+                request_id=f"{first}.{n}", context_ids=(2,), max_tokens=2000, seed=first + n
+            )
+            for n in range(256)
+        )
+        await asyncio.gather(*map(engine.generate, requests))
+
+    async def look():
+        while True:
+            times.observe(engine.stats(), now=asyncio.get_running_loop().time())
+            await asyncio.sleep(0.2)
+
+    async def serve():
+        tasks = [asyncio.create_task(work) for work in (engine.run(), look())]
+        for number in range(8):
+            await burst(1000 * number)
+            await asyncio.sleep(1.3)
+        for task in tasks:
+            task.cancel()
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(serve())
+    found = times.gauges()
+    for samples in (16, 64, 200):
+        measured = found["decode_fixed_s"] + samples * found["decode_sample_s"]
+        assert measured == pytest.approx(0.004 + 1e-5 * samples, rel=0.1)
 
 
 def watched(step_s, running):
