@@ -154,7 +154,8 @@ def _signature(operation: type[Operation[Any]], who: Any) -> inspect.Signature:
                 defaults[name] = field.default
     if (body := operation.body()) is not None:
         types["body"] = body
-        if operation.http.startswith("POST"):
+        needs = any(field.is_required() for field in body.model_fields.values())
+        if operation.http.startswith("POST") and not needs:
             types["body"], defaults["body"] = body | None, None
     return inspect.Signature(
         [

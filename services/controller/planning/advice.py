@@ -79,9 +79,15 @@ class Advice:
                 f"{text} What would mend it is not predicted: for the run as it is the prediction is "
                 f"{100 * self.error:+.0f} % off (steps of {self.measured_step_s:.2f} s)."
             )
+        return f"{text} {self.remedy()}"
+
+    def remedy(self) -> str:
+        """What would mend it, for a person; empty where the prediction is off."""
+        if not self.is_trusted:
+            return ""
         if not self.changes:
-            return f"{text} Nothing that can be set would give more than {_LEAST_GAIN:.2f}x."
-        return f"{text} Predicted: {'; '.join(map(str, self.changes))}."
+            return f"Nothing that can be set would give more than {_LEAST_GAIN:.2f}x."
+        return f"Predicted: {'; '.join(map(str, self.changes))}."
 
 
 def advise(steps: Sequence[Step], rates: Rates, setting: Setting) -> Advice:

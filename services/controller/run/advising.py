@@ -89,7 +89,8 @@ class Advisor:
         self._advised_at, self._waited = self.clock.monotonic(), waited(steps)
         if advice is None:
             return
-        self.progress.advised({"short": advice.short, "message": advice.message()})
+        texts = {"message": advice.message(), "remedy": advice.remedy()}
+        self.progress.advised({"short": advice.short, **texts})
         told = (advice.short, *((change.key, change.after) for change in advice.changes[:1]))
         if told != self._told:
             self._told = told

@@ -24,9 +24,8 @@ export function prompts(counts) {
   return `${issued} prompts issued: ${text}${why && ` (${why})`}`;
 }
 
-/** Who waits for whom, from the newest steps; with what would mend it, once the run has said that. */
-export function verdict(series, advice) {
-  if (advice?.message) return advice.message;
+/** Who waits for whom, from the newest steps. */
+export function verdict(series) {
   const seconds = series.last("seconds", NEWEST);
   const total = sum(seconds);
   if (!total) return "";

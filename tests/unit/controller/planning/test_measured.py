@@ -112,6 +112,7 @@ def test_nothing_is_promised_where_the_prediction_is_off():
     assert not advice.is_trusted
     assert advice.changes == ()
     assert "not predicted" in advice.message()
+    assert advice.remedy() == ""
 
 
 def test_given_rates_replace_others():
