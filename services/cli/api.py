@@ -11,7 +11,6 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
@@ -60,12 +59,7 @@ class Api:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._transport.aclose()
 
     async def call(self, operation: Operation[Answer]) -> Answer:

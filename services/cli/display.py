@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from rich.console import Console, Group, RenderableType
@@ -24,12 +23,7 @@ class Display(Protocol):
     def __enter__(self) -> Self:
         """Begin."""
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End."""
 
     def workers(self, workers: Sequence[Mapping[str, Any]], *, seconds: float) -> None:
@@ -171,13 +165,8 @@ class _LiveTable:
         self._live.__enter__()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._live.__exit__(exc_type, exc, traceback)
+    def __exit__(self, *error: Any) -> None:
+        self._live.__exit__(*error)
 
     def workers(self, workers: Sequence[Mapping[str, Any]], *, seconds: float) -> None:
         self._status = _starting(workers, seconds)

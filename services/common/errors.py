@@ -39,6 +39,11 @@ class ServiceError(Exception):
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     reason: ClassVar[str] = "INTERNAL"
 
+    def __init_subclass__(cls) -> None:
+        """A class with a code of its own, and no reason, has the code's name as its reason."""
+        if "code" in vars(cls) and "reason" not in vars(cls):
+            cls.reason = cls.code.name
+
     def __init__(self, message: str, **metadata: object) -> None:
         super().__init__(message)
         self.message = message
@@ -49,42 +54,36 @@ class InvalidArgumentError(ServiceError):
     """The request breaks a rule, whatever the state of the service."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
-    reason = "INVALID_ARGUMENT"
 
 
 class NotFoundError(ServiceError):
     """What the request names does not exist."""
 
     code = grpc.StatusCode.NOT_FOUND
-    reason = "NOT_FOUND"
 
 
 class AlreadyExistsError(ServiceError):
     """What the request would create exists with other content."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
-    reason = "ALREADY_EXISTS"
 
 
 class FailedPreconditionError(ServiceError):
     """The service is in the wrong state for this request."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
-    reason = "FAILED_PRECONDITION"
 
 
 class AbortedError(ServiceError):
     """A concurrent writer was faster."""
 
     code = grpc.StatusCode.ABORTED
-    reason = "ABORTED"
 
 
 class ResourceExhaustedError(ServiceError):
     """There is no room now."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
-    reason = "RESOURCE_EXHAUSTED"
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0, **metadata: object) -> None:
         super().__init__(message, retry_after_s=retry_after_s, **metadata)
@@ -99,35 +98,30 @@ class UnavailableError(ServiceError):
     """The peer cannot be reached or is not ready."""
 
     code = grpc.StatusCode.UNAVAILABLE
-    reason = "UNAVAILABLE"
 
 
 class DeadlineExceededError(ServiceError):
     """The deadline passed before an answer came."""
 
     code = grpc.StatusCode.DEADLINE_EXCEEDED
-    reason = "DEADLINE_EXCEEDED"
 
 
 class DataLossError(ServiceError):
     """Bytes are damaged or gone."""
 
     code = grpc.StatusCode.DATA_LOSS
-    reason = "DATA_LOSS"
 
 
 class UnauthenticatedError(ServiceError):
     """Who asks is not known."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
-    reason = "UNAUTHENTICATED"
 
 
 class PermissionDeniedError(ServiceError):
     """Who asks may not do this."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
-    reason = "PERMISSION_DENIED"
 
 
 class InternalError(ServiceError):

@@ -10,7 +10,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 from services.common.errors import (
@@ -109,13 +108,8 @@ class WorkerSession:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool | None:
-        return await self._stack.__aexit__(exc_type, exc, traceback)
+    async def __aexit__(self, *error: Any) -> bool | None:
+        return await self._stack.__aexit__(*error)
 
     def report(
         self,

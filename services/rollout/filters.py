@@ -100,22 +100,24 @@ def _fits(spec: FilterSpec, value: object) -> bool:
     """Whether a column's value is as a filter says; one of another kind is not."""
     if spec.one_of is not None and value not in spec.one_of:
         return False
-    for bound, is_least in ((spec.at_least, True), (spec.at_most, False)):
-        if bound is not None and not (
-            isinstance(value, int | float) and (value >= bound if is_least else value <= bound)
-        ):
-            return False
-    for length, is_least in ((spec.min_length, True), (spec.max_length, False)):
-        if length is not None and not (
-            isinstance(value, Sized)
-            and (_length(value) >= length if is_least else _length(value) <= length)
-        ):
-            return False
+    number = value if isinstance(value, int | float) else None
+    length = _length(value) if isinstance(value, Sized) else None
+    if not _is_within(number, spec.at_least, spec.at_most):
+        return False
+    if not _is_within(length, spec.min_length, spec.max_length):
+        return False
     if spec.matches is None:
         return True
     return isinstance(value, str) and bool(
         regex.search(spec.matches, value, timeout=_PATTERN_TIMEOUT_S)
     )
+
+
+def _is_within(number: float | None, least: float | None, most: float | None) -> bool:
+    """Whether a number is there, if there are bounds, and within them."""
+    if number is None:
+        return least is None and most is None
+    return (least is None or number >= least) and (most is None or number <= most)
 
 
 def _length(value: Sized) -> int:

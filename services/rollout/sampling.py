@@ -12,8 +12,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from services.common import tracing
 from services.common.errors import UnavailableError
@@ -124,15 +123,10 @@ class GroupSampler:
         await self._tasks.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: Any) -> None:
         """Cancel all groups."""
         self.cancel_all()
-        await self._tasks.__aexit__(kind, error, traceback)
+        await self._tasks.__aexit__(*error)
 
     @property
     def num_groups(self) -> int:

@@ -27,21 +27,21 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """Begin to serve."""
         self._sampler = sampler
 
-    async def StartGroups(  # noqa: N802
+    async def StartGroups(
         self, request: pb.StartGroupsRequest, context: _Context
     ) -> pb.StartGroupsResponse:
         """Start groups."""
         self._attached().start([_assignment(group) for group in request.groups])
         return pb.StartGroupsResponse()
 
-    async def CancelGroups(  # noqa: N802
+    async def CancelGroups(
         self, request: pb.CancelGroupsRequest, context: _Context
     ) -> pb.CancelGroupsResponse:
         """End groups without results."""
         self._attached().cancel(request.group_ids)
         return pb.CancelGroupsResponse()
 
-    async def InterruptGroups(  # noqa: N802
+    async def InterruptGroups(
         self, request: pb.InterruptGroupsRequest, context: _Context
     ) -> pb.InterruptGroupsResponse:
         """Stop groups and cache what they have."""

@@ -37,7 +37,7 @@ class ValuesServicer(scoring_pb2_grpc.ScoringServiceServicer):
     def __init__(self, leader: Leader) -> None:
         self._leader = leader
 
-    async def ScoreBatch(  # noqa: N802
+    async def ScoreBatch(
         self, request: pb.ScoreBatchRequest, context: _Context
     ) -> pb.ScoreBatchResponse:
         """Add values to those samples that have none."""

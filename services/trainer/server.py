@@ -36,7 +36,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._on_step = on_step
         metrics.begin_run(run_id)
 
-    async def TrainStep(  # noqa: N802
+    async def TrainStep(
         self, request: pb.TrainStepRequest, context: _Context
     ) -> pb.TrainStepResponse:
         """Train one batch."""
@@ -81,7 +81,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         )
         return result
 
-    async def AccumulateStep(  # noqa: N802
+    async def AccumulateStep(
         self, request: pb.AccumulateStepRequest, context: _Context
     ) -> pb.AccumulateStepResponse:
         """Begin with some groups of the next step."""
@@ -93,13 +93,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             await self._leader.accumulate(request.step, meta, weight_version=request.weight_version)
         return pb.AccumulateStepResponse()
 
-    async def GetNewestStep(  # noqa: N802
+    async def GetNewestStep(
         self, request: pb.GetNewestStepRequest, context: _Context
     ) -> pb.GetNewestStepResponse:
         """How far training is."""
         return pb.GetNewestStepResponse(step=await self._leader.newest_step())
 
-    async def SaveCheckpoint(  # noqa: N802
+    async def SaveCheckpoint(
         self, request: pb.SaveCheckpointRequest, context: _Context
     ) -> pb.SaveCheckpointResponse:
         """Save the training state; answers when it is safe on disk."""

@@ -37,7 +37,7 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
         self._snapshots = snapshots
         self._keeper = keeper
 
-    async def CreatePartition(  # noqa: N802
+    async def CreatePartition(
         self, request: pb.CreatePartitionRequest, context: Context
     ) -> pb.CreatePartitionResponse:
         """Create a partition."""
@@ -48,7 +48,7 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
         )
         return pb.CreatePartitionResponse()
 
-    async def DropPartition(  # noqa: N802
+    async def DropPartition(
         self, request: pb.DropPartitionRequest, context: Context
     ) -> pb.DropPartitionResponse:
         """Drop a partition."""
@@ -56,28 +56,26 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
             await self._keeper.end(run_of(request.partition_id))
         return pb.DropPartitionResponse(key_count=self._index.drop_partition(request.partition_id))
 
-    async def GetBatch(  # noqa: N802
-        self, request: pb.GetBatchRequest, context: Context
-    ) -> pb.GetBatchResponse:
+    async def GetBatch(self, request: pb.GetBatchRequest, context: Context) -> pb.GetBatchResponse:
         """Describe samples."""
         meta = self._index.get(request.partition_id, tuple(request.keys))
         return pb.GetBatchResponse(batch=meta.to_proto())
 
-    async def WatchBatches(  # noqa: N802
+    async def WatchBatches(
         self, request: pb.WatchBatchesRequest, context: Context
     ) -> AsyncIterator[pb.WatchBatchesResponse]:
         """Push samples."""
         async for meta in self._index.watch(request.partition_id, request.revision):
             yield pb.WatchBatchesResponse(batch=meta.to_proto())
 
-    async def WatchLosses(  # noqa: N802
+    async def WatchLosses(
         self, request: pb.WatchLossesRequest, context: Context
     ) -> AsyncIterator[pb.WatchLossesResponse]:
         """Push lost keys."""
         async for loss in self._index.watch_losses(request.partition_id):
             yield pb.WatchLossesResponse(keys=loss.keys, shard_id=loss.shard_id)
 
-    async def AcquireBatch(  # noqa: N802
+    async def AcquireBatch(
         self, request: pb.AcquireBatchRequest, context: Context
     ) -> pb.AcquireBatchResponse:
         """Lease samples."""
@@ -94,23 +92,19 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
         )
         return pb.AcquireBatchResponse(batch=meta.to_proto())
 
-    async def AckLease(  # noqa: N802
-        self, request: pb.AckLeaseRequest, context: Context
-    ) -> pb.AckLeaseResponse:
+    async def AckLease(self, request: pb.AckLeaseRequest, context: Context) -> pb.AckLeaseResponse:
         """Acknowledge a lease."""
         self._index.leasing.ack(request.partition_id, request.lease_id)
         return pb.AckLeaseResponse()
 
-    async def ReleaseKeys(  # noqa: N802
+    async def ReleaseKeys(
         self, request: pb.ReleaseKeysRequest, context: Context
     ) -> pb.ReleaseKeysResponse:
         """Delete samples."""
         num_keys = self._index.release(request.partition_id, tuple(request.keys))
         return pb.ReleaseKeysResponse(key_count=num_keys)
 
-    async def GetStats(  # noqa: N802
-        self, request: pb.GetStatsRequest, context: Context
-    ) -> pb.GetStatsResponse:
+    async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         """Return the fill."""
         partitions = [
             pb.PartitionStats(
@@ -134,7 +128,7 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
         ]
         return pb.GetStatsResponse(partitions=partitions, shards=shards)
 
-    async def ConnectClient(  # noqa: N802
+    async def ConnectClient(
         self, request: pb.ConnectClientRequest, context: Context
     ) -> AsyncIterator[pb.ConnectClientResponse]:
         """Admit a client and push the shards."""
@@ -147,14 +141,14 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
         async for shards in self._shards.connect(request.public_key, run_id or ALL_RUNS):
             yield pb.ConnectClientResponse(shards=[shard_to_proto(shard) for shard in shards])
 
-    async def SaveSnapshot(  # noqa: N802
+    async def SaveSnapshot(
         self, request: pb.SaveSnapshotRequest, context: Context
     ) -> pb.SaveSnapshotResponse:
         """Save a run."""
         num_keys, size = await self._snapshots.save(request.run_id, request.snapshot_id)
         return pb.SaveSnapshotResponse(key_count=num_keys, size_bytes=size)
 
-    async def RestoreSnapshot(  # noqa: N802
+    async def RestoreSnapshot(
         self, request: pb.RestoreSnapshotRequest, context: Context
     ) -> pb.RestoreSnapshotResponse:
         """Restore a run."""
@@ -172,7 +166,7 @@ class KeptSampleServicer(pb_grpc.KeptSampleServiceServicer):
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
 
-    async def KeepSamples(  # noqa: N802
+    async def KeepSamples(
         self, request: pb.KeepSamplesRequest, context: Context
     ) -> pb.KeepSamplesResponse:
         """Keep what a run puts."""
@@ -181,7 +175,7 @@ class KeptSampleServicer(pb_grpc.KeptSampleServiceServicer):
         )
         return pb.KeepSamplesResponse()
 
-    async def ReadSamples(  # noqa: N802
+    async def ReadSamples(
         self, request: pb.ReadSamplesRequest, context: Context
     ) -> AsyncIterator[pb.ReadSamplesResponse]:
         """Stream them."""
@@ -189,7 +183,7 @@ class KeptSampleServicer(pb_grpc.KeptSampleServiceServicer):
         async for lines in self._keeper.read(given.pop("run_id", ""), KeptSampleQuery(**given)):
             yield pb.ReadSamplesResponse(lines=lines)
 
-    async def ForgetSamples(  # noqa: N802
+    async def ForgetSamples(
         self, request: pb.ForgetSamplesRequest, context: Context
     ) -> pb.ForgetSamplesResponse:
         """Delete them."""

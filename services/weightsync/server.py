@@ -22,7 +22,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     def __init__(self, member: WeightMember) -> None:
         self._member = member
 
-    async def DescribeWeights(  # noqa: N802
+    async def DescribeWeights(
         self, request: pb.DescribeWeightsRequest, context: _Context
     ) -> pb.DescribeWeightsResponse:
         """Return what the trainer sends."""
@@ -35,7 +35,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
             device=self._member.device_name,
         )
 
-    async def AgreePlan(  # noqa: N802
+    async def AgreePlan(
         self, request: pb.AgreePlanRequest, context: _Context
     ) -> pb.AgreePlanResponse:
         """Make the plan."""
@@ -54,7 +54,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
             raise InvalidArgumentError(str(error)) from error
         return pb.AgreePlanResponse(plan_hash=plan_hash, device=self._member.device_name)
 
-    async def FormGroup(  # noqa: N802
+    async def FormGroup(
         self, request: pb.FormGroupRequest, context: _Context
     ) -> pb.FormGroupResponse:
         """Join a group."""
@@ -68,7 +68,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
         )
         return pb.FormGroupResponse()
 
-    async def PrepareTransfer(  # noqa: N802
+    async def PrepareTransfer(
         self, request: pb.PrepareTransferRequest, context: _Context
     ) -> pb.PrepareTransferResponse:
         """Get ready for a transfer."""
@@ -79,7 +79,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
             raise InvalidArgumentError(str(error)) from error
         return pb.PrepareTransferResponse(held_version=held)
 
-    async def TransferWeights(  # noqa: N802
+    async def TransferWeights(
         self, request: pb.TransferWeightsRequest, context: _Context
     ) -> pb.TransferWeightsResponse:
         """Send or receive a version."""
@@ -95,7 +95,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
             digests=report.digests, size_bytes=report.num_bytes, duration_s=report.seconds
         )
 
-    async def AdoptWeights(  # noqa: N802
+    async def AdoptWeights(
         self, request: pb.AdoptWeightsRequest, context: _Context
     ) -> pb.AdoptWeightsResponse:
         """Put a version into service."""
@@ -103,14 +103,14 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
             stall_s = await self._member.adopt(request.version, request.digest)
         return pb.AdoptWeightsResponse(stall_s=stall_s)
 
-    async def ScoreWeights(  # noqa: N802
+    async def ScoreWeights(
         self, request: pb.ScoreWeightsRequest, context: _Context
     ) -> pb.ScoreWeightsResponse:
         """Score the canary."""
         canary = await self._member.score()
         return pb.ScoreWeightsResponse(token_ids=canary.token_ids, logprobs=canary.logprobs)
 
-    async def CheckWeights(  # noqa: N802
+    async def CheckWeights(
         self, request: pb.CheckWeightsRequest, context: _Context
     ) -> pb.CheckWeightsResponse:
         """Compare with the trainer."""
@@ -118,7 +118,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
         found = await self._member.check(request.version, canary, request.tolerance)
         return pb.CheckWeightsResponse(difference=found)
 
-    async def AbortGroup(  # noqa: N802
+    async def AbortGroup(
         self, request: pb.AbortGroupRequest, context: _Context
     ) -> pb.AbortGroupResponse:
         """Give up an epoch."""

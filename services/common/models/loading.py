@@ -36,7 +36,6 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device | str,
     seed: int = 0,
-    attention: str | None = None,
 ) -> PreTrainedModel:
     """A causal language model with random weights, the same for the same seed.
 
@@ -47,13 +46,12 @@ def build_model(
         dtype: Of the weights.
         device: Where the weights are made.
         seed: Of the weights; the global random state stays as it was.
-        attention: Name of the attention implementation; None is torch's fused one where the model has it.
     """
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device):
         torch.manual_seed(seed)
         model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, attn_implementation=attention
+            config, dtype=dtype
         )
     if devices:
         compute_frequencies(model, device=device)
@@ -96,7 +94,6 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str,
     seed: int = 0,
-    attention: str | None = None,
 ) -> PreTrainedModel:
     """A causal language model with its weights.
 
@@ -107,12 +104,12 @@ def load_model(
     """
     if model.is_tiny:
         config = load_config(model, tokenizer)
-        return build_model(config, dtype=dtype, device=device, seed=seed, attention=attention)
+        return build_model(config, dtype=dtype, device=device, seed=seed)
     arguments: dict[str, Any] = {
         "revision": model.revision,
         "trust_remote_code": model.trust_remote_code,
     }
-    return _from_pretrained(model, arguments, dtype, device, attention)
+    return _from_pretrained(model, arguments, dtype, device)
 
 
 def find_folder(model: ModelSpec) -> Path:
@@ -131,11 +128,9 @@ def find_folder(model: ModelSpec) -> Path:
     return Path(found)
 
 
-def load_folder(
-    folder: Path, *, dtype: torch.dtype, device: torch.device | str, attention: str | None = None
-) -> PreTrainedModel:
+def load_folder(folder: Path, *, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
     """A model that :meth:`PreTrainedModel.save_pretrained` wrote."""
-    return _from_pretrained(ModelSpec(path=str(folder)), {}, dtype, device, attention)
+    return _from_pretrained(ModelSpec(path=str(folder)), {}, dtype, device)
 
 
 def _from_pretrained(
@@ -143,15 +138,10 @@ def _from_pretrained(
     arguments: dict[str, Any],
     dtype: torch.dtype,
     device: torch.device | str,
-    attention: str | None,
 ) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model.path,
-            dtype=dtype,
-            attn_implementation=attention,
-            use_safetensors=True,
-            **arguments,
+            model.path, dtype=dtype, use_safetensors=True, **arguments
         )
     except (OSError, ValueError) as error:
         raise ValueError(load_problem(model, error)) from error

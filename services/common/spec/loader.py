@@ -220,21 +220,20 @@ def _apply_override(document: dict[str, Any], assignment: str) -> None:
         raise SpecError([f"--set {assignment}: the value is not valid YAML: {error}"]) from error
     *parents, leaf = key.split(".")
     target: Any = document
-    for depth, part in enumerate([*parents, leaf]):
-        is_leaf = depth == len(parents)
+    for part in parents:
         if isinstance(target, list):
-            if not part.isdigit() or int(part) >= len(target):
-                raise SpecError(
-                    [f"--set {key}: {part!r} is no index of a list of {len(target)} items"]
-                )
-            if is_leaf:
-                target[int(part)] = value
-            else:
-                target = target[int(part)]
+            target = target[_index(key, part, target)]
         elif isinstance(target, dict):
-            if is_leaf:
-                target[part] = value
-            else:
-                target = target.setdefault(part, {})
-                if target is None or isinstance(target, _SCALARS):
-                    raise SpecError([f"--set {key}: {part!r} holds a value, not a group of keys"])
+            target = target.setdefault(part, {})
+            if target is None or isinstance(target, _SCALARS):
+                raise SpecError([f"--set {key}: {part!r} holds a value, not a group of keys"])
+    if isinstance(target, list):
+        target[_index(key, leaf, target)] = value
+    elif isinstance(target, dict):
+        target[leaf] = value
+
+
+def _index(key: str, part: str, items: list[Any]) -> int:
+    if not part.isdigit() or int(part) >= len(items):
+        raise SpecError([f"--set {key}: {part!r} is no index of a list of {len(items)} items"])
+    return int(part)

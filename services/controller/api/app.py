@@ -77,11 +77,6 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         for operations in document["paths"].values():
             for operation in operations.values():
                 _describe(operation)
-                for parameter in operation.get("parameters", ()):
-                    # Without it the answer is 428, which FastAPI cannot say of a required header.
-                    if parameter["name"] == "if-match":
-                        parameter["required"] = True
-                        parameter["schema"].pop("default", None)
         reference = {"schema": {"$ref": "#/components/schemas/RunSpec"}}
         document["paths"]["/v1/runs"]["post"]["requestBody"] = {
             "required": True,
@@ -98,3 +93,8 @@ def _describe(operation: dict[str, Any]) -> None:
             "description": meaning,
             "content": {PROBLEM_TYPE: reference},
         }
+    for parameter in operation.get("parameters", ()):
+        # Without it the answer is 428, which FastAPI cannot say of a required header.
+        if parameter["name"] == "if-match":
+            parameter["required"] = True
+            parameter["schema"].pop("default", None)

@@ -51,7 +51,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
         self._settings = settings
         self._clock = clock
 
-    async def RegisterWorker(  # noqa: N802
+    async def RegisterWorker(
         self, request: membership_pb2.RegisterWorkerRequest, context: _Context
     ) -> membership_pb2.RegisterWorkerResponse:
         """Take in a worker and hand it the specification."""
@@ -80,7 +80,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
             heartbeat_interval_s=self._interval_s(),
         )
 
-    async def Heartbeat(  # noqa: N802
+    async def Heartbeat(
         self, request: membership_pb2.HeartbeatRequest, context: _Context
     ) -> membership_pb2.HeartbeatResponse:
         """Take in a heartbeat; the answer carries an order."""
@@ -97,7 +97,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
             order=_ORDERS[outcome], heartbeat_interval_s=self._interval_s()
         )
 
-    async def ReportGroups(  # noqa: N802
+    async def ReportGroups(
         self, request: membership_pb2.ReportGroupsRequest, context: _Context
     ) -> membership_pb2.ReportGroupsResponse:
         """Take in groups that brought no samples."""

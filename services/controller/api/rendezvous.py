@@ -16,21 +16,21 @@ class RendezvousServicer(membership_pb2_grpc.RendezvousServiceServicer):
     def __init__(self, store: RendezvousStore) -> None:
         self._store = store
 
-    async def SetValue(  # noqa: N802
+    async def SetValue(
         self, request: membership_pb2.SetValueRequest, context: _Context
     ) -> membership_pb2.SetValueResponse:
         """Store a value."""
         await self._store.set(request.scope, request.key, request.value)
         return membership_pb2.SetValueResponse()
 
-    async def GetValue(  # noqa: N802
+    async def GetValue(
         self, request: membership_pb2.GetValueRequest, context: _Context
     ) -> membership_pb2.GetValueResponse:
         """Return a value, waiting for it."""
         value = await self._store.get(request.scope, request.key, request.wait_timeout_s)
         return membership_pb2.GetValueResponse(value=value)
 
-    async def AddValue(  # noqa: N802
+    async def AddValue(
         self, request: membership_pb2.AddValueRequest, context: _Context
     ) -> membership_pb2.AddValueResponse:
         """Add to a counter."""

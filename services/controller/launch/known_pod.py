@@ -1,10 +1,11 @@
 """A pod as the launcher knows it."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from services.common.errors import FailedPreconditionError
 from services.controller.launch import job_set, kueue, pod_state
 
 
@@ -68,3 +69,30 @@ class KnownPod:
         """Give it the time that it takes."""
         if self.timer is not None:
             self.timer.cancel()
+
+
+def check_growth(
+    bodies: Sequence[Mapping[str, Any]], known: Mapping[str, KnownPod], *, admitted: int
+) -> None:
+    """See that pods which are there may be joined by those that are not.
+
+    Args:
+        bodies: All pods that a run is to have.
+        known: Those that are there, by name.
+        admitted: How many a queue has admitted together; 0 without a queue.
+
+    Raises:
+        FailedPreconditionError: If they may not.
+    """
+    if admitted and kueue.group_size(bodies[0]) > admitted:
+        raise FailedPreconditionError(
+            f"the queue has admitted the run's {admitted} pods as one, which cannot get more; "
+            "install without workers.kueue.queueName to add rollouts while a run goes on"
+        )
+    for body in bodies:
+        name = body["metadata"]["name"]
+        if name in known and set(pod_state.workers(body)) - set(known[name].workers):
+            raise FailedPreconditionError(
+                f"all workers of the run are in pod {name}, which cannot get more of them; install with "
+                "workers.topology=separate to change their number while a run goes on"
+            )

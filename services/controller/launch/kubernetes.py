@@ -8,17 +8,17 @@ stop    deletes them and waits until they are gone
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from services.common.credentials import current_identity
-from services.common.errors import FailedPreconditionError, ServiceError
+from services.common.errors import ServiceError
 from services.common.spec.run import RunSpec
 from services.common.task_group import TaskGroup
 from services.controller.launch import job_set, kueue, pod_state
 from services.controller.launch.follow import Seen
-from services.controller.launch.known_pod import KnownPod
+from services.controller.launch.known_pod import KnownPod, check_growth
 from services.controller.launch.launcher import ExitHandler, WorkerExit
 from services.controller.launch.pod_api import PodApi
 from services.controller.launch.scale import RolloutScales
@@ -98,39 +98,15 @@ class KubernetesLauncher:
             controller_address=self._controller_address,
             owner=self._owner,
         )
-        watched = frozenset(self._runs.get(run_id, ()))
-        known = await self._find(run_id)
-        gone = [pod.workers for pod in known.values() if pod.is_over or pod.is_ending]
-        # A set makes no pod twice.
-        gone += [
-            pod_state.workers(body)
-            for body in bodies
-            if job_set.name_of(body) and body["metadata"]["name"] not in known
-        ]
-        lost = set().union(*gone)
-        leftovers = [name for name, pod in known.items() if lost.intersection(pod.workers)]
-        for name in set(leftovers) - watched:  # told, they would be replaced again
-            known[name].reported.update(known[name].workers)
-        for name in leftovers:
-            await self._remove(run_id, name)
+        known = await self._without_leftovers(run_id, bodies)
         admitted = max((pod.group_size for pod in known.values()), default=0)
-        if admitted and kueue.group_size(bodies[0]) > admitted:
-            raise FailedPreconditionError(
-                f"the queue has admitted the run's {admitted} pods as one, which cannot get more; "
-                "install without workers.kueue.queueName to add rollouts while a run goes on"
-            )
+        check_growth(bodies, known, admitted=admitted)
         await self._api.put_policy(run_policy(run_id, owner=self._owner))
         if not known:  # with pods there is a secret, which one that starts may be looking for
             token = current_identity().token_for(run_id)
             await self._api.put_secret(token_secret(run_id, token, owner=self._owner))
         for body in bodies:
-            name = body["metadata"]["name"]
-            if name in known and set(pod_state.workers(body)) - set(known[name].workers):
-                raise FailedPreconditionError(
-                    f"all workers of the run are in pod {name}, which cannot get more of them; install with "
-                    "workers.topology=separate to change their number while a run goes on"
-                )
-            if name not in known:
+            if body["metadata"]["name"] not in known:
                 if admitted:
                     kueue.rejoin(body, admitted)
                 await self._create(run_id, body, bodies, templates)
@@ -186,11 +162,32 @@ class KubernetesLauncher:
             found = None if event is None else pod_state.warning(event)
             if event is None or found is None:
                 continue
-            about = event["involvedObject"]
-            for run_id, pods in list(self._runs.items()):
-                for name, pod in list(pods.items()):
-                    if pod.uid == about["uid"] and not pod.is_running:
-                        self._hinder(run_id, name, found)
+            for run_id, name, pod in self._pods():
+                if pod.uid == event["involvedObject"]["uid"] and not pod.is_running:
+                    self._hinder(run_id, name, found)
+
+    def _pods(self) -> list[tuple[str, str, KnownPod]]:
+        """All pods, each with its run and its place."""
+        return [(run, name, pod) for run, pods in self._runs.items() for name, pod in pods.items()]
+
+    async def _without_leftovers(self, run_id: str, bodies: Sequence[Pod]) -> dict[str, KnownPod]:
+        """Pods of a run, after those are gone that would not serve its workers."""
+        watched = frozenset(self._runs.get(run_id, ()))
+        known = await self._find(run_id)
+        gone = [pod.workers for pod in known.values() if pod.is_over or pod.is_ending]
+        # A set makes no pod twice.
+        gone += [
+            pod_state.workers(body)
+            for body in bodies
+            if job_set.name_of(body) and body["metadata"]["name"] not in known
+        ]
+        lost = set().union(*gone)
+        leftovers = [name for name, pod in known.items() if lost.intersection(pod.workers)]
+        for name in set(leftovers) - watched:  # told, they would be replaced again
+            known[name].reported.update(known[name].workers)
+        for name in leftovers:
+            await self._remove(run_id, name)
+        return known
 
     async def _find(self, run_id: str) -> dict[str, KnownPod]:
         """Pods of a run, those included that an earlier controller process made."""
@@ -249,11 +246,8 @@ class KubernetesLauncher:
         """The run and the place of a pod; one that is gone is known by its name only."""
         if seen.body is not None:
             return seen.body["metadata"]["labels"][RUN_LABEL], job_set.place_of(seen.body)
-        for run_id, pods in self._runs.items():
-            for place, pod in pods.items():
-                if pod.name == seen.name:
-                    return run_id, place
-        return "", ""
+        found = ((run_id, place) for run_id, place, pod in self._pods() if pod.name == seen.name)
+        return next(found, ("", ""))
 
     async def _sweep(self, seen: Seen) -> None:
         """Remove an ended pod of a run that nobody drives any more."""

@@ -19,6 +19,13 @@ class WorkerExit:
     last_lines: str
     """End of its log."""
 
+    @property
+    def how(self) -> str:
+        """How it ended, for a person."""
+        if self.code is None:
+            return "for an unknown reason"
+        return f"with signal {-self.code}" if self.code < 0 else f"with exit code {self.code}"
+
 
 class Launcher(Protocol):
     """Starts and stops workers."""

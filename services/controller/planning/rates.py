@@ -28,11 +28,6 @@ class DecodeTime:
         step_s = self.fixed_s + self.sample_s * self.most_samples
         return step_s * num_running / self.most_samples
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Most that an engine makes."""
-        return self.most_samples / self(int(self.most_samples) or 1)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:

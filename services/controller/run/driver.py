@@ -211,17 +211,12 @@ class RunDriver:
         known = self._services.membership.find(self._run_id, exit_.worker_id)
         had_loaded = known is not None and known.state in ("loaded", "ready", "draining")
         is_killed = exit_.code is None or exit_.code < 0
-        others_go_on = self._state is RunState.RUNNING and (
-            exit_.worker_id in self._resizing.absent()
-        )
+        is_absent = exit_.worker_id in self._resizing.absent()
+        others_go_on = is_absent and self._state is RunState.RUNNING
         # A worker that gives up before it has loaded would do so again, for which the others need not end.
         self._is_hopeless |= not (had_loaded or is_killed or others_go_on)
-        how = "for an unknown reason" if exit_.code is None else f"with exit code {exit_.code}"
-        if exit_.code is not None and exit_.code < 0:
-            how = f"with signal {-exit_.code}"
-        self.worker_lost(
-            exit_.worker_id, f"{exit_.worker_id} ended {how}; its last lines:\n{exit_.last_lines}"
-        )
+        message = f"{exit_.worker_id} ended {exit_.how}; its last lines:\n{exit_.last_lines}"
+        self.worker_lost(exit_.worker_id, message)
 
     def worker_lost(self, worker_id: str, message: str, *, is_replaced: bool = False) -> None:
         """A worker's process is gone; ``is_replaced``: another one has registered in its place."""
@@ -284,35 +279,43 @@ class RunDriver:
 
     async def _take_loss(self, error: Exception) -> dict[str, str]:
         """Note what was lost and make room for its replacement; raise if the run cannot go on."""
-        errors = [leaf for leaf in leaves(error) if not isinstance(leaf, ResizedError)]
+        broken = leaves(error)
+        errors = [each for each in broken if not isinstance(each, ResizedError)]
         if not is_loss(errors):
             raise error
-        if len(errors) < len(leaves(error)) and not self._exits:
+        if len(errors) < len(broken) and not self._exits:
             # Whatever else broke did so because the loop was left.
             return await self._resizing.settle()
-        for leaf in errors:
+        for each in errors:
             # The trainer has more to lose than time, so only its heartbeats tell that it is gone.
-            if isinstance(leaf, UnansweringError) and leaf.worker_id in self._rollouts():
-                self.worker_lost(leaf.worker_id, str(leaf))
+            if isinstance(each, UnansweringError) and each.worker_id in self._rollouts():
+                self.worker_lost(each.worker_id, str(each))
         await self._await_exit_report()
-        step = self._live.step if self._live is not None else 0
-        self._losses = 1 if step > self._step_at_loss else self._losses + 1
-        self._step_at_loss = step
+        self._count_loss()
         lost, self._exits = self._exits, {}
         message = "\n".join(lost.values()) or "; ".join(dict.fromkeys(str(e) for e in errors))
         if self._is_hopeless or self._losses > self.spec.limits.max_restarts:
             raise WorkerLostError(message) from error
         logger.warning("run goes on after a loss", extra={"run": self._run_id, "why": message})
         await self._journal.note(Note("WorkerLost", message, {"workers": sorted(lost)}))
+        await self._clear_vacant()
+        is_halted = "trainer-0" in lost or not self._rollouts()
+        if is_halted and self._state in (RunState.STARTING, RunState.RUNNING):
+            await self._go(RunEvent.LOSE, "WorkerLost", message.splitlines()[0])
+        return lost
+
+    def _count_loss(self) -> None:
+        """Count the losses since a step was finished."""
+        step = self._live.step if self._live is not None else 0
+        self._losses = 1 if step > self._step_at_loss else self._losses + 1
+        self._step_at_loss = step
+
+    async def _clear_vacant(self) -> None:
+        """Remove what is left of workers that are gone."""
         for worker_id in self._vacant:
             await self._services.launcher.end(self._run_id, worker_id)
             await self._services.membership.forget(self._run_id, worker_id)
         self._vacant.clear()
-        if self._state in (RunState.STARTING, RunState.RUNNING) and (
-            "trainer-0" in lost or not self._rollouts()
-        ):
-            await self._go(RunEvent.LOSE, "WorkerLost", message.splitlines()[0])
-        return lost
 
     def _rollouts(self) -> list[str]:
         workers = self._services.membership.workers(self._run_id, "rollout")

@@ -1,7 +1,7 @@
 """The rollouts of one run: where a group goes, and how it gets there."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from statistics import fmean
 
@@ -157,28 +157,27 @@ class Replicas:
 
     async def interrupt(self, names: Sequence[str] | None = None) -> None:
         """Stop the groups of some rollouts, or of all; what they have is cached, and each is reported."""
-        try:
-            async with TaskGroup() as tasks:
-                for name in names if names is not None else self._clients:
-                    tasks.create_task(self._clients[name].interrupt_groups())
-        except* ServiceError as errors:
-            logger.warning("a rollout did not answer", extra={"why": str(errors)})
+        clients = [self._clients[name] for name in (self._clients if names is None else names)]
+        await self._all_answer(client.interrupt_groups() for client in clients)
 
     async def put_down(self, group_ids: Sequence[str]) -> None:
         """Stop groups wherever they run; what they have is cached, and each is reported."""
-        try:
-            async with TaskGroup() as tasks:
-                for client in self._clients.values():
-                    tasks.create_task(client.interrupt_groups(group_ids))
-        except* ServiceError as errors:
-            logger.warning("a rollout did not stop its groups", extra={"why": str(errors)})
+        clients = self._clients.values()
+        if not await self._all_answer(client.interrupt_groups(group_ids) for client in clients):
             await self.cancel(group_ids)
 
     async def cancel(self, group_ids: Sequence[str]) -> None:
         """End groups wherever they run. A rollout that does not answer is found dead elsewhere."""
+        await self._all_answer(client.cancel_groups(group_ids) for client in self._clients.values())
+
+    async def _all_answer(self, calls: Iterable[Coroutine[None, None, None]]) -> bool:
+        """Whether all of the calls are answered; one that is not ends the others."""
+        is_answered = True
         try:
             async with TaskGroup() as tasks:
-                for client in self._clients.values():
-                    tasks.create_task(client.cancel_groups(group_ids))
+                for call in calls:
+                    tasks.create_task(call)
         except* ServiceError as errors:
-            logger.warning("a rollout did not answer a cancel", extra={"why": str(errors)})
+            logger.warning("a rollout did not answer", extra={"why": str(errors)})
+            is_answered = False
+        return is_answered

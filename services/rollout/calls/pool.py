@@ -6,7 +6,6 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 from services.rollout.failures import CallError
@@ -38,12 +37,7 @@ class CallPool:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Kill all workers."""
         workers = [*self._idle, *self._busy]
         self._idle.clear()

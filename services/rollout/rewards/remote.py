@@ -4,7 +4,6 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from services.rollout.failures import BusyError, CallError
@@ -95,12 +94,7 @@ class RemoteReward:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Close the connections."""
         await self._service.close()
 

@@ -35,7 +35,7 @@ class ScoringServicer(scoring_pb2_grpc.ScoringServiceServicer):
         """Begin to answer."""
         self._leader = leader
 
-    async def ScoreBatch(  # noqa: N802
+    async def ScoreBatch(
         self, request: pb.ScoreBatchRequest, context: _Context
     ) -> pb.ScoreBatchResponse:
         """Add proximal logprobs to samples."""

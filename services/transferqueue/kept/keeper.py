@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from services.common.batch import KVBatchMeta
 from services.common.columns import MISSING
@@ -63,16 +62,11 @@ class Keeper:
         await self._tasks.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: Any) -> None:
         """Write what is there."""
         for run_id in list(self._runs):
             await self.end(run_id)
-        await self._tasks.__aexit__(kind, error, traceback)
+        await self._tasks.__aexit__(*error)
 
     async def keep(self, run_id: str, *, max_bytes: int, max_steps: int) -> None:
         """Create the partition ``kept`` of a run, and keep what is put there.

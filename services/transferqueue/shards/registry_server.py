@@ -27,7 +27,7 @@ class ShardRegistryServicer(pb_grpc.ShardRegistryServiceServicer):
         self._index = index
         self._shards = shards
 
-    async def RegisterShard(  # noqa: N802
+    async def RegisterShard(
         self, request: pb.RegisterShardRequest, context: Context
     ) -> pb.RegisterShardResponse:
         """Add a shard."""
@@ -35,7 +35,7 @@ class ShardRegistryServicer(pb_grpc.ShardRegistryServiceServicer):
         self._shards.register(shard, capacity_bytes=request.capacity_bytes)
         return pb.RegisterShardResponse()
 
-    async def HeartbeatShard(  # noqa: N802
+    async def HeartbeatShard(
         self, request: pb.HeartbeatShardRequest, context: Context
     ) -> pb.HeartbeatShardResponse:
         """Keep a shard alive."""
@@ -47,7 +47,7 @@ class ShardRegistryServicer(pb_grpc.ShardRegistryServiceServicer):
         )
         return pb.HeartbeatShardResponse(blob_ids=blob_ids)
 
-    async def ReserveBytes(  # noqa: N802
+    async def ReserveBytes(
         self, request: pb.ReserveBytesRequest, context: Context
     ) -> pb.ReserveBytesResponse:
         """Charge a quota."""
@@ -60,7 +60,7 @@ class ShardRegistryServicer(pb_grpc.ShardRegistryServiceServicer):
             raise
         return pb.ReserveBytesResponse()
 
-    async def CancelBytes(  # noqa: N802
+    async def CancelBytes(
         self, request: pb.CancelBytesRequest, context: Context
     ) -> pb.CancelBytesResponse:
         """Take a charge back."""
@@ -68,7 +68,7 @@ class ShardRegistryServicer(pb_grpc.ShardRegistryServiceServicer):
         self._index.cancel(request.partition_id, request.size_bytes)
         return pb.CancelBytesResponse()
 
-    async def CommitPut(  # noqa: N802
+    async def CommitPut(
         self, request: pb.CommitPutRequest, context: Context
     ) -> pb.CommitPutResponse:
         """Make a put visible."""
@@ -80,7 +80,7 @@ class ShardRegistryServicer(pb_grpc.ShardRegistryServiceServicer):
         self._charge(request, meta.partition_id, -size)
         return pb.CommitPutResponse(revision=revision)
 
-    async def CheckClient(  # noqa: N802
+    async def CheckClient(
         self, request: pb.CheckClientRequest, context: Context
     ) -> pb.CheckClientResponse:
         """Tell whether a client is admitted."""
