@@ -15,6 +15,7 @@ from services.common.columns import (
     concat_columns,
     pick,
 )
+from services.common.wire import from_message, to_message
 from slipstream.type.v1 import batch_pb2
 
 
@@ -144,27 +145,8 @@ class KVBatchMeta:
         return batch_pb2.KVBatchMeta(
             partition_id=self.partition_id,
             keys=self.keys,
-            fields=[
-                batch_pb2.FieldColumn(
-                    name=column.name,
-                    dtype=column.dtype,
-                    row_rank=column.row_rank,
-                    tail_shape=column.tail_shape,
-                    lengths=column.lengths,
-                    blob_indexes=column.blob_indexes,
-                    offsets=column.offsets,
-                )
-                for column in self.fields
-            ],
-            blobs=[
-                batch_pb2.BlobRef(
-                    shard_id=blob.shard_id,
-                    blob_id=blob.blob_id,
-                    size_bytes=blob.size_bytes,
-                    checksum=blob.checksum,
-                )
-                for blob in self.blobs
-            ],
+            fields=[to_message(column, batch_pb2.FieldColumn) for column in self.fields],
+            blobs=[to_message(blob, batch_pb2.BlobRef) for blob in self.blobs],
             tags=[_tag_to_proto(name, values) for name, values in self.tags.items()],
             lease_id=self.lease_id,
             revision=self.revision,
@@ -180,27 +162,8 @@ class KVBatchMeta:
         meta = cls(
             partition_id=proto.partition_id,
             keys=tuple(proto.keys),
-            fields=tuple(
-                FieldColumn(
-                    name=column.name,
-                    dtype=column.dtype,
-                    row_rank=column.row_rank,
-                    tail_shape=tuple(column.tail_shape),
-                    lengths=tuple(column.lengths),
-                    blob_indexes=tuple(column.blob_indexes),
-                    offsets=tuple(column.offsets),
-                )
-                for column in proto.fields
-            ),
-            blobs=tuple(
-                BlobRef(
-                    shard_id=blob.shard_id,
-                    blob_id=blob.blob_id,
-                    size_bytes=blob.size_bytes,
-                    checksum=blob.checksum,
-                )
-                for blob in proto.blobs
-            ),
+            fields=tuple(from_message(column, FieldColumn) for column in proto.fields),
+            blobs=tuple(from_message(blob, BlobRef) for blob in proto.blobs),
             tags={tag.name: _tag_from_proto(tag) for tag in proto.tags},
             lease_id=proto.lease_id,
             revision=proto.revision,

@@ -25,6 +25,7 @@ from services.common.settings import WorkerSettings
 from services.common.spec.loader import parse_spec, spec_digest
 from services.common.spec.run import RunSpec
 from services.common.task_group import TaskGroup
+from services.common.wire import to_message
 from slipstream.controller.v1 import membership_pb2 as pb
 from slipstream.controller.v1 import membership_pb2_grpc
 from slipstream.type.v1 import worker_pb2
@@ -138,18 +139,7 @@ class WorkerSession:
             pb.ReportGroupsRequest(
                 run_id=self._settings.run_id,
                 worker_id=self._settings.worker_id,
-                failures=[
-                    pb.GroupFailure(
-                        group_id=failure.group_id,
-                        attempt=failure.attempt,
-                        reason=failure.reason,
-                        message=failure.message,
-                        retryable=failure.retryable,
-                        unfinished_count=failure.num_unfinished,
-                        token_count=failure.num_tokens,
-                    )
-                    for failure in failures
-                ],
+                failures=[to_message(failure, pb.GroupFailure) for failure in failures],
             ),
             timeout_s=self._settings.controller_timeout_s,
             idempotent=True,

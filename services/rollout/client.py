@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import grpc
 
 from services.common.grpc_client import call
+from services.common.wire import to_message
 from slipstream.rollout.v1 import rollout_pb2 as pb
 from slipstream.rollout.v1 import rollout_pb2_grpc
 
@@ -54,21 +55,7 @@ class RolloutClient:
         """
         await call(
             self._stub.StartGroups,
-            pb.StartGroupsRequest(
-                groups=[
-                    pb.GroupAssignment(
-                        group_id=group.group_id,
-                        attempt=group.attempt,
-                        split=group.split,
-                        row=group.row,
-                        partition_id=group.partition_id,
-                        members=group.members,
-                        seeds=group.seeds,
-                        temperatures=group.temperatures,
-                    )
-                    for group in groups
-                ]
-            ),
+            pb.StartGroupsRequest(groups=[to_message(each, pb.GroupAssignment) for each in groups]),
             timeout_s=_TIMEOUT_S,
             idempotent=True,
         )

@@ -5,6 +5,7 @@ from typing import Any
 import grpc
 
 from services.common.errors import InvalidArgumentError, UnavailableError
+from services.common.wire import from_message
 from services.rollout.client import GroupAssignment
 from services.rollout.sampling import GroupSampler
 from slipstream.rollout.v1 import rollout_pb2 as pb
@@ -73,13 +74,4 @@ def _assignment(group: pb.GroupAssignment) -> GroupAssignment:
         raise InvalidArgumentError(
             f"group {group.group_id!r}: {'; '.join(wrong)}", group_id=group.group_id
         )
-    return GroupAssignment(
-        group_id=group.group_id,
-        attempt=group.attempt,
-        split=group.split,
-        row=group.row,
-        partition_id=group.partition_id,
-        members=tuple(group.members),
-        seeds=tuple(group.seeds),
-        temperatures=tuple(group.temperatures),
-    )
+    return from_message(group, GroupAssignment)

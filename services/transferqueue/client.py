@@ -9,6 +9,7 @@ import grpc
 from services.common.batch import KVBatchMeta
 from services.common.errors import from_rpc_error
 from services.common.grpc_client import call, open_channel
+from services.common.wire import from_message, to_message
 from services.transferqueue.facts import (
     AcquireRequest,
     KeptSampleQuery,
@@ -132,15 +133,7 @@ class TransferQueueClient:
         Raises:
             DeadlineExceededError: If there were not enough in time; nothing is leased.
         """
-        message = pb.AcquireBatchRequest(
-            partition_id=request.partition_id,
-            consumer=request.consumer,
-            fields=request.fields,
-            key_count=request.num_keys,
-            group_size=request.group_size,
-            lease_s=request.lease_s,
-            wait_s=request.wait_s,
-        )
+        message = to_message(request, pb.AcquireBatchRequest)
         response = await call(
             self._stub.AcquireBatch, message, timeout_s=request.wait_s + _TIMEOUT_S
         )
@@ -169,26 +162,8 @@ class TransferQueueClient:
             self._stub.GetStats, pb.GetStatsRequest(), timeout_s=_TIMEOUT_S, idempotent=True
         )
         return Stats(
-            partitions=tuple(
-                PartitionStats(
-                    partition_id=partition.partition_id,
-                    num_keys=partition.key_count,
-                    num_ready=partition.ready_count,
-                    num_leased=partition.leased_count,
-                    stored_bytes=partition.stored_bytes,
-                    quota_bytes=partition.quota_bytes,
-                    revision=partition.revision,
-                )
-                for partition in response.partitions
-            ),
-            shards=tuple(
-                ShardStats(
-                    shard_id=shard.shard_id,
-                    stored_bytes=shard.stored_bytes,
-                    capacity_bytes=shard.capacity_bytes,
-                )
-                for shard in response.shards
-            ),
+            partitions=tuple(from_message(each, PartitionStats) for each in response.partitions),
+            shards=tuple(from_message(each, ShardStats) for each in response.shards),
         )
 
     async def connect_client(self, public_key: str = "") -> AsyncIterator[tuple[Shard, ...]]:

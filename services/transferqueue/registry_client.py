@@ -4,6 +4,7 @@ import grpc
 
 from services.common.batch import KVBatchMeta
 from services.common.grpc_client import call
+from services.common.wire import from_message, to_message
 from services.transferqueue.facts import ObjectStoreAddress, Shard
 from slipstream.transferqueue.v1 import transferqueue_pb2 as pb
 from slipstream.transferqueue.v1 import transferqueue_pb2_grpc as pb_grpc
@@ -76,39 +77,13 @@ class ShardRegistryClient:
 
 def shard_to_proto(shard: Shard) -> pb.Shard:
     """The wire form."""
-    return pb.Shard(
-        shard_id=shard.shard_id,
-        endpoint=shard.endpoint,
-        public_key=shard.public_key,
-        arena_socket=shard.arena_socket,
-        instance_id=shard.instance_id,
-        object_store=_store_to_proto(shard.object_store),
-    )
+    store = shard.object_store
+    address = None if store is None else to_message(store, pb.ObjectStoreAddress)
+    return to_message(shard, pb.Shard, object_store=address)
 
 
 def shard_from_proto(proto: pb.Shard) -> Shard:
     """Read the wire form."""
-    return Shard(
-        shard_id=proto.shard_id,
-        endpoint=proto.endpoint,
-        public_key=proto.public_key,
-        arena_socket=proto.arena_socket,
-        instance_id=proto.instance_id,
-        object_store=_store_from_proto(proto.object_store),
-    )
-
-
-def _store_to_proto(store: ObjectStoreAddress | None) -> pb.ObjectStoreAddress | None:
-    if store is None:
-        return None
-    return pb.ObjectStoreAddress(
-        master=store.master, protocol=store.protocol, replica_count=store.num_replicas
-    )
-
-
-def _store_from_proto(proto: pb.ObjectStoreAddress) -> ObjectStoreAddress | None:
-    if not proto.master:
-        return None
-    return ObjectStoreAddress(
-        master=proto.master, protocol=proto.protocol, num_replicas=proto.replica_count
-    )
+    store = proto.object_store
+    address = from_message(store, ObjectStoreAddress) if store.master else None
+    return from_message(proto, Shard, object_store=address)

@@ -8,6 +8,7 @@ import grpc
 from services.common.access import caller_run
 from services.common.errors import FailedPreconditionError
 from services.common.fields import partition_id, run_of
+from services.common.wire import from_message, to_message
 from services.transferqueue.facts import AcquireRequest, KeptSampleQuery
 from services.transferqueue.index.index import Index
 from services.transferqueue.kept.keeper import Keeper
@@ -79,17 +80,7 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
         self, request: pb.AcquireBatchRequest, context: Context
     ) -> pb.AcquireBatchResponse:
         """Lease samples."""
-        meta = await self._index.leasing.acquire(
-            AcquireRequest(
-                partition_id=request.partition_id,
-                consumer=request.consumer,
-                fields=tuple(request.fields),
-                num_keys=request.key_count,
-                group_size=request.group_size,
-                lease_s=request.lease_s,
-                wait_s=request.wait_s,
-            )
-        )
+        meta = await self._index.leasing.acquire(from_message(request, AcquireRequest))
         return pb.AcquireBatchResponse(batch=meta.to_proto())
 
     async def AckLease(self, request: pb.AckLeaseRequest, context: Context) -> pb.AckLeaseResponse:
@@ -106,27 +97,10 @@ class TransferQueueServicer(pb_grpc.TransferQueueServiceServicer):
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         """Return the fill."""
-        partitions = [
-            pb.PartitionStats(
-                partition_id=stats.partition_id,
-                key_count=stats.num_keys,
-                ready_count=stats.num_ready,
-                leased_count=stats.num_leased,
-                stored_bytes=stats.stored_bytes,
-                quota_bytes=stats.quota_bytes,
-                revision=stats.revision,
-            )
-            for stats in self._index.stats()
-        ]
-        shards = [
-            pb.ShardStats(
-                shard_id=stats.shard_id,
-                stored_bytes=stats.stored_bytes,
-                capacity_bytes=stats.capacity_bytes,
-            )
-            for stats in self._shards.stats()
-        ]
-        return pb.GetStatsResponse(partitions=partitions, shards=shards)
+        return pb.GetStatsResponse(
+            partitions=[to_message(each, pb.PartitionStats) for each in self._index.stats()],
+            shards=[to_message(each, pb.ShardStats) for each in self._shards.stats()],
+        )
 
     async def ConnectClient(
         self, request: pb.ConnectClientRequest, context: Context

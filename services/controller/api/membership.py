@@ -6,6 +6,7 @@ import grpc
 
 from services.common.clock import Clock
 from services.common.errors import InvalidArgumentError
+from services.common.wire import from_message
 from services.controller.client import GroupFailure, WorkerRole, WorkerState
 from services.controller.manager.runs import RunManager
 from services.controller.membership.registry import HeartbeatOutcome, Membership, Worker
@@ -102,16 +103,7 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
     ) -> membership_pb2.ReportGroupsResponse:
         """Take in groups that brought no samples."""
         failures = [
-            GroupFailure(
-                group_id=failure.group_id,
-                attempt=failure.attempt,
-                worker_id=request.worker_id,
-                reason=failure.reason,
-                message=failure.message,
-                retryable=failure.retryable,
-                num_unfinished=failure.unfinished_count,
-                num_tokens=failure.token_count,
-            )
+            from_message(failure, GroupFailure, worker_id=request.worker_id)
             for failure in request.failures
         ]
         await self._manager.drivers.report_failures(request.run_id, failures)

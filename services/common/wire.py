@@ -1,0 +1,44 @@
+"""Dataclasses as messages whose fields have the same names, where ``num_keys`` is called ``key_count``."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
+from typing import Any, TypeVar
+
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
+
+_Message = TypeVar("_Message", bound=Message)
+_Value = TypeVar("_Value")
+
+
+def to_message(value: Any, kind: type[_Message], **given: Any) -> _Message:
+    """The message with the values of a dataclass; ``given`` are those that differ from its own."""
+    pairs = _pairs(kind.DESCRIPTOR, value.__class__)
+    return kind(**{name: getattr(value, field) for name, field, _ in pairs} | given)
+
+
+def from_message(message: Message, kind: Callable[..., _Value], **given: Any) -> _Value:
+    """The dataclass with the values of a message, repeated ones as tuples, and those that are ``given``."""
+    own: dict[str, Any] = {}
+    for name, field, is_repeated in _pairs(message.DESCRIPTOR, kind):
+        value = getattr(message, name)
+        own[field] = tuple(value) if is_repeated else value
+    return kind(**own | given)
+
+
+@cache
+def _pairs(message: Descriptor, kind: Any) -> list[tuple[str, str, bool]]:
+    """Each field of a message, that of the dataclass, and whether it is repeated.
+
+    Raises:
+        KeyError: If the dataclass lacks one.
+    """
+    known = {_counted(field.name): field.name for field in fields(kind)}
+    return [(each.name, known[each.name], each.is_repeated) for each in message.fields]
+
+
+def _counted(name: str) -> str:
+    if not name.startswith("num_"):
+        return name
+    return f"{name.removeprefix('num_').removesuffix('s')}_count"
