@@ -3,7 +3,7 @@
 import asyncio
 import json
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -19,7 +19,7 @@ from services.cli.output import console, errors, fail, patient
 from services.cli.settings import CliSettings
 from services.cli.state_lock import StateInUseError
 from services.common.spec.loader import SpecError
-from services.common.task_group import TaskGroup
+from services.common.task_group import TaskGroup, leaves
 from services.controller.api.operation import Answer, Operation
 from services.controller.settings import DATABASE_FILE
 
@@ -166,7 +166,7 @@ def run_until_signal(work: Coroutine[Any, Any, Any]) -> Any:
         if unknown is not None:
             raise
         assert known is not None
-        for error in _most_telling(list(_leaves(known))):
+        for error in _most_telling(leaves(known)):
             fail(_told(error))
         raise typer.Exit(1) from None
 
@@ -177,14 +177,6 @@ def _told(error: BaseException) -> str:
         return str(error)
     wrong = error.errors(include_url=False)
     return "\n".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in wrong)
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error
 
 
 def _most_telling(found: list[BaseException]) -> list[BaseException]:

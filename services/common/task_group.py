@@ -1,7 +1,9 @@
-"""asyncio's task group, without the cancellation that it leaves behind before Python 3.13."""
+"""asyncio's task group, without the cancellation that it leaves behind before Python 3.13, and its errors."""
 
 import asyncio
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 if sys.version_info >= (3, 13):
@@ -34,3 +36,25 @@ else:
                 was_requested = self._parent_cancel_requested and not is_settled
                 if was_requested and parent.cancelling() > before:
                     parent.uncancel()
+
+
+@contextmanager
+def unwrapped(kind: type[BaseException] = BaseException) -> Iterator[None]:
+    """Raise the first error of a task group as it is, so that callers can catch it by its class.
+
+    The others were consequences, or say the same. A group whose first error is not of ``kind`` stays whole.
+    """
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        first = leaves(group)[0]
+        if not isinstance(first, kind):
+            raise
+        raise first from None
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    """The errors inside nested groups, or the error itself."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for inner in error.exceptions for leaf in leaves(inner)]

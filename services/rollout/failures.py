@@ -58,14 +58,5 @@ class CallError(Exception):
         self.message = message
 
 
-def first_call_error(errors: BaseExceptionGroup[CallError]) -> CallError:
-    """One error of a group; the others were consequences or say the same."""
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, CallError)
-    return error
-
-
 class BusyError(Exception):
     """The service cannot answer now; another try may succeed."""

@@ -11,7 +11,7 @@ from services.common import tracing
 from services.common.models.tokenizer import Tokenizer
 from services.common.spec.data import kind_of
 from services.common.spec.rollout import RolloutSpec
-from services.common.task_group import TaskGroup
+from services.common.task_group import TaskGroup, unwrapped
 from services.rollout import metrics
 from services.rollout.calls.pool import CallPool
 from services.rollout.client import GroupAssignment
@@ -88,12 +88,10 @@ class RunningGroup:
         """
         members = self.assignment.members
         self._earlier = {member: progress[member] for member in members if member in progress}
-        try:
+        with unwrapped(GroupError):
             async with TaskGroup() as tasks:
                 for member in members:
                     self._members[member] = tasks.create_task(self._sample_member(prompt, member))
-        except* GroupError as errors:
-            raise _first(errors) from None
         self.is_cut = any(
             task.cancelled() or task.result() is None for task in self._members.values()
         )
@@ -316,15 +314,6 @@ def _derived_seed(seed: int, num_failed: int) -> int:
     """Another seed for another try, the same on every replica."""
     digest = hashlib.sha256(f"{seed}/{num_failed}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
-
-
-def _first(errors: BaseExceptionGroup[GroupError]) -> GroupError:
-    """One error of a group of members."""
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, GroupError)
-    return error
 
 
 _NOTHING = MemberProgress(num_failed_scores=0, turns=())

@@ -2,12 +2,11 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from services.common.task_group import TaskGroup
+from services.common.task_group import TaskGroup, unwrapped
 
 NUM_THREADS = min(4, len(os.sched_getaffinity(0)))
 """A few threads use up the memory's bandwidth."""
@@ -22,11 +21,9 @@ async def run_all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Run all to their end; the first that fails ends the others and is raised as it is."""
     if len(works) == 1:
         return [await works[0]]
-    try:
+    with unwrapped():
         async with TaskGroup() as tasks:
             running = [tasks.create_task(work) for work in works]
-    except BaseExceptionGroup as group:
-        raise _first(group) from None
     return [task.result() for task in running]
 
 
@@ -88,16 +85,3 @@ async def meanwhile(work: Coroutine[Any, Any, T], other: Callable[[], R]) -> tup
             await asyncio.sleep(0)
             result = other()
     return working.result(), result
-
-
-@contextmanager
-def unwrapped() -> Iterator[None]:
-    """Raise the first error of a task group as it is, so that callers can catch it by its class."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        raise _first(group) from None
-
-
-def _first(error: BaseException) -> BaseException:
-    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

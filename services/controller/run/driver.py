@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from services.common.errors import ServiceError, UnavailableError
 from services.common.spec.run import RunSpec
-from services.common.task_group import TaskGroup
+from services.common.task_group import TaskGroup, leaves
 from services.controller.client import GroupFailure
 from services.controller.launch.launcher import WorkerExit
 from services.controller.rules.run_state import RunEvent, RunState
@@ -27,7 +27,6 @@ from services.controller.run.losses import (
     ends_the_process,
     explain,
     is_loss,
-    leaves,
 )
 from services.controller.run.requests import CurrentSpec, Mailbox
 from services.controller.run.resize import ResizedError, Resizing

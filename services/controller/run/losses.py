@@ -37,13 +37,6 @@ class LateError(UnansweringError):
     """A worker's process lives, but does not do what it was asked to: another one takes its place."""
 
 
-def leaves(error: BaseException) -> list[BaseException]:
-    """The errors inside nested groups, or the error itself."""
-    if not isinstance(error, BaseExceptionGroup):
-        return [error]
-    return [leaf for inner in error.exceptions for leaf in leaves(inner)]
-
-
 def is_loss(errors: Sequence[BaseException]) -> bool:
     """Whether all that happened is that something else is gone, for which the run can wait."""
     return all(

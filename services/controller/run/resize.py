@@ -11,11 +11,11 @@ from collections.abc import Collection
 
 from services.common.errors import ServiceError
 from services.common.spec.run import RunSpec
-from services.common.task_group import TaskGroup
+from services.common.task_group import TaskGroup, leaves
 from services.controller.launch.launcher import Launcher, WorkerExit, worker_names
 from services.controller.membership.registry import Membership
 from services.controller.run.journal import Journal
-from services.controller.run.losses import WorkerLostError, leaves
+from services.controller.run.losses import WorkerLostError
 from services.controller.run.requests import CurrentSpec, Mailbox
 from services.controller.store.records import Note
 

@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import TypeVar
 
 from services.common.errors import (
@@ -14,7 +14,7 @@ from services.common.errors import (
 from services.common.grpc_client import open_channel
 from services.common.spec.weight_modes import HOST_MODE, MODES, TRANSPORTS, transport_of
 from services.common.spec.weight_sync import WeightSyncSpec
-from services.common.task_group import TaskGroup
+from services.common.task_group import TaskGroup, unwrapped
 from services.controller.membership.registry import Worker
 from services.controller.run.losses import UnansweringError
 from services.weightsync.client import WeightSyncClient
@@ -143,7 +143,7 @@ class WeightMembers:
                 error.message = f"{name}: {error.message}"
                 raise
 
-        with first_error():
+        with unwrapped(ServiceError):
             async with TaskGroup() as tasks:
                 answers = [tasks.create_task(answer(*item)) for item in calls.items()]
                 watch = tasks.create_task(self._watch(list(calls)))
@@ -214,20 +214,6 @@ class WeightMembers:
     async def _connect(self, address: str) -> WeightSyncClient:
         channel = open_channel(address, "worker", run_id=self._run_id)
         return WeightSyncClient(await self._stack.enter_async_context(channel))
-
-
-@contextmanager
-def first_error() -> Iterator[None]:
-    """Raise the first service error of a task group by itself."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        if not isinstance(error, ServiceError):
-            raise
-        raise error from None
 
 
 async def _probe(name: str, member: WeightSyncClient, timeout_s: float) -> None:

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from services.common.http_server import serve_http
-from services.common.task_group import TaskGroup
+from services.common.task_group import TaskGroup, leaves
 from services.rollout.openai.errors import ApiError, invalid
 from services.rollout.openai.record import Listen, Record, Replies
 from services.rollout.openai.replies import Formatter
@@ -233,10 +233,5 @@ class Endpoint:
 
 def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """The one error that matters: an interruption before what it caused."""
-    interrupted, rest = errors.split(Interrupted)
-    if interrupted is not None:
-        return Interrupted()
-    error: BaseException = rest or errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+    found = leaves(errors)
+    return next((error for error in found if isinstance(error, Interrupted)), found[0])

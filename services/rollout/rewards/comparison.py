@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.common.spec.rollout import RewardSpec
-from services.common.task_group import TaskGroup
+from services.common.task_group import TaskGroup, unwrapped
 from services.rollout.calls.pool import CallPool
-from services.rollout.failures import CallError, first_call_error
+from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput, Score
 from services.rollout.rewards.terms import add_up, checked_score
 
@@ -33,11 +33,9 @@ class Comparison:
         Raises:
             CallError: If one reward gives no scores; the others are stopped.
         """
-        try:
+        with unwrapped(CallError):
             async with TaskGroup() as group:
                 tasks = [group.create_task(self._values(spec, given)) for spec in self._specs]
-        except* CallError as errors:
-            raise first_call_error(errors) from None
         values = [task.result() for task in tasks]
         return [
             add_up((spec, value[member]) for spec, value in zip(self._specs, values, strict=True))

@@ -7,10 +7,10 @@ from dataclasses import replace
 from services.common.spec.built_in import EARNED, REWARDS, SERVICES
 from services.common.spec.rollout import RewardSpec
 from services.common.spec.run import RunSpec
-from services.common.task_group import TaskGroup
+from services.common.task_group import TaskGroup, unwrapped
 from services.rollout.calls.pool import CallPool
 from services.rollout.calls.reach import Reach
-from services.rollout.failures import CallError, first_call_error
+from services.rollout.failures import CallError
 from services.rollout.rewards.base import RewardInput, Score
 from services.rollout.rewards.comparison import Comparison
 from services.rollout.rewards.grpc_client import GrpcRewardService
@@ -105,15 +105,13 @@ class Scorer:
         Raises:
             CallError: If one reward gives no score; the others are stopped.
         """
-        try:
+        with unwrapped(CallError):
             async with TaskGroup() as group:
                 tasks = [
                     group.create_task(self._value(spec, given))
                     for spec in self._specs
                     if spec.sees == "response"
                 ]
-        except* CallError as errors:
-            raise first_call_error(errors) from None
         values = [task.result() for task in tasks]
         tokens = [0.0] * sum(given.turn_lengths)
         for place, (spec, value) in enumerate(values):

@@ -22,12 +22,11 @@ from services.common.errors import (
     PermissionDeniedError,
     ServiceError,
 )
-from services.common.task_group import TaskGroup
+from services.common.task_group import TaskGroup, unwrapped
 from services.transferqueue import metrics
 from services.transferqueue.channels.arena_socket import serve_arena
 from services.transferqueue.channels.local_channel import LocalChannel
 from services.transferqueue.channels.sockets import MessageSocket, set_limits
-from services.transferqueue.concurrency import unwrapped
 from services.transferqueue.encoding import codec
 from services.transferqueue.storage import admission
 from services.transferqueue.storage.blobs import BlobStore

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import zmq
 
 from services.common.errors import FailedPreconditionError, NotFoundError, UnavailableError
-from services.common.task_group import TaskGroup
+from services.common.task_group import TaskGroup, unwrapped
 from services.transferqueue.channels.allocator import keep_freed_memory
 from services.transferqueue.channels.arena_socket import open_arena
 from services.transferqueue.client import TransferQueueClient
-from services.transferqueue.concurrency import unwrapped
 from services.transferqueue.facts import Shard
 from services.transferqueue.transport.arena_transport import ArenaTransport
 from services.transferqueue.transport.connection import ShardConnection
