@@ -1,10 +1,10 @@
-"""What a task group leaves behind does not end its parent later."""
+"""What a task group leaves behind does not end its parent later, and its errors can be caught by class."""
 
 import asyncio
 
 import pytest
 
-from services.common.task_group import TaskGroup
+from services.common.task_group import TaskGroup, unwrapped
 
 
 async def _fail() -> None:
@@ -49,3 +49,15 @@ async def test_a_cancellation_from_outside_is_kept() -> None:
     await asyncio.sleep(0.01)
     parenting.cancel()
     assert await parenting == 1
+
+
+async def test_the_first_error_of_nested_groups_comes_as_it_is() -> None:
+    with pytest.raises(ValueError, match="lost"), unwrapped():
+        async with TaskGroup(), TaskGroup() as tasks:
+            tasks.create_task(_fail())
+
+
+async def test_a_group_whose_first_error_is_of_another_kind_stays_whole() -> None:
+    with pytest.RaisesGroup(ValueError), unwrapped(KeyError):
+        async with TaskGroup() as tasks:
+            tasks.create_task(_fail())
