@@ -91,7 +91,17 @@ def model_config(spec: RunSpec) -> Any:
 def _problems(spec: RunSpec) -> list[str]:
     problems: list[str] = []
     is_offline = hub_is_needed(spec) and not go_offline_unless_reachable()
-    for step in (_model, _teacher, _start, _sources, _rewards, _workflow, _formulas, lacks):
+    for step in (
+        _model,
+        _teacher,
+        _start,
+        _sources,
+        _rewards,
+        _workflow,
+        _formulas,
+        _curriculum,
+        lacks,
+    ):
         _collect(problems, step, spec)
     if problems and is_offline:
         problems.append(_OFFLINE)
@@ -313,6 +323,13 @@ def _formulas(spec: RunSpec) -> Iterator[str]:
                 bind_callable(name, arguments, key=key)
             except ValueError as error:
                 yield str(error)
+
+
+def _curriculum(spec: RunSpec) -> Iterator[str]:
+    curriculum = spec.data.curriculum
+    if curriculum is not None and curriculum.function is not None:
+        key, arguments = "data.curriculum.function", curriculum.arguments
+        yield from _called(key, curriculum.function, ({}, {}), arguments)
 
 
 def _called(

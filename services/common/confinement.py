@@ -29,7 +29,7 @@ _FREE = re.compile(
 _CODE = re.compile(
     r"rollout\.(workflow|rewards\.\d+\.name|workflow_arguments\.(agent|environment|train|tools\.\d+))"
     r"|data\.(train|heldout)\.([\w-]+\.)?(rewards\.\d+\.name|filters\.\d+\.function)"
-    r"|(model|teacher)\.warm_start\.examples|algorithm\.(loss|advantage)"
+    r"|data\.curriculum\.function|(model|teacher)\.warm_start\.examples|algorithm\.(loss|advantage)"
 )
 _MODEL = re.compile(r"(model|teacher)\.(path|tokenizer)")
 _PATH = re.compile(r"trainer\.checkpoint\.(directory|start_from)")

@@ -19,10 +19,15 @@ def to_message(value: Any, kind: type[_Message], **given: Any) -> _Message:
 
 
 def from_message(message: Message, kind: Callable[..., _Value], **given: Any) -> _Value:
-    """The dataclass with the values of a message, repeated ones as tuples, and those that are ``given``."""
+    """The dataclass with the values of a message, and those that are ``given``.
+
+    Repeated values become tuples, a message inside that is not there None.
+    """
     own: dict[str, Any] = {}
     for name, field, is_repeated in _pairs(message.DESCRIPTOR, kind):
         value = getattr(message, name)
+        if isinstance(value, Message) and not message.HasField(name):
+            value = None
         own[field] = tuple(value) if is_repeated else value
     return kind(**own | given)
 

@@ -26,6 +26,7 @@ from services.common.task_group import TaskGroup
 from services.controller.client import GroupFailure, WorkerSession
 from services.rollout.calls.pool import CallPool
 from services.rollout.calls.reach import Reach
+from services.rollout.curriculum import Curriculum
 from services.rollout.data import open_sources
 from services.rollout.engines.base import Engine
 from services.rollout.engines.build import build_engine
@@ -164,6 +165,9 @@ async def _load(
         )
     if isinstance(workflow, Environments):
         await stack.enter_async_context(workflow.serving(reach))
+    asked = spec.data.curriculum
+    has_function = asked is not None and asked.function is not None
+    curriculum = Curriculum(asked, calls) if asked is not None and has_function else None
     sampler = GroupSampler(
         prompts,
         Tools(
@@ -173,6 +177,7 @@ async def _load(
             reward=scorer,
             comparison=scorer.comparison,
             calls=calls,
+            curriculum=curriculum,
         ),
         spec.rollout,
         publisher=publisher,

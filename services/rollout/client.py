@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import grpc
 
@@ -10,7 +11,22 @@ from services.common.wire import to_message
 from slipstream.rollout.v1 import rollout_pb2 as pb
 from slipstream.rollout.v1 import rollout_pb2_grpc
 
+SET_ASIDE: Final = "set_aside"
+"""Reason of groups that were not begun, because the curriculum's function has their prompts wait."""
+
 _TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriedPrompt:
+    """How a prompt did so far."""
+
+    step: int
+    """Step whose weights are served."""
+    tries: int
+    """Its groups with a reward."""
+    mean_reward: float
+    """Running mean of their mean rewards; 0 without any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +49,8 @@ class GroupAssignment:
     """One sampling seed per sample."""
     temperatures: tuple[float, ...]
     """One temperature per sample; 0 is greedy."""
+    tried: TriedPrompt | None = None
+    """What the curriculum's function is told before anything is sampled; None does not ask it."""
 
 
 def rows_gauge(split: str) -> str:
@@ -55,7 +73,12 @@ class RolloutClient:
         """
         await call(
             self._stub.StartGroups,
-            pb.StartGroupsRequest(groups=[to_message(each, pb.GroupAssignment) for each in groups]),
+            pb.StartGroupsRequest(
+                groups=[
+                    to_message(each, pb.GroupAssignment, tried=_tried(each.tried))
+                    for each in groups
+                ]
+            ),
             timeout_s=_TIMEOUT_S,
             idempotent=True,
         )
@@ -80,3 +103,7 @@ class RolloutClient:
             timeout_s=_TIMEOUT_S,
             idempotent=True,
         )
+
+
+def _tried(prompt: TriedPrompt | None) -> pb.TriedPrompt | None:
+    return None if prompt is None else to_message(prompt, pb.TriedPrompt)

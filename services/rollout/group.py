@@ -15,6 +15,7 @@ from services.common.task_group import TaskGroup, unwrapped
 from services.rollout import metrics
 from services.rollout.calls.pool import CallPool
 from services.rollout.client import GroupAssignment
+from services.rollout.curriculum import Curriculum
 from services.rollout.demonstrated import demonstrated
 from services.rollout.engines.base import Engine, GenerationResult
 from services.rollout.failures import CallError, GroupError
@@ -49,6 +50,8 @@ class Tools:
     """Calls the workflow's tools."""
     comparison: Callable[[str], Comparison | None] = lambda _: None
     """What scores members of a split by what the others did, if a reward does that."""
+    curriculum: Curriculum | None = None
+    """Says which prompts are worth a try, where the run names a function for it."""
 
 
 class RunningGroup:

@@ -21,7 +21,7 @@ from services.common.spec.rollout import RolloutSpec
 from services.common.task_group import TaskGroup
 from services.rollout import metrics
 from services.rollout.admission import Admission
-from services.rollout.client import GroupAssignment
+from services.rollout.client import SET_ASIDE, GroupAssignment
 from services.rollout.engines.base import GenerationResult
 from services.rollout.failures import GroupError, InterruptedGroupError
 from services.rollout.group import RunningGroup, Tools
@@ -280,6 +280,8 @@ class GroupSampler:
         group_id = assignment.group_id
         try:
             prompt = self._prompts.prompt(assignment.split, assignment.row)
+            if assignment.tried is not None and self._tools.curriculum is not None:
+                await self._tools.curriculum.check(prompt.row, assignment.tried)
             # A group that is cancelled meanwhile must not cancel the reading for the others.
             loaded = await asyncio.shield(loading) if loading is not None else {}
             progress = loaded.get(group_id, {})
@@ -293,7 +295,8 @@ class GroupSampler:
                 await self._park([group])
         except GroupError as error:
             metrics.GROUPS.labels(outcome=error.reason).inc()
-            logger.warning("group failed", extra={"group_id": group_id, "reason": error.reason})
+            level = logging.DEBUG if error.reason == SET_ASIDE else logging.WARNING
+            logger.log(level, "group failed", extra={"group_id": group_id, "reason": error.reason})
             await self._report_failures([(assignment, error)])
         self._end(group)
         if self._spec.partial_rollout and not group.is_cut:

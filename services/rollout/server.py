@@ -6,7 +6,7 @@ import grpc
 
 from services.common.errors import InvalidArgumentError, UnavailableError
 from services.common.wire import from_message
-from services.rollout.client import GroupAssignment
+from services.rollout.client import GroupAssignment, TriedPrompt
 from services.rollout.sampling import GroupSampler
 from slipstream.rollout.v1 import rollout_pb2 as pb
 from slipstream.rollout.v1 import rollout_pb2_grpc
@@ -74,4 +74,6 @@ def _assignment(group: pb.GroupAssignment) -> GroupAssignment:
         raise InvalidArgumentError(
             f"group {group.group_id!r}: {'; '.join(wrong)}", group_id=group.group_id
         )
-    return from_message(group, GroupAssignment)
+    if not group.HasField("tried"):
+        return from_message(group, GroupAssignment)
+    return from_message(group, GroupAssignment, tried=from_message(group.tried, TriedPrompt))

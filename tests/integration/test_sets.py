@@ -2,7 +2,10 @@
 
 import json
 
-from tests.helpers.cli import REPOSITORY
+import yaml
+
+from tests.helpers.cli import REPOSITORY, slipstream
+from tests.helpers.plumbing import PLUMBING
 
 EXAMPLE = REPOSITORY / "examples" / "curriculum" / "curriculum.yaml"
 SHORT = (
@@ -30,3 +33,24 @@ def test_the_curriculum_example_trains_for_a_part_of_an_epoch(system):
     assert sorted(sets) == ["four", "six", "two"]
     assert {"pass@1", "pass@2", "pass@4"} <= sets["six"].keys()
     assert "pass@2" not in sets["two"]
+
+
+ODD_FIRST = """
+def odd_first(row, tried, *, until):
+    return tried["step"] >= until or int(row["prompt"].split()[1]) % 2 == 1
+"""
+
+
+def test_a_curriculum_of_the_users_own_chooses_the_prompts(system, plumbing):
+    (plumbing.parent / "order.py").write_text(ODD_FIRST)
+    chosen = {"function": "order.py:odd_first", "arguments": {"until": 100}}
+    data = {**PLUMBING["data"], "shuffle": False, "curriculum": chosen}
+    plumbing.write_text(yaml.safe_dump({**PLUMBING, "data": data}))
+    done = system.train(plumbing)
+    assert done.code == 0, done.out + done.err
+    prompts = done.summary["prompts"]
+    assert prompts["consumed"] == 12
+    assert prompts["dropped"] >= 11
+    lines = slipstream("samples", done.folder.name, "--json", "--url", system.url).out.splitlines()
+    numbers = {int(json.loads(line)["prompt"].split()[1]) for line in lines}
+    assert numbers <= set(range(1, 32, 2))

@@ -100,8 +100,16 @@ class HeldoutSetSpec(PromptSourceSpec):
 
 
 class CurriculumSpec(SpecPart):
-    """Which prompts are set aside for a while, by the running mean of their groups' rewards."""
+    """Which prompts are set aside for a while: by the running mean of their groups' rewards, or by you."""
 
+    function: str | None = None
+    """``module:function`` or ``file.py:function``, called with a row and with what is known of its
+    prompt, before it is answered; True has it answered now. ``solved_from`` and ``hopeless_to`` are then null
+    by default."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+    timeout_s: float = Field(10.0, gt=0)
+    """Deadline of a call of the function; a late one is a failure of its prompt."""
     solved_from: float | None = 0.9
     """Mean reward from which a prompt counts as solved; null sets none aside for that."""
     hopeless_to: float | None = 0.0
@@ -112,6 +120,13 @@ class CurriculumSpec(SpecPart):
     """Share of the newest group in the running mean."""
     retry_after_steps: int = Field(50, ge=1)
     """Steps after which a prompt that was set aside is tried again, at its next place in the order."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _function_takes_the_place_of_bounds(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or values.get("function") is None:
+            return values
+        return {"solved_from": None, "hopeless_to": None, **values}
 
 
 SetName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]

@@ -50,11 +50,16 @@ def _curriculum(spec: RunSpec) -> Iterator[str]:
     curriculum = spec.data.curriculum
     if curriculum is None:
         return
-    hopeless, solved = curriculum.hopeless_to, curriculum.solved_from
-    if hopeless is None and solved is None:
+    if curriculum.arguments and curriculum.function is None:
         yield (
-            "data.curriculum sets nothing aside: solved_from and hopeless_to are both null; set one, or "
-            "remove data.curriculum"
+            "data.curriculum.arguments are given without data.curriculum.function, which takes them; name "
+            "it, or remove them"
+        )
+    hopeless, solved = curriculum.hopeless_to, curriculum.solved_from
+    if hopeless is None and solved is None and curriculum.function is None:
+        yield (
+            "data.curriculum sets nothing aside: solved_from and hopeless_to are both null; set one, name a "
+            "function, or remove data.curriculum"
         )
     elif hopeless is not None and solved is not None and hopeless >= solved:
         yield (

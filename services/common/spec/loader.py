@@ -162,6 +162,9 @@ def resolve_paths(spec: RunSpec, folder: Path) -> RunSpec:
     for key in {"directory", "start_from"} & {key for key, value in checkpoint.items() if value}:
         checkpoint[key] = str((folder / checkpoint[key]).resolve())
     _resolve_sources(document["data"], folder)
+    if curriculum := document["data"]["curriculum"]:
+        _resolve_functions(curriculum, ("function",), folder)
+    _resolve_functions(document["algorithm"], ("advantage", "loss"), folder)
     _resolve_rewards(document["rollout"]["rewards"], folder)
     rollout = document["rollout"]
     rollout["workflow"] = _absolute_callable(rollout["workflow"], folder)
@@ -194,11 +197,16 @@ def _resolve_sources(data: dict[str, Any], folder: Path) -> None:
     for _, source in set_documents(data):
         _resolve_rewards(source["rewards"] or (), folder)
         for each in source["filters"]:
-            each["function"] = each["function"] and _absolute_callable(each["function"], folder)
+            _resolve_functions(each, ("function",), folder)
         if source["source"] in ("jsonl", "parquet"):
             source["path"] = str((folder / source["path"]).resolve())
         elif source["source"] == "python":
             source["path"] = _absolute_callable(source["path"], folder)
+
+
+def _resolve_functions(part: dict[str, Any], keys: Sequence[str], folder: Path) -> None:
+    for key in keys:
+        part[key] = part[key] and _absolute_callable(part[key], folder)
 
 
 def _absolute_callable(reference: str, folder: Path) -> str:

@@ -78,6 +78,10 @@ class Difficulty:
         self._put(PromptRate(row, rate, tries, until))
         self._changed.add(row)
 
+    def rate_of(self, row: int) -> PromptRate:
+        """What is known of a prompt."""
+        return PromptRate(row, self._rates[row], self._tries[row], self._until[row])
+
     def is_aside(self, row: int, *, step: int) -> bool:
         """Whether a prompt is left out while the weights of a step are served."""
         return self._until[row] > step
@@ -93,10 +97,7 @@ class Difficulty:
 
     def take_changes(self) -> tuple[PromptRate, ...]:
         """What changed since this was called before."""
-        changed = tuple(
-            PromptRate(row, self._rates[row], self._tries[row], self._until[row])
-            for row in sorted(self._changed)
-        )
+        changed = tuple(self.rate_of(row) for row in sorted(self._changed))
         self._changed.clear()
         return changed
 

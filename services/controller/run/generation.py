@@ -20,7 +20,8 @@ from services.controller.client import GroupFailure
 from services.controller.rules.groups import RUNNING, WAITING, Group, GroupState
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.prompts import PromptOrder
-from services.controller.run.handout import GenerationError, Handout
+from services.controller.run.failures import Failures, failed
+from services.controller.run.handout import Handout
 from services.controller.run.journal import Journal
 from services.controller.run.replicas import Replicas
 from services.controller.run.requests import CurrentSpec
@@ -32,8 +33,7 @@ from services.controller.run.stored import (
     rewards_of,
     why_unfit,
 )
-from services.controller.store.records import Note
-from services.rollout.client import GroupAssignment
+from services.rollout.client import SET_ASIDE, GroupAssignment
 
 logger = logging.getLogger(__name__)
 # Reasons for which a group has no samples although its prompt did nothing wrong.
@@ -77,7 +77,7 @@ class Generation:
         self._replicas = replicas
         self._handout = handout
         self._refilled = ledger.num_ended(_REFILLED)
-        self._failures_in_a_row: list[str] = []
+        self._failures = Failures(spec, ledger=ledger, order=order, handout=handout)
         self._work = asyncio.Event()
         self._finished = asyncio.Condition()
         self.stored = stored
@@ -185,12 +185,15 @@ class Generation:
                     await self._note_stall(group, failure)
                 continue
             workers = self._handout.end(group)
-            if failure.reason in _BLAMELESS:
+            if failure.reason == SET_ASIDE:
+                self._ledger.drop(group, SET_ASIDE)
+                self._handout.num_passed_over += 1
+            elif failure.reason in _BLAMELESS:
                 self._ledger.requeue(group)
             else:
-                self._blame(group, failure)
-                await self._journal.note(_failed(failure), self._ledger)
-                self._check_that_some_succeed()
+                self._failures.blame(group, failure)
+                await self._journal.note(failed(failure), self._ledger)
+                self._failures.check_that_some_succeed()
             if len(workers) > 1:
                 await self._replicas.cancel([group.group_id])
             await self.stored.discard([group])
@@ -267,7 +270,7 @@ class Generation:
         """Count that a group came to a halt by itself, and say so."""
         if group.state is GroupState.PARTIAL and not self._ledger.stall(group):
             self._order.quarantine(group.row)
-        await self._journal.note(_failed(failure), self._ledger)
+        await self._journal.note(failed(failure), self._ledger)
 
     def _go_on(self, group: Group) -> None:
         """Let a group that is not whole wait for its next try, once all its shares have ended."""
@@ -276,28 +279,6 @@ class Generation:
             num_unfinished, num_tokens = shares.progress(group.group_id)
             self._ledger.interrupt(group, num_unfinished=num_unfinished, num_tokens=num_tokens)
             self._handout.end(group)
-
-    def _blame(self, group: Group, failure: GroupFailure) -> None:
-        """Count a failure of the prompt."""
-        logger.warning(
-            "group failed",
-            extra={"group": failure.group_id, "reason": failure.reason, "why": failure.message},
-        )
-        why = f"{self._order.mixture.name(group.row)}: {failure.reason}: {failure.message}"
-        self._failures_in_a_row.append(why)
-        self._handout.first_failure = self._handout.first_failure or why
-        if not failure.retryable:
-            self._ledger.quarantine(group, failure.reason)
-            self._order.quarantine(group.row)
-        elif not self._ledger.retry(group, failure.reason):
-            self._order.quarantine(group.row)
-
-    def _check_that_some_succeed(self) -> None:
-        limit = 4 * self._spec.now.trainer.prompts_per_step
-        if len(self._failures_in_a_row) >= limit:
-            raise GenerationError(
-                f"{limit} groups failed in a row, the first one of {self._failures_in_a_row[0]}"
-            )
 
     async def _take_in(self, groups: Sequence[tuple[str, GroupSamples]]) -> None:
         late: list[str] = []
@@ -311,7 +292,7 @@ class Generation:
                 metrics.LATE_GROUPS.inc()
                 late += samples.keys
                 continue
-            self._failures_in_a_row.clear()
+            self._failures.end_the_row()
             for worker_id in self._handout.shares.brought(group_id, samples.numbers("member")):
                 self._replicas.finished(worker_id)
             whole = self.stored.add(group, samples)
@@ -332,6 +313,7 @@ class Generation:
 
     def _complete(self, group: Group, samples: GroupSamples) -> None:
         self._ledger.complete(group, oldest_version=oldest_version(samples))
+        self._handout.num_passed_over = 0
         if (difficulty := self._order.difficulty) is not None:
             difficulty.observe(group.row, rewards_of(samples), step=self._handout.published_step)
 
@@ -350,11 +332,3 @@ class Generation:
         """Let others start where groups ended."""
         self._handout.expect()
         self._work.set()
-
-
-def _failed(failure: GroupFailure) -> Note:
-    return Note(
-        "GroupFailed",
-        f"{failure.group_id}: {failure.reason}: {failure.message}",
-        {"group_id": failure.group_id, "reason": failure.reason},
-    )

@@ -23,7 +23,10 @@ from services.controller.run.replicas import Replicas
 from services.controller.run.requests import CurrentSpec
 from services.controller.run.stored import StoredGroups
 from services.controller.store.records import Note
-from services.rollout.client import GroupAssignment
+from services.rollout.client import GroupAssignment, TriedPrompt
+
+# Prompts that the curriculum's function may have wait one after the other: then one is not asked for.
+_MOST_PASSED_OVER = 1000
 
 
 class GenerationError(RuntimeError):
@@ -77,6 +80,8 @@ class Handout:
         """Who generates what."""
         self.first_failure = ""
         """Which prompt failed first, and of what."""
+        self.num_passed_over = 0
+        """Prompts that the curriculum's function had wait since one was answered."""
         self.published_step = -1
         """The newest step whose weights every rollout serves."""
         self.gate = StalenessGate(
@@ -205,7 +210,21 @@ class Handout:
             members=tuple(members),
             seeds=tuple(sample_seed(self._spec.now.seed, group.sequence, m) for m in members),
             temperatures=pick(self._temperatures, members),
+            tried=self._tried(group),
         )
+
+    def _tried(self, group: Group) -> TriedPrompt | None:
+        """What the curriculum's function is told of a prompt; None if it is begun without being asked for."""
+        curriculum, difficulty = self._spec.now.data.curriculum, self._order.difficulty
+        if curriculum is None or curriculum.function is None or difficulty is None:
+            return None
+        most = min(self._order.mixture.num_rows, _MOST_PASSED_OVER)
+        # A group that was interrupted or lost was wanted, and may have tokens.
+        if group.attempt > 1 + group.failures or self.num_passed_over >= most:
+            return None
+        known = difficulty.rate_of(group.row)
+        step = max(self.published_step, 0)
+        return TriedPrompt(step=step, tries=known.tries, mean_reward=known.rate)
 
     def _share_out(self, group: Group) -> tuple[Mapping[str, Sequence[int]], int]:
         """Members by rollout, and the oldest version that these rollouts serve.

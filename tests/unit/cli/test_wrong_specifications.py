@@ -86,6 +86,14 @@ WRONG = [
         ["data.curriculum.hopeless_to", "below", "data.curriculum.solved_from"],
     ),
     ({"data.curriculum": {"hopeless_to": None, "solved_from": None}}, ["data.curriculum", "nothing"]),
+    (
+        {"data.curriculum": {"function": "task.py:gone"}},
+        ["data.curriculum.function", "'gone'"],
+    ),
+    (
+        {"data.curriculum": {"arguments": {"x": 1}}},
+        ["data.curriculum.arguments", "data.curriculum.function"],
+    ),
     ({"data.curriculum": {"newest_share": 0}}, ["data.curriculum.newest_share", "greater than 0"]),
     ({"rollout.rewards": []}, ["rollout.rewards", "at least 1"]),
     ({"name": "Not A Label"}, ["name", "pattern"]),

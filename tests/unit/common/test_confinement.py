@@ -281,6 +281,9 @@ def test_sets_of_prompts_are_looked_at_one_by_one(roots):
     ]
     found = strays(spec_with(data__train={"a": {**inside, "filters": filters}}), roots)
     assert [problem.split(":")[0] for problem in found] == ["data.train.a.filters.2.function"]
+    chosen = spec_with(data__train=inside, data__curriculum={"function": "/tmp/mine.py:f"})
+    found = strays(chosen, roots)
+    assert [problem.split(":")[0] for problem in found] == ["data.curriculum.function"]
     code = {**inside, "rewards": [{"name": "/tmp/judge.py:f"}, {"name": "os:getcwd"}]}
     found = strays(spec_with(data__train={"a": code}), roots)
     assert [problem.split(":")[0] for problem in found] == [

@@ -5,14 +5,19 @@ from types import SimpleNamespace
 
 import pytest
 
+from services.common.spec.data import CurriculumSpec
 from services.common.spec.loader import parse_spec
+from services.controller.client import GroupFailure
+from services.controller.rules.difficulty import Difficulty
 from services.controller.rules.groups import GroupState
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.mixture import Mixture
 from services.controller.rules.prompts import PromptOrder, ReturnedRows
+from services.controller.run.generation import Generation
 from services.controller.run.handout import GenerationError, Handout
 from services.controller.run.requests import CurrentSpec
 from services.controller.run.stored import StoredGroups
+from services.rollout.client import TriedPrompt
 
 SPEC = parse_spec(
     {
@@ -43,7 +48,7 @@ class OneRollout:
     num_replicas = 1
 
     def __init__(self):
-        self.started = []
+        self.started, self.assignments = [], []
 
     def choose(self, group_id):
         return "rollout-0", 0
@@ -51,19 +56,37 @@ class OneRollout:
     def assigned(self, worker_id):
         """Loads do not matter here."""
 
+    finished = assigned
+
     def newest_version(self):
         return 0
 
     async def start(self, by_worker):
+        self.assignments += [a for groups in by_worker.values() for a in groups]
         self.started += [a.group_id for groups in by_worker.values() for a in groups]
 
 
-def handout_of(ledger, *, rows=100, quarantined=()):
+class Nothing:
+    """A transferqueue without samples."""
+
+    async def discard(self, groups):
+        """There are none."""
+
+
+def handout_of(ledger, *, rows=100, quarantined=(), curriculum=None):
     rollouts = OneRollout()
-    order = PromptOrder(Mixture({"train": rows}), seed=0, shuffle=False, quarantined=quarantined)
+    chosen = None if curriculum is None else CurriculumSpec.model_validate(curriculum)
+    spec = SPEC.model_copy(update={"data": SPEC.data.model_copy(update={"curriculum": chosen})})
+    order = PromptOrder(
+        Mixture({"train": rows}),
+        seed=0,
+        shuffle=False,
+        quarantined=quarantined,
+        difficulty=None if chosen is None else Difficulty(rows, chosen),
+    )
     clock = SimpleNamespace(monotonic=lambda: 1.0)
     handout = Handout(
-        CurrentSpec(SPEC),
+        CurrentSpec(spec),
         "run_1",
         ledger=ledger,
         order=order,
@@ -114,6 +137,64 @@ async def test_interrupted_groups_go_on_first_and_the_one_with_the_least_left_be
     rollouts.started.clear()
     await hand_out(handout)
     assert rollouts.started == [near.group_id, far.group_id]
+
+
+async def test_the_function_of_a_curriculum_is_asked_before_a_prompt_is_tried():
+    ledger = Ledger(max_attempts=3)
+    handout, rollouts = handout_of(ledger, rows=20, curriculum={"function": "mine:wants"})
+    handout._order.difficulty.observe(0, [0.5], step=0)
+    handout.published_step = 0
+    await hand_out(handout)
+    tried = [assignment.tried for assignment in rollouts.assignments]
+    assert tried[:2] == [
+        TriedPrompt(step=0, tries=1, mean_reward=0.5),
+        TriedPrompt(step=0, tries=0, mean_reward=0.0),
+    ]
+    # One that failed is asked for again; one that was wanted and interrupted goes on.
+    failed, interrupted = ledger.running()[:2]
+    ledger.retry(failed, "reward_timeout")
+    ledger.interrupt(interrupted, num_tokens=3)
+    assert handout.assignment(failed, [0]).tried is not None
+    assert handout.assignment(interrupted, [0]).tried is None
+    # A function that has every prompt wait holds nothing up.
+    handout.num_passed_over = 20
+    assert handout.assignment(failed, [0]).tried is None
+
+
+async def test_a_prompt_that_waits_is_passed_over_and_nothing_is_held_against_it():
+    ledger = Ledger(max_attempts=1)
+    handout, rollouts = handout_of(ledger, curriculum={"function": "mine:wants"})
+    handout.published_step = 0
+    await hand_out(handout)
+    generation = Generation(
+        handout._spec,
+        ledger=ledger,
+        order=handout._order,
+        journal=Recorder(),
+        replicas=rollouts,
+        stored=Nothing(),
+        handout=handout,
+    )
+    waits = rollouts.assignments[:3]
+    await generation.fail(
+        [
+            GroupFailure(
+                group_id=a.group_id,
+                attempt=a.attempt,
+                reason="set_aside",
+                message="",
+                retryable=True,
+                worker_id="rollout-0",
+            )
+            for a in waits
+        ]
+    )
+    assert ledger.reasons() == {"set_aside": 3}
+    assert ledger.counts()["quarantined"] == 0
+    assert handout.num_passed_over == 3
+    await hand_out(handout)
+    rows = [assignment.row for assignment in rollouts.assignments]
+    assert rows == list(range(11))
 
 
 async def test_a_run_without_prompts_left_says_so():

@@ -58,6 +58,7 @@ class GroupAssignment(_message.Message):
     SEEDS_FIELD_NUMBER: _builtins.int
     TEMPERATURES_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    TRIED_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Names the group; its samples get the keys "{group_id}.{member}"."""
     attempt: _builtins.int
@@ -80,6 +81,12 @@ class GroupAssignment(_message.Message):
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Holds the place of each sample in the group, from 0."""
 
+    @_builtins.property
+    def tried(self) -> Global___TriedPrompt:
+        """Tells what is known of the prompt. If it is there, the curriculum's function is asked first; where that
+        sets the prompt aside, the group ends with the reason "set_aside".
+        """
+
     def __init__(
         self,
         *,
@@ -91,14 +98,45 @@ class GroupAssignment(_message.Message):
         seeds: _abc.Iterable[_builtins.int] | None = ...,
         temperatures: _abc.Iterable[_builtins.float] | None = ...,
         members: _abc.Iterable[_builtins.int] | None = ...,
+        tried: Global___TriedPrompt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tried", b"tried"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "group_id", b"group_id", "members", b"members", "partition_id", b"partition_id", "row", b"row", "seeds", b"seeds", "split", b"split", "temperatures", b"temperatures"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "group_id", b"group_id", "members", b"members", "partition_id", b"partition_id", "row", b"row", "seeds", b"seeds", "split", b"split", "temperatures", b"temperatures", "tried", b"tried"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupAssignment: _TypeAlias = GroupAssignment  # noqa: Y015
+
+@_typing.final
+class TriedPrompt(_message.Message):
+    """Tells how a prompt did so far."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    TRIES_FIELD_NUMBER: _builtins.int
+    MEAN_REWARD_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """Gives the step whose weights are served."""
+    tries: _builtins.int
+    """Counts its groups with a reward; above 65535 it stays."""
+    mean_reward: _builtins.float
+    """Holds the running mean of their mean rewards; 0 without any."""
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        tries: _builtins.int = ...,
+        mean_reward: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mean_reward", b"mean_reward", "step", b"step", "tries", b"tries"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TriedPrompt: _TypeAlias = TriedPrompt  # noqa: Y015
 
 @_typing.final
 class StartGroupsResponse(_message.Message):
