@@ -1,4 +1,4 @@
-"""A run of seconds on a random model, which learns nothing."""
+"""Runs of seconds on a random model: one that learns nothing, and one that learns what it is told."""
 
 import json
 from pathlib import Path
@@ -29,4 +29,40 @@ def write_plumbing(folder: Path) -> Path:
     )
     path = folder / "plumbing.yaml"
     path.write_text(yaml.safe_dump(PLUMBING))
+    return path
+
+
+def write_sft(folder: Path) -> Path:
+    """Conversations of two answers each, of which one row has none, and one is too long."""
+
+    def talk(number: int, last: str = "assistant") -> list[dict[str, str]]:
+        said = ("user", f"count {number}"), ("assistant", "1"), ("user", "on"), (last, f"{number}")
+        return [{"role": role, "content": content} for role, content in said]
+
+    rows = [talk(number) for number in range(40)]
+    rows += [talk(1, last="user"), [*talk(2)[:-1], {"role": "assistant", "content": "long" * 40}]]
+    lines = [json.dumps({"talk": row}) for row in rows]
+    (folder / "talks.jsonl").write_text("\n".join(lines))
+    source = {"source": "jsonl", "path": "talks.jsonl"}
+    spec = {
+        "name": "sft",
+        "model": {"path": "tiny:qwen2-0.4m"},
+        "data": {
+            "train": source,
+            "heldout": {**source, "limit": 8},
+            "prompt_column": "talk",
+            "answer_column": None,
+            "chat_template": True,
+        },
+        "algorithm": "sft",
+        "rollout": {"max_response_tokens": 64},
+        "trainer": {
+            "steps": 12,
+            "prompts_per_step": 8,
+            "optimizer": {"learning_rate": 3.0e-3},
+        },
+        "validation": {"every": 6},
+    }
+    path = folder / "sft.yaml"
+    path.write_text(yaml.safe_dump(spec))
     return path

@@ -7,14 +7,19 @@ import pytest
 
 from tests.helpers.cli import descendants, started, train
 from tests.helpers.ledger_check import check_run
+from tests.helpers.plumbing import write_sft
 
 pytestmark = pytest.mark.timeout(400)
 
-SYNCHRONOUS = (
-    "algorithm.max_staleness=0",
-    "trainer.steps=12",
-    "trainer.checkpoint.every=3",
-    "limits.max_restarts=20",
+SYNCHRONOUS = ("algorithm.max_staleness=0", "trainer.checkpoint.every=3", "limits.max_restarts=20")
+# 39 rows, so that twelve steps of four prompts end in the second epoch of the smaller set.
+SETS = (
+    *SYNCHRONOUS,
+    "data.train={a: {source: jsonl, path: prompts.jsonl, weight: 2}, "
+    "b: {source: jsonl, path: prompts.jsonl, limit: 7, weight: 1}}",
+    "data.epochs=1.2",
+    "trainer.steps=null",
+    "data.curriculum={solved_from: null, hopeless_to: -1}",
 )
 
 
@@ -25,15 +30,41 @@ def trained(state) -> dict[int, list[tuple[int, int]]]:
     return {step: sorted((g[0], g[1]) for g in json.loads(groups)) for step, groups in rows}
 
 
-def test_a_run_that_lost_everything_trains_the_same_samples(plumbing, tmp_path):
-    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
-    assert train(plumbing, unbroken, *SYNCHRONOUS).code == 0
-    settings = [part for override in SYNCHRONOUS for part in ("--set", override)]
-    arguments = ("run", plumbing, "--state-directory", broken, *settings)
+def tries(state) -> dict[int, int]:
+    """How often the curriculum saw each prompt."""
+    with sqlite3.connect(state / "slipstream.db") as connection:
+        return dict(connection.execute("SELECT row, tries FROM prompt_rates").fetchall())
+
+
+def break_one_of_two(spec, folder, *overrides):
+    """Train twice, once with the loss of all processes at step 5; returns both state directories."""
+    unbroken, broken = folder / "unbroken", folder / "broken"
+    done = train(spec, unbroken, *overrides)
+    assert done.code == 0, done.out + done.err
+    settings = [part for override in overrides for part in ("--set", override)]
+    arguments = ("run", spec, "--state-directory", broken, *settings)
     with started(*arguments, until=r"step +5/") as (process, lines):
         for victim in descendants(process).values():
             victim.kill()
         out, _ = process.communicate(timeout=300)
         assert process.returncode == 0, "".join(lines) + out
+    return unbroken, broken
+
+
+def test_a_run_of_several_sets_that_lost_everything_trains_the_same_samples(plumbing, tmp_path):
+    unbroken, broken = break_one_of_two(plumbing, tmp_path, *SETS)
+    assert [*trained(unbroken)] == [*range(1, 13)]
+    assert trained(broken) == trained(unbroken)
+    assert check_run(broken)["rewinds"] >= 1
+    # What the curriculum knew is back; what was trained anew, it saw again.
+    seen, again = tries(unbroken), tries(broken)
+    assert sum(seen.values()) == 48
+    assert seen.keys() == again.keys()
+    assert all(again[row] >= count for row, count in seen.items())
+
+
+@pytest.mark.nightly
+def test_fine_tuning_that_lost_everything_trains_the_same_answers(tmp_path):
+    unbroken, broken = break_one_of_two(write_sft(tmp_path), tmp_path, *SYNCHRONOUS)
     assert trained(broken) == trained(unbroken)
     assert check_run(broken)["rewinds"] >= 1

@@ -1,51 +1,14 @@
 """Supervised fine-tuning as a user runs it, and reinforcement learning that begins where it ended."""
 
 import json
-from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.helpers.cli import slipstream
-from tests.helpers.plumbing import PLUMBING
+from tests.helpers.plumbing import PLUMBING, write_sft
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def write_sft(folder: Path) -> Path:
-    """Conversations of two answers each, of which one row has none, and one is too long."""
-
-    def talk(number: int, last: str = "assistant") -> list[dict[str, str]]:
-        said = ("user", f"count {number}"), ("assistant", "1"), ("user", "on"), (last, f"{number}")
-        return [{"role": role, "content": content} for role, content in said]
-
-    rows = [talk(number) for number in range(40)]
-    rows += [talk(1, last="user"), [*talk(2)[:-1], {"role": "assistant", "content": "long" * 40}]]
-    lines = [json.dumps({"talk": row}) for row in rows]
-    (folder / "talks.jsonl").write_text("\n".join(lines))
-    source = {"source": "jsonl", "path": "talks.jsonl"}
-    spec = {
-        "name": "sft",
-        "model": {"path": "tiny:qwen2-0.4m"},
-        "data": {
-            "train": source,
-            "heldout": {**source, "limit": 8},
-            "prompt_column": "talk",
-            "answer_column": None,
-            "chat_template": True,
-        },
-        "algorithm": "sft",
-        "rollout": {"max_response_tokens": 64},
-        "trainer": {
-            "steps": 12,
-            "prompts_per_step": 8,
-            "optimizer": {"learning_rate": 3.0e-3},
-        },
-        "validation": {"every": 6},
-    }
-    path = folder / "sft.yaml"
-    path.write_text(yaml.safe_dump(spec))
-    return path
 
 
 def test_a_model_is_fine_tuned_exported_and_reinforced(system, plumbing, tmp_path):
