@@ -9,6 +9,7 @@ import pytest_asyncio
 from tests.helpers.cli import slipstream
 from tests.helpers.new_user import Mouse, write_task
 from tests.helpers.system import running_system
+from tests.helpers.tracked import curve, needs, of_tensorboard
 
 playwright = pytest.importorskip("playwright.async_api")
 expect = playwright.expect
@@ -121,6 +122,15 @@ async def test_which_side_is_the_bottleneck(opened, runs):
     await expect(page.locator("#verdict")).to_contain_text(
         re.compile("is the bottleneck|are the bottleneck|are in balance")
     )
+
+
+@needs("tensorboard")
+async def test_the_numbers_go_to_a_tracker(runs, tmp_path):
+    """One command for a run that has ended and named none; one line of the specification beforehand."""
+    runs.slipstream("track", runs.ended, "--to", "tensorboard", "--folder", str(tmp_path))
+    kept = of_tensorboard(tmp_path)
+    assert curve(kept, "reward_mean") == [*range(1, 25)]
+    assert curve(kept, "heldout/greedy") == [0, 12, 24]
 
 
 async def test_a_run_is_stopped_and_kept(opened, runs):
