@@ -75,7 +75,11 @@ class RolloutClient:
             self._stub.StartGroups,
             pb.StartGroupsRequest(
                 groups=[
-                    to_message(each, pb.GroupAssignment, tried=_tried(each.tried))
+                    to_message(
+                        each,
+                        pb.GroupAssignment,
+                        tried=each.tried and to_message(each.tried, pb.TriedPrompt),
+                    )
                     for each in groups
                 ]
             ),
@@ -103,7 +107,3 @@ class RolloutClient:
             timeout_s=_TIMEOUT_S,
             idempotent=True,
         )
-
-
-def _tried(prompt: TriedPrompt | None) -> pb.TriedPrompt | None:
-    return None if prompt is None else to_message(prompt, pb.TriedPrompt)

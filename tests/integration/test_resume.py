@@ -11,10 +11,11 @@ from tests.helpers.plumbing import write_sft
 
 pytestmark = pytest.mark.timeout(400)
 
-SYNCHRONOUS = ("algorithm.max_staleness=0", "trainer.checkpoint.every=3", "limits.max_restarts=20")
+SAVED = ("trainer.checkpoint.every=3", "limits.max_restarts=20")
 # 39 rows, so that twelve steps of four prompts end in the second epoch of the smaller set.
 SETS = (
-    *SYNCHRONOUS,
+    *SAVED,
+    "algorithm.max_staleness=0",
     "data.train={a: {source: jsonl, path: prompts.jsonl, weight: 2}, "
     "b: {source: jsonl, path: prompts.jsonl, limit: 7, weight: 1}}",
     "data.epochs=1.2",
@@ -65,6 +66,7 @@ def test_a_run_of_several_sets_that_lost_everything_trains_the_same_samples(plum
 
 @pytest.mark.nightly
 def test_fine_tuning_that_lost_everything_trains_the_same_answers(tmp_path):
-    unbroken, broken = break_one_of_two(write_sft(tmp_path), tmp_path, *SYNCHRONOUS)
+    synchronous = "algorithm={loss: sft, max_staleness: 0}"
+    unbroken, broken = break_one_of_two(write_sft(tmp_path), tmp_path, *SAVED, synchronous)
     assert trained(broken) == trained(unbroken)
     assert check_run(broken)["rewinds"] >= 1
