@@ -75,7 +75,7 @@ def measure_shapes(
     topology = build_topology(spec, device=device, rank=0, world_size=1)
     distribute(policy, spec, topology)
     if spec.compile:
-        compile_ahead(policy, spec, ranks=topology.data, device=device)
+        compile_ahead(policy, spec, device=device)
     found = {}
     for name, (prompt, response) in _SHAPES.items():
         samples, cohort = make_groups(

@@ -147,7 +147,9 @@ def _planned(
         room=Room(
             gpus=gpus or base.trainer_gpus + spec.engine_gpus * base.rollouts,
             engine_gpus=spec.engine_gpus,
-            trainer_unit=spec.trainer.tensor_parallel * spec.trainer.expert_parallel,
+            trainer_unit=spec.trainer.tensor_parallel
+            * spec.trainer.expert_parallel
+            * spec.trainer.context_parallel,
         ),
         bounds={
             bound

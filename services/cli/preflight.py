@@ -166,7 +166,11 @@ def _teacher(spec: RunSpec) -> Iterator[str]:
         return
     yield from _weights("teacher", spec.teacher)
     config = read_config(spec.teacher, _vocabulary(spec.of_reference))
-    for problem in check_trainer(config, tensor_parallel=spec.trainer.tensor_parallel):
+    for problem in check_trainer(
+        config,
+        tensor_parallel=spec.trainer.tensor_parallel,
+        context_parallel=spec.trainer.context_parallel,
+    ):
         yield problem.replace("model.path", "teacher.path")
     # It loads transformers, which takes a second.
     from services.common.models.teachers import check_teacher
@@ -182,6 +186,7 @@ def _model(spec: RunSpec) -> Iterator[str]:
         config,
         tensor_parallel=spec.trainer.tensor_parallel,
         expert_parallel=spec.trainer.expert_parallel,
+        context_parallel=spec.trainer.context_parallel,
     )
     yield from _mixture_problems(spec, config)
     vocab_size = config.get("vocab_size")

@@ -23,6 +23,8 @@ class Ranks:
     """All of them."""
     group: distributed.ProcessGroup | None = None
     """Group that carries CPU tensors; None for a single rank."""
+    everyone: "Ranks | None" = None
+    """These ranks and others that have the same samples; None if there are no others."""
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over ranks, on the device of ``values``. All ranks call this, in one order."""
@@ -51,7 +53,8 @@ class Ranks:
         except (ServiceError, ValueError) as error:
             failure = error
         mine = [failure is not None, *(isinstance(failure, kind) for kind in _SHARED)]
-        failures, *shared = self.sum(torch.tensor(mine, dtype=torch.int64)).tolist()
+        everyone = self.everyone or self
+        failures, *shared = everyone.sum(torch.tensor(mine, dtype=torch.int64)).tolist()
         if failure is not None:
             raise failure
         if failures:

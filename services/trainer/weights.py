@@ -33,7 +33,7 @@ class WeightExport:
         policy: The policy, sharded or not.
         dtype: Element type on the wire.
         device: Of the policy.
-        ranks: Data-parallel ranks.
+        ranks: Those that weights are sharded over.
         senders: Value of ``weight_sync.senders``.
         lora_sync: Value of ``trainer.lora.sync``.
     """

@@ -33,6 +33,28 @@ def test_adapters_train_the_same_sent_merged_or_alone(plumbing, system):
     assert trained[0] == [pytest.approx(step, abs=1e-4) for step in trained[1]]
 
 
+@pytest.mark.nightly
+def test_two_ranks_that_share_packs_train_what_one_trains(plumbing, system):
+    trained = []
+    for options in ({}, {"world_size": 2, "context_parallel": 2}):
+        overrides = [f"trainer.{name}={value}" for name, value in options.items()]
+        # As GAE's critic shares them too.
+        done = system.train(
+            plumbing, *overrides, "algorithm.max_staleness=0", "algorithm.advantage=gae"
+        )
+        assert done.code == 0, done.out + done.err
+        steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").open()]
+        trained.append([(step["reward_mean"], step["loss"]) for step in steps])
+    assert trained[0] == [pytest.approx(step, abs=1e-4) for step in trained[1]]
+
+
+def test_packs_that_cannot_be_shared_are_refused_before_the_start(plumbing, tmp_path):
+    settings = ("--set", "trainer.world_size=3", "--set", "trainer.context_parallel=3")
+    done = slipstream("validate", plumbing, *settings)
+    assert done.code != 0
+    assert "trainer.context_parallel is 3, but layers of model.path have 4" in done.out + done.err
+
+
 @pytest.mark.parametrize("rank", [pytest.param("0", marks=pytest.mark.nightly), "1"])
 def test_a_run_goes_on_after_a_rank_was_killed(plumbing, tmp_path, rank):
     settings = ("--set", "trainer.world_size=2", "--set", "trainer.steps=12")

@@ -184,7 +184,7 @@ def assert_same(
         assert torch.equal(actual["weights"][name], weight), name
 
 
-def _spec(*, model: str = "tiny:qwen2-0.4m", algorithm: Any = None, **trainer: Any) -> RunSpec:
+def spec_for(*, model: str = "tiny:qwen2-0.4m", algorithm: Any = None, **trainer: Any) -> RunSpec:
     optimizer = {"max_grad_norm": 1e9}
     return spec_of(
         model={"path": model},
@@ -205,9 +205,9 @@ def _spec(*, model: str = "tiny:qwen2-0.4m", algorithm: Any = None, **trainer: A
     ids=str,
 )
 def test_any_split_into_micro_batches_gives_the_same_gradient(algorithm: Any) -> None:
-    whole = train_once(_spec(algorithm=algorithm, share_prefixes=False))
+    whole = train_once(spec_for(algorithm=algorithm, share_prefixes=False))
     for tokens in (1, 30, 100):
-        assert_same(train_once(_spec(algorithm=algorithm, tokens_per_micro_batch=tokens)), whole)
+        assert_same(train_once(spec_for(algorithm=algorithm, tokens_per_micro_batch=tokens)), whole)
 
 
 EARLY = {"max_staleness": 0}
@@ -225,8 +225,8 @@ EARLY = {"max_staleness": 0}
 )
 def test_groups_that_are_trained_early_give_the_gradient_of_the_whole_batch(algorithm: Any) -> None:
     algorithm |= EARLY
-    whole = train_once(_spec(algorithm=algorithm))
-    early = train_once(_spec(algorithm=algorithm, accumulate_early=True))
+    whole = train_once(spec_for(algorithm=algorithm))
+    early = train_once(spec_for(algorithm=algorithm, accumulate_early=True))
     assert_same(early, whole)
     for name in ("samples", "tokens", "trained_tokens", "response_length_mean", "is_weight_mean"):
         assert early["metrics"][name] == pytest.approx(whole["metrics"][name])
@@ -237,8 +237,8 @@ def test_groups_that_are_trained_early_give_the_gradient_of_the_whole_batch(algo
 def test_two_ranks_train_early_groups_as_one_trains_the_whole_batch(
     stage: int, tmp_path: Path
 ) -> None:
-    early = _spec(algorithm=EARLY, world_size=2, zero_stage=stage, accumulate_early=True)
-    assert_same(on_ranks(early, tmp_path), train_once(_spec(algorithm=EARLY)))
+    early = spec_for(algorithm=EARLY, world_size=2, zero_stage=stage, accumulate_early=True)
+    assert_same(on_ranks(early, tmp_path), train_once(spec_for(algorithm=EARLY)))
 
 
 @pytest.mark.timeout(300)
@@ -255,10 +255,10 @@ def test_two_ranks_train_early_groups_as_one_trains_the_whole_batch(
 def test_any_number_of_ranks_gives_the_same_gradient(
     model: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    expected = train_once(_spec(model=model, share_prefixes=False))
+    expected = train_once(spec_for(model=model, share_prefixes=False))
     # Tensor parallelism splits the sums inside a layer, so their rounding differs a little more.
     tolerance = 3e-6 if "tensor_parallel" in options else 1e-6
-    actual = on_ranks(_spec(model=model, **options), tmp_path)
+    actual = on_ranks(spec_for(model=model, **options), tmp_path)
     assert_same(actual, expected, tolerance=tolerance)
 
 
@@ -270,7 +270,7 @@ def test_a_loss_of_the_users_own_trains_two_ranks_like_the_one_it_copies(tmp_pat
     for name, algorithm in (("own", own), ("ppo", {"loss": "ppo", "dual_clip": None})):
         folder = tmp_path / name
         folder.mkdir()
-        outcomes.append(on_ranks(_spec(algorithm=algorithm, world_size=2), folder))
+        outcomes.append(on_ranks(spec_for(algorithm=algorithm, world_size=2), folder))
     ours, theirs = outcomes
     assert ours["metrics"]["loss"] == theirs["metrics"]["loss"]
     for gradient, expected in zip(
@@ -281,14 +281,14 @@ def test_a_loss_of_the_users_own_trains_two_ranks_like_the_one_it_copies(tmp_pat
 
 @pytest.mark.timeout(300)
 def test_one_rank_in_half_precision_adds_up_all_micro_batches(tmp_path: Path) -> None:
-    expected = train_once(_spec())
-    actual = on_ranks(_spec(dtype="bfloat16", tokens_per_micro_batch=60), tmp_path)
+    expected = train_once(spec_for())
+    actual = on_ranks(spec_for(dtype="bfloat16", tokens_per_micro_batch=60), tmp_path)
     assert_same(actual, expected, tolerance=0.02, metrics=0.02)
 
 
 @pytest.mark.timeout(300)
 def test_a_checkpoint_of_two_ranks_goes_on_alone(tmp_path: Path) -> None:
-    spec = _spec(world_size=2)
+    spec = spec_for(world_size=2)
     run_ranks(_save, 2, str(tmp_path), spec.model_dump_json(), count=2)
 
     alone = policy_of(spec)
@@ -309,7 +309,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_alone(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("senders", ["ranks", "leader"])
 def test_the_other_ranks_follow_rank_0(tmp_path: Path, senders: str) -> None:
-    spec = _spec(world_size=2)
+    spec = spec_for(world_size=2)
     spec = spec.model_copy(update={"weight_sync": WeightSyncSpec(senders=senders)})
     run_ranks(_serve, 2, str(tmp_path), spec.model_dump_json(), count=2)
     policy = policy_of(spec)
@@ -333,7 +333,7 @@ def test_the_other_ranks_follow_rank_0(tmp_path: Path, senders: str) -> None:
 
 @pytest.mark.timeout(300)
 def test_nothing_gathered_outlives_a_score(tmp_path: Path) -> None:
-    spec = _spec(dtype="bfloat16")
+    spec = spec_for(dtype="bfloat16")
     run_ranks(_score_twice, str(tmp_path), spec.model_dump_json(), count=1)
     before, after = json.loads((tmp_path / "scores.json").read_text())
     assert before != after, "it was scored under weights that were there before"
@@ -342,5 +342,5 @@ def test_nothing_gathered_outlives_a_score(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("is_midway", [False, True])
 def test_a_rank_that_is_gone_is_an_outage_and_not_a_fault(tmp_path: Path, is_midway: bool) -> None:
-    spec = _spec(world_size=2)
+    spec = spec_for(world_size=2)
     run_ranks(_lose, 2, str(tmp_path), spec.model_dump_json(), is_midway, count=2)

@@ -4,7 +4,7 @@ A family is here because a test compares its packed forward and backward pass, a
 decoding, with the model's own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -79,7 +79,11 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def check_trainer(
-    config: Mapping[str, Any], *, tensor_parallel: int = 1, expert_parallel: int = 1
+    config: Mapping[str, Any],
+    *,
+    tensor_parallel: int = 1,
+    expert_parallel: int = 1,
+    context_parallel: int = 1,
 ) -> list[str]:
     """Why the trainer would not compute a model exactly; empty if it does.
 
@@ -87,6 +91,7 @@ def check_trainer(
         config: A ``config.json``.
         tensor_parallel: Ranks that share each layer.
         expert_parallel: Ranks that share the experts of each layer.
+        context_parallel: Ranks that share the tokens of each pack.
     """
     model_type = config.get("model_type")
     family = FAMILIES.get(str(model_type))
@@ -119,7 +124,28 @@ def check_trainer(
             f"trainer.expert_parallel is {expert_parallel}, but layers of model.path have {count} experts, "
             "which must be a multiple of it; set it to 1 or to a divisor"
         )
+    if context_parallel > 1:
+        problems += _context_problems(config, context_parallel, tensor_parallel)
     return problems
+
+
+def _context_problems(
+    config: Mapping[str, Any], context_parallel: int, tensor_parallel: int
+) -> Iterator[str]:
+    begins = f"trainer.context_parallel is {context_parallel}, but"
+    if is_mixture(config):
+        yield (
+            f"{begins} {config['model_type']!r} is a mixture of experts, whose balance is counted over whole "
+            "micro-batches; set it to 1"
+        )
+    heads = config.get("num_attention_heads") or 0
+    own = heads // tensor_parallel
+    if own % context_parallel:
+        divided = f", {own} of them on each of {tensor_parallel} tensor-parallel processes"
+        yield (
+            f"{begins} layers of model.path have {heads} attention heads"
+            f"{divided if tensor_parallel > 1 else ''}, which must be a multiple of it; set it to a divisor"
+        )
 
 
 def num_experts(config: Mapping[str, Any]) -> int:

@@ -45,7 +45,7 @@ def _counts(spec: RunSpec, engine_gpus: int) -> Iterator[str]:
     """Processes must be those that the task groups give."""
     scoring = [task for task in ("logp", "ref_logp") if spec.topology.own_gpus(task)]
     parallelism = {
-        "train": spec.trainer.tensor_parallel,
+        "train": spec.trainer.tensor_parallel * spec.trainer.context_parallel,
         "generate": engine_gpus,
         **dict.fromkeys(scoring, spec.topology.scoring_ranks),
     }

@@ -229,10 +229,18 @@ def _early_groups(spec: RunSpec) -> Iterator[str]:
 
 def _parallelism(spec: RunSpec) -> Iterator[str]:
     trainer, lora = spec.trainer, spec.trainer.lora
-    if trainer.world_size % trainer.tensor_parallel:
+    together = trainer.tensor_parallel * trainer.context_parallel
+    if trainer.world_size % together:
+        also = f" times trainer.context_parallel ({trainer.context_parallel})"
         yield (
             f"trainer.world_size ({trainer.world_size}) must be a multiple of "
             f"trainer.tensor_parallel ({trainer.tensor_parallel})"
+            + (also if trainer.context_parallel > 1 else "")
+        )
+    if trainer.context_parallel > 1 and trainer.expert_parallel > 1:
+        yield (
+            f"trainer.context_parallel {trainer.context_parallel} cannot be combined with "
+            f"trainer.expert_parallel {trainer.expert_parallel}; set one of them to 1"
         )
     data_parallel = trainer.world_size // trainer.tensor_parallel
     if data_parallel % trainer.expert_parallel:

@@ -87,7 +87,7 @@ class TrainerSpec(SpecPart):
     (arXiv:2511.18871): their gradients are added up, and one update follows when all are in. It is that of
     the whole batch, exactly on-policy."""
     tokens_per_micro_batch: int = Field(16_384, ge=1)
-    """Packed tokens of one forward pass."""
+    """Packed tokens of one forward pass, on each of the processes that share them."""
     share_prefixes: bool = True
     """Whether tokens that samples of a micro-batch have in common from their beginnings on, such as the
     prompt of a group, are computed once. Logprobs and gradients stay what they are without."""
@@ -102,6 +102,9 @@ class TrainerSpec(SpecPart):
     expert_parallel: int = Field(1, ge=1)
     """Data-parallel processes that share the experts of each layer: tokens travel to those that hold their
     experts, and back. Divides the data-parallel processes and the experts of a layer."""
+    context_parallel: int = Field(1, ge=1)
+    """Processes that share the tokens of each micro-batch, and in attention its heads (arXiv:2309.14509): a
+    sequence may be as many times longer. Divides the processes and the attention heads of each."""
     balancing: BalancingSpec = BalancingSpec()
     """How the choice of a mixture's experts is kept even."""
     zero_stage: Literal[1, 3] = 3

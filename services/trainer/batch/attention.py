@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from services.trainer.batch.context import ContextRanks
 from services.trainer.batch.layout import AttentionBatch, AttentionLayout
 
 PACKED = "slipstream_packed"
@@ -59,6 +60,7 @@ def packed_attention(  # noqa: PLR0913 -- transformers decides its arguments
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     layout: AttentionLayout,
+    context: ContextRanks | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each sequence of a pack, along its own path.
@@ -74,6 +76,7 @@ def packed_attention(  # noqa: PLR0913 -- transformers decides its arguments
         softcap: As :attr:`Scores.cap`.
         s_aux: As :attr:`Scores.sinks`.
         layout: The sequences.
+        context: Ranks that compute the pack together; ``T`` is then the tokens of this one.
 
     Returns:
         ``[1, T, heads, D]``, and no attention weights.
@@ -85,20 +88,33 @@ def packed_attention(  # noqa: PLR0913 -- transformers decides its arguments
         for size in ("head_dim", "qk_head_dim", "v_head_dim"):
             if hasattr(module, size):
                 comptime.force_static(getattr(module, size))
+    if context is not None:
+        num_tokens = len(layout.ends)
+        query, key, value = (context.to_heads(each, num_tokens) for each in (query, key, value))
+        s_aux = None if s_aux is None else context.own_heads(s_aux)
     scores = Scores(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
         cap=softcap,
         sinks=s_aux,
     )
+    output = _packed(query, key, value, scores=scores, layout=layout)
+    return output if context is None else context.to_tokens(output), None
+
+
+def _packed(
+    query: Tensor, key: Tensor, value: Tensor, *, scores: Scores, layout: AttentionLayout
+) -> Tensor:
+    """``[1, T, heads, D]`` by the kernel that suits."""
     copies_too_much = layout.paths is not None and layout.paths.are_many
     if query.is_cuda and (copies_too_much or not scores.are_plain):
-        return _flex(query, key, value, scores=scores, layout=layout), None
+        flexed: Tensor = _flex(query, key, value, scores=scores, layout=layout)
+        return flexed
     flat = [states[0].transpose(0, 1) for states in (query, key, value)]
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _varlen(*flat, scores=scores, layout=layout)[None], None
+        return _varlen(*flat, scores=scores, layout=layout)[None]
     output: Tensor = _batched(*flat, scores=scores, layout=layout)
-    return output[None], None
+    return output[None]
 
 
 # The number of batches differs from pack to pack, and each would be another graph.

@@ -1,6 +1,7 @@
 """How a micro-batch is laid out: without padding, and what its sequences share only once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -8,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.common.jagged import Jagged
+from services.trainer.batch.context import ContextRanks
 from services.trainer.batch.layout import AttentionLayout, build_layout
 from services.trainer.batch.prefixes import Branch, branches, joined, unshared, worthwhile
 from services.trainer.batch.segments import on_device
@@ -48,8 +50,8 @@ class PackedTokens:
     position_ids: Tensor
     """``[T]`` int64, from 0 in each sequence."""
     predictors: Tensor
-    """``[P]`` int64: position from which each target is predicted. The last token of a shared prompt has as
-    many targets as its responses have first tokens."""
+    """``[P]`` int64, ascending: position from which each target is predicted. The last token of a shared
+    prompt has as many targets as its responses have first tokens."""
     targets: Tensor
     """``[P]`` int64 tokens."""
     predictions: Tensor | None
@@ -58,11 +60,38 @@ class PackedTokens:
     """What the tokens attend to."""
     work: Work
     """What it costs."""
+    places: NDArray[np.int64]
+    """``predictors`` in host memory."""
     experts: Tensor | None = None
     """``[T, layers, K]`` int64 experts that the engine chose, -1 where they are not known."""
+    context: ContextRanks | None = None
+    """Ranks that compute the pack together; then tokens and predictions are those of this rank, and layout,
+    work and ``predictions`` those of all."""
+    counts: tuple[int, ...] = ()
+    """Predictions of each of these ranks."""
+
+    def shared_with(self, ranks: ContextRanks) -> "PackedTokens":
+        """This rank's part of a whole pack."""
+        size = ranks.chunk(len(self.input_ids))
+        bounds = np.searchsorted(self.places, np.arange(ranks.size + 1) * size).tolist()
+        own = slice(bounds[ranks.rank], bounds[ranks.rank + 1])
+        return replace(
+            self,
+            input_ids=ranks.own(self.input_ids),
+            position_ids=ranks.own(self.position_ids),
+            predictors=self.predictors[own] - ranks.rank * size,
+            targets=self.targets[own],
+            context=ranks,
+            counts=tuple(end - start for start, end in pairwise(bounds)),
+        )
 
     def of_responses(self, values: Tensor) -> Tensor:
-        """``[P]`` to ``[R]``: what was computed for each prediction, for each response token."""
+        """``[P]`` to ``[R]``: what was computed for each prediction, for each response token.
+
+        Where ranks compute the pack together every one of them calls it, and gets those of all.
+        """
+        if self.context is not None:
+            values = self.context.gathered(values, self.counts)
         return values if self.predictions is None else values[self.predictions]
 
 
@@ -123,6 +152,7 @@ def pack(
         predictions=None if predictions is None else _on_device(predictions, device),
         layout=layout,
         work=_work(found, len(predictors)),
+        places=predictors,
         experts=None if told is None else _known(on_device(told, device)),
     )
 
@@ -161,6 +191,7 @@ def _idle_tokens(device: torch.device) -> PackedTokens:
         predictions=None,
         layout=build_layout(branches(unshared(1), [2]), device),
         work=Work(),
+        places=np.zeros(0, np.int64),
     )
 
 

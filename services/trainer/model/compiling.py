@@ -12,22 +12,18 @@ import torch
 from services.common.jagged import Jagged
 from services.common.spec.trainer import TrainerSpec
 from services.trainer.batch.packing import PackedTokens, pack
-from services.trainer.collectives import Ranks
 from services.trainer.model.parallel import begin_micro_batch, free_gathered
 from services.trainer.model.policy import Critic, Policy
 
 _LEAST_TOKENS = 16
 
 
-def compile_ahead(
-    module: Policy | Critic, spec: TrainerSpec, *, ranks: Ranks, device: torch.device
-) -> None:
+def compile_ahead(module: Policy | Critic, spec: TrainerSpec, *, device: torch.device) -> None:
     """Run a policy or critic over packs of all sizes, without and with gradients. All ranks call it.
 
     Args:
         module: Sharded or not; its parameters stay as they are.
         spec: What a micro-batch may hold.
-        ranks: Data-parallel ranks.
         device: Of the module.
     """
     is_trained = any(parameter.requires_grad for parameter in module.parameters())
@@ -36,7 +32,7 @@ def compile_ahead(
             module(packed)
         free_gathered(module)
         if is_trained:
-            begin_micro_batch(module, is_last=True, spec=spec, ranks=ranks)
+            begin_micro_batch(module, is_last=True, spec=spec)
             scores = module(packed)
             # Squares, whose gradients are laid out like those of a loss.
             torch.stack([part.square().sum() for part in _parts(scores)]).sum().backward()
@@ -52,7 +48,7 @@ def _packs(spec: TrainerSpec, device: torch.device) -> Iterator[PackedTokens]:
 
     Sizes that are alike would be taken for one.
     """
-    tokens = spec.tokens_per_micro_batch
+    tokens = spec.tokens_per_micro_batch * spec.context_parallel
     while tokens >= _LEAST_TOKENS:
         yield _pack(tokens, device, shares_prefixes=False)
         if spec.share_prefixes:

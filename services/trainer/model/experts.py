@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from services.trainer.batch.context import exchanged
+
 EXPERTS = "slipstream_experts"
 _RANKS = "slipstream_expert_ranks"
 
@@ -74,7 +76,7 @@ def _elsewhere(module: Any, rows: Tensor, counts: Tensor, ranks: ExpertRanks) ->
     distributed.all_to_all_single(arriving, counts, group=ranks.group)
     by_rank = torch.stack([counts, arriving]).view(2, ranks.size, -1)
     sent, received = by_rank.sum(2).tolist()
-    arrived: Tensor = _Exchange.apply(rows, sent, received, ranks.group)  # type: ignore[no-untyped-call]
+    arrived = exchanged(rows, sent, received, group=ranks.group)
     # They come by rank and then by expert, and are multiplied by expert.
     experts = torch.arange(by_rank.shape[2], device=rows.device).repeat(ranks.size)
     order = torch.argsort(experts.repeat_interleave(by_rank[1].flatten()), stable=True)
@@ -82,8 +84,7 @@ def _elsewhere(module: Any, rows: Tensor, counts: Tensor, ranks: ExpertRanks) ->
     unsorted = torch.empty_like(order).index_copy_(
         0, order, torch.arange(len(order), device=order.device)
     )
-    returned: Tensor = _Exchange.apply(outputs[unsorted], received, sent, ranks.group)  # type: ignore[no-untyped-call]
-    return returned
+    return exchanged(outputs[unsorted], received, sent, group=ranks.group)
 
 
 def _products(module: Any, rows: Tensor, counts: Tensor, ranks: ExpertRanks | None) -> Tensor:
@@ -121,34 +122,6 @@ def _weight(module: Any, name: str, ranks: ExpertRanks | None) -> Tensor:
 
 def _local(weight: Tensor) -> Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
-class _Exchange(torch.autograd.Function):
-    """Rows to the ranks that want them; gradients go the same way back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        sent: list[int],
-        received: list[int],
-        group: distributed.ProcessGroup,
-    ) -> Tensor:
-        ctx.plan = sent, received, group
-        return _exchanged(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        sent, received, group = ctx.plan
-        return _exchanged(gradients[0], received, sent, group), None, None, None
-
-
-def _exchanged(
-    rows: Tensor, sent: list[int], received: list[int], group: distributed.ProcessGroup
-) -> Tensor:
-    arrived = rows.new_empty(sum(received), *rows.shape[1:])
-    distributed.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
-    return arrived
 
 
 class _ScaledGradient(torch.autograd.Function):

@@ -7,7 +7,7 @@ of two runs on H200s (a 1.5B model, packs of 41k tokens: 110 GiB on one GPU, 96 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 from typing import Any, Final
 
 import torch
@@ -62,8 +62,8 @@ class TrainerMemory:
             raise ValueError(
                 f"training does not fit: a GPU of the trainer has {self.total / _GB:.1f} GB, but about "
                 f"{self.used / _GB:.1f} GB are needed; raise trainer.world_size, lower "
-                "trainer.tokens_per_micro_batch, or set trainer.activation_checkpointing\n"
-                + self.table(num_gpus)
+                "trainer.tokens_per_micro_batch, set trainer.activation_checkpointing, or, where the longest "
+                "sequence needs it, trainer.context_parallel\n" + self.table(num_gpus)
             )
 
 
@@ -90,8 +90,8 @@ def trainer_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -
         "optimizer": state * models * _MOMENTS * trained / ranks,
         "gradients": models * _gradients(trainer, trained),
         "weights gathered for a pass": models * _gathered(trainer, config, weights, item=item),
-        "activations": _activations(trainer, config, item=item),
-        "logits": min(_LOGITS, 3.0 * _FLOAT32 * config.vocab_size * trainer.tokens_per_micro_batch),
+        "activations": _activations(trainer, config, item=item, num_tokens=_most_tokens(spec)),
+        "logits": min(_LOGITS, 3.0 * _FLOAT32 * config.vocab_size * _most_tokens(spec)),
         "weights on their way": _sent(spec, weights, item=item),
         "context": _CONTEXT,
     }
@@ -147,10 +147,21 @@ def _gathered(
     return float(item * (outside + 2 * layer / trainer.tensor_parallel))
 
 
-def _activations(trainer: TrainerSpec, config: PretrainedConfig, *, item: int) -> float:
+def _most_tokens(spec: RunSpec) -> int:
+    """Of a micro-batch on one rank: a longer sequence is one of its own."""
+    longest = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
+    own = -(-longest // spec.trainer.context_parallel)
+    return max(spec.trainer.tokens_per_micro_batch, own)
+
+
+def _activations(
+    trainer: TrainerSpec, config: PretrainedConfig, *, item: int, num_tokens: int
+) -> float:
     """Of one micro-batch."""
     shape: Any = config.get_text_config()
     heads = int(getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads)
+    # Repeated until each rank that shares the pack has as many.
+    heads = lcm(heads, trainer.tensor_parallel * trainer.context_parallel)
     width = int(getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads)
     a_layer = float(item * _HIDDENS * shape.hidden_size)
     a_layer += item * _KEY_VALUES * heads * width / trainer.tensor_parallel
@@ -162,7 +173,7 @@ def _activations(trainer: TrainerSpec, config: PretrainedConfig, *, item: int) -
         per_token = layers * item * shape.hidden_size + a_layer
     else:
         per_token = layers * a_layer
-    return float(per_token * trainer.tokens_per_micro_batch)
+    return float(per_token * num_tokens)
 
 
 def _feed_forward(shape: Any) -> float:

@@ -1,7 +1,8 @@
 """How the model is spread over processes: meshes, FSDP2, tensor parallelism, recomputation.
 
-mesh   dp x tp; data-parallel ranks train their own samples, tensor-parallel ones share layers. Where experts
-       are shared, dp is copies x experts: each of the inner ranks holds a part of the experts of every layer
+mesh   dp x tp; FSDP2 shards over dp, tensor-parallel ranks share layers. Where experts are shared, dp is
+       copies x experts: each of the inner ranks holds a part of the experts of every layer. Where packs are,
+       dp is data x context: each of the inner ranks computes a part of the tokens of every pack
 order  tensor and expert parallelism -> compile -> recomputation -> FSDP2, from the inside out
 """
 
@@ -32,8 +33,10 @@ from torch.utils.checkpoint import checkpoint
 
 from services.common.models.families import check_trainer
 from services.common.spec.trainer import TrainerSpec
+from services.trainer.batch.context import ContextRanks
 from services.trainer.collectives import Ranks
 from services.trainer.model.experts import ExpertRanks, share_experts
+from services.trainer.model.policy import Critic, Policy
 
 _LONGEST_PAUSE = timedelta(hours=24)
 """Longest time between two orders of rank 0, after which the other ranks give up."""
@@ -46,7 +49,7 @@ class Topology:
     device: torch.device
     """Of the model."""
     data: Ranks
-    """Data-parallel ranks."""
+    """Data-parallel ranks, one for each pack that is trained at a time."""
     rank: int = 0
     """This process among all."""
     world_size: int = 1
@@ -55,6 +58,22 @@ class Topology:
     """``dp`` x ``tp``; None for a single process that needs no sharding."""
     experts: DeviceMesh | None = None
     """``copies`` x ``experts``, which ``dp`` consists of; None if every rank computes all experts."""
+    context: ContextRanks | None = None
+    """Ranks that compute a pack together; None if each computes its own."""
+
+    @property
+    def sharding(self) -> Ranks:
+        """The ranks that FSDP2 shards over."""
+        if self.mesh is None:
+            return self.data
+        dp = self.mesh["dp"]
+        return Ranks(rank=dp.get_local_rank(), size=dp.size(), group=dp.get_group())
+
+    @property
+    def is_first_of_pack(self) -> bool:
+        """Whether this process is the first of those that have the same samples."""
+        is_first = self.context is None or self.context.rank == 0
+        return is_first and (self.mesh is None or self.mesh.get_local_rank("tp") == 0)
 
 
 def join_processes(*, device: torch.device, rank: int, world_size: int) -> None:
@@ -74,7 +93,7 @@ def join_processes(*, device: torch.device, rank: int, world_size: int) -> None:
 def build_topology(
     spec: TrainerSpec, *, device: torch.device, rank: int, world_size: int
 ) -> Topology:
-    """Lay the processes out as data-parallel and tensor-parallel ranks.
+    """Lay the processes out as data-parallel ranks and those that share samples with one of them.
 
     One process in float32 needs no mesh. Sharding over one rank still gives mixed precision and
     offloading, so there is one way to have them.
@@ -91,27 +110,51 @@ def build_topology(
         if spec.dtype == "float32" and not spec.cpu_offload:
             return Topology(device=device, data=Ranks())
         join_processes(device=device, rank=0, world_size=1)
-    shape = (world_size // spec.tensor_parallel, spec.tensor_parallel)
-    experts = None
-    if spec.expert_parallel > 1:
-        inner = (shape[0] // spec.expert_parallel, spec.expert_parallel, shape[1])
-        mesh = init_device_mesh(device.type, inner, mesh_dim_names=("copies", "experts", "tp"))
-        experts = mesh["copies", "experts"]
-        mesh["copies", "experts"]._flatten("dp")  # noqa: SLF001 -- torch has no other name for it
-    else:
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
-    dp = mesh["dp"]
-    data = Ranks(rank=dp.get_local_rank(), size=shape[0], group=dp.get_group())
+    mesh = _mesh(spec, device)
+    data = mesh["dp" if spec.context_parallel == 1 else "data"]
+    everyone = Ranks(rank=rank, size=world_size, group=distributed.group.WORLD)
     return Topology(
-        device=device, data=data, rank=rank, world_size=world_size, mesh=mesh, experts=experts
+        device=device,
+        data=Ranks(
+            rank=data.get_local_rank(),
+            size=data.size(),
+            group=data.get_group(),
+            everyone=everyone if data.size() < world_size else None,
+        ),
+        rank=rank,
+        world_size=world_size,
+        mesh=mesh,
+        experts=mesh["copies", "experts"] if spec.expert_parallel > 1 else None,
+        context=_context(mesh) if spec.context_parallel > 1 else None,
     )
 
 
-def distribute(module: nn.Module, spec: TrainerSpec, topology: Topology) -> None:
+def _mesh(spec: TrainerSpec, device: torch.device) -> DeviceMesh:
+    tensor = spec.tensor_parallel
+    for names, inner in (
+        (("copies", "experts"), spec.expert_parallel),
+        (("data", "context"), spec.context_parallel),
+    ):
+        if inner > 1:
+            shape = (spec.world_size // (inner * tensor), inner, tensor)
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=(*names, "tp"))
+            mesh[names]._flatten("dp")  # noqa: SLF001 -- torch has no other name for it
+            return mesh
+    return init_device_mesh(
+        device.type, (spec.world_size // tensor, tensor), mesh_dim_names=("dp", "tp")
+    )
+
+
+def _context(mesh: DeviceMesh) -> ContextRanks:
+    context = mesh["context"]
+    return ContextRanks(context.get_group(), context.get_local_rank(), context.size())
+
+
+def distribute(module: Policy | Critic, spec: TrainerSpec, topology: Topology) -> None:
     """Spread a policy or critic in place; its parameters become sharded where there is a mesh.
 
     Args:
-        module: Holds a Hugging Face model as ``model``. On the CPU or its device.
+        module: On the CPU or its device.
         spec: Precision and parallelism.
         topology: The processes.
 
@@ -119,6 +162,13 @@ def distribute(module: nn.Module, spec: TrainerSpec, topology: Topology) -> None
         ValueError: If heads or experts cannot be divided by the ranks that share them.
     """
     decoder: Any = module.get_submodule("model").get_decoder()  # type: ignore[operator]
+    if topology.context is not None:
+        _check_model(
+            module,
+            tensor_parallel=spec.tensor_parallel,
+            context_parallel=spec.context_parallel,
+        )
+        module.context = topology.context
     layers = decoder.layers
     _divide(module, layers, spec, topology)
     for layer in layers:
@@ -157,7 +207,7 @@ def _shard(module: nn.Module, layers: nn.ModuleList, spec: TrainerSpec, topology
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=getattr(torch, spec.dtype), reduce_dtype=torch.float32
         ),
-        "reshard_after_forward": False if _keeps_gathered(spec, topology.data) else None,
+        "reshard_after_forward": False if _keeps_gathered(spec) else None,
         "offload_policy": CPUOffloadPolicy(pin_memory=topology.device.type == "cuda")
         if spec.cpu_offload
         else OffloadPolicy(),
@@ -170,19 +220,19 @@ def _shard(module: nn.Module, layers: nn.ModuleList, spec: TrainerSpec, topology
     fully_shard(module, **options)
 
 
-def begin_micro_batch(module: nn.Module, *, is_last: bool, spec: TrainerSpec, ranks: Ranks) -> None:
+def begin_micro_batch(module: nn.Module, *, is_last: bool, spec: TrainerSpec) -> None:
     """Prepare for the forward and backward pass of one of an update's micro-batches."""
-    if isinstance(module, FSDPModule) and _keeps_gathered(spec, ranks) and not spec.cpu_offload:
+    if isinstance(module, FSDPModule) and _keeps_gathered(spec) and not spec.cpu_offload:
         module.set_requires_gradient_sync(is_last)
         module.set_reshard_after_backward(is_last)
 
 
-def _keeps_gathered(spec: TrainerSpec, ranks: Ranks) -> bool:
+def _keeps_gathered(spec: TrainerSpec) -> bool:
     """Whether gathered parameters and whole gradients stay until an update's last micro-batch.
 
     Alone, a rank has nobody to exchange with, and they take the memory of one model either way.
     """
-    return ranks.size == 1 or spec.zero_stage == 1
+    return spec.world_size == spec.tensor_parallel or spec.zero_stage == 1
 
 
 def free_gathered(module: nn.Module) -> None:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from services.common.models.families import check_trainer, is_mixture
 from services.trainer.algorithm.logprobs import OutputHead, token_logprobs
 from services.trainer.batch.attention import PACKED
+from services.trainer.batch.context import ContextRanks
 from services.trainer.batch.packing import PackedTokens
 from services.trainer.model.experts import EXPERTS
 from services.trainer.model.routing import Routing
@@ -43,6 +44,8 @@ class Policy(nn.Module):
         self.routing = Routing(model, config) if is_mixture(config) else None
         self._routing_replay = routing_replay
         self._temperature = temperature
+        self.context: ContextRanks | None = None
+        """Ranks that compute each pack together."""
 
     def forward(
         self, packed: PackedTokens, *, temperature: float | None = None
@@ -61,6 +64,7 @@ class Policy(nn.Module):
             self.routing.begin(
                 packed.experts if is_told else None, replays=self._routing_replay == "replay"
             )
+        packed = packed if self.context is None else packed.shared_with(self.context)
         hidden = decoder_states(self.model, packed)[packed.predictors]
         logprobs, entropy = token_logprobs(
             hidden,
@@ -86,9 +90,12 @@ class Critic(nn.Module):
         self.head = nn.Linear(config.hidden_size, 1, bias=False, device=model.device)
         # From 0 on, so that an untrained critic does not disturb the first advantages.
         nn.init.zeros_(self.head.weight)
+        self.context: ContextRanks | None = None
+        """As a policy's."""
 
     def forward(self, packed: PackedTokens) -> Tensor:
         """``[R]`` float32 value of the state in which each response token is chosen."""
+        packed = packed if self.context is None else packed.shared_with(self.context)
         hidden = decoder_states(self.model, packed)[packed.predictors]
         return packed.of_responses(self.head(hidden).squeeze(-1).float())
 
@@ -106,12 +113,13 @@ def output_head(model: PreTrainedModel) -> OutputHead:
 
 
 def decoder_states(model: PreTrainedModel, packed: PackedTokens) -> Tensor:
-    """``[T, H]`` final hidden states of a pack."""
+    """``[T, H]`` final hidden states of a pack, or of this rank's tokens of it."""
     output = _untyped(model).get_decoder()(
         input_ids=packed.input_ids[None],
         position_ids=packed.position_ids[None],
         use_cache=False,
         layout=packed.layout,
+        context=packed.context,
     )
     states: Tensor = output.last_hidden_state[0]
     return states

@@ -101,9 +101,8 @@ def build_rank(
     )
     root = checkpoint_root(spec, settings)
     fetch = of_vocabulary(transfers.fetch, policy.model.config.vocab_size)
-    # Ranks of one tensor-parallel group have the same samples.
-    is_asked = topology.mesh is None or topology.mesh.get_local_rank("tp") == 0
-    teller = TrainingTeller(transfers.tell, spec) if spec.samples.is_on and is_asked else None
+    is_told = spec.samples.is_on and topology.is_first_of_pack
+    teller = TrainingTeller(transfers.tell, spec) if is_told else None
     runner.on_trained = None if teller is None else teller.take
     rank = _rank(
         runner,
@@ -119,7 +118,7 @@ def build_rank(
         policy,
         dtype=getattr(torch, spec.trainer.dtype),
         device=topology.device,
-        ranks=topology.data,
+        ranks=topology.sharding,
         senders=spec.weight_sync.senders,
         lora_sync="merged" if spec.trainer.lora is None else spec.trainer.lora.sync,
     )
@@ -138,7 +137,7 @@ def build_critic(
         NotFoundError: If training is to resume and there is no whole checkpoint.
     """
     gpus = spec.topology.own_gpus("critic")
-    size = {"world_size": gpus, "tensor_parallel": 1, "expert_parallel": 1}
+    size = {"world_size": gpus, "tensor_parallel": 1, "expert_parallel": 1, "context_parallel": 1}
     spec = spec.model_copy(update={"trainer": spec.trainer.model_copy(update=size)})
     topology = build_topology(
         spec.trainer,
@@ -272,8 +271,7 @@ class Loader:
         """
         module = self._loaded(make, dtype)
         if self._spec.trainer.compile:
-            topology = self._topology
-            compile_ahead(module, self._spec.trainer, ranks=topology.data, device=topology.device)
+            compile_ahead(module, self._spec.trainer, device=self._topology.device)
         return module
 
     def _loaded(self, make: Callable[[PreTrainedModel], _Module], dtype: torch.dtype) -> _Module:

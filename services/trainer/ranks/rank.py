@@ -245,7 +245,7 @@ class Rank:
         plan = plan_step(
             own,
             samples,
-            max_tokens=trainer.tokens_per_micro_batch,
+            max_tokens=trainer.tokens_per_micro_batch * trainer.context_parallel,
             ranks=self._ranks,
             shares_prefixes=self._spec.shares_prefixes,
         )

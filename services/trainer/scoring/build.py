@@ -72,6 +72,7 @@ def _scoring_spec(spec: RunSpec) -> RunSpec:
         "world_size": spec.topology.scoring_ranks,
         "tensor_parallel": 1,
         "expert_parallel": 1,
+        "context_parallel": 1,
         "zero_stage": 3,
         "activation_checkpointing": False,
         "cpu_offload": False,

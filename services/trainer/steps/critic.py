@@ -78,12 +78,8 @@ class CriticRunner:
         tokens, sequences = totals.to(self._device).unbind()
         denominators = loss.Denominators(tokens=tokens, sequences=sequences, horizon=1)
         for number, micro in enumerate(work, start=1):
-            begin_micro_batch(
-                self.critic,
-                is_last=number == len(work),
-                spec=self._spec.trainer,
-                ranks=self._ranks,
-            )
+            is_last = number == len(work)
+            begin_micro_batch(self.critic, is_last=is_last, spec=self._spec.trainer)
             part = samples.select(micro) if micro else idle_samples()
             columns = part.to(self._device).tokens
             mask = columns["loss_mask"]

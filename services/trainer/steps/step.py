@@ -292,12 +292,8 @@ class StepRunner:
         denominators = self._objective.denominators(*counts.to(self._device).unbind())
         total = torch.zeros((), device=self._device)
         for number, micro in enumerate(work, start=1):
-            begin_micro_batch(
-                self._policy,
-                is_last=number == len(work),
-                spec=self._spec.trainer,
-                ranks=self._ranks,
-            )
+            is_last = number == len(work)
+            begin_micro_batch(self._policy, is_last=is_last, spec=self._spec.trainer)
             part = samples.select(micro) if micro else idle_samples()
             packed = pack_samples(part, self._device, shares_prefixes=self._shares)
             logprobs, entropy = self._policy(packed)

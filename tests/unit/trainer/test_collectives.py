@@ -41,6 +41,14 @@ def test_a_failure_that_all_of_the_others_share_is_this_ranks_too(
         pass
 
 
+def test_a_failure_of_a_rank_with_the_same_samples_is_this_ranks_too() -> None:
+    with (
+        pytest.raises(UnavailableError, match="another rank could not fetch"),
+        Ranks(everyone=beside(1, 0, 1)).agreed("fetch"),
+    ):
+        pass
+
+
 def test_a_ranks_own_failure_is_raised_as_it_is() -> None:
     ranks = beside(1, 1, 0)
     with pytest.raises(UnavailableError, match="mine"), ranks.agreed("fetch"):

@@ -147,3 +147,21 @@ def test_what_would_not_be_exact_is_refused_by_its_configuration(
 def test_fused_projections_are_not_divided() -> None:
     (problem,) = check_trainer({"model_type": "phi3"}, tensor_parallel=2)
     assert "trainer.tensor_parallel" in problem
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tensor_parallel", "said"),
+    [
+        ("llama", 1, "have 12 attention heads, which must be a multiple of it"),
+        ("llama", 2, "12 attention heads, 6 of them on each of 2 tensor-parallel processes"),
+        ("mixtral", 1, "'mixtral' is a mixture of experts"),
+    ],
+)
+def test_packs_that_ranks_cannot_share_are_refused_with_the_figures(
+    model_type: str, tensor_parallel: int, said: str
+) -> None:
+    heads = 16 if model_type == "mixtral" else 12
+    config = {"model_type": model_type, "num_attention_heads": heads}
+    (problem,) = check_trainer(config, tensor_parallel=tensor_parallel, context_parallel=8)
+    assert problem.startswith("trainer.context_parallel is 8")
+    assert said in problem

@@ -20,13 +20,16 @@ QWEN = AutoConfig.for_model(
 GIB = 2**30
 
 
-def memory_of(gpu_gb=141, **trainer):
+def memory_of(gpu_gb=141, response=256, **trainer):
     spec = RunSpec.model_validate(
         {
             "name": "memory",
             "model": {"path": "tiny:qwen2-0.4m"},
             "data": {"train": {"source": "jsonl", "path": "none"}},
-            "rollout": {"rewards": [{"name": "exact_match"}]},
+            "rollout": {
+                "rewards": [{"name": "exact_match"}],
+                "max_response_tokens": response,
+            },
             "trainer": {
                 "steps": 1,
                 "prompts_per_step": 8,
@@ -87,3 +90,19 @@ def test_what_does_not_fit_is_refused_with_the_figures():
         memory_of(gpu_gb=80).check(1)
     assert "optimizer" in str(found.value)
     memory_of().check(1)
+
+
+def test_the_longest_sequence_must_fit_and_ranks_may_share_it():
+    def activations(**options):
+        return memory_of(response=131_072 - 1024, world_size=4, **options).parts["activations"]
+
+    alone = activations()
+    assert alone == pytest.approx(memory_of().parts["activations"] * 131_072 / 40_960)
+    assert activations(context_parallel=2) == pytest.approx(alone / 2)
+    # Two key-value heads are four on four ranks; and shorter sequences fill a micro-batch.
+    assert activations(context_parallel=4) == pytest.approx(alone * 40_960 / 131_072, rel=0.05)
+    with pytest.raises(ValueError, match=r"trainer\.context_parallel"):
+        memory_of(response=131_072, world_size=2).check(2)
+    memory_of(
+        response=131_072, world_size=2, context_parallel=2, activation_checkpointing=True
+    ).check(2)

@@ -1,0 +1,211 @@
+"""Ranks that share the tokens of a pack give the logprobs, gradients and steps of one rank."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, PreTrainedModel
+
+from services.common.jagged import Jagged
+from services.common.models.families import FAMILIES
+from services.common.models.loading import build_model
+from services.common.spec.run import RunSpec
+from services.common.spec.trainer import TrainerSpec
+from services.trainer.batch.packing import PackedTokens, pack
+from services.trainer.model.parallel import build_topology, distribute
+from services.trainer.model.policy import Critic, Policy
+from tests.helpers.ranks import run_ranks
+from tests.integration.test_trainer_ranks import assert_same, spec_for, train_once
+
+_CPU = torch.device("cpu")
+_USUAL = ("llama", "mistral", "gemma2")
+"""Plain attention, windows, and windows in every other layer with capped scores."""
+_OTHERS = tuple(
+    name for name, family in FAMILIES.items() if family.routing is None and name not in _USUAL
+)
+
+
+def _join(rank: int, store: str, ranks: int) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks
+    )
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("names", [_USUAL, pytest.param(_OTHERS, marks=pytest.mark.nightly)])
+def test_packs_of_every_dense_family_are_exact(names: tuple[str, ...], tmp_path: Path) -> None:
+    run_ranks(_families, str(tmp_path / "store"), names, count=2)
+
+
+def _families(rank: int, store: str, names: tuple[str, ...]) -> None:
+    _join(rank, store, 2)
+    plain, shared, *_ = _packs()
+    for name in names:
+        _compare(name, lambda n=name: _policy(n, 2), [plain, shared], ranks=2)
+    distributed.destroy_process_group()
+
+
+@pytest.mark.timeout(300)
+def test_any_ranks_and_packs_are_exact(tmp_path: Path) -> None:
+    run_ranks(_shapes, str(tmp_path / "store"), count=4)
+
+
+def _shapes(rank: int, store: str) -> None:
+    _join(rank, store, 4)
+    for options in (
+        # With fewer key-value heads than ranks.
+        {"context_parallel": 4},
+        {"context_parallel": 2, "tensor_parallel": 2},
+        {"context_parallel": 4, "zero_stage": 1, "activation_checkpointing": True},
+    ):
+        # Tensor parallelism splits the sums inside a layer, so their rounding differs a little more.
+        tolerance = 3e-6 if "tensor_parallel" in options else 1e-6
+        _compare(
+            str(options), lambda: _policy("qwen3", 2), _packs(), tolerance=tolerance, **options
+        )
+    _compare("critic", lambda: _critic(), _packs(), context_parallel=4)
+    distributed.destroy_process_group()
+
+
+def _compare(
+    told: str,
+    make: Callable[[], Policy | Critic],
+    packs: list[PackedTokens],
+    *,
+    ranks: int = 4,
+    tolerance: float = 1e-6,
+    **options: Any,
+) -> None:
+    """Scores and gradients of packs, all of them in one update, against those of a single rank."""
+    options = {"context_parallel": ranks, **options}
+    spec = TrainerSpec(steps=1, prompts_per_step=1, world_size=ranks, **options)
+    topology = build_topology(spec, device=_CPU, rank=distributed.get_rank(), world_size=ranks)
+    expected, own = _run(make(), packs)
+    module = make()
+    distribute(module, spec, topology)
+    with torch.no_grad():
+        scored = [_scores(module, packed) for packed in packs]
+    actual, gradients = _run(module, packs)
+    for found in (scored, actual):
+        for part, wanted in zip(found, expected, strict=True):
+            error = (part - wanted).norm() / wanted.norm().clamp(min=1e-6)
+            assert error <= tolerance, f"{told}: scores differ by {error}"
+    norm = torch.stack([value.norm() for value in own.values()]).norm()
+    for key, value in own.items():
+        error = (gradients[key] - value).norm() / norm
+        assert error <= tolerance, f"{told}: gradient of {key} differs by {error}"
+
+
+def _run(
+    module: Policy | Critic, packs: list[PackedTokens]
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    scores = []
+    for packed in packs:
+        found = _scores(module, packed)
+        # Of each token another gradient, of both of a policy's scores.
+        weights = torch.linspace(-1.0, 1.0, found.numel()).view_as(found)
+        (found * weights).sum().backward()
+        scores.append(found.detach())
+    # The output embedding of a critic has none.
+    trained = ((name, value.grad) for name, value in module.named_parameters())
+    return scores, {name: _whole(gradient) for name, gradient in trained if gradient is not None}
+
+
+def _scores(module: Policy | Critic, packed: PackedTokens) -> Tensor:
+    found = module(packed)
+    return found if isinstance(found, Tensor) else torch.stack(found)
+
+
+def _whole(value: Any) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value.clone()
+
+
+def _packs() -> list[PackedTokens]:
+    """Long and short sequences, plain and sharing prompts; fewer tokens than ranks; and nothing at all."""
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(*lengths: int) -> list[Tensor]:
+        return [torch.randint(3, 61, (length,), generator=generator) for length in lengths]
+
+    (common,) = tokens(9)
+    prompts = [*tokens(3, 5, 1), common, common, common]
+    responses = tokens(40, 4, 1, 7, 2, 13)
+    short = tokens(1)
+    return [
+        *(
+            pack(
+                Jagged.from_list(prompts),
+                Jagged.from_list(responses),
+                device=_CPU,
+                shares_prefixes=shares,
+            )
+            for shares in (False, True)
+        ),
+        pack(Jagged.from_list(short), Jagged.from_list(short), device=_CPU),
+        pack(Jagged.from_list(short), Jagged.from_list(tokens(0)), device=_CPU),
+    ]
+
+
+def _model(name: str, heads: int) -> PreTrainedModel:
+    config = AutoConfig.for_model(
+        name,
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=heads,
+        head_dim=8,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        sliding_window=6,
+    )
+    return build_model(config, dtype=torch.float32, device=_CPU, seed=3)
+
+
+def _policy(name: str, heads: int) -> Policy:
+    return Policy(_model(name, heads), temperature=0.7)
+
+
+def _critic() -> Critic:
+    critic = Critic(_model("qwen2", 2))
+    torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(1))
+    return critic
+
+
+_ALGORITHMS: tuple[dict[str, Any], ...] = (
+    {"aggregation": "seq-mean-token-mean", "entropy_coefficient": 0.01},
+    {"loss": "gspo"},
+    {
+        "loss": "ppo",
+        "correction": "decoupled",
+        "rejection": [{"level": "seq_mean", "statistic": "k3", "upper": 0.5}],
+    },
+)
+
+
+@pytest.mark.timeout(300)
+def test_steps_are_those_of_one_rank(tmp_path: Path) -> None:
+    run_ranks(_steps, str(tmp_path / "store"), count=4)
+
+
+def _steps(rank: int, store: str) -> None:
+    _join(rank, store, 4)
+    for algorithm in _ALGORITHMS:
+        expected = train_once(spec_for(algorithm=algorithm, share_prefixes=False))
+        # Two packs at a time, each on two ranks.
+        spec: RunSpec = spec_for(
+            algorithm=algorithm,
+            world_size=4,
+            context_parallel=2,
+            tokens_per_micro_batch=30,
+        )
+        assert_same(train_once(spec, rank=rank, world_size=4), expected)
+    distributed.destroy_process_group()
