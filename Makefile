@@ -7,7 +7,9 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 # Of `make run`; one more is, for example, EXTRAS=local,reasoning-gym.
 EXTRAS ?= local
-# Python compiles what is imported, once; compiling all that is there takes longer.
+# Python compiles what is imported, once; compiling all that is there takes longer. Where it may not keep what it
+# compiled, each of a run's processes does so again, which is more than half of its start.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := deploy/told.sh "installing" $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
 # These exist once the environment has what running needs, and once it has the developers' tools as well.
 RUNS := $(VENV)/.runs-$(EXTRAS)
@@ -47,7 +49,7 @@ unit: $(READY) deploy-tools ## The fast tests: one part at a time, in this proce
 
 test: test-system check ## Everything that every commit must pass: check, then contracts, the API, running systems, a few kills
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m '$(EVERY_COMMIT) and not learning and not faults' --ignore tests/unit
-	$(BIN)/python -m pytest -m '$(EVERY_COMMIT) and (learning or faults)'
+	$(BIN)/python -m pytest -m '$(EVERY_COMMIT)' tests/faults tests/learning
 
 test-system: # A browser, a sandbox, and what Mooncake Store links against: without them their tests are skipped
 	tests/system.sh --or-skip chromium bwrap=bubblewrap libibverbs.so.1=libibverbs1 libnuma.so.1=libnuma1 libcurl.so.4=libcurl4

@@ -4,6 +4,7 @@ import gc
 import sys
 import zlib
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,15 @@ with suppress(ModuleNotFoundError):  # the environments of the real engines have
     # No test is timed: a busy machine is no failure.
     settings.register_profile("slipstream", deadline=None)
     settings.load_profile("slipstream")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules that may take long come first, so that no worker is left with one when others have ended."""
+    longest: dict[Path, float] = {}
+    for item in items:
+        timeout = item.get_closest_marker("timeout")
+        longest[item.path] = max(longest.get(item.path, 0.0), timeout.args[0] if timeout else 0.0)
+    items.sort(key=lambda item: -longest[item.path])
 
 
 def pytest_collection_finish() -> None:
