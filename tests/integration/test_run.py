@@ -5,12 +5,14 @@ import re
 import signal
 import time
 import urllib.request
+from collections import Counter
 
 import psutil
 import pytest
 
 from tests.helpers.cli import SORT4, assert_all_gone, descendants, slipstream, started, train
 from tests.helpers.ports import free_port
+from tests.helpers.system import running_system
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -151,12 +153,9 @@ def test_problems_are_reported_together_before_anything_starts(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_port_in_use_is_named(plumbing, tmp_path):
-    with started(
-        "up", "--port", "0", "--state-directory", tmp_path / "up", until="controller at http"
-    ) as (_, lines):
-        port = re.search(r":(\d+)", "".join(lines)).group(1)
-        done = slipstream("run", plumbing, "--port", port, "--state-directory", tmp_path / "runs")
+def test_a_port_in_use_is_named(plumbing, system, tmp_path):
+    port = system.url.rpartition(":")[2]
+    done = slipstream("run", plumbing, "--port", port, "--state-directory", tmp_path / "runs")
     assert done.code != 0
     assert f"127.0.0.1:{port}" in done.err
     assert "another port" in done.err
@@ -198,13 +197,13 @@ def test_runs_are_submitted_watched_listed_and_cancelled(plumbing, tmp_path):
         assert_all_gone(children)
 
 
-def message_sizes(port: int) -> tuple[dict[str, float], float, float]:
-    """Mean bytes by method and direction; number of messages; number of messages up to 1 MiB."""
+def message_sizes(port: int) -> tuple[Counter[str], Counter[str], float]:
+    """Bytes and number of messages by method and direction; number of messages up to 1 MiB."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
         text = response.read().decode()
     pattern = r"slipstream_grpc_message_bytes_(\w+)\{(.*?)\} (\S+)"
-    sums: dict[str, float] = {}
-    counts: dict[str, float] = {}
+    sums: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     small = 0.0
     for kind, labels, value in re.findall(pattern, text):
         if kind == "sum":
@@ -213,25 +212,25 @@ def message_sizes(port: int) -> tuple[dict[str, float], float, float]:
             counts[labels] = float(value)
         elif kind == "bucket" and 'le="1.048576e+06"' in labels:
             small += float(value)
-    return {key: sums[key] / counts[key] for key in sums}, sum(counts.values()), small
+    return sums, counts, small
 
 
 def test_the_controllers_messages_stay_small_whatever_the_response_length(
     plumbing, tmp_path, monkeypatch
 ):
     means = {}
-    for tokens in (4, 400):
-        port = free_port()
-        monkeypatch.setenv("SLIPSTREAM_CONTROLLER_METRICS_PORT", str(port))
-        state = tmp_path / f"runs-{tokens}"
-        with started("up", "--port", "0", "--state-directory", state, until="controller at http"):
-            url = json.loads((state / "up.json").read_text())["url"]
-            override = f"rollout.max_response_tokens={tokens}"
-            run_id = slipstream("submit", plumbing, "--url", url, "--set", override).out.strip()
-            assert slipstream("watch", run_id, "--url", url, "--state-directory", state).code == 0
-            means[tokens], count, small = message_sizes(port)
-        assert count > 20
-        assert small == count, "a message is larger than 1 MiB"
+    port = free_port()
+    monkeypatch.setenv("SLIPSTREAM_CONTROLLER_METRICS_PORT", str(port))
+    known, number = Counter(), Counter()
+    with running_system(tmp_path / "runs") as system:
+        for tokens in (4, 400):
+            assert system.train(plumbing, f"rollout.max_response_tokens={tokens}").code == 0
+            sums, counts, small = message_sizes(port)
+            more = counts - number
+            means[tokens] = {key: (sums[key] - known[key]) / more[key] for key in more}
+            known, number = sums, counts
+    assert counts.total() > 40
+    assert small == counts.total(), "a message is larger than 1 MiB"
     watched = [key for key in means[4] if "WatchBatches" in key and "received" in key]
     trained = [key for key in means[4] if "TrainStep" in key and "sent" in key]
     assert watched and trained

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from slipstream_client import AsyncClient
-from tests.integration.test_run_life import is_in, submit, up, wait_for
+from tests.integration.test_run_life import is_in, submit, wait_for
 
-__all__ = ["up"]
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -22,11 +21,10 @@ async def failure_of(url: str, plumbing: Path, *overrides: str) -> tuple[str, se
         return ended.message, {event.type async for event in run.events()}
 
 
-async def test_a_reward_that_always_raises_is_the_cause(plumbing, up, tmp_path):
-    url, _ = up
+async def test_a_reward_that_always_raises_is_the_cause(plumbing, system, tmp_path):
     (tmp_path / "broken.py").write_text("def score(*given):\n    raise KeyError('gold')\n")
     message, kinds = await failure_of(
-        url, plumbing, f'rollout.rewards=[{{"name": "{tmp_path}/broken.py:score"}}]'
+        system.url, plumbing, f'rollout.rewards=[{{"name": "{tmp_path}/broken.py:score"}}]'
     )
     assert "broken.py:score' raised KeyError: 'gold'" in message
     assert "row " in message
@@ -34,9 +32,8 @@ async def test_a_reward_that_always_raises_is_the_cause(plumbing, up, tmp_path):
     assert not kinds & {"WorkerLost", "Rewound", "Restarted"}
 
 
-async def test_prompts_that_are_all_too_long_are_the_cause(plumbing, up):
-    url, _ = up
-    message, kinds = await failure_of(url, plumbing, "data.max_prompt_tokens=2")
+async def test_prompts_that_are_all_too_long_are_the_cause(plumbing, system):
+    message, kinds = await failure_of(system.url, plumbing, "data.max_prompt_tokens=2")
     assert "prompt_too_long" in message
     assert "data.max_prompt_tokens" in message
     assert not kinds & {"WorkerLost", "Rewound", "Restarted"}

@@ -63,9 +63,8 @@ async def test_a_paused_run_loses_nothing_and_goes_on(plumbing, up):
     assert "longer" in slipstream("list", "--url", url).out
 
 
-async def test_a_run_is_ended_behind_its_step_with_a_checkpoint(plumbing, up):
-    url, _ = up
-    async with AsyncClient(url) as client:
+async def test_a_run_is_ended_behind_its_step_with_a_checkpoint(plumbing, system):
+    async with AsyncClient(system.url) as client:
         run = await submit(plumbing, client, "trainer.steps=100000")
         await wait_for(run, lambda seen: seen.step >= 2)
         await run.cancel(grace_seconds=60, save_checkpoint=True)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.helpers.cli import assert_all_gone, ranks_of, slipstream, started
+from tests.helpers.cli import assert_all_gone, ranks_of, started
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -70,8 +70,7 @@ def test_a_run_goes_on_after_a_rank_was_killed(plumbing, tmp_path, rank):
     assert re.search(r"step +12/", out)
 
 
-def test_ranks_that_cannot_load_fail_the_run_with_their_last_lines(plumbing, tmp_path):
-    settings = ("--set", "trainer.world_size=3", "--set", "trainer.tensor_parallel=3")
-    done = slipstream("run", plumbing, "--state-directory", tmp_path, *settings)
+def test_ranks_that_cannot_load_fail_the_run_with_their_last_lines(plumbing, system):
+    done = system.train(plumbing, "trainer.world_size=3", "trainer.tensor_parallel=3")
     assert done.code != 0
     assert "trainer.tensor_parallel is 3, but the model has 4 heads" in done.out + done.err
