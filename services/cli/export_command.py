@@ -12,6 +12,7 @@ from services.common.errors import ServiceError
 from services.common.spec.loader import parse_spec
 from services.common.spec.run import RunSpec
 from services.controller.api.operations import ListCheckpoints
+from services.controller.models import RunView
 
 # Whoever serves the model may be another user of the machine; runs keep their own files to themselves.
 _FILE_MODE, _FOLDER_MODE = 0o644, 0o755
@@ -23,6 +24,9 @@ def export(
     checkpoint_id: Annotated[
         str, typer.Option(help="Checkpoint to export. Default: the newest one.")
     ] = "",
+    best: Annotated[
+        bool, typer.Option("--best", help="Export the one that trainer.checkpoint.best kept.")
+    ] = False,
     push: Annotated[
         str, typer.Option(help="Also upload it as this Hugging Face repository, such as me/model.")
     ] = "",
@@ -33,8 +37,9 @@ def export(
         raise typer.BadParameter(f"{folder} is there and not an empty folder; name another one")
 
     async def work(api: Api, found: str) -> tuple[Path, RunSpec]:
-        spec = parse_spec((await api.get(found)).spec)
-        return await _checkpoint(api, found, checkpoint_id), spec
+        view = await api.get(found)
+        kept = _best(view) if best else None
+        return await _checkpoint(api, found, checkpoint_id, step=kept), parse_spec(view.spec)
 
     checkpoint, spec = of_run(url, run_id, work)
     if not checkpoint.is_dir():
@@ -51,10 +56,22 @@ def export(
     console.print(f"{folder}", highlight=False, soft_wrap=True)
 
 
-async def _checkpoint(api: Api, run_id: str, checkpoint_id: str) -> Path:
+def _best(run: RunView) -> int:
+    """Step of the checkpoint with the highest held-out score."""
+    if (best := run.summary.get("best")) is None:
+        raise ApiError(
+            f"{run.name} has no best checkpoint: trainer.checkpoint.best says how it is known, and one "
+            "version has to be evaluated and saved"
+        )
+    return int(best["step"])
+
+
+async def _checkpoint(api: Api, run_id: str, checkpoint_id: str, *, step: int | None) -> Path:
     kept = (await api.call(ListCheckpoints(run_id=run_id))).items
     ready = [item for item in kept if item.state == "READY"]
-    chosen = [item for item in ready if checkpoint_id in ("", item.id)]
+    chosen = [
+        item for item in ready if checkpoint_id in ("", item.id) and step in (None, item.step)
+    ]
     if not chosen:
         known = ", ".join(item.id for item in ready) or "none"
         raise ApiError(

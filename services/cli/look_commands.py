@@ -15,6 +15,7 @@ from services.cli.display import set_line
 from services.cli.names import short_ids
 from services.cli.output import console, errors
 from services.controller.api.operations import (
+    GetRun,
     GetTopology,
     ListCheckpoints,
     ListGroups,
@@ -185,6 +186,7 @@ def checkpoints(
     """List the checkpoints of a run, newest first."""
     columns = ("id", "step", "version", "state", "age", "size", "path")
     table = Table(*columns, box=None, pad_edge=False)
+    best = ask(url, GetRun, run_id=run_id).summary.get("best") or {}
     for item in ask(url, ListCheckpoints, run_id=run_id).items:
         if item.state == "DELETED" and not all_:
             continue
@@ -192,7 +194,7 @@ def checkpoints(
             item.id,
             str(item.step),
             str(item.weight_version),
-            item.state,
+            f"{item.state}, best" if item.step == best.get("step") else item.state,
             _age(item.create_time),
             _size(item.size_bytes),
             item.path or item.message,

@@ -1,6 +1,6 @@
 """Typed clients of the trainer and of the role logp; the controller trains with them. No torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -105,15 +105,22 @@ class TrainerClient:
         )
         return response.step
 
-    async def save_checkpoint(self, step: int, *, timeout_s: float) -> tuple[str, int]:
+    async def save_checkpoint(
+        self, step: int, *, keep_steps: Sequence[int] = (), timeout_s: float
+    ) -> tuple[str, int]:
         """Save the training state of the newest step; returns its folder, and how many bytes it holds.
+
+        Args:
+            step: The newest one.
+            keep_steps: Steps whose checkpoints are kept besides the newest ones.
+            timeout_s: Deadline.
 
         Raises:
             FailedPreconditionError: If ``step`` is not the newest one.
         """
         response = await call(
             self._stub.SaveCheckpoint,
-            pb.SaveCheckpointRequest(step=step),
+            pb.SaveCheckpointRequest(step=step, keep_steps=keep_steps),
             timeout_s=timeout_s,
             idempotent=True,
         )

@@ -104,6 +104,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> pb.SaveCheckpointResponse:
         """Save the training state; answers when it is safe on disk."""
         with metrics.counted_checkpoint(self._run_id):
-            saved = await self._leader.save(request.step)
+            saved = await self._leader.save(request.step, tuple(request.keep_steps))
         metrics.observe_checkpoint(self._run_id, request.step, saved)
         return pb.SaveCheckpointResponse(path=str(saved.folder), size_bytes=saved.num_bytes)

@@ -1,14 +1,18 @@
-"""What sets of prompts must be to one another, and to how long a run is."""
+"""What sets of prompts must be to one another, to how long a run is, and to what is kept by their scores."""
 
 from collections.abc import Iterator
 from itertools import chain
 
+from services.common.spec.data import HeldoutSetSpec, set_name
 from services.common.spec.run import RunSpec
+from services.common.spec.similar import did_you_mean
 
 
 def data(spec: RunSpec) -> Iterator[str]:
     """Everything that is wrong with the prompts of a run."""
-    return chain.from_iterable(rule(spec) for rule in (_sets, _length, _weights, _curriculum))
+    return chain.from_iterable(
+        rule(spec) for rule in (_sets, _length, _weights, _curriculum, _best)
+    )
 
 
 def _sets(spec: RunSpec) -> Iterator[str]:
@@ -77,3 +81,48 @@ def _weights(spec: RunSpec) -> Iterator[str]:
             f"{', '.join(lacking)} must be set, because other sets of data.train have a weight; set it for "
             "all, or for none to mix by the number of rows"
         )
+
+
+def _best(spec: RunSpec) -> Iterator[str]:
+    best, key = spec.trainer.checkpoint.best, "trainer.checkpoint.best"
+    if best is None:
+        return
+    sets = {set_name(split): part for split, part in spec.data.heldout_sets.items()}
+    if not sets:
+        yield f"{key} compares held-out scores, but there is no data.heldout; name one, or remove {key}"
+        return
+    every, saved = spec.validation.every, spec.trainer.checkpoint.every
+    if not every or not saved or every % saved:
+        yield (
+            f"{key} needs a checkpoint of each version that is evaluated, but trainer.checkpoint.every is "
+            f"{saved} and validation.every is {every}; set both, the latter to a multiple of the former"
+        )
+    if best.set is not None and best.set not in sets:
+        yield (
+            f"{key}.set is {best.set!r}, but data.heldout has {', '.join(sets)}; name one of them."
+            f"{did_you_mean(best.set, tuple(sets))}"
+        )
+        return
+    if best.set is None and len(sets) > 1:
+        if best.metric not in ("greedy", "sampled"):
+            yield (
+                f"{key}.metric {best.metric!r} is a score of one set, but data.heldout has {len(sets)}; name "
+                f"one as {key}.set: {', '.join(sets)}"
+            )
+        return
+    part = sets[best.set or next(iter(sets))]
+    own = part.samples_per_prompt if isinstance(part, HeldoutSetSpec) else None
+    count = spec.validation.samples_per_prompt if own is None else own
+    if best.metric not in (known := _scores(count)) and not best.metric.startswith("reward/"):
+        yield (
+            f"{key}.metric is {best.metric!r}, but with {count} sampled responses per prompt there are "
+            f"{', '.join(known)} and reward/TERM; take one of them, or set validation.samples_per_prompt"
+        )
+
+
+def _scores(count: int) -> list[str]:
+    """Scores of a set with so many sampled responses per prompt."""
+    if not count:
+        return ["greedy"]
+    powers = [1 << power for power in range(count.bit_length())]
+    return ["greedy", "sampled", "best", "maj", *(f"pass@{k}" for k in sorted({*powers, count}))]

@@ -59,6 +59,15 @@ class BalancingSpec(SpecPart):
     """By how much a bias moves in an update."""
 
 
+class BestSpec(SpecPart):
+    """By which held-out score the best checkpoint is known."""
+
+    set: str | None = None
+    """Name of a set of ``data.heldout``; null is the only one, or the mean over the prompts of all."""
+    metric: str = Field("greedy", pattern=r"^(greedy|sampled|best|maj|pass@[1-9][0-9]*|reward/.+)$")
+    """Its score: ``greedy``, ``sampled``, ``best``, ``maj``, ``pass@K``, ``reward/TERM``; highest is best."""
+
+
 class CheckpointSpec(SpecPart):
     """When a run is saved, and how much is kept."""
 
@@ -66,6 +75,8 @@ class CheckpointSpec(SpecPart):
     """Steps between checkpoints; 0 saves only at the end."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints kept."""
+    best: BestSpec | None = None
+    """Which one is kept besides: that of the highest held-out score. null keeps the newest alone."""
     directory: str | None = None
     """Folder; default: ``checkpoints`` in the run's own folder."""
     start_from: str | None = None

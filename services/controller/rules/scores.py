@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from services.common.spec.trainer import BestSpec
 from services.controller.rules.terms import term_means
 
 
@@ -123,6 +124,15 @@ def evaluate(
         by_source={name: source.means(solved_from) for name, source in sources.items()},
         seconds=seconds,
     )
+
+
+def score_of(evaluation: Evaluation, best: BestSpec) -> float | None:
+    """The score by which versions are compared; None if it was not measured."""
+    sets = evaluation.by_set
+    if best.set is None and len(sets) != 1:
+        return {"greedy": evaluation.greedy, "sampled": evaluation.sampled}.get(best.metric)
+    name = best.set or next(iter(sets))
+    return sets.get(name, {}).get(best.metric)
 
 
 def mean_reward(samples: Sequence[Scored]) -> float:

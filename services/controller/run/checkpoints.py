@@ -8,6 +8,7 @@ unbroken one would.
 
 import asyncio
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -118,12 +119,23 @@ class Checkpoints:
         *,
         step: int,
         version: int,
+        keep_steps: Collection[int],
         also: Work,
     ) -> None:
         """Save the trainer's newest step and the samples in flight, and write both down at once.
 
         A trainer that cannot save is no reason to stop training: the failure is written down instead.
+
+        Args:
+            trainer: Saves the policy.
+            critic: Saves the critic, where it has processes of its own.
+            ledger: What becomes durable with it.
+            step: The trainer's newest step.
+            version: Its weights' number.
+            keep_steps: Steps whose checkpoints are kept besides the newest ones.
+            also: Is written in the same transaction.
         """
+        kept = sorted(keep_steps)
         state: CheckpointState = "READY"
         begin = time.monotonic()
         await self._journal.note(
@@ -133,8 +145,8 @@ class Checkpoints:
         try:
             snapshot_id, message = await self._save_samples(step)
             (path, size_bytes), _ = await asyncio.gather(
-                trainer.save_checkpoint(step, timeout_s=_SAVE_TIMEOUT_S),
-                critic.save(step, timeout_s=_SAVE_TIMEOUT_S),
+                trainer.save_checkpoint(step, keep_steps=kept, timeout_s=_SAVE_TIMEOUT_S),
+                critic.save(step, keep_steps=kept, timeout_s=_SAVE_TIMEOUT_S),
             )
         except (FailedPreconditionError, DeadlineExceededError) as error:
             state, message = "FAILED", error.message
@@ -167,7 +179,7 @@ class Checkpoints:
         )
 
         def write(connection: sa.Connection) -> None:
-            self._write(connection, checkpoint)
+            self._write(connection, checkpoint, kept)
             also(connection)
 
         await self._journal.note(note, ledger, also=write)
@@ -187,7 +199,9 @@ class Checkpoints:
             return "", f"without the samples in flight: {error.message}"
         return name, ""
 
-    def _write(self, connection: sa.Connection, checkpoint: Checkpoint) -> None:
+    def _write(
+        self, connection: sa.Connection, checkpoint: Checkpoint, keep_steps: Sequence[int]
+    ) -> None:
         table = CHECKPOINTS.c
         of_run = table.run_id == self._run_id
         if checkpoint.state == "READY":
@@ -207,5 +221,6 @@ class Checkpoints:
         connection.execute(
             CHECKPOINTS.update()
             .where(of_run, table.state == "READY", table.checkpoint_id.not_in(kept))
+            .where(table.step.not_in(keep_steps))
             .values(state="DELETED")
         )

@@ -75,8 +75,8 @@ class CriticCalls:
         names = ("value_loss", "value_clip_fraction", "seconds_critic", "nonfinite_critic")
         return {name: trained.metrics[name] for name in names if name in trained.metrics}
 
-    async def save(self, step: int, *, timeout_s: float) -> None:
-        """Save the critic beside the trainer's checkpoint of a step."""
+    async def save(self, step: int, *, keep_steps: Sequence[int], timeout_s: float) -> None:
+        """Save the critic beside the trainer's checkpoint of a step; as old ones are kept as of that."""
         if self._clients is not None:
             _, trainer = self._clients
-            await trainer.save_checkpoint(step, timeout_s=timeout_s)
+            await trainer.save_checkpoint(step, keep_steps=keep_steps, timeout_s=timeout_s)

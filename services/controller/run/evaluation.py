@@ -113,6 +113,17 @@ class Evaluator:
         """Whether something is being evaluated."""
         return self._turns.current is not None
 
+    @property
+    def version(self) -> int:
+        """What the rollouts serve; -1 before the first."""
+        return self._version
+
+    @property
+    def in_turn(self) -> list[int]:
+        """Versions of the evaluation that goes on, and of the one behind it."""
+        turns = self._turns.current, self._turns.next
+        return [turn.version for turn in turns if turn is not None]
+
     async def trigger(self) -> None:
         """Evaluate the version that is served now, because somebody asks for it; the next one, if none is."""
         if self._version >= 0:

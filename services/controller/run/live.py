@@ -11,7 +11,7 @@ from services.common.task_group import TaskGroup
 from services.controller.client import GroupFailure
 from services.controller.rules.groups import RUNNING, Group
 from services.controller.rules.ledger import Ledger
-from services.controller.rules.scores import Evaluation
+from services.controller.rules.scores import Evaluation, score_of
 from services.controller.rules.validation import BegunEvaluation, is_periodic
 from services.controller.run.assembly import Assembly
 from services.controller.run.batching import take_batch
@@ -29,6 +29,9 @@ from services.controller.run.waits import Waits
 from services.controller.store.records import Note
 from services.controller.store.requests import Request
 from services.controller.store.runs import Work
+
+# Steps that the trainer is ahead of what rollouts serve, at most: the largest bound on staleness.
+_MOST_UNSERVED = 64
 
 
 @dataclass(slots=True, kw_only=True)
@@ -219,8 +222,20 @@ class LiveRun:
                 self.ledger,
                 step=self.step,
                 version=self.step + self.version_offset,
+                keep_steps=self._kept_steps(),
                 also=self.mailbox.done(self.mailbox.get("save")),
             )
+
+    def _kept_steps(self) -> set[int]:
+        """Steps whose checkpoints stay though they are old: the best one, and those that may become it."""
+        if self.spec.now.trainer.checkpoint.best is None:
+            return set()
+        best, offset = self.progress.best, self.version_offset
+        kept = set() if best is None else {int(best["step"])}
+        kept |= {version - offset for version in self.evaluator.in_turn}
+        # Those that rollouts do not serve yet will be evaluated.
+        served = max(self.evaluator.version - offset, self.step - _MOST_UNSERVED)
+        return kept | set(range(served + 1, self.step))
 
     async def wind_up(self) -> None:
         """End the run, or hold it: what is unfinished is kept, with the checkpoint, for another day."""
@@ -250,8 +265,24 @@ class LiveRun:
             kind, message = "Validated", f"greedy {what.greedy}, sampled {what.sampled}"
             if what.status != "ok":
                 message = f"{what.status}, {message}"
+            message += self._compared(what)
         message = f"weight version {what.version}: {message}"
         await self.note(kind, message, asdict(what), also=self.mailbox.done(request))
+
+    def _compared(self, what: Evaluation) -> str:
+        """See whether a checkpoint is the best one; returns what there is to say of it."""
+        checkpoint, step = self.spec.now.trainer.checkpoint, what.version - self.version_offset
+        is_saved = step > 0 and (
+            step == self.spec.num_steps or (checkpoint.every and step % checkpoint.every == 0)
+        )
+        if checkpoint.best is None or what.status != "ok" or not is_saved:
+            return ""
+        score = score_of(what, checkpoint.best)
+        if score is None:
+            return f"; there is no {checkpoint.best.metric} for trainer.checkpoint.best to compare"
+        self.progress.scored(score, step=step, version=what.version)
+        is_best = self.progress.best is not None and self.progress.best["step"] == step
+        return ", the best checkpoint so far" if is_best else ""
 
     async def note(
         self,

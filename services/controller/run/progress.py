@@ -34,6 +34,8 @@ class Progress:
         self._version = -1
         self._heldout: dict[str, Any] = {"greedy": None, "sampled": None, "weight_version": None}
         self._advice: Mapping[str, str] = {}
+        self.best: Mapping[str, Any] | None = None
+        """``step``, ``weight_version`` and ``score`` of the saved version with the highest held-out score."""
 
     def restore(self, summary: Mapping[str, Any], *, steps: int, syncs_ms: Iterable[float]) -> None:
         """Go on from an earlier summary.
@@ -52,6 +54,9 @@ class Progress:
         self._staleness_sum = summary["staleness"]["mean"] * steps
         self._heldout = dict(summary["heldout"])
         self._advice = summary.get("advice", {})
+        best = summary.get("best")
+        # What a rewind went back behind is trained, and saved, anew.
+        self.best = best if best is not None and best["step"] <= steps else None
 
     def stepped(self, metrics: Mapping[str, float]) -> None:
         """A step was committed."""
@@ -81,6 +86,11 @@ class Progress:
                 "sets": evaluation.by_set,
             }
 
+    def scored(self, score: float, *, step: int, version: int) -> None:
+        """A version that is saved was evaluated; of equal scores the first one stays."""
+        if self.best is None or score > self.best["score"]:
+            self.best = {"step": step, "weight_version": version, "score": score}
+
     def advised(self, advice: Mapping[str, str]) -> None:
         """It was found which side is short."""
         self._advice = advice
@@ -105,6 +115,7 @@ class Progress:
             },
             "weight_version": self._version,
             "advice": self._advice,
+            "best": self.best,
             "sync_ms": {"p50": self._percentile(50), "p95": self._percentile(95)},
         }
 

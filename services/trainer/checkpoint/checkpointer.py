@@ -6,7 +6,7 @@ load       the newest whole checkpoint, resharded to however many ranks there ar
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,8 +83,12 @@ class Checkpointer:
             torch.cuda.synchronize()
         return Snapshot(step=step, tensors=tensors, facts=dict(facts))
 
-    def write(self, snapshot: Snapshot) -> Path:
+    def write(self, snapshot: Snapshot, keep_steps: Collection[int] = ()) -> Path:
         """Write a snapshot. Blocks; runs in a thread beside training. All ranks call it.
+
+        Args:
+            snapshot: What to write.
+            keep_steps: Steps whose folders stay besides the newest ones; rank 0 knows them.
 
         Returns:
             The published folder.
@@ -93,7 +97,7 @@ class Checkpointer:
             FailedPreconditionError: If the disk takes no more.
         """
         try:
-            return self._write(snapshot)
+            return self._write(snapshot, keep_steps)
         except (OSError, CheckpointException) as error:
             raise FailedPreconditionError(
                 f"step {snapshot.step} cannot be written to {self._root}: {_cause(error)}; make room there, "
@@ -101,7 +105,7 @@ class Checkpointer:
                 step=snapshot.step,
             ) from error
 
-    def _write(self, snapshot: Snapshot) -> Path:
+    def _write(self, snapshot: Snapshot, keep_steps: Collection[int]) -> Path:
         unfinished = manifest.unfinished_of(self._root, snapshot.step)
         if self._rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -115,7 +119,13 @@ class Checkpointer:
             no_dist=self._group is None,
         )
         if self._rank == 0:
-            manifest.publish(self._root, snapshot.step, dict(snapshot.facts), keep=self._keep)
+            manifest.publish(
+                self._root,
+                snapshot.step,
+                dict(snapshot.facts),
+                keep=self._keep,
+                keep_steps=keep_steps,
+            )
         return manifest.folder_of(self._root, snapshot.step)
 
     def load(self, folder: Path | None = None) -> dict[str, Any]:

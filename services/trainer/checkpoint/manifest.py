@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,9 @@ def unfinished_of(root: Path, step: int) -> Path:
     return root / f".unfinished-{STEP_PREFIX}{step:08d}"
 
 
-def publish(root: Path, step: int, facts: dict[str, Any], *, keep: int) -> Path:
+def publish(
+    root: Path, step: int, facts: dict[str, Any], *, keep: int, keep_steps: Collection[int] = ()
+) -> Path:
     """Seal a written folder with its manifest, give it its name, and drop the oldest ones.
 
     Args:
@@ -40,6 +42,7 @@ def publish(root: Path, step: int, facts: dict[str, Any], *, keep: int) -> Path:
         step: Step that was saved.
         facts: What the manifest says besides the files; plain JSON.
         keep: Newest checkpoints kept.
+        keep_steps: Steps whose checkpoints are kept besides.
 
     Returns:
         The published folder.
@@ -57,8 +60,10 @@ def publish(root: Path, step: int, facts: dict[str, Any], *, keep: int) -> Path:
     if folder.exists():
         shutil.rmtree(folder)
     unfinished.rename(folder)
+    kept = {folder_of(root, step) for step in keep_steps}
     for outdated in _published(root)[keep:]:
-        shutil.rmtree(outdated)
+        if outdated not in kept:
+            shutil.rmtree(outdated)
     return folder
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -190,8 +190,12 @@ class Leader:
             self._idle.step_ended()
             return result
 
-    async def save(self, step: int) -> SavedCheckpoint:
+    async def save(self, step: int, keep_steps: Collection[int] = ()) -> SavedCheckpoint:
         """Save the state of the newest step. Training waits for the copy, not for the disk.
+
+        Args:
+            step: The newest one.
+            keep_steps: Steps whose checkpoints are kept besides the newest ones.
 
         Raises:
             FailedPreconditionError: If ``step`` is not the newest one.
@@ -203,12 +207,12 @@ class Leader:
             with timer("snapshot"):
                 snapshot = await asyncio.to_thread(self._snapshot, rank, step)
             with timer("write"):
-                folder = await asyncio.to_thread(self._write, rank, snapshot)
+                folder = await asyncio.to_thread(self._write, rank, snapshot, keep_steps)
             return await asyncio.to_thread(_saved, folder, timer.seconds)
 
-    def _write(self, rank: Rank, snapshot: Snapshot) -> Path:
+    def _write(self, rank: Rank, snapshot: Snapshot, keep_steps: Collection[int]) -> Path:
         with self._crew.together():
-            return rank.checkpointer.write(snapshot)
+            return rank.checkpointer.write(snapshot, keep_steps)
 
     def _snapshot(self, rank: Rank, step: int) -> Snapshot:
         with self._turn, self._crew.together():

@@ -94,6 +94,30 @@ WRONG = [
         {"data.curriculum": {"arguments": {"x": 1}}},
         ["data.curriculum.arguments", "data.curriculum.function"],
     ),
+    (
+        {"trainer.checkpoint": {"every": 4, "best": {}}, "validation.every": 6, "data.heldout": SET},
+        ["trainer.checkpoint.best", "validation.every", "multiple"],
+    ),
+    ({"trainer.checkpoint.best": {}}, ["trainer.checkpoint.best", "data.heldout"]),
+    (
+        {"trainer.checkpoint": {"every": 1, "best": {"set": "tset"}}, "data.heldout": {"test": SET}},
+        ["trainer.checkpoint.best.set", "'test'?"],
+    ),
+    (
+        {
+            "trainer.checkpoint": {"every": 1, "best": {"metric": "maj"}},
+            "data.heldout": {"a": SET, "b": SET},
+        },
+        ["trainer.checkpoint.best.metric", "one set", "a, b"],
+    ),
+    (
+        {
+            "trainer.checkpoint": {"every": 1, "best": {"metric": "pass@8"}},
+            "validation.samples_per_prompt": 6,
+            "data.heldout": SET,
+        },
+        ["trainer.checkpoint.best.metric", "pass@4, pass@6"],
+    ),
     ({"data.curriculum": {"newest_share": 0}}, ["data.curriculum.newest_share", "greater than 0"]),
     ({"rollout.rewards": []}, ["rollout.rewards", "at least 1"]),
     ({"name": "Not A Label"}, ["name", "pattern"]),

@@ -139,7 +139,7 @@ class Workers:
         self.trained = step
         return TrainedStep(step=step, metrics={"loss": 0.5}, skipped=False)
 
-    async def save_checkpoint(self, step, *, timeout_s):
+    async def save_checkpoint(self, step, *, keep_steps, timeout_s):
         self.saved.append(step)
         return f"/checkpoints/step-{step:08d}", 1
 

@@ -50,6 +50,13 @@ def test_the_snapshot_is_not_touched_by_later_steps(tmp_path: Path) -> None:
     assert all(torch.equal(value, before[name]) for name, value in snapshot.tensors.items())
 
 
+def test_named_checkpoints_are_kept_besides_the_newest(tmp_path: Path) -> None:
+    _, rank, _ = _trained(tmp_path)
+    for step, kept in ((1, []), (2, []), (3, [1]), (4, [1]), (5, [3, 9])):
+        rank.checkpointer.write(rank.snapshot(step), kept)
+    assert sorted(int(path.name[-8:]) for path in tmp_path.iterdir()) == [3, 4, 5]
+
+
 def test_a_damaged_checkpoint_is_refused_and_the_previous_one_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

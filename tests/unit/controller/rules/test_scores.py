@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.controller.rules.scores import Scored, evaluate, majority, pass_at_k
+from services.common.spec.trainer import BestSpec
+from services.controller.rules.scores import Scored, evaluate, majority, pass_at_k, score_of
 
 
 def sampled(prompt, *rewards, answers="", source="math"):
@@ -109,3 +110,14 @@ def test_each_set_has_scores_of_its_own():
         ("hard", 0.5, 1),
     ]
     assert result.sampled == 0.75
+    assert score_of(result, BestSpec(set="hard", metric="pass@2")) == 1.0
+    assert score_of(result, BestSpec(metric="sampled")) == 0.75
+    assert score_of(result, BestSpec(set="hard", metric="reward/style")) is None
+    assert score_of(result, BestSpec(set="gone")) is None
+
+
+def test_the_only_set_needs_no_name_where_versions_are_compared():
+    result = evaluation(sampled("v0", 1.0, 0.0))
+    assert score_of(result, BestSpec(metric="best")) == 1.0
+    assert score_of(result, BestSpec()) is None
+    assert score_of(evaluation([]), BestSpec()) is None

@@ -232,16 +232,22 @@ class SaveCheckpointRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_FIELD_NUMBER: _builtins.int
+    KEEP_STEPS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Names the step that is saved; it must be the newest one."""
+    @_builtins.property
+    def keep_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Names steps whose checkpoints are kept besides the newest ones."""
+
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
+        keep_steps: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keep_steps", b"keep_steps", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,55 @@
+"""The best checkpoint of a run is kept and exported, though newer ones took the place of its neighbours."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.helpers.cli import slipstream
+from tests.helpers.plumbing import PLUMBING
+
+pytestmark = pytest.mark.timeout(300)
+
+# What held-out responses are worth goes up and down again, whatever they say.
+_UP_AND_DOWN = """
+from pathlib import Path
+
+
+def score(prompt, response, answer, row):
+    with Path(__file__).with_suffix(".calls").open("a+") as calls:
+        calls.write("x")
+        return float(-abs(calls.tell() - 3))
+"""
+
+
+def test_the_best_checkpoint_outlives_newer_ones_and_is_exported(system, plumbing, tmp_path):
+    (plumbing.parent / "upward.py").write_text(_UP_AND_DOWN)
+    train = PLUMBING["data"]["train"]
+    sets = {
+        "scored": {**train, "limit": 1, "rewards": [{"name": "upward.py:score"}]},
+        "other": {**train, "limit": 1},
+    }
+    checkpoint = {"every": 2, "keep": 1, "best": {"set": "scored", "metric": "greedy"}}
+    spec = {
+        **PLUMBING,
+        "data": {**PLUMBING["data"], "heldout": {**sets}},
+        "trainer": {"steps": 10, "prompts_per_step": 4, "checkpoint": checkpoint},
+        "validation": {"every": 2, "before_train": False, "mode": "barrier"},
+    }
+    for part in sets.values():
+        part["samples_per_prompt"] = 0
+    plumbing.write_text(yaml.safe_dump(spec))
+    done = system.train(plumbing)
+    assert done.code == 0, done.out + done.err
+    # The third of five evaluations was the best one.
+    assert done.summary["best"] == {"step": 6, "weight_version": 6, "score": 0.0}
+    folders = Path(done.folder, "checkpoints").glob("step-*")
+    assert sorted(int(path.name.removeprefix("step-")) for path in folders) == [6, 10]
+    name = done.folder.name
+    listed = slipstream("checkpoints", name, "--url", system.url).out
+    assert [line.split()[1] for line in listed.splitlines() if "READY, best" in line] == ["6"]
+    exported = slipstream("export", name, tmp_path / "model", "--best", "--url", system.url)
+    assert exported.code == 0, exported.err
+    assert "step-00000006" in exported.err
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "qwen2"
