@@ -62,6 +62,12 @@ def plan(  # noqa: PLR0913, PLR0917 -- the options of a command
 ) -> None:
     """Predict step time, idle shares, staleness and memory for splits of the GPUs, and recommend one."""
     loaded = load_checked(spec, overrides, is_here=False)
+    if loaded.algorithm.num_demonstrations:
+        fail(
+            f"algorithm.loss {loaded.algorithm.loss!r} samples nothing, so there is nothing to split: one "
+            "rollout reads the rows, and all other GPUs are the trainer's; set trainer.world_size"
+        )
+        raise typer.Exit(2)
     try:
         memory = Memory(loaded, gpu_bytes(gpu_memory) if gpu_memory else None)
         known = _known(loaded, memory, from_, rates, url=url)

@@ -80,3 +80,15 @@ def test_what_cannot_be_planned_is_refused(spec, arguments, words):
 )
 def test_memory_is_read_in_usual_units(text, size):
     assert gpu_bytes(text) == size
+
+
+def test_a_run_that_is_measured_in_epochs_is_planned_and_one_that_samples_nothing_is_not(spec):
+    epochs = called(spec, "--set", "trainer.steps=null", "--set", "data.epochs=2", "--json")
+    assert (
+        json.loads(epochs.stdout)["recommended"]
+        == json.loads(called(spec, "--json").stdout)["recommended"]
+    )
+    sft = called(spec, "--set", "algorithm=sft", "--set", "rollout.rewards=[]")
+    assert sft.exit_code == 2
+    assert "samples nothing" in sft.output
+    assert "trainer.world_size" in sft.output
