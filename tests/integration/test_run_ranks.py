@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.helpers.cli import assert_all_gone, ranks_of, started
+from tests.helpers.cli import assert_all_gone, ranks_of, slipstream, started
 
 pytestmark = pytest.mark.timeout(300)
 
