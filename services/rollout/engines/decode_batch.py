@@ -27,6 +27,8 @@ from services.rollout.engines.visibility import Visibility
 
 _MAX_PREFILL_TOKENS = 16_384
 """Padded tokens of one prefill pass; bounds the memory of activations."""
+_MAX_MASK = 1 << 25
+"""Pairs of tokens in the mask of one prefill pass: longer contexts are stored in several."""
 
 
 @dataclass(slots=True)
@@ -201,25 +203,46 @@ class DecodeBatch:
             sources = [
                 row for row, context in enumerate(contexts) for _ in slots_by_context[context]
             ]
-            self._cache.begin_prefill(self._tensor(targets), self._tensor(sources))
             longest = len(contexts[-1])
             inputs = self._tensor(
                 [[*context, *[0] * (longest - len(context))] for context in contexts]
             )
-            positions = torch.arange(longest, device=self._device)
-            # Padding is on the right, where causal attention keeps it from every real token.
+            experts = self._store(inputs, self._tensor(targets), self._tensor(sources))
+            if notes_experts and experts is not None:
+                for context, told in zip(contexts, experts, strict=True):
+                    self._note_experts(slots_by_context[context], told[: len(context)])
+
+    def _store(self, inputs: Tensor, targets: Tensor, sources: Tensor) -> RoutedExperts | None:
+        """Run a pass, in parts whose masks are bounded.
+
+        Args:
+            inputs: ``[N, L]`` int64 contexts. Padding is on the right, where causal attention keeps it from
+                every real token.
+            targets: Slots to fill.
+            sources: Row that fills each.
+
+        Returns:
+            ``[N, L, layers, K]`` experts that were chosen, if they are watched.
+        """
+        num_rows, longest = inputs.shape
+        num_tokens = max(1, _MAX_MASK // (num_rows * longest))
+        chosen: list[RoutedExperts] = []
+        for first in range(0, longest, num_tokens):
+            end = min(first + num_tokens, longest)
+            self._cache.begin_prefill(targets, sources, first=first)
+            keys = torch.arange(end, device=self._device)
+            positions = keys[None, first:]
             self._model.base_model(
-                input_ids=inputs,
-                position_ids=positions.expand(len(contexts), -1),
-                attention_mask=self._visibility.masks(positions[None], positions),
+                input_ids=inputs[:, first:end],
+                position_ids=positions.expand(num_rows, -1),
+                attention_mask=self._visibility.masks(positions, keys),
                 past_key_values=self._cache,
                 use_cache=True,
             )
-            if notes_experts and self._watch is not None:
-                experts = self._as_told(self._watch.chosen())
-                by_context = experts.reshape(len(contexts), longest, *experts.shape[1:])
-                for context, told in zip(contexts, by_context, strict=True):
-                    self._note_experts(slots_by_context[context], told[: len(context)])
+            if self._watch is not None:
+                told = self._as_told(self._watch.chosen())
+                chosen.append(told.reshape(num_rows, end - first, *told.shape[1:]))
+        return np.concatenate(chosen, axis=1) if chosen else None
 
     def _note_experts(self, slots: Sequence[int], experts: RoutedExperts) -> None:
         for slot in slots:

@@ -24,7 +24,7 @@ class SlotCache(Cache):
         self._targets: Tensor | None = None
         self._sources: Tensor | None = None
         self._positions: Tensor | None = None
-        self._span = 0
+        self._first = self._span = 0
 
     @property
     def layout(self) -> tuple[int, int]:
@@ -46,14 +46,16 @@ class SlotCache(Cache):
                 stored[layer][: old.shape[0], :, : old.shape[2]] = old
         self.num_slots, self.num_tokens = slots, tokens
 
-    def begin_prefill(self, targets: Tensor, sources: Tensor) -> None:
-        """Announce a pass over whole contexts.
+    def begin_prefill(self, targets: Tensor, sources: Tensor, *, first: int = 0) -> None:
+        """Announce a pass over a part of contexts; what comes before it is stored.
 
         Args:
             targets: ``[N]`` int64 slots to fill.
-            sources: ``[N]`` int64 row of the pass that fills each; equal contexts share a row.
+            sources: ``[N]`` int64 row of the pass that fills each, ascending; equal contexts share a row.
+            first: Place of the part's first token.
         """
         self._targets, self._sources, self._positions = targets, sources, None
+        self._first = first
 
     def begin_decode(self, positions: Tensor, span: int) -> None:
         """Announce a pass of one token for each of the first ``N`` slots.
@@ -74,11 +76,17 @@ class SlotCache(Cache):
             self._keys.append(key_states.new_zeros(shape))
             self._values.append(value_states.new_zeros(*shape[:3], value_states.shape[3]))
         keys, values = self._keys[layer_idx], self._values[layer_idx]
+        assert self._targets is not None, "no pass was announced"
         if self._positions is None:
-            length = key_states.shape[2]
-            keys[self._targets, :, :length] = key_states[self._sources]
-            values[self._targets, :, :length] = value_states[self._sources]
-            return key_states, value_states
+            assert self._sources is not None
+            end = self._first + key_states.shape[2]
+            keys[self._targets, :, self._first : end] = key_states[self._sources]
+            values[self._targets, :, self._first : end] = value_states[self._sources]
+            if self._first == 0:
+                return key_states, value_states
+            rows = torch.arange(len(key_states), device=key_states.device)
+            holders = self._targets[torch.searchsorted(self._sources, rows)]
+            return keys[holders, :, :end], values[holders, :, :end]
         keys[self._targets, :, self._positions] = key_states[:, :, 0]
         values[self._targets, :, self._positions] = value_states[:, :, 0]
         num_rows = len(self._positions)

@@ -48,5 +48,6 @@ class Visibility:
 
 
 def _visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    distance = queries[:, None, :, None] - keys
-    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    queries = queries[:, None, :, None]
+    visible = queries >= keys
+    return visible if window is None else visible & (queries - keys < window)

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.common.models.families import FAMILIES
+from services.rollout.engines import decode_batch
 from services.rollout.engines.base import GenerationResult
 from services.rollout.engines.torch import TorchEngine
 from tests.helpers.engines import (
@@ -345,3 +346,15 @@ async def test_rounding_up_batches_and_spans_changes_nothing(monkeypatch) -> Non
     for exact, rounded in zip(await decode(False), await decode(True), strict=True):
         assert exact.token_ids == rounded.token_ids
         assert exact.logprobs == pytest.approx(rounded.logprobs, abs=1e-5)
+
+
+async def test_contexts_that_are_stored_in_parts_give_the_same_tokens(monkeypatch) -> None:
+    async with running(engine := make_engine()):
+        whole = await generate_all(engine)
+    # Two queries at a time for the longest context, fewer than that for several at once.
+    monkeypatch.setattr(decode_batch, "_MAX_MASK", 14)
+    async with running(engine := make_engine()):
+        parts = await generate_all(engine)
+    for one, other in zip(whole, parts, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
