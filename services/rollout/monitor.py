@@ -17,6 +17,8 @@ _EVERY_S = 1.0
 _LOOKS = 5
 # Looking at every episode takes longer than reading gauges.
 _LOOK_S = 15.0
+# A version may take an hour to come, and a process that is killed loses what it sampled since it last cached.
+_CHECKPOINT_S = 60.0
 
 
 async def monitor(
@@ -41,7 +43,8 @@ async def monitor(
         EngineStalledError: If the engine is dead; the process has to end.
     """
     progress, episodes = ProgressWatch(stall_s / 2), EpisodeWatch(stall_s)
-    look_s, looked = min(stall_s / 4, _LOOK_S), time.monotonic()
+    look_s = min(stall_s / 4, _LOOK_S)
+    looked = cached = time.monotonic()
     rows = {rows_gauge(split): count for split, count in sampler.num_prompts().items()}
     decoding = DecodeTimes()
     while True:
@@ -74,6 +77,9 @@ async def monitor(
         if time.monotonic() - looked > look_s:
             looked = time.monotonic()
             await sampler.stop_stalled(episodes, now=looked)
+        if time.monotonic() - cached > _CHECKPOINT_S:
+            cached = time.monotonic()
+            sampler.checkpoint_soon()
         for _ in range(_LOOKS):
             decoding.observe(engine.stats(), now=time.monotonic())
             await asyncio.sleep(_EVERY_S / _LOOKS)

@@ -209,8 +209,12 @@ class GroupSampler:
             self._next_checkpoint = begin + (now() - begin) / _CHECKPOINT_SHARE
 
     def checkpoint_soon(self) -> None:
-        """Checkpoint beside whatever the caller does next, unless the last one is too recent for its cost."""
-        if asyncio.get_running_loop().time() >= self._next_checkpoint:
+        """Checkpoint beside whatever the caller does next, unless the last one is too recent for its cost.
+
+        Nothing is cached of responses that may not go on elsewhere.
+        """
+        now = asyncio.get_running_loop().time()
+        if self._spec.partial_rollout and now >= self._next_checkpoint:
             self._next_checkpoint = math.inf
             self._tasks.create_task(self.checkpoint())
 

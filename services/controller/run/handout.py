@@ -182,7 +182,9 @@ class Handout:
         left = [group for group in stalled.values() if group.state in RUNNING]
         for group in left:
             self.end(group)
-            if not self._ledger.retry(group, "stalled"):
+            # What was stored of it is as old as before.
+            self._ledger.interrupt(group)
+            if not self._ledger.stall(group):
                 self._order.quarantine(group.row)
         names = ", ".join(stalled)
         message = f"taken from rollouts that made no token for {patience_s:.0f} s: {names}"

@@ -220,14 +220,17 @@ async def test_a_share_that_fails_ends_the_others_and_the_whole_group_begins_aga
 async def test_a_group_of_rollouts_that_make_no_token_is_taken_from_all_of_them():
     run = Run()
     await run.hand_out()
+    began = run.group.oldest_version
     await run.bring(2, 3, attempt=1)
     for hours in range(3):
         run.now = hours * 3600.0
         run.rollouts._workers["rollout-0"].gauges["tokens_total"] = min(hours, 1)
         await run.handout.take_back_stalled()
         # However old it is, what moves is left alone.
-        assert (run.group.state is GroupState.PENDING) == (hours == 2)
+        assert (run.group.state is GroupState.PARTIAL) == (hours == 2)
     name = run.group.group_id
+    # What it had stored goes on elsewhere, and is as old as it was.
+    assert run.group.oldest_version == began
     assert run.rollouts.put_aside_by_name == [name]
     # Those too that the controller has not seen, because a worker that adds to them is gone.
     assert run.queue.released == [f"{name}.{member}" for member in range(5)]
