@@ -2,6 +2,7 @@
 
 from deploy.observability.panels import Dashboard, Panel, Row
 from deploy.observability.queries import (
+    RATE,
     RUN,
     buckets,
     each,
@@ -207,6 +208,19 @@ STALENESS = Dashboard(
             "Weight versions in one response",
             "Mean number of versions that a response was sampled under; above 1 with partial rollouts.",
             mean("slipstream_rollout_segments", "versions"),
+        ),
+        Panel(
+            "Tokens computed again",
+            "Tokens of responses that rollouts computed once more, for each sampled one: after an update, "
+            "unless `rollout.kv_policy` is `keep`, and to go on with a response.",
+            [
+                (
+                    f"sum by (run) (rate(slipstream_rollout_recomputed_tokens{{{RUN}}}[{RATE}])) / "
+                    f"sum by (run) (rate(slipstream_rollout_tokens{{{RUN}}}[{RATE}]))",
+                    "{{run}}",
+                )
+            ],
+            unit="percentunit",
         ),
         Panel(
             "Response length",

@@ -76,6 +76,10 @@ CACHED_TOKENS_TOTAL = Gauge(
     "slipstream_rollout_cached_prompt_tokens",
     "Those of them that a prefix cache held, or another request of the same pass",
 )
+RECOMPUTED_TOKENS_TOTAL = Gauge(
+    "slipstream_rollout_recomputed_tokens",
+    "Tokens of responses computed once more since the start: under new weights, or to go on with a response",
+)
 WEIGHT_VERSION = Gauge("slipstream_rollout_weight_version", "Version of the live weights")
 ADMISSION_LIMIT = Gauge(
     "slipstream_rollout_admission_limit", "Most groups in work; falls under pressure"

@@ -55,6 +55,7 @@ async def monitor(
         metrics.TOKENS_TOTAL.set(stats.tokens_total)
         metrics.PROMPT_TOKENS_TOTAL.set(stats.prompt_tokens_total)
         metrics.CACHED_TOKENS_TOTAL.set(stats.cached_tokens_total)
+        metrics.RECOMPUTED_TOKENS_TOTAL.set(stats.recomputed_tokens_total)
         await sampler.admission.adapt(
             kv_used_fraction=stats.kv_used_fraction, publish_wait_s=publish_wait_s()
         )

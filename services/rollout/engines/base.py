@@ -120,6 +120,8 @@ class EngineStats:
     """Tokens of contexts since the start, of those included that went on after an update."""
     cached_tokens_total: int = 0
     """Those of them that were found in a prefix cache, or shared with another request."""
+    recomputed_tokens_total: int = 0
+    """Tokens of responses computed once more since the start: under new weights, or to go on with one."""
 
 
 class Engine(Protocol):

@@ -42,6 +42,11 @@ class _Row:
     experts: list[RoutedExperts] = field(default_factory=list)
     """Of the tokens from ``request.experts_from`` on."""
 
+    @property
+    def num_sampled(self) -> int:
+        """Tokens of the response, those from before it came here included."""
+        return self.request.draw_offset + len(self.logprobs)
+
     def result(self, reason: FinishReason) -> GenerationResult:
         return GenerationResult(
             token_ids=tuple(self.tokens[len(self.request.context_ids) :]),
@@ -78,6 +83,8 @@ class DecodeBatch:
         self._rows: list[_Row] = []
         self.prompt_tokens_total = 0
         """Tokens of contexts that were stored."""
+        self.recomputed_tokens_total = 0
+        """Those of them that were sampled before."""
         self._news: list[tuple[OnTokens, int, float]] = []
         self.shared_tokens_total = 0
         """Those of them that another request in the same pass had as well."""
@@ -192,6 +199,7 @@ class DecodeBatch:
         """
         slots_by_context: dict[tuple[int, ...], list[int]] = {}
         for slot in slots:
+            self.recomputed_tokens_total += self._rows[slot].num_sampled
             context = tuple(self._rows[slot].tokens[:-1])
             if context:
                 slots_by_context.setdefault(context, []).append(slot)

@@ -86,6 +86,7 @@ class PartedEngine:
         self._tokens_total = 0
         self._prompt_tokens_total = 0
         self._cached_tokens_total = 0
+        self._recomputed_tokens_total = 0
         self._busy_since = 0.0
         self._busy_seconds = 0.0
         self._started_at = time.monotonic()
@@ -236,6 +237,9 @@ class PartedEngine:
         self._num_adoptions += 1
         if self._freezer is not None:
             await self._freezer.thaw(version, recompute=self._recompute)
+            if self._recompute:
+                running = self._running.values()
+                self._recomputed_tokens_total += sum(each.num_sampled for each in running)
         phases.done("thaw")
 
     def stats(self) -> EngineStats:
@@ -254,6 +258,7 @@ class PartedEngine:
             weight_version=self._weight_version,
             prompt_tokens_total=self._prompt_tokens_total,
             cached_tokens_total=self._cached_tokens_total,
+            recomputed_tokens_total=self._recomputed_tokens_total,
         )
 
     async def _generate(self, progress: Progress) -> GenerationResult:
@@ -278,9 +283,15 @@ class PartedEngine:
 
     async def _collect(self, stream: PartStream, progress: Progress, version: int) -> str:
         """Take in tokens until the part ends; returns the engine's reason."""
-        self._prompt_tokens_total += progress.num_tokens
+        num_tokens, num_sampled = progress.num_tokens, progress.num_sampled
+        self._prompt_tokens_total += num_tokens
         while True:
             chunk = await stream.next()
+            # What was sampled stands behind what prefix caches share.
+            self._recomputed_tokens_total += min(
+                num_sampled, max(num_tokens - chunk.cached_tokens, 0)
+            )
+            num_sampled = 0
             self._tokens_total += len(chunk.token_ids)
             self._cached_tokens_total += chunk.cached_tokens
             if progress.extend(chunk, version):

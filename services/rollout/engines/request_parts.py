@@ -78,6 +78,11 @@ class Progress:
         """Tokens of context and response."""
         return len(self.request.context_ids) + len(self.token_ids)
 
+    @property
+    def num_sampled(self) -> int:
+        """Tokens of the response, those from before it came here included."""
+        return self.request.draw_offset + len(self.token_ids)
+
     def next_part(self, cache_salt: str) -> Part:
         """Describe what is left to decode."""
         request, num_done = self.request, len(self.token_ids)

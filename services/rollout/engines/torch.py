@@ -235,6 +235,7 @@ class TorchEngine:
             weight_version=self._weight_version,
             prompt_tokens_total=self._batch.prompt_tokens_total,
             cached_tokens_total=self._batch.shared_tokens_total,
+            recomputed_tokens_total=self._batch.recomputed_tokens_total,
         )
 
     def _has_work(self) -> bool:

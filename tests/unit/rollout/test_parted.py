@@ -112,6 +112,7 @@ async def test_parts_of_different_adoptions_never_share_a_prefix() -> None:
     assert first.cache_salt != second.cache_salt
     assert second.context_ids == [1, 2, *range(2, 2 + second.draw_offset)]
     assert first.max_tokens - second.max_tokens == second.draw_offset > 0
+    assert engine.stats().recomputed_tokens_total == second.draw_offset
 
 
 async def test_many_requests_at_once_leave_the_event_loop_to_others_in_between() -> None:

@@ -213,6 +213,8 @@ async def test_kept_kv_differs_from_recomputed_kv_after_an_update() -> None:
             await engine.adopt_weights(1, weights_of(1))
             result = await task
         start = result.version_runs[0][1]
+        computed_again = engine.stats().recomputed_tokens_total
+        assert computed_again == (start if policy == "recompute" else 0)
         expected = reference_logprobs(
             1, (1, 2, 3, *result.token_ids[:start]), result.token_ids[start:]
         )
@@ -238,6 +240,8 @@ async def test_abort_keeps_the_tokens_and_a_resumed_sample_goes_on_with_its_stre
             )
         )
     assert head.finish_reason == "aborted"
+    assert first.stats().recomputed_tokens_total == 0
+    assert second.stats().recomputed_tokens_total == len(head.token_ids)
     assert 7 <= len(head.token_ids) < 60
     assert head.token_ids + tail.token_ids == whole.token_ids
 
