@@ -1,6 +1,5 @@
 """Commands that start the services on this machine: `run` for one run, `up` for those that are submitted."""
 
-import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
@@ -20,7 +19,7 @@ from services.cli.output import console, say, told
 from services.cli.trackers.beside import has_any_tracker, tracking
 from services.cli.unfinished import submit_or_go_on
 from services.common.spec.run import RunSpec
-from services.common.task_group import TaskGroup
+from services.common.task_group import until_first
 
 Port = Annotated[int, typer.Option(help="Port of the REST API; 0 takes a free one.")]
 
@@ -91,16 +90,11 @@ async def _follow_beside(
     services: LocalServices, api: Api, run_id: str, state_directory: Path
 ) -> dict[str, Any] | None:
     """Follow a run; a dying service ends that, and a signal, for which None is returned."""
-    interrupts = Interrupts()
-    async with TaskGroup() as tasks:
-        exits = tasks.create_task(services.keep())
-        following = tasks.create_task(
-            follow(api, run_id, state_directory=state_directory, console=console)
-        )
-        stopping = tasks.create_task(interrupts.pause_runs(api, console))
-        await asyncio.wait((following, stopping), return_when=asyncio.FIRST_COMPLETED)
-        for task in (exits, following, stopping):
-            task.cancel()
+    following, *_ = await until_first(
+        follow(api, run_id, state_directory=state_directory, console=console),
+        Interrupts().pause_runs(api, console),
+        services.keep(),
+    )
     return None if following.cancelled() else following.result()
 
 
@@ -114,10 +108,8 @@ async def _up(state_directory: Path, port: int) -> None:
         )
         interrupts = Interrupts()
         tracked = tracking(services, state_directory, console)
-        async with tracked if has_any_tracker() else nullcontext(), TaskGroup() as tasks:
-            keeping = tasks.create_task(services.keep())
-            await interrupts.pause_runs(api, console)
-            keeping.cancel()
+        async with tracked if has_any_tracker() else nullcontext():
+            await until_first(interrupts.pause_runs(api, console), services.keep())
 
 
 @asynccontextmanager

@@ -1,6 +1,5 @@
 """``slipstream track``: writes runs to experiment trackers, beside the controller."""
 
-import asyncio
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +12,7 @@ from services.cli.trackers.processes import TrackerProcesses
 from services.common.lifetime import until_told_to_stop
 from services.common.spec.similar import did_you_mean
 from services.common.spec.trackers import TRACKERS
-from services.common.task_group import TaskGroup
+from services.common.task_group import until_first
 
 # A controller that is started again is found again.
 _PATIENCE_S = 600.0
@@ -46,19 +45,16 @@ def track(
 
     async def work() -> None:
         address, token = find_controller(url)
-        async with Api(address, token=token, patience_s=_PATIENCE_S) as api, TaskGroup() as tasks:
+        async with Api(address, token=token, patience_s=_PATIENCE_S) as api:
             processes = TrackerProcesses(
                 api, url=address, token=token, folder=folder, deadline_s=deadline_s
             )
             one = await find_run(api, run) if run else ""
-            following = tasks.create_task(
-                processes.follow(one, kinds) if one else processes.follow_project()
-            )
+            following = processes.follow(one, kinds) if one else processes.follow_project()
             if stop_on_stdin_eof:
-                telling = tasks.create_task(until_told_to_stop(stop_on_stdin_eof=True))
-                await asyncio.wait((following, telling), return_when=asyncio.FIRST_COMPLETED)
-                following.cancel()
-                telling.cancel()
+                await until_first(following, until_told_to_stop(stop_on_stdin_eof=True))
+            else:
+                await following
 
     run_until_signal(work())
 

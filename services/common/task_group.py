@@ -1,10 +1,11 @@
-"""asyncio's task group, without the cancellation that it leaves behind before Python 3.13, and its errors."""
+"""Task groups: without the cancellation that they leave behind before Python 3.13; races; errors by class."""
 
 import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 if sys.version_info >= (3, 13):
     TaskGroup = asyncio.TaskGroup
@@ -36,6 +37,16 @@ else:
                 was_requested = self._parent_cancel_requested and not is_settled
                 if was_requested and parent.cancelling() > before:
                     parent.uncancel()
+
+
+async def until_first(*works: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any]]:
+    """Work until one is done, which ends the others: their tasks are cancelled. Tasks are in order."""
+    async with TaskGroup() as tasks:
+        running = [tasks.create_task(work) for work in works]
+        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        for task in running:
+            task.cancel()
+    return running
 
 
 @contextmanager

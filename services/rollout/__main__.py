@@ -22,7 +22,7 @@ from services.common.models.routing_shape import routing_shape
 from services.common.models.tokenizer import load_tokenizer
 from services.common.secrets import with_secrets
 from services.common.spec.run import RunSpec
-from services.common.task_group import TaskGroup
+from services.common.task_group import TaskGroup, until_first
 from services.controller.client import GroupFailure, WorkerSession
 from services.rollout.calls.pool import CallPool
 from services.rollout.calls.reach import Reach
@@ -48,9 +48,8 @@ from services.rollout.workflows.load import load_workflow
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
 from services.weightsync.member import WeightMember
-from services.weightsync.server import WeightSyncServicer
+from services.weightsync.server import serve_member
 from slipstream.rollout.v1 import rollout_pb2_grpc
-from slipstream.weightsync.v1 import weightsync_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +75,7 @@ async def run(settings: RolloutSettings) -> None:
 
         def register(server: grpc.aio.Server) -> None:
             rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server)
-            weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server(
-                WeightSyncServicer(member), server
-            )
+            serve_member(member, server)
 
         port = await stack.enter_async_context(serve(settings.bind, register))
         session = await stack.enter_async_context(
@@ -211,14 +208,9 @@ async def _serve_until_stopped(
     session: WorkerSession, sampler: GroupSampler, *, drain_timeout_s: float
 ) -> None:
     """Serve until the controller orders the end, or a signal asks for a drain."""
-    async with TaskGroup() as tasks:
-        ordered = tasks.create_task(session.stopped())
-        signalled = tasks.create_task(until_told_to_stop())
-        done, rest = await asyncio.wait((ordered, signalled), return_when=asyncio.FIRST_COMPLETED)
-        for task in rest:
-            task.cancel()
+    ordered, _ = await until_first(session.stopped(), until_told_to_stop())
     sampler.refuse()
-    if ordered not in done:
+    if ordered.cancelled():
         session.report(state="draining", activity="ending")
         if session.spec.rollout.partial_rollout:
             await _store_unfinished(sampler, drain_timeout_s)

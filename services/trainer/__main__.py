@@ -9,6 +9,7 @@ import json
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import TypeVar
 
 import grpc
@@ -39,9 +40,8 @@ from services.trainer.settings import TrainerSettings
 from services.trainer.steps.step import StepResult
 from services.trainer.transfers import Transfers
 from services.weightsync.member import WeightMember
-from services.weightsync.server import WeightSyncServicer
+from services.weightsync.server import serve_member
 from slipstream.trainer.v1 import trainer_pb2_grpc
-from slipstream.weightsync.v1 import weightsync_pb2_grpc
 
 _T = TypeVar("_T")
 
@@ -65,9 +65,7 @@ async def lead(settings: TrainerSettings) -> None:
             trainer_pb2_grpc.add_TrainerServiceServicer_to_server(
                 TrainerServicer(leader, settings.run_id, on_step), server
             )
-            weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server(
-                WeightSyncServicer(member), server
-            )
+            serve_member(member, server)
 
         port = await stack.enter_async_context(serve(settings.bind, register))
         session = await stack.enter_async_context(
@@ -129,15 +127,9 @@ async def _serve_rows(settings: TrainerSettings, follower: Follower) -> AsyncIte
             host=settings.advertise_host,
             rendezvous=rendezvous,
         )
-
-        def register(server: grpc.aio.Server) -> None:
-            weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server(
-                WeightSyncServicer(member), server
-            )
-
         # Ranks share their settings, and the port that these name is that of rank 0.
         host = settings.bind.rpartition(":")[0]
-        async with serve(f"{host}:0", register) as port:
+        async with serve(f"{host}:0", partial(serve_member, member)) as port:
             yield f"{settings.advertise_host}:{port}"
 
 

@@ -16,6 +16,11 @@ from slipstream.weightsync.v1 import weightsync_pb2_grpc
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
+def serve_member(member: WeightMember, server: grpc.aio.Server) -> None:
+    """Have a server answer for a member."""
+    weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server(WeightSyncServicer(member), server)
+
+
 class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     """Translates requests for a :class:`WeightMember`."""
 

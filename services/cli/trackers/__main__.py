@@ -23,7 +23,7 @@ from services.cli.trackers.tracker import Moment, OpenTracker, Split, Tracker, r
 from services.common.callables import load_callable
 from services.common.lifetime import until_told_to_stop
 from services.common.spec.trackers import TRACKERS, TrackerSpec
-from services.common.task_group import TaskGroup
+from services.common.task_group import until_first
 from services.controller.api.operations import ListSamples, ReportTracker
 from services.controller.models import RunView
 from services.controller.samples import SampleView
@@ -194,20 +194,11 @@ def _alone(order: Order) -> Iterator[None]:
         yield
 
 
-async def _write_until_told_to_stop(order: Order) -> None:
-    async with TaskGroup() as tasks:
-        writing = tasks.create_task(_write(order))
-        telling = tasks.create_task(until_told_to_stop(stop_on_stdin_eof=True))
-        await asyncio.wait((writing, telling), return_when=asyncio.FIRST_COMPLETED)
-        for task in (writing, telling):
-            task.cancel()
-
-
 def main() -> None:
     """Entry point."""
     order, code = Order.model_validate_json(sys.argv[1]), 0
     try:
-        asyncio.run(_write_until_told_to_stop(order))
+        asyncio.run(until_first(_write(order), until_told_to_stop(stop_on_stdin_eof=True)))
     except* ApiError as group:
         code = GONE
         sys.stderr.write(f"{group.exceptions[0]}\n")

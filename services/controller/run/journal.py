@@ -5,6 +5,7 @@ The rule that makes a crash harmless: what the ledger decided is written before 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import sqlalchemy as sa
@@ -112,14 +113,7 @@ class Journal:
         self, note: Note, ledger: Ledger | None = None, *, also: Work | None = None
     ) -> None:
         """Write an event, what changed in the ledger, and whatever else belongs to it."""
-        change = self._change(ledger)
-
-        def work(connection: sa.Connection) -> None:
-            change(connection)
-            if also is not None:
-                also(connection)
-
-        await self._record(note, work)
+        await self._record(note, self._change(ledger, also))
 
     async def save(self, ledger: Ledger) -> None:
         """Write what changed in the ledger."""
@@ -129,35 +123,22 @@ class Journal:
         self, step: int, ledger: Ledger, *, version: int, groups: Sequence[Group]
     ) -> None:
         """Write which groups the trainer will be asked to train."""
-        change = self._change(ledger)
-
-        def work(connection: sa.Connection) -> None:
-            change(connection)
-            ledger_store.begin_step(connection, self.run_id, step, version=version, groups=groups)
-
-        await self._database.run(self._write, work)
+        begin = partial(
+            ledger_store.begin_step, run_id=self.run_id, step=step, version=version, groups=groups
+        )
+        await self._database.run(self._write, self._change(ledger, begin))
 
     async def commit_step(
         self, step: int, ledger: Ledger, *, note: Note, metrics: Mapping[str, Any]
     ) -> None:
         """Write that a step is trained and its groups are consumed."""
-        change = self._change(ledger)
-
-        def work(connection: sa.Connection) -> None:
-            change(connection)
-            ledger_store.commit_step(connection, self.run_id, step, metrics)
-
-        await self._record(note, work)
+        commit = partial(ledger_store.commit_step, run_id=self.run_id, step=step, metrics=metrics)
+        await self._record(note, self._change(ledger, commit))
 
     async def forget_step(self, step: int, ledger: Ledger) -> None:
         """Write that a step that was begun was not trained."""
-        change = self._change(ledger)
-
-        def work(connection: sa.Connection) -> None:
-            change(connection)
-            ledger_store.forget_step(connection, self.run_id, step)
-
-        await self._database.run(self._write, work)
+        forget = partial(ledger_store.forget_step, run_id=self.run_id, step=step)
+        await self._database.run(self._write, self._change(ledger, forget))
 
     async def rewind(self, step: int, *, version: int, message: str) -> None:
         """Go back to the end of ``step``, whose weights get the number ``version`` now."""
@@ -177,12 +158,17 @@ class Journal:
         with self._database.write() as connection:
             work(connection)
 
-    def _change(self, ledger: Ledger | None) -> Work:
-        """The write of what changed; taken now, although the database comes later."""
-        if ledger is None:
-            return lambda connection: None
-        change = ledger.take_changes()
-        return lambda connection: ledger_store.write_change(connection, self.run_id, change)
+    def _change(self, ledger: Ledger | None, also: Work | None = None) -> Work:
+        """The write of what changed, which is taken now, and of what belongs to it."""
+        change = None if ledger is None else ledger.take_changes()
+
+        def work(connection: sa.Connection) -> None:
+            if change is not None:
+                ledger_store.write_change(connection, self.run_id, change)
+            if also is not None:
+                also(connection)
+
+        return work
 
     def _load(self) -> Recovered:
         with self._database.read() as connection:

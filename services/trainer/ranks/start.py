@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 from services.common.lifetime import until_told_to_stop
 from services.common.spec.loader import canonical_json
 from services.common.spec.run import RunSpec
-from services.common.task_group import TaskGroup
+from services.common.task_group import until_first
 from services.controller.client import WorkerSession
 from services.trainer.model.warm_start import Progress
 from services.trainer.ranks.crew import Crew, Kind, Order
@@ -85,8 +85,4 @@ async def load(
 
 async def until_stopped(session: WorkerSession) -> None:
     """Wait for the controller's order or a signal."""
-    async with TaskGroup() as group:
-        waits = [group.create_task(session.stopped()), group.create_task(until_told_to_stop())]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
+    await until_first(session.stopped(), until_told_to_stop())

@@ -24,9 +24,8 @@ from services.trainer.scoring.server import ScoringServicer
 from services.trainer.settings import TrainerSettings
 from services.transferqueue.client import TransferQueueClient
 from services.weightsync.member import WeightMember
-from services.weightsync.server import WeightSyncServicer
+from services.weightsync.server import serve_member
 from slipstream.trainer.v1 import scoring_pb2_grpc
-from slipstream.weightsync.v1 import weightsync_pb2_grpc
 
 _REFERENCE_VERSION = 0
 
@@ -52,9 +51,7 @@ async def serve_logp(settings: TrainerSettings) -> None:
 
         def register(server: grpc.aio.Server) -> None:
             scoring_pb2_grpc.add_ScoringServiceServicer_to_server(servicer, server)
-            weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server(
-                WeightSyncServicer(member), server
-            )
+            serve_member(member, server)
 
         port = await stack.enter_async_context(serve(settings.bind, register))
         session = await stack.enter_async_context(WorkerSession(settings, role="logp", port=port))

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from services.common.task_group import TaskGroup, unwrapped
+from services.common.task_group import TaskGroup, until_first, unwrapped
 
 
 async def _fail() -> None:
@@ -61,3 +61,14 @@ async def test_a_group_whose_first_error_is_of_another_kind_stays_whole() -> Non
     with pytest.RaisesGroup(ValueError), unwrapped(KeyError):
         async with TaskGroup() as tasks:
             tasks.create_task(_fail())
+
+
+async def test_the_first_that_is_done_ends_the_others() -> None:
+    first, others = await until_first(asyncio.sleep(0, "done"), asyncio.Event().wait())
+    assert first.result() == "done"
+    assert others.cancelled()
+
+
+async def test_a_failure_ends_the_race() -> None:
+    with pytest.RaisesGroup(ValueError):
+        await until_first(asyncio.Event().wait(), _fail())
