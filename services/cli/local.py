@@ -72,6 +72,23 @@ class LocalServices:
             for service in self.services:
                 tasks.create_task(self._keep(service))
 
+    async def start(self, service: _Service) -> dict[str, str]:
+        """Start one more, again if it is killed meanwhile; returns the addresses that it announces.
+
+        Raises:
+            ServiceExitedError: If it does not start.
+        """
+        self.services.append(service)
+        while True:
+            try:
+                return await _start(service)
+            except ServiceExitedError:
+                code = None if service.process is None else service.process.returncode
+                # What was killed may start; what gave up would do so again.
+                if code is None or code >= 0 or service.num_restarts >= self.max_restarts:
+                    raise
+                service.num_restarts += 1
+
     async def _keep(self, service: _Service) -> None:
         while True:
             assert service.process is not None
@@ -106,30 +123,21 @@ async def local_services(
     strangers = psutil.Process().children()
     services = LocalServices(max_restarts=max_restarts, token=f"slp_{secrets.token_urlsafe(32)}")
 
-    async def start(name: str, folder: Path, settings: dict[str, str]) -> dict[str, str]:
-        service = _Service(name, logs / f"{name}.log", folder / name, settings)
-        services.services.append(service)
-        service.log.write_bytes(b"")
-        while True:
-            try:
-                return await _start(service)
-            except ServiceExitedError:
-                code = None if service.process is None else service.process.returncode
-                # What was killed may start; what gave up would do so again.
-                if code is None or code >= 0 or service.num_restarts >= max_restarts:
-                    raise
-                service.num_restarts += 1
-
     with _files_of_this_user(), sole_use(state_directory), owned_folder() as folder:
         logs.mkdir(parents=True, exist_ok=True)
+
+        def service(name: str, settings: dict[str, str]) -> _Service:
+            log = logs / f"{name}.log"
+            log.write_bytes(b"")
+            return _Service(name, log, folder / name, settings)
+
         # Only this user reads the folder, so nobody else on the machine uses the API or reaches a worker.
         key, token = folder / "key", folder / "token"
         key.write_text(secrets.token_hex(32), encoding="ascii")
         token.write_text(services.token, encoding="ascii")
         try:
-            queue = await start(
+            transferqueue = service(
                 "transferqueue",
-                folder,
                 {
                     "SNAPSHOT_FOLDER": f"{folder}/snapshots",
                     "KEPT_FOLDER": f"{state_directory}/{KEPT_SAMPLES}",
@@ -138,11 +146,11 @@ async def local_services(
                     "USE_CURVE": "true",
                 },
             )
-            controller = await start(
+            address = (await services.start(transferqueue))["address"]
+            controller = service(
                 "controller",
-                folder,
                 {
-                    "TRANSFERQUEUE_ADDRESS": queue["address"],
+                    "TRANSFERQUEUE_ADDRESS": address,
                     "STATE_DIRECTORY": str(state_directory),
                     "REST_BIND": f"127.0.0.1:{port}",
                     "ADMIN_TOKEN_FILE": str(token),
@@ -150,11 +158,12 @@ async def local_services(
                     "SERVICE_KEY_FILE": str(key),
                 },
             )
+            found = await services.start(controller)
+            services.url, services.grpc_address = found["rest"], found["grpc"]
             # Whoever is started again must be found where it was.
-            services.services[0].settings["BIND"] = queue["address"]
-            services.services[1].settings["BIND"] = controller["grpc"]
-            services.url, services.grpc_address = controller["rest"], controller["grpc"]
-            services.services[1].settings["REST_BIND"] = services.url.removeprefix("http://")
+            transferqueue.settings["BIND"] = address
+            controller.settings["BIND"] = services.grpc_address
+            controller.settings["REST_BIND"] = services.url.removeprefix("http://")
             with known_tokens.known(services.url, services.token):
                 yield services
         finally:

@@ -10,8 +10,8 @@ from services.common import tracing
 _Continuation = Callable[[grpc.aio.ClientCallDetails, Any], Awaitable[Any]]
 
 
-class UnaryHeaders(grpc.aio.UnaryUnaryClientInterceptor):
-    """Adds headers to unary calls.
+class _Headers:
+    """Adds headers to calls.
 
     Args:
         token: Who makes the calls; empty for nobody in particular.
@@ -20,34 +20,26 @@ class UnaryHeaders(grpc.aio.UnaryUnaryClientInterceptor):
     def __init__(self, token: str) -> None:
         self._token = token
 
-    async def intercept_unary_unary(
+    async def go_on(
         self,
         continuation: _Continuation,
         client_call_details: grpc.aio.ClientCallDetails,
         request: Any,
     ) -> Any:
-        """Go on with the headers."""
+        """Make a call with the headers."""
         return await continuation(_with_headers(client_call_details, self._token), request)
 
 
-class StreamHeaders(grpc.aio.UnaryStreamClientInterceptor):
-    """Adds headers to calls that are answered by a stream.
+class UnaryHeaders(_Headers, grpc.aio.UnaryUnaryClientInterceptor):
+    """Adds headers to unary calls."""
 
-    Args:
-        token: Who makes the calls; empty for nobody in particular.
-    """
+    intercept_unary_unary = _Headers.go_on
 
-    def __init__(self, token: str) -> None:
-        self._token = token
 
-    async def intercept_unary_stream(
-        self,
-        continuation: _Continuation,
-        client_call_details: grpc.aio.ClientCallDetails,
-        request: Any,
-    ) -> Any:
-        """Go on with the headers."""
-        return await continuation(_with_headers(client_call_details, self._token), request)
+class StreamHeaders(_Headers, grpc.aio.UnaryStreamClientInterceptor):
+    """Adds headers to calls that are answered by a stream."""
+
+    intercept_unary_stream = _Headers.go_on
 
 
 def _with_headers(details: Any, token: str) -> Any:

@@ -81,17 +81,14 @@ class PodApi:
             grace_s: Seconds that it has to end; its own when None.
             is_queued: Whether a queue would keep it.
         """
-        try:
-            await ask(
-                f"the end of pod {name}",
-                self._core.delete_namespaced_pod,
-                name,
-                self._namespace,
-                grace_period_seconds=grace_s,
-            )
-        except NotFoundError:
-            return False
-        if is_queued:
+        is_there = await _delete(
+            f"pod {name}",
+            self._core.delete_namespaced_pod,
+            name,
+            self._namespace,
+            grace_period_seconds=grace_s,
+        )
+        if is_there and is_queued:
             with suppress(NotFoundError):
                 await ask(
                     f"pod {name} to leave its queue",
@@ -100,7 +97,7 @@ class PodApi:
                     self._namespace,
                     kueue.LEAVE,
                 )
-        return True
+        return is_there
 
     async def create_job_set(self, body: Mapping[str, Any]) -> None:
         """Create a JobSet in place of any of its name.
@@ -133,18 +130,14 @@ class PodApi:
 
     async def delete_job_set(self, name: str) -> bool:
         """Delete a JobSet, which goes after its pods; returns whether it was there."""
-        try:
-            await ask(
-                f"the end of JobSet {name}",
-                self._custom.delete_namespaced_custom_object,
-                **_JOB_SETS,
-                namespace=self._namespace,
-                name=name,
-                propagation_policy="Foreground",
-            )
-        except NotFoundError:
-            return False
-        return True
+        return await _delete(
+            f"JobSet {name}",
+            self._custom.delete_namespaced_custom_object,
+            **_JOB_SETS,
+            namespace=self._namespace,
+            name=name,
+            propagation_policy="Foreground",
+        )
 
     async def put_policy(self, policy: Mapping[str, Any]) -> None:
         """Write a NetworkPolicy in place of any of its name."""
@@ -161,15 +154,9 @@ class PodApi:
 
     async def delete_policy(self, name: str) -> None:
         """Delete a NetworkPolicy, if it is there."""
-        if not self._has_policies:
-            return
-        with suppress(NotFoundError):
-            await ask(
-                f"the end of NetworkPolicy {name}",
-                self._networking.delete_namespaced_network_policy,
-                name,
-                self._namespace,
-            )
+        if self._has_policies:
+            delete = self._networking.delete_namespaced_network_policy
+            await _delete(f"NetworkPolicy {name}", delete, name, self._namespace)
 
     async def put_secret(self, secret: Mapping[str, Any]) -> None:
         """Write a secret in place of any of its name."""
@@ -185,13 +172,8 @@ class PodApi:
 
     async def delete_secret(self, name: str) -> None:
         """Delete a secret, if it is there."""
-        with suppress(NotFoundError):
-            await ask(
-                f"the end of secret {name}",
-                self._core.delete_namespaced_secret,
-                name,
-                self._namespace,
-            )
+        delete = self._core.delete_namespaced_secret
+        await _delete(f"secret {name}", delete, name, self._namespace)
 
 
 async def ask(what: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -219,6 +201,15 @@ async def ask(what: str, method: Callable[..., Any], *arguments: Any, **options:
         raise FailedPreconditionError(message) from error
     except HTTPError as error:
         raise UnavailableError(f"the Kubernetes API does not answer: {error}") from error
+
+
+async def _delete(what: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> bool:
+    """Have something deleted; returns whether it was there. Raises what ``ask`` raises otherwise."""
+    try:
+        await ask(f"the end of {what}", method, *arguments, **options)
+    except NotFoundError:
+        return False
+    return True
 
 
 async def deployment_reference(core: CoreV1Api, namespace: str, name: str) -> dict[str, str]:

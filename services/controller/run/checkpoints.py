@@ -136,21 +136,40 @@ class Checkpoints:
             also: Is written in the same transaction.
         """
         kept = sorted(keep_steps)
-        state: CheckpointState = "READY"
         begin = time.monotonic()
         await self._journal.note(
             Note("CheckpointStarted", f"step {step} is being saved", {"step": step}), ledger
         )
+        checkpoint = await self._save(trainer, critic, step=step, version=version, keep_steps=kept)
+
+        def write(connection: sa.Connection) -> None:
+            self._write(connection, checkpoint, kept)
+            also(connection)
+
+        note = _ended(checkpoint, seconds=time.monotonic() - begin)
+        await self._journal.note(note, ledger, also=write)
+
+    async def _save(
+        self,
+        trainer: TrainerClient,
+        critic: CriticCalls,
+        *,
+        step: int,
+        version: int,
+        keep_steps: Sequence[int],
+    ) -> Checkpoint:
+        """Save all that is not in the database; what failed says why."""
+        state: CheckpointState = "READY"
         path, size_bytes, snapshot_id, message = "", 0, "", ""
         try:
             snapshot_id, message = await self._save_samples(step)
             (path, size_bytes), _ = await asyncio.gather(
-                trainer.save_checkpoint(step, keep_steps=kept, timeout_s=_SAVE_TIMEOUT_S),
-                critic.save(step, keep_steps=kept, timeout_s=_SAVE_TIMEOUT_S),
+                trainer.save_checkpoint(step, keep_steps=keep_steps, timeout_s=_SAVE_TIMEOUT_S),
+                critic.save(step, keep_steps=keep_steps, timeout_s=_SAVE_TIMEOUT_S),
             )
         except (FailedPreconditionError, DeadlineExceededError) as error:
             state, message = "FAILED", error.message
-        checkpoint = Checkpoint(
+        return Checkpoint(
             checkpoint_id=new_id("ckpt"),
             run_id=self._run_id,
             step=step,
@@ -162,27 +181,6 @@ class Checkpoints:
             snapshot_id=snapshot_id,
             size_bytes=size_bytes,
         )
-        seconds = time.monotonic() - begin
-        done = f"is saved: {size_bytes / 1e9:.1f} GB in {seconds:.1f} s"
-        if state == "FAILED":
-            done = f"was not saved: {message}"
-        note = Note(
-            "CheckpointSaved" if state == "READY" else "CheckpointFailed",
-            f"step {step} {done}",
-            {
-                "checkpoint_id": checkpoint.checkpoint_id,
-                "step": step,
-                "path": path,
-                "size_bytes": size_bytes,
-                "seconds": seconds,
-            },
-        )
-
-        def write(connection: sa.Connection) -> None:
-            self._write(connection, checkpoint, kept)
-            also(connection)
-
-        await self._journal.note(note, ledger, also=write)
 
     async def _save_samples(self, step: int) -> tuple[str, str]:
         """Name of the snapshot, or why there is none: then what was in flight is generated again."""
@@ -224,3 +222,19 @@ class Checkpoints:
             .where(table.step.not_in(keep_steps))
             .values(state="DELETED")
         )
+
+
+def _ended(checkpoint: Checkpoint, *, seconds: float) -> Note:
+    """What became of a checkpoint."""
+    size_gb = checkpoint.size_bytes / 1e9
+    kind, text = "CheckpointSaved", f"is saved: {size_gb:.1f} GB in {seconds:.1f} s"
+    if checkpoint.state == "FAILED":
+        kind, text = "CheckpointFailed", f"was not saved: {checkpoint.message}"
+    data = {
+        "checkpoint_id": checkpoint.checkpoint_id,
+        "step": checkpoint.step,
+        "path": checkpoint.path,
+        "size_bytes": checkpoint.size_bytes,
+        "seconds": seconds,
+    }
+    return Note(kind, f"step {checkpoint.step} {text}", data)
