@@ -110,27 +110,18 @@ def read_ledger(connection: sa.Connection, run_id: str) -> LedgerState:
         return LedgerState()
     rows = connection.execute(sa.select(PROMPTS).where(PROMPTS.c.run_id == run_id))
     return LedgerState(
-        groups=tuple(
-            Group(
-                sequence=row.sequence,
-                row=row.row,
-                state=GroupState(row.state),
-                attempt=row.attempt,
-                failures=row.failures,
-                losses=row.losses,
-                worker_id=row.worker_id,
-                oldest_version=row.oldest_version,
-                num_unfinished=row.num_unfinished,
-                num_tokens=row.num_tokens,
-            )
-            for row in rows
-        ),
+        groups=tuple(_to_group(row) for row in rows),
         num_issued=frontier.num_issued,
         position=frontier.position,
         ended={GroupState(name): count for name, count in json.loads(frontier.ended_json).items()},
         reasons=json.loads(frontier.reasons_json),
         returned=_returned(json.loads(frontier.returned_json)),
     )
+
+
+def _to_group(row: Any) -> Group:
+    facts = {name: getattr(row, name) for name in GroupFacts._fields}
+    return Group(**{**facts, "state": GroupState(row.state)})
 
 
 def read_quarantined_rows(connection: sa.Connection, run_id: str) -> set[int]:
@@ -240,17 +231,12 @@ def set_version_offset(connection: sa.Connection, run_id: str, offset: int) -> N
     )
 
 
-def roll_back(connection: sa.Connection, run_id: str, step: int) -> int:
-    """Go back to the end of ``step``: what later steps trained, and all in flight, is to be made anew.
-
-    Returns:
-        The number of steps that were undone.
-    """
+def roll_back(connection: sa.Connection, run_id: str, step: int) -> None:
+    """Go back to the end of ``step``: what later steps trained, and all in flight, is to be made anew."""
     state = read_ledger(connection, run_id)
-    undone = read_steps(connection, run_id, after=step)
     in_flight = {group.sequence for group in state.groups}
     groups = [_again(group) for group in state.groups]
-    for record in undone:
+    for record in read_steps(connection, run_id, after=step):
         groups += [
             Group(sequence=sequence, row=row, attempt=attempt + 1)
             for sequence, row, attempt, _ in record.groups
@@ -267,7 +253,6 @@ def roll_back(connection: sa.Connection, run_id: str, step: int) -> int:
         .where(LEDGERS.c.run_id == run_id)
         .values(ended_json=json.dumps({name.value: count for name, count in ended.items()}))
     )
-    return sum(record.is_committed for record in undone)
 
 
 def _again(group: Group) -> Group:

@@ -16,6 +16,8 @@ from services.controller.store.tables import CHECKPOINTS, EVENTS, IDEMPOTENCY_KE
 
 IS_UNFINISHED = RUNS.c.state.not_in([state.value for state in TERMINAL])
 """Condition on runs that have not ended."""
+# What a run goes on from looks no further back.
+_MOST_EVENTS = 10_000
 _KEY_LIFE_S = 24 * 3600.0
 # Used many times a second, so they are put together once.
 _RUN = sa.select(RUNS).where(RUNS.c.run_id == sa.bindparam("run"))
@@ -168,15 +170,13 @@ def forget_events(connection: sa.Connection, run_id: str, *, until: int) -> None
     connection.execute(EVENTS.delete().where(EVENTS.c.run_id == run_id, EVENTS.c.seq <= until))
 
 
-def event_data(
-    connection: sa.Connection, run_id: str, type_: str, *, limit: int = 10_000
-) -> list[dict[str, Any]]:
+def event_data(connection: sa.Connection, run_id: str, type_: str) -> list[dict[str, Any]]:
     """What the newest events of a type hold, oldest first."""
     query = (
         sa.select(EVENTS.c.data_json)
         .where(EVENTS.c.run_id == run_id, EVENTS.c.type == type_)
         .order_by(EVENTS.c.seq.desc())
-        .limit(limit)
+        .limit(_MOST_EVENTS)
     )
     return [json.loads(text) for text in connection.execute(query).scalars()][::-1]
 

@@ -316,8 +316,8 @@ def _check_ids(token_ids: Sequence[int], vocab_size: int) -> None:
         )
 
 
-def _some(names: Iterable[str], limit: int = 3) -> str:
+def _some(names: Iterable[str]) -> str:
     """Show a few names."""
     ordered = sorted(names)
-    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
-    return (", ".join(ordered[:limit]) + more) or "none"
+    more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
+    return ", ".join(ordered[:3]) + more or "none"

@@ -26,9 +26,9 @@ class ApiError(Exception):
         return bool(self.body["error"]["code"] == "context_length_exceeded")
 
 
-def invalid(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
+def invalid(message: str, *, param: str | None = None) -> ApiError:
     """The request is at fault."""
-    return ApiError(400, message, param=param, code=code)
+    return ApiError(400, message, param=param)
 
 
 def too_long(message: str) -> ApiError:

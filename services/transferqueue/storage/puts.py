@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from services.common.batch import KVBatchMeta
-from services.common.columns import BlobRef
 from services.common.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -216,12 +215,7 @@ class Puts:
                 f"{len(put.grant.blob_ids)} blobs, not {len(checksums)}"
             )
         blobs = [
-            BlobRef(
-                shard_id=self._shard_id,
-                blob_id=blob_id,
-                size_bytes=blob.size_bytes,
-                checksum=checksum,
-            )
+            replace(blob, shard_id=self._shard_id, blob_id=blob_id, checksum=checksum)
             for blob, blob_id, checksum in zip(
                 put.meta.blobs, put.grant.blob_ids, checksums, strict=True
             )
