@@ -1,10 +1,10 @@
-"""Tokenizers behind one small protocol: a model's own, ``chars:SYMBOLS``, or ``bytes``."""
+"""Tokenizers: a model's own, ``chars:SYMBOLS``, or ``bytes``."""
 
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jinja2 import TemplateError
 
@@ -13,7 +13,6 @@ from services.common.models.made_tokenizers import (
     CHARS_PREFIX,
     EOS,
     PAD,
-    Vocabulary,
     make_tokenizer,
     tokenizer_name,
 )
@@ -27,72 +26,8 @@ _CHAT_TEMPLATE = (
 )
 
 
-class Tokenizer(Vocabulary, Protocol):
-    """Text to token ids and back."""
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """Every token that ends a response: the end token, and those of the model's ``generation_config``."""
-        ...
-
-    @property
-    def eos_text(self) -> str:
-        """Text of the token that ends a response."""
-        ...
-
-    @property
-    def vocabulary(self) -> Mapping[str, int]:
-        """Every token, added ones included, and its id."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens around it."""
-        ...
-
-    def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a text that begins a context: after the first token that the model expects."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out."""
-        ...
-
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a chat, up to where the assistant's answer begins."""
-        ...
-
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
-        *,
-        opens_answer: bool = True,
-    ) -> str:
-        """Text of a chat, special tokens included.
-
-        Args:
-            messages: ``role``, ``content`` and whatever else the template reads, such as ``tool_calls``.
-            tools: Tools that the assistant may call, as OpenAI's API describes them.
-            opens_answer: Whether it goes up to where the assistant's next answer begins.
-        """
-        ...
-
-    def marked_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> tuple[list[int], list[bool]] | None:
-        """Token ids of a whole chat, and which of them the template marks as generated.
-
-        None if it marks nothing (``{% generation %}``).
-        """
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write the files from which Hugging Face's ``AutoTokenizer`` loads it."""
-        ...
-
-
-class HuggingFaceTokenizer:
-    """A ``PreTrainedTokenizerFast`` as our :class:`Tokenizer`.
+class Tokenizer:
+    """Text to token ids and back, by a ``PreTrainedTokenizerFast``.
 
     Args:
         inner: The tokenizer.
@@ -204,6 +139,11 @@ class HuggingFaceTokenizer:
     ) -> str:
         """Text of a chat, special tokens included.
 
+        Args:
+            messages: ``role``, ``content`` and whatever else the template reads, such as ``tool_calls``.
+            tools: Tools that the assistant may call, as OpenAI's API describes them.
+            opens_answer: Whether it goes up to where the assistant's next answer begins.
+
         Raises:
             ValueError: If the tokenizer has no chat template, or the template refuses the messages.
         """
@@ -214,6 +154,8 @@ class HuggingFaceTokenizer:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[list[int], list[bool]] | None:
         """Token ids of a whole chat, and which of them the template marks as generated.
+
+        None if it marks nothing (``{% generation %}``).
 
         Raises:
             ValueError: As :meth:`render_chat`.
@@ -268,9 +210,7 @@ def load_tokenizer(
     made = make_tokenizer(name)
     inner = _pretrained(name, model) if made is None else _fast(made)
     stop_ids = [] if model.is_tiny else _end_ids(model)
-    return HuggingFaceTokenizer(
-        inner, name=name, stop_ids=stop_ids, template_arguments=template_arguments
-    )
+    return Tokenizer(inner, name=name, stop_ids=stop_ids, template_arguments=template_arguments)
 
 
 def _end_ids(model: ModelSpec) -> list[int]:
