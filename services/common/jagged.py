@@ -66,18 +66,6 @@ class Jagged:
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         return cls(torch.cat(list(rows)), lengths)
 
-    @classmethod
-    def from_dense(cls, tensor: Tensor) -> "Jagged":
-        """View a tensor whose first dimension counts the rows; ``[N]`` holds scalars."""
-        if tensor.dim() == 0:
-            raise ValueError("a tensor without dimensions has no rows")
-        num_rows = len(tensor)
-        length = 1 if tensor.dim() == 1 else tensor.shape[1]
-        lengths = torch.full((num_rows,), length, dtype=torch.int64)
-        if tensor.dim() == 1:
-            return cls(tensor, lengths, is_scalar=True)
-        return cls(tensor.reshape(num_rows * length, *tensor.shape[2:]), lengths)
-
     def __len__(self) -> int:
         """Number of rows."""
         return len(self.lengths)

@@ -130,7 +130,7 @@ def random_queue(
         "response_mask": Jagged(mask, response_ids.lengths),
         "rollout_logprobs": Jagged(logprobs, response_ids.lengths),
         "version_runs": Jagged.from_list(runs),
-        "rewards": Jagged.from_dense(torch.rand(count, generator=generator)),
+        "rewards": Jagged.from_list(list(torch.rand(count, generator=generator))),
     }
     tags = {
         "group_id": tuple(f"group{i // group_size}" for i in range(count)),

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 
@@ -130,16 +130,7 @@ def pack(name: str, values: Values) -> PackedColumn:
 def share(name: str, row: Tensor, num_keys: int) -> PackedColumn:
     """Pack one row that all keys share."""
     column = _pack_rows(name, [row])
-    return PackedColumn(
-        name=name,
-        dtype=column.dtype,
-        row_rank=column.row_rank,
-        tail_shape=column.tail_shape,
-        lengths=column.lengths * num_keys,
-        offsets=column.offsets * num_keys,
-        pieces=column.pieces,
-        bounds=column.bounds,
-    )
+    return replace(column, lengths=column.lengths * num_keys, offsets=column.offsets * num_keys)
 
 
 def select_rows(values: Values, indexes: Sequence[int]) -> Values:

@@ -63,7 +63,7 @@ def test_a_nonfinite_reward_skips_the_step_and_too_many_need_a_checkpoint() -> N
     queue = random_queue(policy)
     rewards = queue.fields["rewards"].values.clone()
     rewards[3] = torch.nan
-    bad = queue.replaced(rewards=Jagged.from_dense(rewards))
+    bad = queue.replaced(rewards=Jagged.from_list(list(rewards)))
     before = {name: value.clone() for name, value in policy.state_dict().items()}
     rank = rank_of(spec, policy, bad)
     assert rank.train(1, bad.meta).skipped
@@ -107,7 +107,7 @@ def test_a_failed_sample_is_in_neither_loss_nor_group() -> None:
     reasons = ("failed", *("stop",) * 15)
     rewards = queue.fields["rewards"].values.clone()
     rewards[0] = torch.nan
-    failed = queue.replaced(rewards=Jagged.from_dense(rewards))
+    failed = queue.replaced(rewards=Jagged.from_list(list(rewards)))
     failed.meta.tags["finish_reason"] = reasons  # type: ignore[index]
     result = rank_of(spec, policy, failed).train(1, failed.meta)
     assert not result.skipped
@@ -300,7 +300,7 @@ def test_a_reward_that_is_no_number_skips_the_step_of_early_groups_too() -> None
     rank, policy, queue = early_rank()
     rewards = queue.fields["rewards"].values.clone()
     rewards[5] = torch.nan
-    rank, policy, bad = early_rank(queue.replaced(rewards=Jagged.from_dense(rewards)))
+    rank, policy, bad = early_rank(queue.replaced(rewards=Jagged.from_list(list(rewards))))
     before = weights_of(policy)
     for rows in (FIRST, range(4, 8)):
         rank.accumulate(bad.meta.select(rows), weight_version=0)
@@ -352,7 +352,7 @@ def test_remax_needs_a_greedy_response_in_each_group() -> None:
     assert rank_of(spec, policy, queue).train(1, queue.meta).metrics["grad_norm"] > 0
     rewards = queue.fields["rewards"].values.clone()
     rewards[0] = torch.nan
-    bad = queue.replaced(rewards=Jagged.from_dense(rewards))
+    bad = queue.replaced(rewards=Jagged.from_list(list(rewards)))
     assert rank_of(spec, policy, bad).train(1, bad.meta).skipped, "the baseline is no number"
 
 

@@ -112,7 +112,7 @@ def test_proximal_logprobs_of_other_weights_are_computed_anew(version):
         {
             **queue.fields,
             "proximal_logprobs": Jagged(wrong, queue.fields["response_ids"].lengths),
-            "proximal_version": Jagged.from_dense(torch.full((count,), version)),
+            "proximal_version": Jagged.from_list(list(torch.full((count,), version))),
         },
         queue.meta.tags,
     )

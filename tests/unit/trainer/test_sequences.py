@@ -153,7 +153,7 @@ def test_what_tokens_earned_is_credited_to_them_where_the_advantage_goes_by_toke
     fields = {
         **queue.fields,
         "token_rewards": Jagged(earned, mask.lengths),
-        "rewards": Jagged.from_dense(rewards),
+        "rewards": Jagged.from_list(list(rewards)),
         "values": Jagged(torch.zeros(len(mask.values)), mask.lengths),
     }
     cohort = Cohort.from_meta(queue.meta)
