@@ -64,25 +64,8 @@ def get(
     if as_json or not console.is_terminal:
         sys.stdout.write(run.model_dump_json(indent=2) + "\n")
         return
-    prompts = run.summary.get("prompts", {})
-    facts = {
-        "name": run.name,
-        "state": f"{run.state} ({run.state_reason})",
-        "doing": ", ".join(run.activities).lower() or "-",
-        "step": _steps(run),
-        "advice": run.summary.get("advice", {}).get("message", "-"),
-        "weights": f"version {run.weight_version}" if run.weight_version >= 0 else "-",
-        "held-out": _heldout(run),
-        **{f"  {name}": set_line(scores) for name, scores in _heldout_sets(run).items()},
-        "prompts": ", ".join(f"{prompts[name]} {name}" for name in prompts if name != "reasons")
-        or "-",
-        "submitted": f"{_age(run.create_time)} ago by {run.created_by or 'somebody'}",
-        "started": f"{_age(run.start_time)} ago" if run.start_time else "-",
-        "ended": f"{_age(run.finish_time)} ago" if run.finish_time else "-",
-        "labels": ", ".join(f"{key}={value}" for key, value in run.labels.items()) or "-",
-    }
     table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in facts.items():
+    for name, value in _facts(run).items():
         table.add_row(name, value)
     console.print(table, highlight=False)
     if run.state not in TERMINAL:
@@ -91,6 +74,27 @@ def get(
         console.print(f"\n{run.error.component} failed ({run.error.code})", highlight=False)
     if run.message:
         console.print(f"\n{run.message}", highlight=False, markup=False)
+
+
+def _facts(run: RunView) -> dict[str, str]:
+    """What a person wants to know of a run, by name."""
+    prompts = run.summary.get("prompts", {})
+    counts = (f"{count} {name}" for name, count in prompts.items() if name != "reasons")
+    return {
+        "name": run.name,
+        "state": f"{run.state} ({run.state_reason})",
+        "doing": ", ".join(run.activities).lower() or "-",
+        "step": _steps(run),
+        "advice": run.summary.get("advice", {}).get("message", "-"),
+        "weights": f"version {run.weight_version}" if run.weight_version >= 0 else "-",
+        "held-out": _heldout(run),
+        **{f"  {name}": set_line(scores) for name, scores in _heldout_sets(run).items()},
+        "prompts": ", ".join(counts) or "-",
+        "submitted": f"{_age(run.create_time)} ago by {run.created_by or 'somebody'}",
+        "started": f"{_age(run.start_time)} ago" if run.start_time else "-",
+        "ended": f"{_age(run.finish_time)} ago" if run.finish_time else "-",
+        "labels": ", ".join(f"{key}={value}" for key, value in run.labels.items()) or "-",
+    }
 
 
 def events(

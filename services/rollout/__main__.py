@@ -44,6 +44,7 @@ from services.rollout.sampling import Failure, GroupSampler
 from services.rollout.server import RolloutServicer
 from services.rollout.settings import RolloutSettings
 from services.rollout.weights import WeightReceiver
+from services.rollout.workflows.base import Workflow
 from services.rollout.workflows.load import load_workflow
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
@@ -150,18 +151,6 @@ async def _load(
         has_token_rewards=any(reward.per != "response" for reward in rewards),
         teller=teller,
     )
-    workflow = load_workflow(spec.rollout)
-    if isinstance(workflow, Agent):
-        await stack.enter_async_context(
-            workflow.serving(
-                settings.agent_bind,
-                host=settings.advertise_host,
-                temperature=spec.rollout.sampling.temperature,
-                reach=reach,
-            )
-        )
-    if isinstance(workflow, Environments):
-        await stack.enter_async_context(workflow.serving(reach))
     asked = spec.data.curriculum
     has_function = asked is not None and asked.function is not None
     curriculum = Curriculum(asked, calls) if asked is not None and has_function else None
@@ -170,7 +159,7 @@ async def _load(
         Tools(
             engine=engine,
             tokenizer=tokenizer,
-            workflow=workflow,
+            workflow=await _open_workflow(stack, spec, settings, reach),
             reward=scorer,
             comparison=scorer.comparison,
             calls=calls,
@@ -184,6 +173,24 @@ async def _load(
         report_failures=partial(_report_failures, session),
     )
     return engine, await stack.enter_async_context(sampler), publisher
+
+
+async def _open_workflow(
+    stack: AsyncExitStack, spec: RunSpec, settings: RolloutSettings, reach: Reach
+) -> Workflow:
+    """How episodes are made, with what they need served until the stack is closed."""
+    workflow = load_workflow(spec.rollout)
+    if isinstance(workflow, Agent):
+        serving = workflow.serving(
+            settings.agent_bind,
+            host=settings.advertise_host,
+            temperature=spec.rollout.sampling.temperature,
+            reach=reach,
+        )
+        await stack.enter_async_context(serving)
+    if isinstance(workflow, Environments):
+        await stack.enter_async_context(workflow.serving(reach))
+    return workflow
 
 
 async def _report_failures(session: WorkerSession, failures: Sequence[Failure]) -> None:

@@ -1,6 +1,7 @@
 """Looks into what a run did: its numbers, its groups, its checkpoints."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -10,6 +11,7 @@ from services.controller.rules.groups import Group
 from services.controller.run.checkpoints import Checkpoint, CheckpointStore
 from services.controller.store import ledgers as ledger_store
 from services.controller.store.database import Database
+from services.controller.store.ledgers import StepRecord
 from services.controller.store.tables import DEAD_LETTERS
 
 
@@ -66,41 +68,42 @@ class RunAudit:
                 dead = connection.execute(
                     sa.select(DEAD_LETTERS).where(DEAD_LETTERS.c.run_id == run_id)
                 ).all()
-            return [
-                *(
-                    GroupView(
-                        group_id=Group(sequence=sequence, row=row).group_id,
-                        row=row,
-                        attempt=attempt,
-                        state="consumed",
-                        step=record.step,
-                        oldest_version=oldest,
-                        staleness=record.weight_version - oldest,
-                    )
-                    for record in records
-                    if record.is_committed
-                    for sequence, row, attempt, oldest in record.groups
-                ),
-                *(
-                    GroupView(
-                        group_id=group.group_id,
-                        row=group.row,
-                        attempt=group.attempt,
-                        state=group.state.value,
-                        oldest_version=group.oldest_version,
-                    )
-                    for group in live
-                ),
-                *(
-                    GroupView(
-                        group_id=Group(sequence=row.sequence, row=row.row).group_id,
-                        row=row.row,
-                        attempt=row.attempt,
-                        state=row.state,
-                        reason=row.reason,
-                    )
-                    for row in dead
-                ),
-            ]
+            return [*_trained(records), *_in_flight(live), *_given_up(dead)]
 
         return await self._database.scan(read)
+
+
+def _trained(records: Iterable[StepRecord]) -> Iterator[GroupView]:
+    for record in records:
+        for sequence, row, attempt, oldest in record.groups if record.is_committed else ():
+            yield GroupView(
+                group_id=Group(sequence=sequence, row=row).group_id,
+                row=row,
+                attempt=attempt,
+                state="consumed",
+                step=record.step,
+                oldest_version=oldest,
+                staleness=record.weight_version - oldest,
+            )
+
+
+def _in_flight(groups: Iterable[Group]) -> Iterator[GroupView]:
+    for group in groups:
+        yield GroupView(
+            group_id=group.group_id,
+            row=group.row,
+            attempt=group.attempt,
+            state=group.state.value,
+            oldest_version=group.oldest_version,
+        )
+
+
+def _given_up(dead: Iterable[Any]) -> Iterator[GroupView]:
+    for row in dead:
+        yield GroupView(
+            group_id=Group(sequence=row.sequence, row=row.row).group_id,
+            row=row.row,
+            attempt=row.attempt,
+            state=row.state,
+            reason=row.reason,
+        )
