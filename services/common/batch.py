@@ -118,25 +118,24 @@ class KVBatchMeta:
                     f"{meta.partition_id} with tags {sorted(meta.tags)} cannot follow "
                     f"{first.partition_id} with tags {sorted(first.tags)}"
                 )
-        blob_numbers: dict[BlobRef, int] = {}
-        for meta in metas:
-            for blob in meta.blobs:
-                blob_numbers.setdefault(blob, len(blob_numbers))
-        names = dict.fromkeys(name for meta in metas for name in meta.field_names)
+        blobs = dict.fromkeys(chain.from_iterable(meta.blobs for meta in metas))
+        places = {blob: place for place, blob in enumerate(blobs)}
         numbers = [
-            {i: blob_numbers[blob] for i, blob in enumerate(meta.blobs)} | {MISSING: MISSING}
+            {i: places[blob] for i, blob in enumerate(meta.blobs)} | {MISSING: MISSING}
             for meta in metas
         ]
+        names = dict.fromkeys(chain.from_iterable(meta.field_names for meta in metas))
+        leases = {meta.lease_id for meta in metas}
         return cls(
             partition_id=first.partition_id,
             keys=tuple(chain.from_iterable(meta.keys for meta in metas)),
             fields=tuple(_concat_field(name, metas, numbers) for name in names),
-            blobs=tuple(blob_numbers),
+            blobs=tuple(blobs),
             tags={
                 name: _as_tag(chain.from_iterable(meta.tags[name] for meta in metas))
                 for name in first.tags
             },
-            lease_id=first.lease_id if len({meta.lease_id for meta in metas}) == 1 else "",
+            lease_id=first.lease_id if len(leases) == 1 else "",
             revision=max(meta.revision for meta in metas),
         )
 

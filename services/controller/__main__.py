@@ -3,8 +3,8 @@
 import asyncio
 import gc
 import logging
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, nullcontext
 from typing import Any
 
 from grpc_reflection.v1alpha import reflection
@@ -65,10 +65,7 @@ async def run_controller(settings: ControllerSettings) -> None:
     clock = SystemClock()
     async with AsyncExitStack() as stack:
         stack.enter_context(serve_metrics(settings.metrics_port))
-        if not settings.database_url:
-            stack.enter_context(in_use(settings.state_directory / DATABASE_FILE))
-        database = Database(settings.database)
-        stack.callback(database.close)
+        database = stack.enter_context(_opened_database(settings))
         leadership = Leadership(database, holder=settings.holder, ttl_s=settings.lease_ttl_s)
         await leadership.acquire()
         channel = await stack.enter_async_context(
@@ -76,14 +73,8 @@ async def run_controller(settings: ControllerSettings) -> None:
         )
         tokens = TokenStore(database)
         users = _open_users(settings, tokens)
-        audit = RunAudit(database)
         membership = Membership(clock, settings.heartbeat_timeout_s)
-        runs = RunCollector(
-            lambda: RunStore(database).list_runs(limit=_MEASURED, has_specs=True),
-            membership.workers,
-        )
-        REGISTRY.register(runs)
-        stack.callback(REGISTRY.unregister, runs)
+        stack.enter_context(_measured_runs(database, membership))
         tasks = await stack.enter_async_context(TaskGroup())
         queue = TransferQueueClient(channel)
         manager = RunManager(
@@ -95,23 +86,12 @@ async def run_controller(settings: ControllerSettings) -> None:
             allowance=settings.allowance,
         )
         logs = RunLogs(settings.state_directory, manager.is_ended)
-        api = RunApi(manager, audit, logs, users, RequestLimits(manager.limits))
+        limits = RequestLimits(manager.limits)
+        api = RunApi(manager, RunAudit(database), logs, users, limits)
         await manager.recover()
-
         members = MembershipServicer(manager, membership, settings, clock)
-
-        def register(server: Any) -> None:
-            _register(server, settings, api, members, RendezvousServicer(membership.meetings))
-
-        port = await stack.enter_async_context(
-            serve(
-                settings.bind,
-                register,
-                users=run_users(api),
-                max_message_bytes=_MAX_MESSAGE_BYTES,
-            )
-        )
-        address = f"{settings.advertise_host}:{port}"
+        rendezvous = RendezvousServicer(membership.meetings)
+        address = await stack.enter_async_context(_serve_grpc(api, members, rendezvous, settings))
         manager.drivers.services = Services(
             membership=membership,
             launcher=await stack.enter_async_context(
@@ -128,6 +108,51 @@ async def run_controller(settings: ControllerSettings) -> None:
         keeping = tasks.create_task(leadership.keep())
         await until_told_to_stop(stop_on_stdin_eof=settings.stop_on_stdin_eof)
         keeping.cancel()
+
+
+@contextmanager
+def _opened_database(settings: ControllerSettings) -> Iterator[Database]:
+    """The database, which nobody replaces until the block ends."""
+    file = settings.state_directory / DATABASE_FILE
+    kept = nullcontext() if settings.database_url else in_use(file)
+    with kept, closing(Database(settings.database)) as database:
+        yield database
+
+
+@contextmanager
+def _measured_runs(database: Database, membership: Membership) -> Iterator[None]:
+    """Have metrics describe the newest runs until the block ends."""
+    runs = RunCollector(
+        lambda: RunStore(database).list_runs(limit=_MEASURED, has_specs=True), membership.workers
+    )
+    REGISTRY.register(runs)
+    try:
+        yield
+    finally:
+        REGISTRY.unregister(runs)
+
+
+@asynccontextmanager
+async def _serve_grpc(
+    api: RunApi,
+    members: MembershipServicer,
+    rendezvous: RendezvousServicer,
+    settings: ControllerSettings,
+) -> AsyncIterator[str]:
+    """What workers and programs call over gRPC, until the block ends; yields its address."""
+
+    def register(server: Any) -> None:
+        run_pb2_grpc.add_RunServiceServicer_to_server(run_servicer(api), server)
+        membership_pb2_grpc.add_MembershipServiceServicer_to_server(members, server)
+        membership_pb2_grpc.add_RendezvousServiceServicer_to_server(rendezvous, server)
+        if settings.grpc_reflection:
+            reflection.enable_server_reflection((RUN_SERVICE, reflection.SERVICE_NAME), server)
+
+    serving = serve(
+        settings.bind, register, users=run_users(api), max_message_bytes=_MAX_MESSAGE_BYTES
+    )
+    async with serving as port:
+        yield f"{settings.advertise_host}:{port}"
 
 
 @asynccontextmanager
@@ -149,21 +174,6 @@ async def _serve_rest(
     async with serving as port:
         scheme = "https" if settings.rest_tls_certificate else "http"
         yield f"{scheme}://{settings.advertise_host}:{port}"
-
-
-def _register(
-    server: Any,
-    settings: ControllerSettings,
-    api: RunApi,
-    members: MembershipServicer,
-    rendezvous: RendezvousServicer,
-) -> None:
-    """Add what is served over gRPC."""
-    run_pb2_grpc.add_RunServiceServicer_to_server(run_servicer(api), server)
-    membership_pb2_grpc.add_MembershipServiceServicer_to_server(members, server)
-    membership_pb2_grpc.add_RendezvousServiceServicer_to_server(rendezvous, server)
-    if settings.grpc_reflection:
-        reflection.enable_server_reflection((RUN_SERVICE, reflection.SERVICE_NAME), server)
 
 
 def _open_users(settings: ControllerSettings, tokens: TokenStore) -> Authenticator:
