@@ -4,7 +4,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import sqlalchemy as sa
@@ -142,14 +142,10 @@ class TokenStore:
 
     def known(self) -> list[KnownToken]:
         """The tokens that there are, by name."""
-        query = sa.select(API_TOKENS).order_by(API_TOKENS.c.name, API_TOKENS.c.create_time)
+        columns = [API_TOKENS.c[field.name] for field in fields(KnownToken)]
+        query = sa.select(*columns).order_by(API_TOKENS.c.name, API_TOKENS.c.create_time)
         with self._database.read() as connection:
-            return [
-                KnownToken(
-                    name=row.name, project=row.project, role=row.role, expire_time=row.expire_time
-                )
-                for row in connection.execute(query)
-            ]
+            return [KnownToken(**row) for row in connection.execute(query).mappings()]
 
     def revoke(self, name: str) -> int:
         """Forget all tokens of a name; returns how many there were."""

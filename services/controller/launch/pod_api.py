@@ -81,7 +81,7 @@ class PodApi:
             grace_s: Seconds that it has to end; its own when None.
             is_queued: Whether a queue would keep it.
         """
-        is_there = await _delete(
+        is_there = await delete(
             f"pod {name}",
             self._core.delete_namespaced_pod,
             name,
@@ -130,7 +130,7 @@ class PodApi:
 
     async def delete_job_set(self, name: str) -> bool:
         """Delete a JobSet, which goes after its pods; returns whether it was there."""
-        return await _delete(
+        return await delete(
             f"JobSet {name}",
             self._custom.delete_namespaced_custom_object,
             **_JOB_SETS,
@@ -155,8 +155,8 @@ class PodApi:
     async def delete_policy(self, name: str) -> None:
         """Delete a NetworkPolicy, if it is there."""
         if self._has_policies:
-            delete = self._networking.delete_namespaced_network_policy
-            await _delete(f"NetworkPolicy {name}", delete, name, self._namespace)
+            method = self._networking.delete_namespaced_network_policy
+            await delete(f"NetworkPolicy {name}", method, name, self._namespace)
 
     async def put_secret(self, secret: Mapping[str, Any]) -> None:
         """Write a secret in place of any of its name."""
@@ -172,8 +172,8 @@ class PodApi:
 
     async def delete_secret(self, name: str) -> None:
         """Delete a secret, if it is there."""
-        delete = self._core.delete_namespaced_secret
-        await _delete(f"secret {name}", delete, name, self._namespace)
+        method = self._core.delete_namespaced_secret
+        await delete(f"secret {name}", method, name, self._namespace)
 
 
 async def ask(what: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -203,7 +203,7 @@ async def ask(what: str, method: Callable[..., Any], *arguments: Any, **options:
         raise UnavailableError(f"the Kubernetes API does not answer: {error}") from error
 
 
-async def _delete(what: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> bool:
+async def delete(what: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> bool:
     """Have something deleted; returns whether it was there. Raises what ``ask`` raises otherwise."""
     try:
         await ask(f"the end of {what}", method, *arguments, **options)

@@ -13,7 +13,7 @@ from kubernetes.client import CustomObjectsApi
 
 from services.common.errors import NotFoundError, ServiceError
 from services.controller.launch.follow import Seen
-from services.controller.launch.pod_api import ask
+from services.controller.launch.pod_api import ask, delete
 from services.controller.launch.worker_pods import RUN_LABEL
 
 logger = logging.getLogger(__name__)
@@ -69,14 +69,8 @@ class RolloutScales:
         """A run has ended."""
         self._asked.pop(run_id, None)
         try:
-            await ask(
-                f"the end of RolloutScale {_name(run_id)}",
-                self._api.delete_namespaced_custom_object,
-                *self._place,
-                _name(run_id),
-            )
-        except NotFoundError:
-            return
+            method, name = self._api.delete_namespaced_custom_object, _name(run_id)
+            await delete(f"RolloutScale {name}", method, *self._place, name)
         except ServiceError as error:
             logger.warning("scale stays", extra={"run": run_id, "error": str(error)})
 
