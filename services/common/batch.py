@@ -11,6 +11,7 @@ from services.common.columns import (
     BlobRef,
     FieldColumn,
     TagValues,
+    as_tag,
     check_column,
     concat_columns,
     pick,
@@ -132,7 +133,7 @@ class KVBatchMeta:
             fields=tuple(_concat_field(name, metas, numbers) for name in names),
             blobs=tuple(blobs),
             tags={
-                name: _as_tag(chain.from_iterable(meta.tags[name] for meta in metas))
+                name: as_tag(chain.from_iterable(meta.tags[name] for meta in metas))
                 for name in first.tags
             },
             lease_id=first.lease_id if len(leases) == 1 else "",
@@ -196,10 +197,6 @@ class KVBatchMeta:
         if absent:
             raise ValueError(f"keys not in this batch: {', '.join(absent[:10])}")
         return [positions[key] for key in keys]
-
-
-def _as_tag(values: Iterable[int | float | str]) -> TagValues:
-    return tuple(values)  # type: ignore[return-value]  # one tag holds values of one type
 
 
 def _without_unused_blobs(meta: KVBatchMeta) -> KVBatchMeta:

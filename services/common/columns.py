@@ -1,6 +1,6 @@
 """Columns of a ``KVBatchMeta``: where the values of the fields lie."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import itemgetter
@@ -62,6 +62,11 @@ class FieldColumn:
         """A column of this type for keys that lack the field."""
         zeros = (0,) * num_keys
         return replace(self, lengths=zeros, blob_indexes=(MISSING,) * num_keys, offsets=zeros)
+
+
+def as_tag(values: Iterable[int | float | str]) -> TagValues:
+    """The values of one tag, which are all of one type."""
+    return tuple(values)  # type: ignore[return-value]
 
 
 def pick(values: _Values, indexes: Sequence[int]) -> _Values:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from services.common.batch import KVBatchMeta
-from services.common.columns import BlobRef, TagValues
+from services.common.columns import BlobRef, as_tag
 from services.common.errors import InternalError, InvalidArgumentError
 from services.common.fields import group_of
 from services.common.ids import new_id
@@ -122,9 +122,7 @@ class DataClient:
         for shard_id, indexes in places.items():
             rows = {name: select_rows(values, indexes) for name, values in fields.items()}
             columns = _pack_all(rows, shared or {}, len(indexes))
-            chosen = {
-                name: _tag_values([values[i] for i in indexes]) for name, values in tags.items()
-            }
+            chosen = {name: as_tag([values[i] for i in indexes]) for name, values in tags.items()}
             meta = _describe(partition_id, [keys[i] for i in indexes], columns, chosen)
             puts.append(self._put_on(shard_id, meta, columns))
         return KVBatchMeta.concat(await run_all(puts)).select(keys)
@@ -243,7 +241,7 @@ def _describe(
         partition_id=partition_id,
         keys=tuple(keys),
         fields=tuple(column.to_field(number) for number, column in enumerate(columns)),
-        tags={name: _tag_values(values) for name, values in tags.items()},
+        tags={name: as_tag(values) for name, values in tags.items()},
     )
 
 
@@ -260,7 +258,3 @@ def _expect(cls: type[T], answer: tuple[codec.Response, list[memoryview]]) -> T:
     if not isinstance(answer[0], cls):
         raise InternalError(f"expected {cls.__name__}, the shard sent {type(answer[0]).__name__}")
     return answer[0]
-
-
-def _tag_values(values: Sequence[int | float | str]) -> TagValues:
-    return tuple(values)  # type: ignore[return-value]  # one tag holds values of one type
