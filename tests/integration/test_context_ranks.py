@@ -1,6 +1,6 @@
 """Ranks that share the tokens of a pack give the logprobs, gradients and steps of one rank."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
+from services.common.batch import KVBatchMeta
+from services.common.errors import UnavailableError
 from services.common.jagged import Jagged
 from services.common.models.families import FAMILIES
 from services.common.models.loading import build_model
@@ -18,6 +20,7 @@ from services.common.spec.trainer import TrainerSpec
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.model.parallel import build_topology, distribute
 from services.trainer.model.policy import Critic, Policy
+from tests.helpers.batches import Queue, policy_of, random_queue, rank_of
 from tests.helpers.ranks import run_ranks
 from tests.integration.test_trainer_ranks import assert_same, spec_for, train_once
 
@@ -208,4 +211,30 @@ def _steps(rank: int, store: str) -> None:
             tokens_per_micro_batch=30,
         )
         assert_same(train_once(spec, rank=rank, world_size=4), expected)
+    distributed.destroy_process_group()
+
+
+class _Away(Queue):
+    def fetch(self, meta: KVBatchMeta, fields: Sequence[str]) -> dict[str, Jagged]:
+        raise UnavailableError("the transferqueue is away")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("shared", ["context_parallel", "tensor_parallel"])
+def test_a_rank_without_its_samples_leaves_nobody_waiting(shared: str, tmp_path: Path) -> None:
+    run_ranks(_fetch, str(tmp_path / "store"), shared, count=2)
+
+
+def _fetch(rank: int, store: str, shared: str) -> None:
+    _join(rank, store, 2)
+    spec = spec_for(world_size=2, **{shared: 2})
+    policy = policy_of(spec)
+    queue = random_queue(policy_of(spec))
+    topology = build_topology(spec.trainer, device=_CPU, rank=rank, world_size=2)
+    distribute(policy, spec.trainer, topology)
+    own = _Away(queue.meta, queue.fields) if rank == 1 else queue
+    with pytest.raises(UnavailableError, match="is away" if rank == 1 else "another rank"):
+        rank_of(spec, policy, own, ranks=topology.data).train(1, queue.meta)
+    result = rank_of(spec, policy, queue, ranks=topology.data).train(1, queue.meta)
+    assert not result.skipped
     distributed.destroy_process_group()
