@@ -1,6 +1,6 @@
 """sort4 with partial rollout forced every two tokens, over three seeds, as a user runs it.
 
-Usage: PYTHON -m bench.rollout.learning [--seeds 0 1 2] [--engine torch|vllm|sglang] [--out FILE.json]
+Usage: PYTHON -m bench.rollout.learning [--seeds 0 1 2] [--steps 400] [--engine NAME] [--out FILE.json]
 
 ``PYTHON`` is that of an environment that has the engine; see ``tests/engines/run.sh``. Results of other
 engines in the file stay.
@@ -15,6 +15,7 @@ import argparse
 import json
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,14 @@ PARTIAL = (
     "rollout.max_running_samples=16",
     "algorithm.max_staleness=4",
     "trainer.prompts_per_step=4",
-    "trainer.steps=400",
     "trainer.optimizer.learning_rate=1.5e-4",
     "validation.every=0",
 )
 
 
-def train(seed: int, engine: str, folder: Path) -> dict[str, Any]:
+def train(seed: int, overrides: Sequence[str], folder: Path) -> dict[str, Any]:
     """One run; returns its scores."""
-    settings = (f"seed={seed}", f"rollout.engine={engine}", *PARTIAL)
-    run = whole_run(folder, settings)
+    run = whole_run(folder, (f"seed={seed}", *overrides))
     return {
         "seed": seed,
         "greedy": round(run.summary["heldout"]["greedy"], 3),
@@ -52,16 +51,18 @@ def train(seed: int, engine: str, folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--engine", default="torch")
     parser.add_argument("--out", type=Path, default=Path("bench/results/rollout-learning.json"))
     arguments = parser.parse_args()
+    overrides = (*PARTIAL, f"trainer.steps={arguments.steps}", f"rollout.engine={arguments.engine}")
     with tempfile.TemporaryDirectory() as folder:
         runs = []
         for seed in arguments.seeds:
-            runs.append(train(seed, arguments.engine, Path(folder)))
+            runs.append(train(seed, overrides, Path(folder)))
             print(json.dumps(runs[-1]), flush=True)
     result = {
-        "overrides": PARTIAL,
+        "overrides": overrides,
         "meets_bars": all(meets_bars(run) for run in runs),
         "runs": runs,
     }

@@ -26,6 +26,8 @@ def engines(*names: str) -> list[object]:
 @pytest.mark.parametrize("engine", engines("vllm", "sglang"))
 def test_training_learns_to_sort_with_responses_cut_every_two_tokens(tmp_path, engine):
     results = tmp_path / "learning.json"
-    run_module("bench.rollout.learning", "--seeds", "0", "--engine", engine, "--out", results)
+    # The bars are met behind a hundred steps and some: of the benchmark's 400 these are enough.
+    options = ("--seeds", "0", "--steps", "240", "--engine", engine)
+    run_module("bench.rollout.learning", *options, "--out", results)
     found = json.loads(results.read_text())[engine]
     assert found["meets_bars"], found
