@@ -1,5 +1,5 @@
 # Benchmarks; included by the Makefile.
-.PHONY: bench-abuse bench-page bench-samples bench-silence bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-trainer bench-rollout bench-weightsync bench-recovery
+.PHONY: bench-abuse bench-page bench-samples bench-silence bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-trainer bench-rollout bench-weightsync bench-recovery
 bench-dataplane: $(READY) ## The data plane next to its peer, minutes (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.dataplane $(OPTIONS)
 
@@ -13,12 +13,14 @@ bench-e2e: $(READY) ## The whole system synchronous and asynchronous beside its 
 bench-trainer: $(READY) ## Packed against padded training steps (OPTIONS=--smoke on a machine without a GPU)
 	$(BIN)/python -m bench.trainer $(OPTIONS)
 
-bench-rollout: $(READY) ## Engines, partial rollout, interruptions, failing rewards, learning; half an hour
+bench-rollout: $(READY) ## Engines, interruptions, failing rewards, learning; half an hour
 	$(BIN)/python -m bench.rollout.throughput
-	$(BIN)/python -m bench.rollout.partial
 	$(BIN)/python -m bench.rollout.interruption
 	$(BIN)/python -m bench.rollout.rewards
 	$(BIN)/python -m bench.rollout.learning
+
+bench-tails: $(READY) ## Responses of hours and of 100,000 tokens, killed and resumed, an hour (OPTIONS=--smoke for minutes)
+	$(BIN)/python -m bench.tails $(OPTIONS)
 
 bench-weightsync: $(READY) ## Weight sync against the raw wire (OPTIONS=--smoke on a machine without a GPU)
 	$(BIN)/python -m bench.weightsync $(OPTIONS)

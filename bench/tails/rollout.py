@@ -1,0 +1,181 @@
+"""A rollout in virtual time: the product's sampler and adoption over an engine without a model."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from bench.tails.engine import CachingEngine
+from bench.tails.setting import RUN, Setting
+from services.common.task_group import TaskGroup
+from services.controller.client import GroupFailure
+from services.controller.membership.registry import Worker
+from services.rollout.calls.pool import CallPool
+from services.rollout.client import GroupAssignment
+from services.rollout.group import Tools
+from services.rollout.liveness import EpisodeWatch
+from services.rollout.prompts import PromptBook
+from services.rollout.rewards.base import RewardInput, Score
+from services.rollout.sampling import Failure, GroupSampler, ProgressCache, Publisher
+from services.rollout.weights import WeightReceiver
+from services.rollout.workflows.single_turn import SingleTurn
+
+_LOOK_S, _CHECKPOINT_S = 150.0, 60.0
+
+
+class Tokenizer:
+    """Enough of a tokenizer for an engine without a model."""
+
+    eos_id, pad_id, vocab_size = 1, 0, 256
+    stop_ids = frozenset({1})
+
+    def encode(self, text: str) -> list[int]:
+        return [2] * len(text)
+
+    encode_prompt = encode
+
+    def decode(self, ids: Any) -> str:
+        return ""
+
+
+class _Reward:
+    async def score(self, given: RewardInput) -> Score:
+        return Score(0.0)
+
+
+class SimulatedRollout:
+    """A rollout until it is killed; the controller calls it as it calls a client.
+
+    Args:
+        name: Of the worker.
+        setting: How fast it is.
+        prompts: The run's data.
+        tokenizer: Of its model.
+        publisher: Takes finished groups.
+        progress: Takes unfinished ones.
+        report: Tells the controller of groups without samples.
+        tasks: Owns what it does.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        setting: Setting,
+        *,
+        prompts: PromptBook,
+        tokenizer: Any,
+        publisher: Publisher,
+        progress: ProgressCache,
+        report: Callable[[Sequence[GroupFailure]], Awaitable[None]],
+        tasks: TaskGroup,
+    ) -> None:
+        self.worker = Worker(
+            run_id=RUN,
+            worker_id=name,
+            incarnation="",
+            role="rollout",
+            address="",
+            host_id="",
+            last_heard=0.0,
+            state="ready",
+        )
+        self.engine = CachingEngine(
+            max_running=setting.places,
+            step_seconds=lambda _: setting.token_s,
+            lengths=setting.lengths,
+            kv_policy=setting.kv_policy,
+            prefill_tokens_per_s=setting.prefill_tokens_per_s,
+        )
+        tools = Tools(
+            engine=self.engine,
+            tokenizer=tokenizer,
+            workflow=SingleTurn(),
+            reward=_Reward(),
+            calls=CallPool(1),
+        )
+        spec = setting.specification()
+        self._stall_s = spec.limits.stall_timeout_s
+        self._report_failures = report
+        self.sampler = GroupSampler(
+            prompts,
+            tools,
+            spec.rollout,
+            publisher=publisher,
+            cache=progress,
+            report_failures=self._report,
+        )
+        self._receiver = WeightReceiver()
+        self._receiver.attach(self.engine, self.sampler, is_partial=setting.is_partial)
+        self._is_there, self._is_over = asyncio.Event(), asyncio.Event()
+        self.task = tasks.create_task(self._serve())
+
+    async def start_groups(self, groups: Sequence[GroupAssignment]) -> None:
+        """Whoever is dead starts nothing."""
+        if not self._is_over.is_set():
+            self.sampler.start(groups)
+
+    async def cancel_groups(self, group_ids: Sequence[str]) -> None:
+        """End groups."""
+        self.sampler.cancel(group_ids)
+
+    async def interrupt_groups(self, group_ids: Sequence[str] | None = None) -> None:
+        """Stop groups, and keep what they have."""
+        await self.sampler.interrupt(group_ids)
+
+    def kill(self) -> None:
+        """Whatever was not stored is gone."""
+        self._is_over.set()
+
+    async def adopt(self, version: int) -> None:
+        """Put a version into service."""
+        await self._is_there.wait()
+        await self._receiver.adopt_weights(version, {})
+        self.worker.weight_version = version
+
+    async def num_unfinished(self) -> int:
+        """Tokens of the groups that are generated here."""
+        running = await self.engine.peek()
+        found = [group.progress(running) for group in self.sampler._groups.values()]  # noqa: SLF001
+        return sum(len(t.token_ids) for one in found for m in one.values() for t in m.turns)
+
+    async def _report(self, failures: Sequence[Failure]) -> None:
+        await self._report_failures(
+            [
+                GroupFailure(
+                    group_id=assignment.group_id,
+                    attempt=assignment.attempt,
+                    reason=error.reason,
+                    message=error.message,
+                    retryable=error.retryable,
+                    worker_id=self.worker.worker_id,
+                    num_unfinished=error.num_unfinished,
+                    num_tokens=error.num_tokens,
+                )
+                for assignment, error in failures
+            ]
+        )
+
+    async def _serve(self) -> None:
+        async with TaskGroup() as tasks:
+            others = [
+                tasks.create_task(self.engine.run()),
+                tasks.create_task(self._watch()),
+                tasks.create_task(self._checkpoint()),
+            ]
+            async with self.sampler:
+                self._is_there.set()
+                await self._is_over.wait()
+            for task in others:
+                task.cancel()
+
+    async def _watch(self) -> None:
+        watch = EpisodeWatch(self._stall_s)
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self.worker.gauges["tokens_total"] = self.engine.stats().tokens_total
+            await self.sampler.stop_stalled(watch, now=asyncio.get_running_loop().time())
+
+    async def _checkpoint(self) -> None:
+        """As often as a real one does."""
+        while True:
+            await asyncio.sleep(_CHECKPOINT_S)
+            self.sampler.checkpoint_soon()

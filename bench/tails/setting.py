@@ -1,0 +1,66 @@
+"""What a simulated run with long tails is like."""
+
+from dataclasses import dataclass, field
+
+from services.common.spec.loader import parse_spec
+from services.common.spec.run import RunSpec
+from services.rollout.engines.fake import Lengths, LongTail
+
+RUN = "run_tails"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One simulated run."""
+
+    steps: int
+    lag: int
+    is_partial: bool = True
+    kv_policy: str = "keep"
+    segment_tokens: int | None = None
+    kills: int = 0
+    kills_oldest: bool = False
+    """Whether it is always the rollout with the oldest group that dies; else any."""
+    stale_wait_timeout_s: float = 600.0
+    """Longest wait for groups that would grow too old; their oldest tokens are masked then."""
+    replicas: int = 4
+    places: int = 32
+    groups_per_step: int = 16
+    group_size: int = 8
+    lengths: Lengths = field(default_factory=lambda: LongTail(median=4096.0, sigma=1.2))
+    max_tokens: int = 131_072
+    token_s: float = 0.02
+    prefill_tokens_per_s: float = 40_000.0
+    train_s: float = 60.0
+    restart_s: float = 60.0
+    """From a kill until the rollout serves again."""
+
+    def specification(self) -> RunSpec:
+        """The run as its services are told of it."""
+        return parse_spec(
+            {
+                "name": "tails",
+                "model": {"path": "tiny:qwen2-0.4m"},
+                "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}, "shuffle": False},
+                "rollout": {
+                    "engine": "fake",
+                    "replicas": self.replicas,
+                    "group_size": self.group_size,
+                    "max_response_tokens": self.max_tokens,
+                    "max_running_samples": self.places,
+                    "partial_rollout": self.is_partial,
+                    "segment_tokens": self.segment_tokens,
+                    "kv_policy": self.kv_policy,
+                    "rewards": [{"name": "exact_match"}],
+                },
+                "algorithm": {
+                    "max_staleness": self.lag,
+                    "stale_wait_timeout_s": self.stale_wait_timeout_s,
+                },
+                # More than are trained: behind the last one nothing new would be begun.
+                "trainer": {
+                    "steps": self.steps + self.lag + 1,
+                    "prompts_per_step": self.groups_per_step,
+                },
+            }
+        )

@@ -1,0 +1,319 @@
+"""A run with long tails in virtual time: what decides is the product's, what takes time is not there.
+
+Real: ledger, staleness gate, handout, generation, batch choice, group sampler, adoption, watch over stalls,
+and how a run is entered again after a loss. Simulated: engines (a token per running request and step), the
+trainer (a fixed time per step), and the stores of samples and progress, which keep what they are given.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from bench.tails.rollout import SimulatedRollout, Tokenizer
+from bench.tails.setting import RUN, Setting
+from bench.tails.stores import MemoryProgress, MemoryQueue
+from services.common.fields import partition_id
+from services.common.task_group import TaskGroup
+from services.controller.client import GroupFailure
+from services.controller.rules.groups import TERMINAL, GroupState, LedgerState
+from services.controller.rules.ledger import Ledger
+from services.controller.rules.mixture import Mixture
+from services.controller.rules.prompts import PromptOrder
+from services.controller.run.batching import take_batch
+from services.controller.run.generation import Generation
+from services.controller.run.handout import Handout
+from services.controller.run.replicas import Replicas
+from services.controller.run.requests import CurrentSpec
+from services.controller.run.stored import StoredGroups
+from services.controller.run.waits import Waits
+from services.rollout.client import GroupAssignment
+from services.rollout.engines.virtual_time import VirtualTimeLoop
+from services.rollout.prompts import Prompt, PromptBook
+from services.rollout.samples import Sample
+
+_ROWS = 1_000_000
+_Made = tuple[int, Sample]
+"""A sample and its seed."""
+
+
+class _Clock:
+    """Virtual."""
+
+    def time(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    monotonic = time
+
+
+class _Journal:
+    """Writes nothing; keeps what users would see."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    async def save(self, ledger: Ledger) -> None:
+        ledger.take_changes()
+
+    async def note(self, note: Any, ledger: Ledger) -> None:
+        ledger.take_changes()
+        self.notes.append(f"{note.type}: {note.message}")
+
+
+class _LocalReplicas(Replicas):
+    """Rollouts of this process."""
+
+    def __init__(self, rollouts: dict[str, SimulatedRollout]) -> None:
+        super().__init__()
+        for name, rollout in rollouts.items():
+            self._clients[name] = rollout  # type: ignore[assignment]  # answers as a client does
+            self._workers[name] = rollout.worker
+            self._placement.add(name)
+
+
+class SimulatedRun:
+    """Controller, trainer and rollouts."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self._spec = CurrentSpec(setting.specification())
+        self._tokenizer: Any = Tokenizer()
+        self._prompts = PromptBook(
+            self._spec.now.data, {"train": [{"prompt": "x"}] * _ROWS}, self._tokenizer
+        )
+        self._queue, self._progress, self._journal = MemoryQueue(), MemoryProgress(), _Journal()
+        self._ledger = Ledger(max_attempts=self._spec.now.rollout.max_attempts)
+        self._generation: Generation
+        self._order = PromptOrder(Mixture({"train": _ROWS}), seed=0, shuffle=False)
+        self._rollouts: dict[str, SimulatedRollout] = {}
+        self._killed: list[SimulatedRollout] = []
+        self._background: list[asyncio.Task[None]] = []
+        self._leave, self._choosing = asyncio.Event(), asyncio.Lock()
+        self._offered = asyncio.Event()
+        self._version = self._published = 0
+        self._found: dict[str, list[_Made]] = {}
+        self._staleness: list[int] = []
+        self._trained: list[_Made] = []
+        self._ends: list[float] = []
+
+    async def publish(
+        self, assignment: GroupAssignment, prompt: Prompt, samples: list[Sample]
+    ) -> None:
+        """Store a group, as a rollout does."""
+        found = self._found.setdefault(assignment.group_id, [])
+        found += zip(assignment.seeds, samples, strict=True)
+        self._queue.put(assignment, prompt, samples)
+
+    async def run(self) -> dict[str, Any]:
+        """Simulate and report."""
+        async with TaskGroup() as self._tasks:
+            for number in range(self.setting.replicas):
+                await self._join(f"rollout-{number}")
+            await self._enter(lost=[])
+            others = [
+                self._tasks.create_task(self._publish()),
+                self._tasks.create_task(self._kill()),
+            ]
+            await self._train()
+            report = await self._report()
+            for task in (*others, *self._background):
+                task.cancel()
+            for rollout in self._rollouts.values():
+                rollout.kill()
+        return report
+
+    async def _train(self) -> None:
+        setting = self.setting
+        while self._version < setting.steps:
+            async with self._choosing:
+                batch = await take_batch(
+                    self._generation,
+                    self._ledger,
+                    self._spec.now.algorithm,
+                    weight_version=self._version,
+                    clock=_Clock(),
+                    waits=Waits(),
+                    unless=self._leave,
+                )
+            if batch is None:
+                await asyncio.sleep(0)
+                continue
+            await asyncio.sleep(setting.train_s)
+            # The run may have been entered again meanwhile.
+            batch = self._ledger.in_state(GroupState.TRAINING)
+            for group in batch:
+                self._staleness.append(self._version - group.oldest_version)
+                self._trained += self._found.pop(group.group_id)
+            self._ledger.consume(batch)
+            await self._generation.release(batch)
+            self._version += 1
+            self._ends.append(asyncio.get_running_loop().time())
+            self._offered.set()
+
+    async def _publish(self) -> None:
+        """Bring the newest version into service, and again if there is another by then."""
+        while True:
+            await self._offered.wait()
+            self._offered.clear()
+            version = self._version
+            adopting = [
+                self._tasks.create_task(one.adopt(version)) for one in self._rollouts.values()
+            ]
+            deaths = [one.task for one in self._rollouts.values()]
+            for adoption, death in zip(adopting, deaths, strict=True):
+                await asyncio.wait((adoption, death), return_when=asyncio.FIRST_COMPLETED)
+                if not adoption.done():
+                    adoption.cancel()
+            self._published = version
+            self._generation.published(version)
+
+    async def _kill(self) -> None:
+        """Kill one rollout after the other, at random moments."""
+        setting, chooser = self.setting, Random(0)
+        for number in range(setting.kills):
+            while self._version < number * setting.steps // setting.kills:
+                await asyncio.sleep(setting.train_s / 4)
+            await asyncio.sleep(chooser.uniform(0.0, 4 * setting.train_s))
+            name = chooser.choice(sorted(self._rollouts))
+            if setting.kills_oldest:
+                name = self._ledger.running()[0].worker_id
+            victim = self._rollouts.pop(name)
+            victim.kill()
+            await victim.task
+            self._killed.append(victim)
+            await self._enter(lost=[name])
+            await asyncio.sleep(setting.restart_s)
+            await self._join(name)
+            await self._enter(lost=[])
+
+    async def _join(self, name: str) -> None:
+        rollout = SimulatedRollout(
+            name,
+            self.setting,
+            prompts=self._prompts,
+            tokenizer=self._tokenizer,
+            publisher=self,
+            progress=self._progress,
+            report=self._fail,
+            tasks=self._tasks,
+        )
+        await rollout.adopt(self._published)
+        self._rollouts[name] = rollout
+
+    async def _fail(self, failures: Sequence[GroupFailure]) -> None:
+        await self._generation.fail(failures)
+
+    async def _enter(self, *, lost: list[str]) -> None:
+        """Leave the loop, if it was entered, and enter it again with the rollouts that are there."""
+        self._leave.set()
+        async with self._choosing:
+            for task in self._background:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+            self._leave.clear()
+            self._ledger = _restored(self._ledger, self._spec)
+            self._generation = self._built()
+            await self._generation.restore(lost, is_queue_empty=False)
+            self._generation.published(self._published)
+            self._background = [
+                self._tasks.create_task(self._generation.collect()),
+                self._tasks.create_task(self._generation.supply()),
+            ]
+
+    def _built(self) -> Generation:
+        stored: Any = StoredGroups(
+            self._queue,  # type: ignore[arg-type]  # holds what it is given
+            partition_id(RUN, "train"),
+            group_size=self.setting.group_size,
+            required_fields=(),
+        )
+        shared: dict[str, Any] = {
+            "ledger": self._ledger,
+            "order": self._order,
+            "journal": self._journal,
+            "replicas": _LocalReplicas(self._rollouts),
+            "stored": stored,
+        }
+        handout = Handout(self._spec, RUN, clock=_Clock(), **shared)
+        return Generation(self._spec, handout=handout, **shared)
+
+    async def _report(self) -> dict[str, Any]:
+        setting = self.setting
+        # Those before fill the engines.
+        first = min(setting.lag + 1, setting.steps // 2)
+        seconds = self._ends[-1] - self._ends[first - 1]
+        num_samples = (setting.steps - first) * setting.groups_per_step * setting.group_size
+        engines = [one.engine for one in (*self._rollouts.values(), *self._killed)]
+        sampled = sum(engine.stats().tokens_total for engine in engines)
+        samples = [sample for _, sample in self._trained]
+        lengths = [len(sample.response_ids) for sample in samples]
+        again = sampled - sum(lengths) - await self._num_unfinished()
+        counts = self._ledger.counts()
+        return {
+            "samples_per_s": round(num_samples / seconds, 3),
+            "step_s": round(seconds / (setting.steps - first)),
+            "places_used": round(
+                sampled * setting.token_s / (self._ends[-1] * setting.replicas * setting.places), 3
+            ),
+            "sampled_again": round(again / sampled, 4),
+            "computed_again": round(sum(e.again_tokens_total for e in engines) / sampled, 4),
+            "kills": len(self._killed),
+            "groups_lost": counts["dropped"] + counts["quarantined"],
+            "reasons": self._ledger.reasons(),
+            "trained": len(samples),
+            "longest": max(lengths),
+            "wrong": sum(not self._is_right(*made) for made in self._trained),
+            "over_the_bound": round(
+                sum(staleness > setting.lag for staleness in self._staleness)
+                / len(self._staleness),
+                3,
+            ),
+            "staleness_max": max(self._staleness),
+            "versions_max": max(len(sample.sampled_versions) for sample in samples),
+            "stalls": sum("stalled" in note for note in self._journal.notes),
+            "hours": round(self._ends[-1] / 3600, 2),
+        }
+
+    async def _num_unfinished(self) -> int:
+        """Tokens of groups that are not trained yet, each once."""
+        total = sum(len(s.response_ids) for made in self._found.values() for _, s in made)
+        for group in self._ledger.in_state(GroupState.PARTIAL):
+            total += self._progress.num_tokens(group.group_id)
+        for rollout in self._rollouts.values():
+            total += await rollout.num_unfinished()
+        return total
+
+    def _is_right(self, seed: int, sample: Sample) -> bool:
+        """Whether a response has the tokens that nobody's death may change, under versions that grow."""
+        setting = self.setting
+        wanted, most = setting.lengths.length(seed), setting.max_tokens
+        places = np.arange(min(wanted, most), dtype=np.int64)
+        tokens = (2 + seed % 256 * 31 + places) % 256
+        if wanted <= most:
+            tokens[-1] = 1
+        versions = sample.sampled_versions
+        return np.array_equal(tokens, sample.response_ids) and versions == sorted(versions)
+
+
+def _restored(ledger: Ledger, spec: CurrentSpec) -> Ledger:
+    """What a ledger is after the loop was entered again."""
+    state = LedgerState(
+        groups=tuple(ledger.in_state(*(set(GroupState) - TERMINAL))),
+        num_issued=ledger.num_issued,
+        position=ledger.position,
+        ended={state: ledger.counts()[state.value] for state in TERMINAL},
+        reasons=ledger.reasons(),
+        returned=ledger.returned,
+    )
+    now = asyncio.get_running_loop().time()
+    return Ledger.restore(state, max_attempts=spec.now.rollout.max_attempts, now=now)
+
+
+def simulate(setting: Setting) -> dict[str, Any]:
+    """Run one setting in virtual time."""
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(SimulatedRun(setting).run())
