@@ -2,15 +2,16 @@
 
 import json
 import sqlite3
+import subprocess
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from bench.tails.task import CONTEXT_TOKENS, save_endless_model
-from tests.faults.training import Training
-from tests.helpers.ledger_check import check_run
 
 _LOOK_S = 0.5
 
@@ -72,21 +73,22 @@ def measure(
     known = {"kills": 0, "cuts": 0, "seconds": 0.0}
     if facts.exists():
         known = json.loads(facts.read_text())
-    began, training = time.monotonic(), Training(spec, state)
-    training.start()
+    command = [sys.executable, "-m", "services.cli.main", "run", spec, "--state-directory", state]
+    began = time.monotonic()
+    with (folder / "output.txt").open("a") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
     try:
-        while training.process.poll() is None and time.monotonic() - began < limit_s:
+        while process.poll() is None and time.monotonic() - began < limit_s:
             due = (known["kills"] + 1) * versions // (kills + 1)
-            if known["kills"] < kills and training.step() >= due and (worker := _holder(state)):
-                training.kill(worker)
-                known["kills"] += 1
-                told = f"killed {worker} behind step {training.step()}"
-                print(told, file=sys.stderr, flush=True)
+            if known["kills"] < kills and _step(state) >= due and (worker := _holder(state)):
+                known["kills"] += _kill(process.pid, worker)
             time.sleep(_LOOK_S)
-        is_finished = training.process.poll() is not None
-        assert training.process.poll() in (None, 0), training.output
+        is_finished = process.poll() is not None
+        assert process.poll() in (None, 0), (folder / "output.txt").read_text()
     finally:
-        training.close()
+        _cut_off(process)
     known["seconds"] = round(known["seconds"] + time.monotonic() - began)
     known["cuts"] += not is_finished
     facts.write_text(json.dumps(known))
@@ -104,20 +106,62 @@ def _found(state: Path) -> dict[str, Any]:
         "tokens": int(longest["response_length_max"]),
         "versions": 1 + int(longest["staleness_max"]),
         "trained_s": round(longest["seconds_total"], 1),
-        **check_run(state),
+        **_ledger(state),
     }
+
+
+def _ledger(state: Path) -> dict[str, int]:
+    """What became of every prompt: each that was issued was trained once, if nothing was lost."""
+    trained = [
+        sequence
+        for (groups,) in _read(state, "SELECT groups_json FROM steps WHERE is_committed")
+        for sequence, *_ in json.loads(groups)
+    ]
+    ((issued,),) = _read(state, "SELECT num_issued FROM ledgers")
+    assert sorted(trained) == list(range(issued)), (trained, issued)
+    ((losses,),) = _read(state, "SELECT count(*) FROM events WHERE type = 'WorkerLost'")
+    return {"issued": issued, "trained": len(trained), "losses": losses}
+
+
+def _step(state: Path) -> int:
+    """The newest step that is committed."""
+    found = _read(state, "SELECT max(step) FROM steps WHERE is_committed")
+    return int(found[0][0] or 0) if found else 0
 
 
 def _holder(state: Path) -> str:
     """Who generates the long response now; nobody between two attempts and in the end."""
+    running = "sequence = 0 AND state IN ('leased', 'generating')"
+    found = _read(state, f"SELECT worker_id FROM prompts WHERE {running}")
+    return str(found[0][0]) if found else ""
+
+
+def _read(state: Path, statement: str) -> list[Any]:
+    """Rows of the controller's database; none before it is there."""
     if not (database := state / "slipstream.db").exists():
-        return ""
-    statement = (
-        "SELECT worker_id FROM prompts WHERE sequence = 0 AND state IN ('leased', 'generating')"
-    )
-    try:
-        with closing(sqlite3.connect(database)) as connection:
-            found = connection.execute(statement).fetchone()
-    except sqlite3.OperationalError:
-        return ""
-    return found[0] if found else ""
+        return []
+    with suppress(sqlite3.OperationalError), closing(sqlite3.connect(database)) as connection:
+        return connection.execute(statement).fetchall()
+    return []
+
+
+def _kill(root: int, worker_id: str) -> bool:
+    """Kill a rollout, which is known by the name of its log; returns whether it was there."""
+    for child in psutil.Process(root).children(recursive=True):
+        with suppress(psutil.Error, OSError):
+            log = Path("/proc") / str(child.pid) / "fd" / "1"
+            if "services.rollout" in child.cmdline() and log.readlink().stem == worker_id:
+                child.kill()
+                return True
+    return False
+
+
+def _cut_off(process: "subprocess.Popen[bytes]") -> None:
+    """End a command and all below it at once, if it has not ended."""
+    if process.poll() is not None:
+        return
+    root = psutil.Process(process.pid)
+    for each in (*root.children(recursive=True), root):
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    process.wait()
