@@ -1,6 +1,6 @@
 """Writes ``docs/models.md``: which model families do what, from the table that the code uses."""
 
-from services.common.models.families import FAMILIES
+from services.common.models.families import COMPARED, FAMILIES
 
 _HEAD = """# Models
 
@@ -17,8 +17,12 @@ than full or sliding attention, and rotary frequencies that depend on the longes
 [Mixtures of experts](mixtures.md) are trained with all experts on every rank or with
 `trainer.expert_parallel` (`tests/integration/test_expert_ranks.py`).
 
-| `model_type` | trainer, FSDP2 | torch engine | `trainer.tensor_parallel` | `trainer.expert_parallel` |
-| --- | --- | --- | --- | --- |
+vLLM and SGLang are "compared" where `make test-families` (`tests/engines/test_families.py`) has sent two
+versions of a tiny model's weights to the engine on a CPU, and its logprobs of prompts and responses were the
+trainer's, to a mean of 1e-5 in float32. Others may well be served: nothing refuses them.
+
+| `model_type` | trainer | torch engine | vLLM | SGLang | tensor parallel | expert parallel |
+| --- | --- | --- | --- | --- | --- | --- |
 """
 
 
@@ -26,9 +30,13 @@ def main() -> None:
     """Print the page."""
     rows = []
     for name, family in FAMILIES.items():
-        cells = [True, True, family.tensor_parallel]
-        words = ["yes" if cell else "no" for cell in cells]
-        words.append("no experts" if family.routing is None else "yes")
+        engines = [
+            "compared" if name in COMPARED[engine] else "not compared"
+            for engine in ("vllm", "sglang")
+        ]
+        divided = "yes" if family.tensor_parallel else "no"
+        experts = "no experts" if family.routing is None else "yes"
+        words = ["yes", "yes", *engines, divided, experts]
         rows.append(f"| `{name}` | {' | '.join(words)} |")
     print(_HEAD + "\n".join(rows))  # noqa: T201
 

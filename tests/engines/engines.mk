@@ -1,7 +1,11 @@
 # Real engines; included by the Makefile.
-.PHONY: test-vllm test-sglang
+.PHONY: test-vllm test-sglang test-families
 test-vllm: ## The contract suite and sort4 on vLLM's CPU build (its environment, 2.5 GB, is cached)
 	tests/engines/run.sh vllm
 
 test-sglang: ## The contract suite and sort4 on SGLang on a CPU (on top of the environment of test-vllm)
 	tests/engines/run.sh sglang
+
+test-families: ## Logprobs of every model family on vLLM and SGLang against the trainer's, half an hour
+	SUITES=tests/engines/test_families.py tests/engines/run.sh vllm -m ""
+	SUITES=tests/engines/test_families.py tests/engines/run.sh sglang -m ""

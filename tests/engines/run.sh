@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The contract suite and a training run on the CPU build of a real engine, in a cached environment of its own.
-# usage: tests/engines/run.sh vllm|sglang [pytest options]
+# usage: tests/engines/run.sh vllm|sglang [pytest options]; SUITES names other folders or files of tests
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 engine=$1; shift
@@ -44,7 +44,7 @@ fi
 export OMP_NUM_THREADS=1 PYTHONPATH=$PWD:$PWD/proto/gen
 [ "$engine" = sglang ] && PYTHONPATH=$PWD/tests/engines/sglang_cpu:$PYTHONPATH
 # One after the other: the engines of the contract suite stay up, and busy, until its process ends.
-for suite in tests/contract tests/engines; do
-  "$venv/bin/python" -m pytest -k "$engine" --durations=10 \
+for suite in ${SUITES:-tests/contract tests/engines}; do
+  "$venv/bin/python" -m pytest -k "$engine" -m "not nightly" --durations=10 \
     -o addopts='--import-mode=importlib --strict-markers -ra' $suite "$@"
 done

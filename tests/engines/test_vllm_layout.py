@@ -12,8 +12,10 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
+from services.common.models.expert_names import checkpoint_names
 from services.common.spec.engines import ENGINES
 from services.rollout.engines.build import prepare_environment
 from services.rollout.engines.layout import copy_weights
@@ -24,7 +26,9 @@ KINDS = [
     (Qwen2Config, "Qwen2ForCausalLM"),
     (Qwen3Config, "Qwen3ForCausalLM"),
     (LlamaConfig, "LlamaForCausalLM"),
+    (Qwen3MoeConfig, "Qwen3MoeForCausalLM"),
 ]
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +77,9 @@ def build(config: PretrainedConfig, folder: Path) -> torch.nn.Module:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize(("kind", "architecture"), KINDS, ids=["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize(
+    ("kind", "architecture"), KINDS, ids=["qwen2", "qwen3", "llama", "qwen3_moe"]
+)
 def test_copied_parameters_equal_loaded_ones(
     kind: type[PretrainedConfig], architecture: str, tied: bool, tmp_path: Path
 ) -> None:
@@ -88,6 +94,7 @@ def test_copied_parameters_equal_loaded_ones(
         tie_word_embeddings=tied,
         max_position_embeddings=256,
         architectures=[architecture],
+        **(EXPERTS if kind is Qwen3MoeConfig else {}),
     )
     torch.manual_seed(0)
     source = {
@@ -95,10 +102,14 @@ def test_copied_parameters_equal_loaded_ones(
         for name, value in AutoModelForCausalLM.from_config(config).named_parameters()
     }
     loaded, copied = build(config, tmp_path), build(config, tmp_path)
-    loaded.load_weights(iter(source.items()))
+    loaded.load_weights(
+        part
+        for name, value in source.items()
+        for part in checkpoint_names(name, value, config.to_dict())
+    )
     targets = dict(copied.named_parameters())
     with torch.no_grad():
-        copy_weights(source, targets)
+        copy_weights(source, targets, has_plain_experts=True)
     expected = dict(loaded.named_parameters())
     assert targets.keys() == expected.keys()
     for name, value in targets.items():

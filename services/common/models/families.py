@@ -77,6 +77,16 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_oss": Family(routing="softmax_of_chosen", sinks=True),
 }
 
+COMPARED: Mapping[str, tuple[str, ...]] = {
+    "vllm": (
+        *("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "olmo3", "glm", "glm4", "smollm3"),
+        *("seed_oss", "gemma2", "gemma3_text", "cohere", "cohere2", "granite"),
+        *("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe"),
+    ),
+    "sglang": ("qwen2", "qwen3", "qwen3_moe"),
+}
+"""Families whose logprobs in an engine are the trainer's, on a CPU; ``make test-families`` sees to it."""
+
 
 def check_trainer(
     config: Mapping[str, Any],

@@ -23,6 +23,9 @@ from services.weightsync.copying import copy_all
 
 Shape = tuple[int, ...]
 _EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
+_FUSED = (".qkv_proj.", ".gate_up_proj.")
+_ABSORBED = ".kv_b_proj."
+"""Of latent attention: engines multiply by matrices that they compute of it."""
 
 
 class UnknownLayoutError(ValueError):
@@ -76,6 +79,8 @@ def plan_pieces(
         owner, _, leaf = name.rpartition(".experts.")
         if has_plain_experts and owner and leaf in _EXPERTS:
             target = f"{owner}.experts.{_EXPERTS[leaf]}"
+            if target not in targets:  # vLLM from 0.32 on
+                target = f"{owner}.experts.routed_experts.{_EXPERTS[leaf]}"
             pieces += _place_experts(name, shape, target, targets, rank=rank, ranks=ranks)
         else:
             pieces.append(_place(name, shape, sources, targets, rank=rank, ranks=ranks))
@@ -124,7 +129,13 @@ def _place(
     rank: int,
     ranks: int,
 ) -> Piece:
+    if _ABSORBED in name:
+        raise UnknownLayoutError(f"engines keep other tensors beside {name!r}")
     if name in targets:
+        if ranks > 1 and any(part in name for part in _FUSED):
+            raise UnknownLayoutError(
+                f"a rank's part of {name!r}, fused in checkpoints, is not one block"
+            )
         return _place_alone(name, shape, targets[name], rank=rank, ranks=ranks)
     prefix, _, end = name.rpartition("_proj.")
     module, _, part = prefix.rpartition(".")

@@ -83,7 +83,8 @@ class SglangBackend:
             stop_texts=True,
             truncation=True,
             seeds=bool(self._arguments["enable_deterministic_inference"]),
-            routed_experts=_TELLS_EXPERTS in _OPTIONS,
+            # It pins the memory where it keeps them, which takes CUDA.
+            routed_experts=_TELLS_EXPERTS in _OPTIONS and order.device.type != "cpu",
         )
         self.routing = routing_shape(order.config.to_dict()) if order.returns_experts else None
         if self.routing is not None:

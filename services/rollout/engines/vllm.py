@@ -17,6 +17,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.triton_utils import HAS_TRITON
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -60,8 +61,9 @@ class VllmBackend:
             stop_texts=True,
             truncation=False,
             seeds=order.is_reproducible,
-            # Versions before this parameter told everything at the end, also what was computed again.
-            routed_experts=hasattr(SamplingParams(), "routed_experts_prompt_start"),
+            # Versions before this parameter told everything at the end, also what was computed again. Only
+            # the V2 model runner tells, which needs Triton: CPU builds have none.
+            routed_experts=HAS_TRITON and hasattr(SamplingParams(), "routed_experts_prompt_start"),
         )
         self.routing = routing_shape(order.config.to_dict()) if order.returns_experts else None
         self._order = order

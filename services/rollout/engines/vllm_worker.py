@@ -1,6 +1,7 @@
 """Runs inside vLLM's worker processes: copies a version that the rollout process shares into the model."""
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -57,11 +58,14 @@ class WeightLoader:
             for fused, tensor in tensors.items()
             for name, part in checkpoint_names(fused, tensor, config)
         )
+        if self.device.type == "cpu":
+            _forget_kernels(model)
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
             model.load_weights(loaded)
             finalize_layerwise_reload(model, self.vllm_config.model_config)
         if self.device.type == "cpu":
+            _check_kernels(model)
             _repack_head(model)
 
 
@@ -82,14 +86,30 @@ def _copy(model: Any, tensors: dict[str, Tensor]) -> bool:
 
 
 def _has_plain_experts(model: Any) -> bool:
-    """Whether all experts are multiplied by vLLM's own kernels; others have them swapped or shuffled."""
-    methods = [
-        getattr(part, "quant_method", None)
-        for part in model.modules()
-        if hasattr(part, "w13_weight")
-    ]
-    backends = [getattr(method, "unquantized_backend", None) for method in methods]
-    return all(getattr(backend, "name", None) == "TRITON" for backend in backends)
+    """Whether all experts lie as they are counted, for vLLM's own kernels; others swap or shuffle them."""
+    return all(
+        getattr(getattr(method, "unquantized_backend", None), "name", None) == "TRITON"
+        and not method.moe.moe_parallel_config.enable_eplb
+        for method in _methods_of_experts(model)
+    )
+
+
+def _forget_kernels(model: Any) -> None:
+    """Let experts be padded and packed as at the start; with a kernel at hand vLLM leaves that out."""
+    for method in _methods_of_experts(model):
+        method.moe_kernel = None
+
+
+def _check_kernels(model: Any) -> None:
+    """Refuse what would be random: some of vLLM's models load experts past its reload, which drops them."""
+    if any(method.moe_kernel is None for method in _methods_of_experts(model)):
+        raise NotImplementedError(
+            f"vLLM does not reload the experts of {type(model).__name__} on a CPU; use rollout.engine 'torch'"
+        )
+
+
+def _methods_of_experts(model: Any) -> Iterator[Any]:
+    return (part.quant_method for part in model.modules() if hasattr(part, "w13_weight"))
 
 
 def _repack_head(model: Any) -> None:

@@ -119,7 +119,8 @@ def test_a_tensor_without_a_parameter_is_unknown() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("by_experts", [False, True])
-def test_fused_experts_go_whole_or_in_slices(ranks: int, *, by_experts: bool) -> None:
+@pytest.mark.parametrize("block", ["", ".routed_experts"])
+def test_fused_experts_go_whole_or_in_slices(ranks: int, block: str, *, by_experts: bool) -> None:
     gate, up = torch.randn(8, 12, 6), torch.randn(8, 12, 6)
     name = f"{LAYER}.mlp.experts"
     source = {
@@ -129,15 +130,32 @@ def test_fused_experts_go_whole_or_in_slices(ranks: int, *, by_experts: bool) ->
     held, part = (8 // ranks, 12) if by_experts else (8, 12 // ranks)
     for rank in range(ranks):
         target = {
-            f"{name}.w13_weight": torch.full((held, 2 * part, 6), float("nan")),
-            f"{name}.w2_weight": torch.full((held, 6, part), float("nan")),
+            f"{name}{block}.w13_weight": torch.full((held, 2 * part, 6), float("nan")),
+            f"{name}{block}.w2_weight": torch.full((held, 6, part), float("nan")),
         }
         copy_weights(source, target, rank=rank, ranks=ranks, has_plain_experts=True)
         experts = slice(rank * held, (rank + 1) * held) if by_experts else slice(None)
         rows = slice(None) if by_experts else slice(rank * part, (rank + 1) * part)
         expected = torch.cat([gate[experts, rows], up[experts, rows]], 1)
-        assert torch.equal(target[f"{name}.w13_weight"], expected)
+        assert torch.equal(target[f"{name}{block}.w13_weight"], expected)
         down = source[f"{name}.down_proj"][experts, :, rows]
-        assert torch.equal(target[f"{name}.w2_weight"], down)
+        assert torch.equal(target[f"{name}{block}.w2_weight"], down)
         with pytest.raises(UnknownLayoutError):
             copy_weights(source, target, rank=rank, ranks=ranks)
+
+
+@pytest.mark.parametrize("name", ["self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"])
+def test_what_checkpoints_fuse_is_whole_or_unknown(name: str) -> None:
+    """A rank's rows of three parts after another are not one block, though the shapes would fit."""
+    source = {f"{LAYER}.{name}": torch.randn(24, HIDDEN)}
+    target = {f"{LAYER}.{name}": torch.zeros(24, HIDDEN)}
+    copy_weights(source, target)
+    assert torch.equal(source[f"{LAYER}.{name}"], target[f"{LAYER}.{name}"])
+    with pytest.raises(UnknownLayoutError, match="fused in checkpoints"):
+        copy_weights(source, {f"{LAYER}.{name}": torch.zeros(12, HIDDEN)}, rank=1, ranks=2)
+
+
+def test_tensors_that_engines_compute_others_of_are_not_copied() -> None:
+    shape = {f"{LAYER}.self_attn.kv_b_proj.weight": (24, HIDDEN)}
+    with pytest.raises(UnknownLayoutError, match="kv_b_proj"):
+        plan_pieces(shape, shape)

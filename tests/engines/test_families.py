@@ -1,0 +1,161 @@
+"""Every family that the table of models claims for an engine: its logprobs there are those of the trainer.
+
+A few are tested with every commit, all of them by ``make test-families``.
+"""
+
+import asyncio
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from services.common.jagged import Jagged
+from services.common.models.families import COMPARED, is_mixture
+from services.common.models.loading import build_model, stored_tensors
+from services.common.models.tokenizer import load_tokenizer
+from services.common.spec.model import ModelSpec
+from services.common.spec.rollout import RewardSpec, RolloutSpec
+from services.rollout.engines.base import Engine, GenerationRequest, GenerationResult
+from services.rollout.engines.build import build_engine, make_engine
+from services.rollout.engines.order import EngineOrder
+from services.trainer.batch.packing import pack
+from services.trainer.model.policy import Policy
+from tests.helpers.mixtures import mixture_shape
+
+pytestmark = pytest.mark.timeout(900)
+_EVERY_COMMIT = {("vllm", "qwen3_moe"), ("vllm", "phi3"), ("sglang", "qwen3_moe")}
+_PROMPT = tuple(3 + (7 * i) % 250 for i in range(60))
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "vllm": {"max_model_len": 256, "max_num_batched_tokens": 256, "kv_cache_memory_bytes": 64 << 20}
+}
+_SHAPE = {
+    "vocab_size": 256,
+    "hidden_size": 128,  # heads of 32 dimensions, which kernels for CPUs ask for
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MEAN_TOLERANCE = 1e-5
+
+
+def _cases() -> list[Any]:
+    return [
+        pytest.param(engine, family, id=f"{engine}-{family}", marks=_marks(engine, family))
+        for engine, families in COMPARED.items()
+        for family in families
+    ]
+
+
+def _marks(engine: str, family: str) -> list[Any]:
+    is_missing = importlib.util.find_spec(engine) is None
+    marks = [pytest.mark.skipif(is_missing, reason=f"{engine} is not installed here")]
+    return marks if (engine, family) in _EVERY_COMMIT else [*marks, pytest.mark.nightly]
+
+
+@pytest.mark.parametrize(("engine_name", "family"), _cases())
+async def test_logprobs_and_experts_are_those_of_the_trainer_after_every_adoption(
+    engine_name: str, family: str
+) -> None:
+    config = AutoConfig.for_model(family, **{**_SHAPE, **_extra(family)})
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
+    # vLLM's build for CPUs has no Triton, without which it does not tell.
+    tells_experts = engine_name == "sglang" and is_mixture(config.to_dict())
+    order = EngineOrder(
+        config=config,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_running=4,
+        arguments=_ARGUMENTS.get(engine_name, {}),
+        returns_experts=tells_experts,
+    )
+    engine = make_engine(engine_name, order)
+    serving = asyncio.ensure_future(engine.run())
+    try:
+        async with asyncio.timeout(600):
+            ready = asyncio.ensure_future(engine.wait_ready())
+            await asyncio.wait([ready, serving], return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()
+            for version in range(2):
+                await _check_version(engine, version, config, tells_experts=tells_experts)
+    finally:
+        serving.cancel()
+        await asyncio.wait([serving])
+
+
+@pytest.mark.parametrize("engine_name", COMPARED)
+def test_experts_that_an_engine_would_not_tell_on_a_cpu_are_refused(engine_name: str) -> None:
+    pytest.importorskip(engine_name)
+    model = ModelSpec(path="tiny:qwen3_moe-0.7m", tokenizer="chars:0123456789=")
+    spec = RolloutSpec(
+        rewards=(RewardSpec(name="exact_match"),), engine=engine_name, routing_replay="replay"
+    )
+    with pytest.raises(ValueError, match="does not tell which experts it chose"):
+        build_engine(
+            spec, model, load_tokenizer(model), dtype=torch.float32, device=torch.device("cpu")
+        )
+
+
+async def _check_version(engine: Engine, version: int, config: Any, *, tells_experts: bool) -> None:
+    model = _model(config, version)
+    tensors = {name: value.detach().clone() for name, value in stored_tensors(model).items()}
+    await engine.adopt_weights(version, tensors)
+    request = GenerationRequest(
+        request_id=f"r{version}", context_ids=_PROMPT, max_tokens=24, seed=version
+    )
+    result = await engine.generate(request)
+    got = torch.tensor([*await engine.score(_PROMPT), *result.logprobs])
+    policy = Policy(model, temperature=1.0, routing_replay="compare")
+    with torch.no_grad():
+        expected, _ = policy(_packed(result, tells_experts=tells_experts))
+    assert (got - expected).abs().mean() <= _MEAN_TOLERANCE
+    if tells_experts:
+        assert policy.routing is not None
+        found = policy.routing.differences()
+        assert found is not None
+        differs, is_known = found
+        assert is_known.all()
+        assert not differs.any()
+
+
+def _packed(result: GenerationResult, *, tells_experts: bool) -> Any:
+    told = None
+    if tells_experts:
+        assert result.routed_experts is not None
+        told = Jagged.from_list([torch.from_numpy(result.routed_experts.copy())])
+    rest = torch.tensor(_PROMPT[1:] + result.token_ids)
+    return pack(
+        Jagged.from_list([torch.tensor(_PROMPT[:1])]),
+        Jagged.from_list([rest]),
+        device=torch.device("cpu"),
+        experts=told,
+    )
+
+
+def _extra(family: str) -> dict[str, Any]:
+    """What a mixture needs; sizes of experts that kernels for CPUs multiply."""
+    shape = mixture_shape(family)
+    sizes = {name: 32 for name in shape if "intermediate_size" in name}
+    return shape | sizes
+
+
+def _model(config: Any, version: int) -> PreTrainedModel:
+    """The model that stands for a weight version; nothing in it is 0 or 1."""
+    model = build_model(config, dtype=torch.float32, device="cpu", seed=version)
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(version)
+        for parameter in model.parameters():
+            parameter.mul_(2.0).add_(torch.randn_like(parameter) * 0.05)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.3, 0.3)
+    return model
