@@ -28,6 +28,7 @@ def load_checked(
     overrides: list[str] | None,
     *,
     gpu_gb: float | None = None,
+    gpus: int | None = None,
     is_here: bool = True,
 ) -> RunSpec:
     """Read a specification and check it and all that it names; problems are told, and end the command."""
@@ -38,7 +39,7 @@ def load_checked(
         spec = draft.examined.spec
         assert spec is not None
         if gpu_gb is not None:
-            console.print(memory_table(spec, gpu_gb=gpu_gb), highlight=False)
+            console.print(memory_table(spec, gpu_gb=gpu_gb, gpus=gpus), highlight=False)
     except SpecError as error:
         for problem in error.problems:
             fail(problem)

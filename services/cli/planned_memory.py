@@ -95,7 +95,7 @@ class Memory:
         }
 
     def _trainer(self, gpus: int) -> Any:
-        from services.trainer.model.memory import trainer_memory
+        from services.common.models.training_memory import trainer_memory
 
         trainer = self._spec.trainer.model_copy(update={"world_size": gpus})
         spec = self._spec.model_copy(update={"trainer": trainer})
@@ -114,6 +114,6 @@ class Memory:
 
     @cached_property
     def _size(self) -> tuple[float, float]:
-        from services.trainer.model.memory import model_weights
+        from services.trainer.model.flops import model_weights
 
         return model_weights(self._config)

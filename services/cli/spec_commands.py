@@ -16,7 +16,13 @@ def validate(
         float | None,
         typer.Option(help="Memory of one GPU: also say what each of a rollout's will hold.", min=1),
     ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            help="GPUs of the machine, for --gpu-gb. Default: enough for all workers.", min=1
+        ),
+    ] = None,
 ) -> None:
     """Check a specification and everything it names, without starting anything."""
-    loaded = load_checked(spec, overrides, gpu_gb=gpu_gb, is_here=not elsewhere)
+    loaded = load_checked(spec, overrides, gpu_gb=gpu_gb, gpus=gpus, is_here=not elsewhere)
     console.print(f"{spec}: run {loaded.name!r} is valid", highlight=False)

@@ -30,7 +30,7 @@ from services.rollout.curriculum import Curriculum
 from services.rollout.data import open_sources
 from services.rollout.engines.base import Engine
 from services.rollout.engines.build import build_engine
-from services.rollout.engines.memory import WeightPlane
+from services.rollout.engines.memory import plan_of
 from services.rollout.environments.workflow import Environments
 from services.rollout.group import Tools
 from services.rollout.kept import SampleTeller
@@ -123,8 +123,7 @@ async def _load(
         tokenizer,
         dtype=getattr(torch, spec.trainer.dtype),
         device=device,
-        plane=WeightPlane.of(spec),
-        most_tokens=spec.data.max_prompt_tokens + spec.rollout.max_response_tokens,
+        plan=partial(plan_of, spec, roles=settings.gpu_neighbours),
     )
     pool = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
     calls = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))

@@ -37,6 +37,10 @@ class EngineKind:
     """Argument that says which part of a GPU's memory the engine takes."""
     memory_excludes_working: bool = False
     """Whether that is for weights and KV cache alone."""
+    cache_argument: str | None = None
+    """Argument that bounds the KV cache."""
+    cache_in_bytes: bool = False
+    """Whether that is in bytes of one GPU, or in tokens."""
     length_argument: str | None = None
     """Argument that bounds a prompt together with its response, in tokens."""
     most_running: int = 1024
@@ -112,6 +116,7 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         adapter="services.rollout.engines.torch:build",
         arguments=frozenset({"max_kv_tokens"}),
         harmless_arguments=frozenset({"max_kv_tokens"}),
+        cache_argument="max_kv_tokens",
         length_argument="max_kv_tokens",
         most_running=256,
         is_writable=True,
@@ -155,6 +160,8 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         replica_argument="data_parallel_size",
         stage_argument="pipeline_parallel_size",
         memory_argument="gpu_memory_utilization",
+        cache_argument="kv_cache_memory_bytes",
+        cache_in_bytes=True,
         length_argument="max_model_len",
         environment={
             "VLLM_NO_USAGE_STATS": "1",
@@ -222,6 +229,7 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         stage_argument="pp_size",
         memory_argument="mem_fraction_static",
         memory_excludes_working=True,
+        cache_argument="max_total_tokens",
         length_argument="context_length",
         cpu_environment=_FEW_THREADS | {"SGLANG_USE_CPU_ENGINE": "1"},
         cpu_arguments={

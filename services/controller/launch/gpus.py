@@ -61,6 +61,12 @@ class HostGpus:
             users.update(assigned[worker_id])
         return assigned
 
+    def neighbours(self, run_id: str, worker_id: str) -> Sequence[str]:
+        """Workers of the same run that have GPUs of this one too."""
+        run = self._runs[run_id]
+        mine = set(run[worker_id])
+        return [one for one, gpus in run.items() if one != worker_id and mine & set(gpus)]
+
     def release(self, run_id: str) -> None:
         """A run is over."""
         self._runs.pop(run_id, None)

@@ -102,6 +102,7 @@ class ProcessLauncher:
                     **_inherited(),
                     "CUDA_VISIBLE_DEVICES": ",".join(gpus[worker_id]),
                     **self._identity(run_id, role, worker_id),
+                    **self._neighbours(run_id, role, worker_id, names),
                 }
                 process = await self._spawn(
                     run_id, role, worker_id, ranks=ranks[worker_id], environment=environment
@@ -151,6 +152,21 @@ class ProcessLauncher:
             f"{prefix}CODE_ROOTS": json.dumps([*map(str, self._allowance.code_roots)]),
             f"{prefix}ALLOWED_COMMANDS": json.dumps(self._allowance.commands),
         }
+
+    def _neighbours(
+        self,
+        run_id: str,
+        role: WorkerRole,
+        worker_id: str,
+        names: Sequence[tuple[WorkerRole, str]],
+    ) -> dict[str, str]:
+        """Tells a rollout who else has its GPU."""
+        roles = {one: named for named, one in names}
+        others = self._gpus.neighbours(run_id, worker_id) if role == "rollout" else ()
+        if not others:
+            return {}
+        found = [roles[one] for one in others if one in roles]
+        return {"SLIPSTREAM_ROLLOUT_GPU_NEIGHBOURS": json.dumps(found)}
 
     async def _spawn(
         self,

@@ -2,9 +2,8 @@
 
 import importlib.util
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PretrainedConfig
@@ -16,11 +15,18 @@ from services.common.spec.engines import EngineKind, engine_kind
 from services.common.spec.model import ModelSpec
 from services.common.spec.rollout import RolloutSpec
 from services.rollout.engines.base import Engine
-from services.rollout.engines.memory import ModelSize, WeightPlane, engine_share, plan_memory
+from services.rollout.engines.memory import MemoryPlan, engine_share
 from services.rollout.engines.order import EngineOrder
 from services.rollout.settings import set_defaults
 
 logger = logging.getLogger(__name__)
+
+
+class Plan(Protocol):
+    """Says what a GPU of the engine will hold."""
+
+    def __call__(self, config: PretrainedConfig, *, gpu_bytes: int) -> MemoryPlan:
+        """Raises ValueError if that does not fit."""
 
 
 def build_engine(
@@ -30,8 +36,7 @@ def build_engine(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    plane: WeightPlane | None = None,
-    most_tokens: int = 1,
+    plan: Plan | None = None,
 ) -> Engine:
     """Build the engine with random weights; the real ones arrive over the weight plane.
 
@@ -41,17 +46,17 @@ def build_engine(
         tokenizer: Of the policy.
         dtype: Of the weights.
         device: Where it decodes.
-        plane: What weight sync keeps on the engine's GPUs; None for an engine that nothing is sent to.
-        most_tokens: Of the longest prompt with the longest response.
+        plan: What a GPU will hold; None for an engine that nothing is sent to, and which has it to itself.
 
     Raises:
         ValueError: If the engine is not installed, or cannot do what the run asks for.
     """
     config = load_config(model, tokenizer)
     arguments = dict(spec.engine_arguments)
-    if device.type == "cuda" and plane is not None:
-        held = min(most_tokens, int(config.max_position_embeddings))
-        arguments |= _fitted(spec, config, plane, dtype, device, most_tokens=held)
+    if device.type == "cuda" and plan is not None:
+        memory = plan(config, gpu_bytes=torch.cuda.get_device_properties(device).total_memory)
+        logger.info("memory planned", extra={"table": memory.table()})
+        arguments |= engine_share(memory, engine_kind(spec.engine), arguments)
     order = EngineOrder(
         config=config,
         dtype=dtype,
@@ -101,29 +106,6 @@ def prepare_environment(kind: EngineKind, *, is_cpu: bool) -> None:
 
 def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
-
-
-def _fitted(
-    spec: RolloutSpec,
-    config: PretrainedConfig,
-    plane: WeightPlane,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    most_tokens: int,
-) -> Mapping[str, Any]:
-    """Arguments that keep the engine out of what weight sync needs. Raises ValueError if nothing fits."""
-    kind = engine_kind(spec.engine)
-    plan = plan_memory(
-        ModelSize.of(config, dtype),
-        plane,
-        gpu_bytes=torch.cuda.get_device_properties(device).total_memory,
-        kind=kind,
-        arguments=spec.engine_arguments,
-    )
-    logger.info("memory planned", extra={"table": plan.table()})
-    plan.check(most_tokens=most_tokens)
-    return engine_share(plan, kind, spec.engine_arguments)
 
 
 def _check_supported(spec: RolloutSpec, engine: Engine) -> None:

@@ -4,7 +4,7 @@ The engine's own share ends where the weight plane's begins, so that the first u
 engine has several GPUs, its weights, its KV cache and the shadow are divided among them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import floor, prod
 from typing import Any, Final, Self
@@ -12,6 +12,7 @@ from typing import Any, Final, Self
 import torch
 from transformers import PretrainedConfig
 
+from services.common.models.training_memory import trainer_memory
 from services.common.spec.engines import EngineKind, engine_kind
 from services.common.spec.run import RunSpec
 from services.common.spec.weight_modes import MODES
@@ -106,6 +107,8 @@ class MemoryPlan:
     """Room in which buckets travel."""
     kv_per_token: float
     """Keys and values of one token."""
+    others: float = 0.0
+    """What other workers take of the same GPU."""
 
     @property
     def plane(self) -> float:
@@ -115,7 +118,7 @@ class MemoryPlan:
     @property
     def engine_share(self) -> float:
         """Part of the memory that the engine may take, weights and KV cache and all, in steps of .01."""
-        return min(_LARGEST_SHARE, floor(100 * (1 - self.plane / self.total)) / 100)
+        return min(_LARGEST_SHARE, floor(100 * (1 - (self.plane + self.others) / self.total)) / 100)
 
     @property
     def kv_cache(self) -> float:
@@ -136,6 +139,7 @@ class MemoryPlan:
             ("weight sync: shadow", self.shadow),
             ("weight sync: buckets", self.slots),
             ("contexts", _CONTEXTS),
+            *([("other workers", self.others)] if self.others else []),
         ]
         rows = [*rows, ("left", self.total - sum(size for _, size in rows))]
         head = f"each of {self.num_gpus} GPU(s) of a rollout, of {self.total / _GB:.1f} GB"
@@ -153,12 +157,20 @@ class MemoryPlan:
             ValueError: With the figures, and what to change.
         """
         if self.kv_tokens < most_tokens:
-            needed = (self.weights + _WORKING + self.plane + most_tokens * self.kv_per_token) / _GB
+            own = self.weights + _WORKING + self.plane + most_tokens * self.kv_per_token
+            beside = (
+                f"; {self.others / _GB:.1f} GB of it are of other workers" if self.others else ""
+            )
+            remedy = (
+                "give the run more GPUs, lower trainer.tokens_per_micro_batch, or set trainer.cpu_offload"
+                if self.others
+                else "give the engine more GPUs (its tensor-parallel argument in rollout.engine_arguments), "
+                "or shorten responses"
+            )
             raise ValueError(
                 f"the model does not fit: a GPU of the rollout has {self.total / _GB:.1f} GB, but "
-                f"{needed:.1f} GB are needed for one response of {most_tokens} tokens; give the engine more "
-                "GPUs (its tensor-parallel argument in rollout.engine_arguments), or shorten responses.\n"
-                + self.table()
+                f"{(own + self.others) / _GB:.1f} GB are needed for one response of {most_tokens} tokens{beside}; "
+                f"{remedy}.\n" + self.table()
             )
 
 
@@ -169,6 +181,7 @@ def plan_memory(
     gpu_bytes: int,
     kind: EngineKind,
     arguments: Mapping[str, Any],
+    others: float = 0.0,
 ) -> MemoryPlan:
     """Divide a model, its KV cache and the weight plane among the GPUs of one rollout.
 
@@ -178,6 +191,7 @@ def plan_memory(
         gpu_bytes: Memory of one GPU.
         kind: The engine.
         arguments: Of the engine; they say how it is divided.
+        others: Bytes that other workers take of that GPU.
     """
     num_gpus = kind.num_gpus(arguments)
     replicas = min(num_gpus, int(arguments.get(kind.replica_argument, 1)))
@@ -190,11 +204,43 @@ def plan_memory(
         shadow=plane.num_copies * model.weights / num_gpus,
         slots=plane.slot_bytes,
         kv_per_token=model.kv_per_token / divided,
+        others=others,
     )
 
 
-def plan_of(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> MemoryPlan:
+def memory_of_others(
+    roles: Collection[str], spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int
+) -> float:
+    """Bytes that the other workers of a run take of a GPU which a rollout shares with them.
+
+    Args:
+        roles: Of the others, each once for each worker.
+        spec: The run.
+        config: Shape of its model.
+        gpu_bytes: Memory of the GPU; what trainers leave of it is divided equally among rollouts.
+    """
+    size = ModelSize.of(config, getattr(torch, spec.trainer.dtype)).weights
+    taken, num_rollouts = 0.0, 1
+    for role in roles:
+        if role == "rollout":
+            num_rollouts += 1
+        elif role in {"trainer", "critic"}:
+            taken += trainer_memory(spec, config, gpu_bytes=gpu_bytes).used
+        else:
+            taken += size + _WORKING + _CONTEXTS
+    return taken + max(0.0, gpu_bytes - taken) * (1 - 1 / num_rollouts)
+
+
+def plan_of(
+    spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int, roles: Collection[str] = ()
+) -> MemoryPlan:
     """What a run's rollouts will hold on GPUs of a size.
+
+    Args:
+        spec: The run.
+        config: Shape of its model.
+        gpu_bytes: Memory of one GPU.
+        roles: Of the other workers on a rollout's GPUs.
 
     Raises:
         ValueError: If that does not fit, or an engine argument leaves too little.
@@ -206,6 +252,7 @@ def plan_of(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> Memor
         gpu_bytes=gpu_bytes,
         kind=kind,
         arguments=arguments,
+        others=memory_of_others(roles, spec, config, gpu_bytes=gpu_bytes),
     )
     most_tokens = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
     plan.check(most_tokens=min(most_tokens, int(config.max_position_embeddings)))
@@ -216,21 +263,36 @@ def plan_of(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> Memor
 def engine_share(
     plan: MemoryPlan, kind: EngineKind, arguments: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """The argument that keeps an engine out of the weight plane's memory; nothing if it is given and fits.
+    """The arguments that keep an engine out of memory that is not its own; none of those that are given.
+
+    An engine that measures what is free would take what others are about to: where it shares a GPU, its KV
+    cache is given in bytes or tokens.
 
     Raises:
         ValueError: If what is given leaves too little.
     """
+    share: dict[str, Any] = {}
+    if kind.memory_argument is not None:
+        share |= _checked_share(plan, kind, arguments)
+    cache = kind.cache_argument
+    if cache is not None and cache not in arguments and (plan.others or not kind.memory_argument):
+        share[cache] = int(plan.kv_cache) if kind.cache_in_bytes else plan.kv_tokens
+    return share
+
+
+def _checked_share(
+    plan: MemoryPlan, kind: EngineKind, arguments: Mapping[str, Any]
+) -> Mapping[str, Any]:
     name = kind.memory_argument
-    if name is None:
-        return {}
+    assert name is not None
     most = plan.engine_share - (_WORKING / plan.total if kind.memory_excludes_working else 0)
     given = arguments.get(name)
     if given is None:
         return {name: round(most, 2)}
     if given > most:
+        beside = f" and other workers {plan.others / _GB:.1f}" if plan.others else ""
         raise ValueError(
-            f"rollout.engine_arguments.{name} is {given}, but weight sync needs {plan.plane / _GB:.1f} of "
+            f"rollout.engine_arguments.{name} is {given}, but weight sync needs {plan.plane / _GB:.1f}{beside} of "
             f"{plan.total / _GB:.1f} GB: at most {most:.2f} is left; lower it, or leave it out\n"
             + plan.table()
         )

@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from services.common.models.families import num_experts
+from services.common.models.loading import build_model
 
 _PEAKS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense bfloat16 operations per second, by a part of the device's name."""
@@ -28,6 +29,16 @@ def active_weights(model: nn.Module, config: PretrainedConfig) -> float:
         return float(counts[False])
     share = float(shape.num_experts_per_tok) / num_experts(shape.to_dict())
     return counts[False] + counts[True] * share
+
+
+def model_weights(config: PretrainedConfig) -> tuple[float, float]:
+    """Parameters of a model, and how many of them a token passes."""
+    model = build_model(config, dtype=torch.float32, device="meta")
+    # Of the embeddings only the head computes.
+    head = config.get_text_config()
+    return float(sum(p.numel() for p in model.parameters())), active_weights(model, config) + float(
+        head.vocab_size * head.hidden_size
+    )
 
 
 def training_flops(

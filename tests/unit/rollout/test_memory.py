@@ -6,13 +6,17 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
+from services.common.models.training_memory import trainer_memory
 from services.common.spec.engines import ENGINES
+from services.common.spec.run import RunSpec
 from services.rollout.engines.memory import (
     MemoryPlan,
     ModelSize,
     WeightPlane,
     engine_share,
+    memory_of_others,
     plan_memory,
+    plan_of,
 )
 
 GB = 10**9
@@ -94,3 +98,51 @@ def test_an_argument_that_leaves_too_little_is_refused_with_the_figure() -> None
     message = r"gpu_memory_utilization is 0.9, but weight sync needs 17.0 of 80.0 GB: at most 0.78"
     with pytest.raises(ValueError, match=message):
         engine_share(plan, VLLM, {"gpu_memory_utilization": 0.9})
+
+
+def spec_of(**trainer: Any) -> RunSpec:
+    return RunSpec.model_validate(
+        {
+            "name": "memory",
+            "model": {"path": "tiny:qwen2-0.4m"},
+            "data": {"train": {"source": "jsonl", "path": "none"}},
+            "rollout": {"rewards": [{"name": "exact_match"}], "engine": "vllm"},
+            "trainer": {"steps": 1, "prompts_per_step": 8, "dtype": "bfloat16", **trainer},
+        }
+    )
+
+
+def test_a_rollout_that_shares_its_gpu_leaves_the_trainer_its_peak() -> None:
+    spec, config = spec_of(tokens_per_micro_batch=8192), qwen_7b()
+    trainer = trainer_memory(spec, config, gpu_bytes=300 * GB)
+    others = memory_of_others(["trainer"], spec, config, gpu_bytes=300 * GB)
+    assert others == pytest.approx(trainer.used)
+    plan = plan_of(spec, config, gpu_bytes=300 * GB, roles=["trainer"])
+    total = plan.weights + plan.kv_cache + 4 * GB + plan.plane + trainer.used
+    assert total == pytest.approx(300 * GB, rel=0.01)
+    # An engine that measures what is free would count what the trainer is about to take.
+    share = engine_share(plan, VLLM, {})
+    assert share["kv_cache_memory_bytes"] == int(plan.kv_cache)
+    assert share["gpu_memory_utilization"] == plan.engine_share
+
+
+def test_two_rollouts_on_a_trainers_gpu_have_half_of_what_it_leaves() -> None:
+    spec, config = spec_of(), qwen_7b()
+    alone = memory_of_others(["trainer"], spec, config, gpu_bytes=300 * GB)
+    both = memory_of_others(["trainer", "rollout"], spec, config, gpu_bytes=300 * GB)
+    assert 300 * GB - both == pytest.approx((300 * GB - alone) / 2)
+
+
+def test_a_gpu_too_small_for_both_is_refused_with_what_the_trainer_takes() -> None:
+    message = (
+        r"has 141.0 GB, but 2\d+\.\d GB are needed .*; 2\d\d\.\d GB of it are of other workers"
+    )
+    with pytest.raises(ValueError, match=message):
+        plan_of(spec_of(), qwen_7b(), gpu_bytes=141 * GB, roles=["trainer"])
+
+
+def test_an_engine_without_a_share_has_its_cache_bounded() -> None:
+    torch_engine = ENGINES["torch"]
+    plan = planned(ModelSize.of(qwen_7b(), torch.bfloat16))
+    assert engine_share(plan, torch_engine, {}) == {"max_kv_tokens": plan.kv_tokens}
+    assert engine_share(plan, torch_engine, {"max_kv_tokens": 1000}) == {}

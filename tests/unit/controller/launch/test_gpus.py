@@ -19,6 +19,13 @@ def test_one_gpu_is_shared_by_all_workers():
     assert HostGpus(["7"]).assign("run", needs) == {"trainer-0": ("7",), "rollout-0": ("7",)}
 
 
+def test_workers_that_share_a_gpu_are_told():
+    gpus = HostGpus(["0", "1"])
+    gpus.assign("run", {"trainer-0": 1, "rollout-0": 1, "rollout-1": 1})
+    assert gpus.neighbours("run", "rollout-0") == []
+    assert gpus.neighbours("run", "rollout-1") == ["trainer-0"]
+
+
 def test_a_second_run_takes_the_gpus_that_are_free():
     gpus = HostGpus(["0", "1", "2"])
     gpus.assign("first", {"trainer-0": 1})

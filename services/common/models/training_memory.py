@@ -1,6 +1,6 @@
 """What each GPU of a trainer will hold, before anything is started: pure arithmetic.
 
-Weights, gradients and optimizer follow from the layout (``parallel.py``) and are exact. Activations are
+Weights, gradients and optimizer follow from the layout (``trainer/model/parallel.py``) and are exact. Activations are
 counted as what the compiled layers of a decoder keep for the backward pass; that came within 5 % of the peak
 of two runs on H200s (a 1.5B model, packs of 41k tokens: 110 GiB on one GPU, 96 on two with ``zero_stage`` 1).
 """
@@ -18,12 +18,11 @@ from services.common.models.loading import build_model, stored_tensors
 from services.common.spec.run import RunSpec
 from services.common.spec.trainer import LoraSpec, TrainerSpec
 from services.common.spec.weight_modes import MODES
-from services.trainer.model.flops import active_weights
 
 _GB: Final = 1e9
 _FLOAT32: Final = 4
 _MOMENTS: Final = 2 * _FLOAT32
-# Chunks of logits with what is made of them; see ``algorithm/logprobs.py``.
+# Chunks of logits with what is made of them; see ``trainer/algorithm/logprobs.py``.
 _LOGITS: Final = 5.0e9
 _CONTEXT: Final = 1.5e9
 # Of the hidden size and of a key-value head's width: what a layer keeps of each token beside its feed-forward
@@ -102,23 +101,13 @@ def trainer_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -
     )
 
 
-def model_weights(config: PretrainedConfig) -> tuple[float, float]:
-    """Parameters of a model, and how many of them a token passes."""
-    model = build_model(config, dtype=torch.float32, device="meta")
-    # Of the embeddings only the head computes.
-    head = config.get_text_config()
-    return float(sum(p.numel() for p in model.parameters())), active_weights(model, config) + float(
-        head.vocab_size * head.hidden_size
-    )
-
-
 def _shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     model = build_model(config, dtype=torch.float32, device="meta")
     return {name: tuple(value.shape) for name, value in stored_tensors(model).items()}
 
 
 def _keeps_gathered(trainer: TrainerSpec) -> bool:
-    """As ``parallel.py`` decides it."""
+    """As ``trainer/model/parallel.py`` decides it."""
     return trainer.zero_stage == 1 or trainer.world_size == trainer.tensor_parallel
 
 
