@@ -1,5 +1,5 @@
 # Benchmarks; included by the Makefile.
-.PHONY: bench-abuse bench-page bench-samples bench-silence bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-trainer bench-rollout bench-weightsync bench-recovery
+.PHONY: bench-abuse bench-page bench-samples bench-silence bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-one-gpu bench-trainer bench-rollout bench-weightsync bench-recovery
 bench-dataplane: $(READY) ## The data plane next to its peer, minutes (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.dataplane $(OPTIONS)
 
@@ -12,6 +12,11 @@ bench-e2e: $(READY) ## The whole system synchronous and asynchronous beside its 
 
 bench-trainer: $(READY) ## Packed against padded training steps (OPTIONS=--smoke on a machine without a GPU)
 	$(BIN)/python -m bench.trainer $(OPTIONS)
+	$(BIN)/python -m bench.trainer.prefixes $(OPTIONS)
+	$(BIN)/python -m bench.trainer.mixtures $(OPTIONS)
+
+bench-one-gpu: $(READY) ## A whole run on one GPU, with vLLM and without a setting for memory (OPTIONS=--smoke without any)
+	$(BIN)/python -m bench.one_gpu $(OPTIONS)
 
 bench-rollout: $(READY) ## Engines, interruptions, failing rewards, learning; half an hour
 	$(BIN)/python -m bench.rollout.throughput

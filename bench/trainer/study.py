@@ -11,7 +11,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from torch.autograd import DeviceType
+from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 from services.trainer.algorithm import logprobs
@@ -81,8 +83,15 @@ def _kind(name: str) -> str:
     return next((kind for kind, parts in _KINDS.items() if any(p in name for p in parts)), "other")
 
 
-def _chunk(gib: float) -> Callable[[], AbstractContextManager[Any]]:
-    return lambda: patch.object(logprobs, "_CHUNK_BYTES", int(gib * 2**30))
+@contextmanager
+def _rounded() -> Iterator[None]:
+    """Logits as the output head's own dtype has them."""
+
+    def products(hidden: Tensor, weight: Tensor, *, in_float32: bool) -> Tensor:
+        return functional.linear(hidden, weight)
+
+    with patch.object(logprobs, "_products", products):
+        yield
 
 
 @contextmanager
@@ -97,8 +106,5 @@ def _exchanging() -> Iterator[None]:
 _VARIANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "as it is": nullcontext,
     "gradients reduced in every micro-batch": _exchanging,
-    "logits in chunks of 0.8 GiB": _chunk(0.8),
-    "logits in chunks of 1.6 GiB": _chunk(1.6),
-    "logits in chunks of 2.4 GiB": _chunk(2.4),
-    "logits in chunks of 4 GiB": _chunk(4.0),
+    "logits rounded to bfloat16": _rounded,
 }

@@ -18,7 +18,8 @@ class RolloutSettings(WorkerSettings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the engine runs; ``auto`` takes the GPU if there is one."""
     gpu_neighbours: tuple[str, ...] = ()
-    """Roles of the other workers that have the same GPU, where a host has too few; the engine leaves them room."""
+    """Roles of the other workers that have the same GPU, where a host has too few; the engine leaves
+    them room."""
     agent_bind: str = "127.0.0.1:0"
     """``host:port`` where agents reach the policy (``rollout.workflow: agent``). Loopback serves agents on
     this machine or in this pod; bind to all interfaces only for an agent that runs elsewhere."""

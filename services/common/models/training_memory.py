@@ -1,8 +1,9 @@
 """What each GPU of a trainer will hold, before anything is started: pure arithmetic.
 
-Weights, gradients and optimizer follow from the layout (``trainer/model/parallel.py``) and are exact. Activations are
-counted as what the compiled layers of a decoder keep for the backward pass; that came within 5 % of the peak
-of two runs on H200s (a 1.5B model, packs of 41k tokens: 110 GiB on one GPU, 96 on two with ``zero_stage`` 1).
+Weights, gradients and optimizer follow from the layout (``trainer/model/parallel.py``) and are exact.
+Activations are counted as what the compiled layers of a decoder keep for the backward pass; that came within
+5 % of the peak of two runs on H200s (a 1.5B model, packs of 41k tokens: 110 GiB on one GPU, 96 on two with
+``zero_stage`` 1).
 """
 
 from collections.abc import Mapping

@@ -3,7 +3,7 @@
 import importlib.util
 import logging
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from transformers import PretrainedConfig

@@ -169,8 +169,8 @@ class MemoryPlan:
             )
             raise ValueError(
                 f"the model does not fit: a GPU of the rollout has {self.total / _GB:.1f} GB, but "
-                f"{(own + self.others) / _GB:.1f} GB are needed for one response of {most_tokens} tokens{beside}; "
-                f"{remedy}.\n" + self.table()
+                f"{(own + self.others) / _GB:.1f} GB are needed for one response of {most_tokens} tokens"
+                f"{beside}; {remedy}.\n" + self.table()
             )
 
 
@@ -292,8 +292,8 @@ def _checked_share(
     if given > most:
         beside = f" and other workers {plan.others / _GB:.1f}" if plan.others else ""
         raise ValueError(
-            f"rollout.engine_arguments.{name} is {given}, but weight sync needs {plan.plane / _GB:.1f}{beside} of "
-            f"{plan.total / _GB:.1f} GB: at most {most:.2f} is left; lower it, or leave it out\n"
+            f"rollout.engine_arguments.{name} is {given}, but weight sync needs {plan.plane / _GB:.1f}"
+            f"{beside} of {plan.total / _GB:.1f} GB: at most {most:.2f} is left; lower it, or leave it out\n"
             + plan.table()
         )
     return {}

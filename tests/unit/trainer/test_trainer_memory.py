@@ -3,8 +3,8 @@
 import pytest
 from transformers import AutoConfig
 
-from services.common.spec.run import RunSpec
 from services.common.models.training_memory import trainer_memory
+from services.common.spec.run import RunSpec
 from services.trainer.model.flops import model_weights
 
 QWEN = AutoConfig.for_model(

@@ -1,0 +1,133 @@
+"""A whole run on one GPU, which trainer and engine share: ``python -m bench.one_gpu [--smoke]``.
+
+A model of 1.5 billion parameters trains through all services with vLLM, without a setting for memory. Beside
+each process's peak, as the driver counts it, stands what was planned for it before the start. Results go to
+``bench/results/one-gpu.json``. Bar: ten steps, and peaks within 5 % of the plan.
+"""
+
+import argparse
+import json
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoConfig
+
+from bench.e2e.shapes import SHAPES, smoke
+from bench.e2e.timeline import facts, time_line
+from bench.whole_run import REPOSITORY, run_for
+from services.common.models.training_memory import trainer_memory
+from services.common.spec.run import RunSpec
+from services.rollout.engines.memory import plan_of
+
+RESULTS = REPOSITORY / "bench" / "results" / "one-gpu.json"
+_TASKS = REPOSITORY / "bench" / "e2e" / "tasks.py"
+_POLL_S = 0.25
+_FIRST = 3
+# A vocabulary of real size: the lengths are given, a random model would not end its responses.
+_SHAPE = replace(
+    SHAPES["geometric"],
+    vocabulary=151_936,
+    workflow=f"{_TASKS}:Lognormal",
+    workflow_arguments={"least": 16, "most": 1024, "median": 220.0, "sigma": 0.7},
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, without a GPU")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--set", action="append", default=[], help="further settings of the run")
+    parser.add_argument("--folder", type=Path, help="where run and logs stay; default: nowhere")
+    arguments = parser.parse_args()
+    shape = smoke(_SHAPE) if arguments.smoke else _SHAPE
+    with tempfile.TemporaryDirectory() as temporary, _watched() as peaks:
+        folder = (arguments.folder or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        model, spec = folder / "model", folder / "spec.json"
+        shape.save_model(model)
+        document = shape.spec(model, steps=10_000)
+        spec.write_text(json.dumps(document))
+        run = run_for(arguments.steps, folder, arguments.set, spec=spec)
+        print("\n".join(time_line(run, max_rate=20_000.0)))
+        found: dict[str, Any] = {
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "settings": arguments.set,
+            **facts(run, first=_FIRST),
+            "logprob_difference": median(step["rollout_logprob_abs_diff"] for step in run.steps),
+            "peak_gb": {name: round(size / 1e9, 2) for name, size in peaks.items()},
+            "planned_gb": _planned(RunSpec.model_validate(document), model) if peaks else {},
+        }
+    print(json.dumps(found, indent=1))
+    if not arguments.smoke:
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _planned(spec: RunSpec, model: Path) -> dict[str, float]:
+    """GB of the trainer and of the engine with its weight plane."""
+    config = AutoConfig.from_pretrained(model)
+    total = int(_query("memory.total")[0]) << 20
+    trainer = trainer_memory(spec, config, gpu_bytes=total).used
+    rollout = plan_of(spec, config, gpu_bytes=total, roles=["trainer"])
+    engine = rollout.engine_share * total + rollout.plane
+    return {
+        name: round(size / 1e9, 2) for name, size in (("trainer", trainer), ("rollout", engine))
+    }
+
+
+@contextmanager
+def _watched() -> Iterator[dict[str, float]]:
+    """Most bytes of the GPU that each service's processes had at once."""
+    peaks: dict[str, float] = {}
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(_POLL_S):
+            now: dict[str, float] = {}
+            for line in _query("pid,used_memory", of="compute-apps"):
+                pid, used = line.split(", ")
+                name = _service(int(pid))
+                now[name] = now.get(name, 0.0) + float(used) * 2**20
+            for name, size in now.items():
+                peaks[name] = max(peaks.get(name, 0.0), size)
+
+    if not torch.cuda.is_available():
+        yield peaks
+        return
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield peaks
+    finally:
+        done.set()
+        thread.join()
+
+
+def _service(pid: int) -> str:
+    """Of a process or the one that started it."""
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for one in (process, *process.parents()):
+            command = " ".join(one.cmdline())
+            for name in ("trainer", "rollout"):
+                if f"services.{name}" in command:
+                    return name
+    return "others"
+
+
+def _query(names: str, *, of: str = "gpu") -> list[str]:
+    command = ["nvidia-smi", f"--query-{of}={names}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+if __name__ == "__main__":
+    main()
