@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from services.cli.output import console, errors, fail, say
-from services.cli.preflight import memory_table, read_checked
+from services.cli.planned_memory import memory_table
+from services.cli.preflight import read_checked
 from services.common.spec.loader import SpecError
 from services.common.spec.run import RunSpec
 

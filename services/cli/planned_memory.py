@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from services.cli.preflight import model_config
+from services.common.spec.loader import SpecError
 from services.common.spec.run import RunSpec
 
 _UNITS = {"": 1e9, "GB": 1e9, "G": 1e9, "GIB": 2.0**30, "MB": 1e6, "TB": 1e12}
@@ -117,3 +118,37 @@ class Memory:
         from services.trainer.model.flops import model_weights
 
         return model_weights(self._config)
+
+
+def memory_table(spec: RunSpec, *, gpu_gb: float, gpus: int | None = None) -> str:
+    """What each GPU of a rollout will hold.
+
+    Args:
+        spec: The run.
+        gpu_gb: Memory of one GPU.
+        gpus: GPUs of the machine: with fewer than the run's workers take, some of them share one. None for
+            enough.
+
+    Raises:
+        SpecError: If that does not fit.
+    """
+    # It imports torch, which no other check needs.
+    from services.rollout.engines.memory import plan_of
+
+    config = model_config(spec)
+    try:
+        roles = () if gpus is None else _gpu_neighbours(spec, gpus=gpus)
+        return plan_of(spec, config, gpu_bytes=int(gpu_gb * 1e9), roles=roles).table()
+    except ValueError as error:
+        raise SpecError([str(error)]) from error
+
+
+def _gpu_neighbours(spec: RunSpec, *, gpus: int) -> list[str]:
+    """Roles of those that have the GPUs of the first rollout too, on a machine with so many."""
+    from services.controller.launch.gpus import HostGpus
+    from services.controller.launch.launcher import num_gpus, worker_names
+
+    roles = {worker: role for role, worker in worker_names(spec)}
+    host = HostGpus([str(number) for number in range(gpus)])
+    host.assign(spec.name, {worker: num_gpus(role, spec) for worker, role in roles.items()})
+    return [roles[worker] for worker in host.neighbours(spec.name, "rollout-0")]

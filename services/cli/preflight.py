@@ -62,40 +62,6 @@ def check(spec: RunSpec) -> None:
         raise SpecError(problems)
 
 
-def memory_table(spec: RunSpec, *, gpu_gb: float, gpus: int | None = None) -> str:
-    """What each GPU of a rollout will hold.
-
-    Args:
-        spec: The run.
-        gpu_gb: Memory of one GPU.
-        gpus: GPUs of the machine: with fewer than the run's workers take, some of them share one. None for
-            enough.
-
-    Raises:
-        SpecError: If that does not fit.
-    """
-    # It imports torch, which no other check needs.
-    from services.rollout.engines.memory import plan_of
-
-    config = model_config(spec)
-    try:
-        roles = () if gpus is None else _gpu_neighbours(spec, gpus=gpus)
-        return plan_of(spec, config, gpu_bytes=int(gpu_gb * 1e9), roles=roles).table()
-    except ValueError as error:
-        raise SpecError([str(error)]) from error
-
-
-def _gpu_neighbours(spec: RunSpec, *, gpus: int) -> list[str]:
-    """Roles of those that have the GPUs of the first rollout too, on a machine with so many."""
-    from services.controller.launch.gpus import HostGpus
-    from services.controller.launch.launcher import num_gpus, worker_names
-
-    roles = {worker: role for role, worker in worker_names(spec)}
-    host = HostGpus([str(number) for number in range(gpus)])
-    host.assign(spec.name, {worker: num_gpus(role, spec) for worker, role in roles.items()})
-    return [roles[worker] for worker in host.neighbours(spec.name, "rollout-0")]
-
-
 def model_config(spec: RunSpec) -> Any:
     """Shape of the model; from Hugging Face if it is there."""
     from services.common.models.loading import load_config
