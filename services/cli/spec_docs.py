@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -59,6 +59,8 @@ def _row(key: str, info: FieldInfo) -> str:
 
 def _type(info: FieldInfo) -> str:
     annotation = info.annotation
+    if get_origin(annotation) is Union:
+        return " or ".join(_type(FieldInfo.from_annotation(each)) for each in get_args(annotation))
     name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     name = name.replace("typing.", "").replace("Literal", "one of").replace("NoneType", "null")
     limits = ", ".join(_limit(item) for item in info.metadata if _limit(item))

@@ -65,6 +65,13 @@ def _shapes(rank: int, store: str) -> None:
         {"context_parallel": 4},
         {"context_parallel": 2, "tensor_parallel": 2},
         {"context_parallel": 4, "zero_stage": 1, "activation_checkpointing": True},
+        {"context_parallel": 2, "activation_checkpointing": "selective"},
+        {
+            "context_parallel": 2,
+            "tensor_parallel": 2,
+            "activation_checkpointing": 2,
+            "activation_offloading": True,
+        },
     ):
         # Tensor parallelism splits the sums inside a layer, so their rounding differs a little more.
         tolerance = 3e-6 if "tensor_parallel" in options else 1e-6

@@ -1,15 +1,14 @@
-"""How the model is spread over processes: meshes, FSDP2, tensor parallelism, recomputation.
+"""How the model is spread over processes: meshes, FSDP2, tensor parallelism.
 
 mesh   dp x tp; FSDP2 shards over dp, tensor-parallel ranks share layers. Where experts are shared, dp is
        copies x experts: each of the inner ranks holds a part of the experts of every layer. Where packs are,
        dp is data x context: each of the inner ranks computes a part of the tokens of every pack
-order  tensor and expert parallelism -> compile -> recomputation -> FSDP2, from the inside out
+order  tensor and expert parallelism -> what layers keep (``activations.py``) -> FSDP2, from the inside out
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,12 +28,12 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.utils.checkpoint import checkpoint
 
-from services.common.models.families import check_trainer
+from services.common.models.families import check_trainer, is_mixture
 from services.common.spec.trainer import TrainerSpec
 from services.trainer.batch.context import ContextRanks
 from services.trainer.collectives import Ranks
+from services.trainer.model.activations import arrange
 from services.trainer.model.experts import ExpertRanks, share_experts
 from services.trainer.model.policy import Critic, Policy
 
@@ -171,17 +170,21 @@ def distribute(module: Policy | Critic, spec: TrainerSpec, topology: Topology) -
         module.context = topology.context
     layers = decoder.layers
     _divide(module, layers, spec, topology)
-    for layer in layers:
-        if spec.compile:
-            layer.forward = torch.compile(layer.forward, dynamic=True)
-        if spec.activation_checkpointing:
-            layer.forward = _recomputed(layer.forward)
+    arrange(layers, spec, device=topology.device, is_seen=_is_seen(module, topology))
     if spec.compile:
         decoder.norm.forward = torch.compile(decoder.norm.forward, dynamic=True)
     if topology.mesh is None:
         module.to(topology.device)
     else:
         _shard(module, layers, spec, topology)
+
+
+def _is_seen(module: nn.Module, topology: Topology) -> bool:
+    """Whether nothing in a layer is hidden from the compiler: what ranks exchange, experts, other kernels."""
+    config: Any = module.get_submodule("model").config
+    is_capped = getattr(config, "attn_logit_softcapping", None) is not None
+    is_plain = not is_capped and not is_mixture(config.to_dict())
+    return is_plain and topology.context is None and topology.device.type == "cuda"
 
 
 def _divide(
@@ -295,11 +298,3 @@ def _check_heads(module: nn.Module, parts: int) -> None:
             f"trainer.tensor_parallel is {parts}, but the model has {heads[0]} heads, {heads[1]} "
             f"key-value heads and an intermediate size of {heads[2]}, which must be multiples of it"
         )
-
-
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` whose activations are computed again in the backward pass.
-
-    The method is replaced and the layer not wrapped, so that parameters keep their names.
-    """
-    return partial(checkpoint, forward, use_reentrant=False)

@@ -1,0 +1,249 @@
+"""What layers keep of a forward pass for the backward pass: all, some and the rest again, or in host memory.
+
+kept         compiled layers keep what their compiler chose, others all that autograd saves
+recomputed   a layer keeps its input, or matrix products and attention as well, and computes the rest again
+offloaded    what is kept goes to host memory while the next layer computes, and comes back while the layer
+             behind it computes backwards; numbers are the same, bit for bit
+
+A layer's ``forward`` is replaced and the layer not wrapped, so that parameters keep their names.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.nn.attention import varlen
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from services.common.spec.trainer import TrainerSpec
+
+_Forward = Callable[..., Any]
+_ops: Final[Any] = torch.ops
+_COSTLY: Final = frozenset(
+    {
+        _ops.aten.mm.default,
+        _ops.aten.addmm.default,
+        _ops.aten._grouped_mm.default,  # noqa: SLF001 -- torch has no other name for it
+        *(
+            getattr(_ops.aten, f"_scaled_dot_product_{kernel}").default
+            for kernel in (
+                "flash_attention",
+                "flash_attention_for_cpu",
+                "efficient_attention",
+                "cudnn_attention",
+            )
+        ),
+        varlen._varlen_attn._opoverload,  # noqa: SLF001
+    }
+)
+"""What ``selective`` never computes twice."""
+
+
+def arrange(
+    layers: nn.ModuleList, spec: TrainerSpec, *, device: torch.device, is_seen: bool = False
+) -> None:
+    """Let the layers of a decoder keep what a specification says, and compile them, in place.
+
+    Args:
+        layers: Before FSDP2, behind everything else that divides them.
+        spec: ``compile``, ``activation_checkpointing`` and ``activation_offloading``.
+        device: That they compute on.
+        is_seen: Whether the compiler sees all of a layer. Then it chooses what ``selective`` keeps; else that
+            is attention, between compiled parts.
+    """
+    recomputed = spec.activation_checkpointing
+    host = _HostMemory(device) if spec.activation_offloading else None
+    for number, layer in enumerate(layers):
+        forward: _Forward = layer.forward
+        if recomputed == "selective":
+            selects = partial(checkpoint, use_reentrant=False, context_fn=_keep_costly)
+            if not spec.compile:
+                forward = partial(selects, forward)
+            elif is_seen:
+                forward = torch.compile(partial(selects, forward), dynamic=True)
+            else:
+                forward = partial(selects, torch.compile(forward, dynamic=True))
+        else:
+            if spec.compile:
+                forward = torch.compile(forward, dynamic=True)
+            if recomputed and number % recomputed == 0:
+                forward = partial(checkpoint, forward, use_reentrant=False)
+        layer.forward = forward if host is None else host.around(layer, forward)
+
+
+def _keep_costly() -> Any:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(_context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    is_costly = operation in _COSTLY
+    return CheckpointPolicy.MUST_SAVE if is_costly else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _HostMemory:
+    """Where the layers of a decoder leave what they keep.
+
+    Args:
+        device: Of the layers. A CPU has no other memory, but the same copies are made.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._newest: ReferenceType[_Kept] | None = None
+
+    def around(self, layer: nn.Module, forward: _Forward) -> _Forward:
+        """``forward`` of a layer, which leaves what it keeps here."""
+
+        def offloaded(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            before = None if self._newest is None else self._newest()
+            # As gathered for this pass.
+            weights = frozenset(_address(_local(weight)) for weight in layer.parameters())
+            kept = _Kept(self._device, self._stream, weights, before)
+            self._newest = ref(kept)
+            with saved_tensors_hooks(kept.pack, kept.unpack):
+                output = forward(*args, **kwargs)
+            kept.leave()
+            return output
+
+        return offloaded
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A tensor in a storage that left."""
+
+    storage: int
+    """Its number."""
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Kept:
+    """What one layer keeps of one pass: whole storages, so that what shares memory still does.
+
+    Lives as long as autograd needs it. Memory is given and taken in the order of the computing stream alone,
+    which waits for copies, so that the allocator needs to know of no other stream.
+
+    Args:
+        device: Of the layer.
+        stream: Copies; None on a CPU.
+        weights: Addresses of the layer's weights, which stay where they are.
+        before: Of the layer in front of it, of the same pass.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        stream: torch.cuda.Stream | None,
+        weights: frozenset[int],
+        before: "_Kept | None",
+    ) -> None:
+        self._device, self._stream = device, stream
+        self._weights = weights
+        self._before = before
+        self._numbers: dict[int, int] = {}
+        self._here: list[Tensor] = []
+        self._there: list[Tensor] = []
+        self._copied: torch.cuda.Event | None = None
+
+    def pack(self, tensor: Tensor) -> Tensor | _View:
+        """Note a tensor that autograd saves; copies are made when the layer is done."""
+        if not self._leaves(tensor):
+            return tensor
+        address = _address(tensor)
+        if address not in self._numbers:
+            self._numbers[address] = len(self._here)
+            self._here.append(_bytes_of(tensor))
+        return _View(
+            self._numbers[address],
+            tensor.dtype,
+            int(tensor.storage_offset()),
+            tensor.size(),
+            tensor.stride(),
+        )
+
+    def leave(self) -> None:
+        """Copy what was noted, and give up what the layer before left."""
+        self._there = [
+            torch.empty(len(each), dtype=torch.uint8, pin_memory=self._stream is not None)
+            for each in self._here
+        ]
+        self._copy(self._there, self._here)
+        self._numbers, self._weights = {}, frozenset()
+        if self._before is not None:
+            self._before._give_up()  # noqa: SLF001
+
+    def unpack(self, packed: Tensor | _View) -> Tensor:
+        """The tensor that autograd saved."""
+        if isinstance(packed, Tensor):
+            return packed
+        self._return()
+        if self._stream is not None and self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+        if self._before is not None:
+            self._before._return()  # noqa: SLF001
+            self._before = None
+        storage = self._here[packed.storage].untyped_storage()
+        empty = torch.empty(0, dtype=packed.dtype, device=self._device)
+        return empty.set_(storage, packed.offset, packed.size, packed.stride)
+
+    def _leaves(self, tensor: Tensor) -> bool:
+        return (
+            type(tensor) is Tensor
+            and tensor.device == self._device
+            and tensor.is_floating_point()
+            and tensor.numel() > 0
+            and _address(tensor) not in self._weights
+        )
+
+    def _give_up(self) -> None:
+        if self._stream is not None and self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+        self._here = []
+
+    def _return(self) -> None:
+        if self._here or not self._there:
+            return
+        self._here = [torch.empty_like(each, device=self._device) for each in self._there]
+        self._copy(self._here, self._there)
+
+    def _copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
+        if self._stream is None:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        self._copied = self._stream.record_event()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """``[B]`` uint8: the whole storage of a tensor."""
+    storage = tensor.untyped_storage()
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -1,0 +1,174 @@
+"""Whatever layers keep for the backward pass, and wherever: numbers are the same bit for bit."""
+
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoConfig
+
+from services.common.jagged import Jagged
+from services.common.models.loading import build_model
+from services.common.spec.trainer import LoraSpec, TrainerSpec
+from services.trainer.batch.packing import PackedTokens, pack
+from services.trainer.collectives import Ranks
+from services.trainer.model.activations import arrange
+from services.trainer.model.lora import add_adapters, begin_adapters
+from services.trainer.model.parallel import Topology, distribute
+from services.trainer.model.policy import Policy
+from tests.helpers.batches import CPU
+from tests.helpers.mixtures import mixture_shape
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"activation_checkpointing": True},
+    {"activation_checkpointing": 2},
+    {"activation_checkpointing": "selective"},
+    {"activation_offloading": True},
+    {"activation_checkpointing": True, "activation_offloading": True},
+    {"activation_checkpointing": "selective", "activation_offloading": True},
+)
+
+
+def packs() -> list[PackedTokens]:
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(*lengths: int) -> list[Tensor]:
+        return [torch.randint(3, 61, (length,), generator=generator) for length in lengths]
+
+    (common,) = tokens(9)
+    prompts = [*tokens(3, 5, 1), common, common, common]
+    rows = Jagged.from_list(prompts), Jagged.from_list(tokens(40, 4, 1, 7, 2, 13))
+    return [pack(*rows, device=CPU, shares_prefixes=shares) for shares in (False, True)]
+
+
+def policy(family: str, options: dict[str, Any]) -> Policy:
+    config = AutoConfig.for_model(
+        family,
+        **{
+            "vocab_size": 61,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "initializer_range": 0.3,
+            "pad_token_id": 0,
+            "sliding_window": 6,
+            **mixture_shape(family),
+        },
+    )
+    spec = TrainerSpec(steps=1, prompts_per_step=1, **options)
+    made = Policy(build_model(config, dtype=torch.float32, device=CPU, seed=1), temperature=1.0)
+    if spec.lora is not None:
+        add_adapters(made.model, spec.lora)
+        begin_adapters(made, seed=0)
+    distribute(made, spec, Topology(device=CPU, data=Ranks()))
+    return made
+
+
+def trained(module: Policy) -> tuple[list[Tensor], dict[str, Tensor], int]:
+    """Scores and gradients of two packs, and the most bytes that autograd held outside of hooks."""
+    scores, most = [], 0
+    weights = {weight.untyped_storage().data_ptr() for weight in module.parameters()}
+    for packed in packs():
+        held: dict[int, int] = {}
+
+        def note(tensor: Tensor, held: dict[int, int] = held) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                held[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            logprobs, entropy = module(packed)
+        most = max(most, sum(held.values()))
+        (logprobs * torch.linspace(-1.0, 1.0, len(logprobs)) + entropy).sum().backward()
+        scores += [logprobs.detach(), entropy.detach()]
+    named = module.named_parameters()
+    return scores, {name: each.grad for name, each in named if each.grad is not None}, most
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("lora", [None, LoraSpec(rank=2)], ids=["all", "adapters"])
+def test_scores_and_gradients_are_those_of_layers_that_keep_all(
+    family: str, lora: LoraSpec | None
+) -> None:
+    expected, gradients, most = trained(policy(family, {"lora": lora}))
+    for options in OPTIONS:
+        actual, found, kept = trained(policy(family, {"lora": lora, **options}))
+        assert all(map(torch.equal, actual, expected)), options
+        assert found.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            assert torch.equal(found[name], gradient), (options, name)
+        assert kept < 0.75 * most, options
+
+
+def test_a_pass_without_gradients_leaves_nothing_behind() -> None:
+    module = policy("qwen2", {"activation_offloading": True})
+    (packed, _) = packs()
+    with torch.no_grad():
+        before, _ = module(packed)
+    after, _ = module(packed)
+    assert torch.equal(before, after)
+
+
+def test_a_pass_may_be_given_up_before_its_gradients_are_taken() -> None:
+    module = policy("qwen2", {"activation_offloading": True})
+    expected, *_ = trained(policy("qwen2", {}))
+    for packed in packs():
+        module(packed)
+    actual, *_ = trained(module)
+    assert all(map(torch.equal, actual, expected))
+
+
+class _Layer(nn.Module):
+    """A layer whose halves share memory, and which keeps a tensor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = nn.Linear(16, 64)
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, states: Tensor) -> Tensor:
+        gate, up = self.fused(states).chunk(2, -1)
+        product: Tensor = states + self.down(nn.functional.silu(gate) * up)
+        return product
+
+
+def layers(device: torch.device = CPU, **options: Any) -> nn.ModuleList:
+    torch.manual_seed(0)
+    stack = nn.ModuleList(_Layer() for _ in range(4)).to(device)
+    arrange(stack, TrainerSpec(steps=1, prompts_per_step=1, **options), device=device, is_seen=True)
+    return stack
+
+
+def gradients(stack: nn.ModuleList, *, num_tokens: int = 5) -> list[Tensor]:
+    states = torch.linspace(-1.0, 1.0, num_tokens * 16).view(num_tokens, 16)
+    for layer in stack:
+        states = layer(states)
+    return list(torch.autograd.grad(states.square().sum(), list(stack.parameters())))
+
+
+def test_tensors_that_share_memory_share_it_again() -> None:
+    expected = gradients(layers())
+    assert all(map(torch.equal, gradients(layers(activation_offloading=True)), expected))
+
+
+@pytest.mark.nightly  # compiling
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_compiled_layers_give_the_same_gradients(options: dict[str, Any]) -> None:
+    stack = layers(compile=True, **options)
+    for num_tokens in (5, 9):
+        expected = gradients(layers(), num_tokens=num_tokens)
+        for actual, wanted in zip(gradients(stack, num_tokens=num_tokens), expected, strict=True):
+            assert (actual - wanted).norm() <= 1e-6 * wanted.norm()
+
+
+@pytest.mark.parametrize("value", ["some", -1, 1.5])
+def test_what_is_no_way_of_keeping_activations_is_refused(value: Any) -> None:
+    with pytest.raises(ValidationError, match="activation_checkpointing"):
+        TrainerSpec(steps=1, prompts_per_step=1, activation_checkpointing=value)
