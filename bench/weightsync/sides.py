@@ -10,8 +10,10 @@ from torch import Tensor
 from bench.weightsync.shapes import fused_name
 from services.weightsync.canary import Canary
 from services.weightsync.copying import copy_all
+from services.weightsync.endpoints import Place
 from services.weightsync.group import Channel
-from services.weightsync.plan import Shard, TensorSpec
+from services.weightsync.modes.placing import live_placer
+from services.weightsync.plan import Shard, TensorSpec, WeightPlan
 
 
 class Store:
@@ -98,9 +100,13 @@ class Rollout:
     async def refuse_weights(self, reason: str) -> None:
         raise NotImplementedError("there is no controller here that would ask")
 
-    async def open_weights(self) -> Mapping[str, Tensor]:
-        """The tensors as they are sent: views into the fused ones."""
-        return self._views
+    async def open_weights(self, plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Place:
+        """Into the tensors as they are sent: views into the fused ones."""
+        return live_placer(plan, self._views)
+
+    async def adopt_placed(self, version: int) -> float:
+        """Take what is there."""
+        return await self.adopt_weights(version, self._views)
 
     async def close_weights(self) -> None:
         """Nothing is paused here."""

@@ -9,6 +9,8 @@ from services.common.errors import InvalidArgumentError, UnavailableError
 from services.rollout import metrics
 from services.rollout.engines.base import Engine, OpenEngine
 from services.rollout.sampling import GroupSampler
+from services.weightsync.endpoints import Place
+from services.weightsync.plan import WeightPlan
 
 
 class WeightReceiver:
@@ -26,6 +28,8 @@ class WeightReceiver:
         self._engine: Engine | None = None
         self._sampler: GroupSampler | None = None
         self._is_partial = False
+        self._asked_at = 0.0
+        self._stopped_at: float | None = None
 
     def attach(self, engine: Engine, sampler: GroupSampler, *, is_partial: bool) -> None:
         """Begin to receive.
@@ -39,7 +43,7 @@ class WeightReceiver:
 
     async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
         """Put a version into service; returns the seconds in which no token was produced."""
-        engine, sampler = self._attached()
+        engine, _ = self._attached()
         started_at = time.monotonic()
         try:
             if not self._is_partial:
@@ -49,11 +53,7 @@ class WeightReceiver:
             raise InvalidArgumentError(str(error), version=version) from error
         finally:
             await engine.resume()
-        metrics.ADOPT_STALL_SECONDS.observe(stall_s)
-        metrics.ADOPT_SECONDS.observe(time.monotonic() - started_at)
-        metrics.WEIGHT_VERSION.set(version)
-        if self._is_partial:
-            sampler.checkpoint_soon()
+        self._adopted(version, stall_s, seconds=time.monotonic() - started_at)
         return stall_s
 
     async def score(self, token_ids: Sequence[int]) -> Sequence[float]:
@@ -68,25 +68,57 @@ class WeightReceiver:
         await engine.pause()
         self._on_refused(reason)
 
-    async def open_weights(self) -> Mapping[str, Tensor]:
-        """Pause and give the engine's live tensors.
+    async def open_weights(self, plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Place:
+        """Pause, and let the engine's live weights be written.
 
         Raises:
-            InvalidArgumentError: If the engine keeps them to itself.
+            InvalidArgumentError: If the engine keeps them to itself, or they are not those of the plan.
         """
+        engine = self._open()
+        asked_at = time.monotonic()
+        if not self._is_partial:
+            await engine.pause(drain=True)
+        if (
+            self._stopped_at is None
+        ):  # otherwise a transfer failed, and the engine stands still since
+            self._asked_at, self._stopped_at = asked_at, time.monotonic()
+        try:
+            return await engine.open_weights(plan, slots)
+        except ValueError as error:
+            raise InvalidArgumentError(str(error)) from error
+
+    async def adopt_placed(self, version: int) -> float:
+        """Put what was written into service; returns the seconds since the pause began."""
+        engine = self._open()
+        await engine.adopt_placed(version)
+        await engine.resume()
+        now = time.monotonic()
+        assert self._stopped_at is not None, "what was placed came after a pause"
+        stall_s, self._stopped_at = now - self._stopped_at, None
+        self._adopted(version, stall_s, seconds=now - self._asked_at)
+        return stall_s
+
+    async def close_weights(self) -> None:
+        """Go on after a pause in which nothing was written."""
+        await self._open().close_weights()
+        self._stopped_at = None
+
+    def _adopted(self, version: int, stall_s: float, *, seconds: float) -> None:
+        metrics.ADOPT_STALL_SECONDS.observe(stall_s)
+        metrics.ADOPT_SECONDS.observe(seconds)
+        metrics.WEIGHT_VERSION.set(version)
+        _, sampler = self._attached()
+        if self._is_partial:
+            sampler.checkpoint_soon()
+
+    def _open(self) -> OpenEngine:
         engine, _ = self._attached()
         if not isinstance(engine, OpenEngine):
             raise InvalidArgumentError(
                 f"weight_sync.mode inplace writes into live weights, which engine "
                 f"{engine.capabilities.name!r} keeps to itself; choose mode shadow"
             )
-        await engine.pause(drain=not self._is_partial)
-        return engine.live_weights()
-
-    async def close_weights(self) -> None:
-        """Go on after a pause in which nothing was written."""
-        engine, _ = self._attached()
-        await engine.resume()
+        return engine
 
     def _attached(self) -> tuple[Engine, GroupSampler]:
         if self._engine is None or self._sampler is None:

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from services.weightsync.canary import Canary
-from services.weightsync.plan import TensorSpec
+from services.weightsync.plan import TensorSpec, WeightPlan
 
 T = TypeVar("T")
+Place = Callable[[int, int, Tensor], None]
+"""Copies a received bucket (source, index, bytes) to where it belongs. Blocks."""
 
 
 class WeightSource(Protocol):
@@ -49,15 +51,26 @@ class WeightSink(Protocol):
     async def refuse_weights(self, reason: str) -> None:
         """The live weights are not the trainer's: serve nothing until others are adopted."""
 
-    async def open_weights(self) -> Mapping[str, Tensor]:
-        """Pause and give the live tensors by name, to be written in place; adopting them goes on.
+    async def open_weights(self, plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Place:
+        """Pause, and let the live weights be written in place until they are adopted or closed.
+
+        Args:
+            plan: The layout of what is received.
+            slots: Buffers of each source, in which its buckets lie in turn.
 
         Raises:
-            ValueError: If the engine keeps its tensors to itself.
+            ValueError: If the live weights cannot be written in place.
+        """
+
+    async def adopt_placed(self, version: int) -> float:
+        """Put a version into service whose buckets are all in place.
+
+        Returns:
+            Seconds in which no token was produced.
         """
 
     async def close_weights(self) -> None:
-        """Go on with the live tensors: nothing was written."""
+        """Go on with the live weights: nothing was written."""
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:

@@ -88,8 +88,10 @@ def expected_logprobs(
 
 
 @asynccontextmanager
-async def open_torch(*, tied: bool = True, kv_policy: str = "recompute") -> AsyncIterator[Engine]:
-    """The embedded engine."""
+async def open_torch(
+    *, tied: bool = True, kv_policy: str = "recompute", in_place: bool = False
+) -> AsyncIterator[Engine]:
+    """The embedded engine, whose weights can always be written."""
     engine = TorchEngine(
         make_model(-1, tied=tied), max_running=8, kv_policy=kv_policy, decode=decode
     )
@@ -146,7 +148,7 @@ async def close_shared() -> None:
 
 
 def _open_parted(
-    name: str, *, tied: bool, arguments: dict[str, Any]
+    name: str, *, tied: bool, arguments: dict[str, Any], in_place: bool = False
 ) -> AbstractAsyncContextManager[Engine]:
     order = EngineOrder(
         config=model_config(tied=tied),
@@ -155,11 +157,12 @@ def _open_parted(
         max_running=8,
         decode=decode,
         arguments=arguments,
+        is_written_in_place=in_place,
     )
-    return _shared(f"{name} tied={tied}", lambda: make_engine(name, order))
+    return _shared(f"{name} tied={tied} {in_place}", lambda: make_engine(name, order))
 
 
-def open_vllm(*, tied: bool = True) -> AbstractAsyncContextManager[Engine]:
+def open_vllm(*, tied: bool = True, in_place: bool = False) -> AbstractAsyncContextManager[Engine]:
     """vLLM on the CPU; blocks of 32 tokens, so that the test prompt fills some of the prefix cache."""
     arguments = {
         "max_model_len": MAX_MODEL_TOKENS,
@@ -168,11 +171,13 @@ def open_vllm(*, tied: bool = True) -> AbstractAsyncContextManager[Engine]:
         "max_num_batched_tokens": MAX_MODEL_TOKENS,
         "kv_cache_memory_bytes": 64 << 20,
     }
-    return _open_parted("vllm", tied=tied, arguments=arguments)
+    return _open_parted("vllm", tied=tied, arguments=arguments, in_place=in_place)
 
 
-def open_sglang(*, tied: bool = True) -> AbstractAsyncContextManager[Engine]:
-    """SGLang on the CPU."""
+def open_sglang(
+    *, tied: bool = True, in_place: bool = False
+) -> AbstractAsyncContextManager[Engine]:
+    """SGLang on the CPU, which keeps weights as they are in any case."""
     return _open_parted("sglang", tied=tied, arguments={})
 
 

@@ -27,6 +27,24 @@ def _needs(engine: str, num_gpus: int) -> None:
 def test_a_run_trains_with_an_engine_on_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, arguments: dict[str, str]
 ) -> None:
+    _train(tmp_path, monkeypatch, engine, arguments)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("arguments", [{}, _TENSOR_PARALLEL])
+def test_a_run_writes_weights_into_an_engine_on_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, arguments: dict[str, str]
+) -> None:
+    _train(tmp_path, monkeypatch, engine, arguments, "weight_sync.mode=inplace")
+
+
+def _train(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: str,
+    arguments: dict[str, str],
+    *others: str,
+) -> None:
     overrides = [f"rollout.engine_arguments.{arguments[engine]}=2"] if arguments else []
     _needs(engine, 2 if arguments else 1)
     for name in os.environ:
@@ -34,7 +52,7 @@ def test_a_run_trains_with_an_engine_on_gpus(
             monkeypatch.delenv(name)
     finished = train(
         SORT4,
-        tmp_path / "runs",
+        folder / "runs",
         # Its heads have 64 dimensions, which kernels ask for.
         "model.path=tiny:qwen2-3m",
         f"rollout.engine={engine}",
@@ -43,6 +61,7 @@ def test_a_run_trains_with_an_engine_on_gpus(
         "trainer.dtype=bfloat16",
         "validation.every=0",
         *overrides,
+        *others,
         timeout=500,
     )
     assert finished.code == 0, finished.err[-4000:]

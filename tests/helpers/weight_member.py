@@ -21,8 +21,10 @@ from services.common.logging import configure
 from services.controller.client import Rendezvous
 from services.weightsync import group
 from services.weightsync.canary import Canary
+from services.weightsync.endpoints import Place
 from services.weightsync.member import WeightMember
-from services.weightsync.plan import TensorSpec
+from services.weightsync.modes.placing import live_placer
+from services.weightsync.plan import TensorSpec, WeightPlan
 from services.weightsync.server import WeightSyncServicer
 from slipstream.controller.v1 import membership_pb2_grpc
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
@@ -95,8 +97,11 @@ class Rollout:
             for spec in Trainer(num_bytes, device).weight_specs()
         }
 
-    async def open_weights(self) -> Mapping[str, Tensor]:
-        return self._live
+    async def open_weights(self, plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Place:
+        return live_placer(plan, self._live)
+
+    async def adopt_placed(self, version: int) -> float:
+        return await self.adopt_weights(version, self._live)
 
     async def close_weights(self) -> None:
         """Nothing is paused."""

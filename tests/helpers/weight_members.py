@@ -7,6 +7,7 @@ import torch
 
 from services.weightsync.canary import Canary
 from services.weightsync.member import WeightMember
+from services.weightsync.modes.placing import live_placer
 from services.weightsync.plan import TensorSpec, fsdp_shards, version_digest
 from services.weightsync.transfer import TransferOrder
 
@@ -46,21 +47,22 @@ class MemoryStore:
 class Source:
     """A trainer rank that holds its FSDP2 rows of the same weights as all other ranks."""
 
-    def __init__(self, number=0, num_sources=1, weights=None) -> None:
-        self.shards = fsdp_shards(SPECS, num_sources)[number]
+    def __init__(self, number=0, num_sources=1, weights=None, specs=SPECS) -> None:
+        self.specs = specs
+        self.shards = fsdp_shards(specs, num_sources)[number]
         self.num_reads = 0
         self.weights = weights or {
             spec.name: torch.randn(spec.shape, dtype=torch.float64).to(getattr(torch, spec.dtype))
-            for spec in SPECS
+            for spec in specs
         }
 
     def weight_specs(self):
-        return SPECS
+        return self.specs
 
     def weight_tensors(self, *, only_adapters=False):
         self.num_reads += 1
         for shard in self.shards:
-            name = SPECS[shard.tensor].name
+            name = self.specs[shard.tensor].name
             whole = self.weights[name]
             yield name, whole[shard.start : shard.stop] if whole.dim() else whole
 
@@ -95,9 +97,12 @@ class Sink:
     async def refuse_weights(self, reason):
         self.is_paused = True
 
-    async def open_weights(self):
+    async def open_weights(self, plan, slots):
         self.is_paused = True
-        return self.live
+        return live_placer(plan, self.live)
+
+    async def adopt_placed(self, version):
+        return await self.adopt_weights(version, self.live)
 
     async def close_weights(self):
         self.is_paused = False
@@ -114,15 +119,21 @@ class Cluster:
         num_sources: Trainer ranks that send.
         mode: How weights travel.
         bucket_bytes: Most bytes of one collective.
+        specs: What is sent.
+        sinks: The receivers' ends; None for two of :class:`Sink`.
     """
 
-    def __init__(self, num_sources=1, mode="shadow", bucket_bytes=8192) -> None:
+    def __init__(
+        self, num_sources=1, mode="shadow", bucket_bytes=8192, *, specs=SPECS, sinks=None
+    ) -> None:
         stores: dict[str, MemoryStore] = {}
-        first = Source(0, num_sources)
-        rest = [Source(number, num_sources, first.weights) for number in range(1, num_sources)]
+        first = Source(0, num_sources, specs=specs)
+        rest = [
+            Source(number, num_sources, first.weights, specs) for number in range(1, num_sources)
+        ]
         self.sources = [first, *rest]
         self.weights = first.weights
-        self.sinks = [Sink(), Sink()]
+        self.sinks = sinks or [Sink(), Sink()]
         self.ready: list[int] = []
         self.plan_hash = ""
         self.held = [-1]
@@ -151,7 +162,7 @@ class Cluster:
     def agree(self):
         (self.plan_hash,) = {
             member.agree_plan(
-                SPECS,
+                self.sources[0].specs,
                 self._bucket_bytes,
                 num_sources=len(self.senders),
                 source=number if number < len(self.senders) else None,
@@ -188,8 +199,8 @@ class Cluster:
             *(member.transfer(order) for member in self.members), return_exceptions=True
         )
 
-    async def publish(self, version, epoch=1):
-        """Send, adopt and check everywhere; returns the digest."""
+    async def send(self, version, epoch=1):
+        """Send to everybody; returns the digest."""
         await self.prepare(version, epoch)
         base = self.held[0] if len(set(self.held)) == 1 and self.held[0] < version else -1
         reports = await self.transfer(version, epoch, base)
@@ -198,7 +209,11 @@ class Cluster:
                 raise report
         sent = [digest for report in reports[: len(self.senders)] for digest in report.digests]
         assert all(list(report.digests) == sent for report in reports[len(self.senders) :])
-        digest = version_digest(sent)
+        return version_digest(sent)
+
+    async def publish(self, version, epoch=1):
+        """Send, adopt and check everywhere; returns the digest."""
+        digest = await self.send(version, epoch)
         canary = await self.senders[0].score()
         for member in self.receivers:
             await member.adopt(version, digest)

@@ -163,6 +163,7 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         cache_argument="kv_cache_memory_bytes",
         cache_in_bytes=True,
         length_argument="max_model_len",
+        is_writable=True,
         environment={
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
@@ -231,6 +232,7 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         memory_excludes_working=True,
         cache_argument="max_total_tokens",
         length_argument="context_length",
+        is_writable=True,
         cpu_environment=_FEW_THREADS | {"SGLANG_USE_CPU_ENGINE": "1"},
         cpu_arguments={
             "attention_backend": "torch_native",

@@ -119,11 +119,18 @@ def _rollout(spec: RunSpec) -> Iterator[str]:
 
 def _engine(spec: RunSpec) -> Iterator[str]:
     name, rollout = spec.rollout.engine, spec.rollout
-    if MODES[spec.weight_sync.mode].is_in_place and not engine_kind(name).is_writable:
-        yield (
-            f"weight_sync.mode inplace writes into live weights, which engine {name!r} keeps to itself; "
-            "choose mode shadow, or another rollout.engine"
-        )
+    if MODES[spec.weight_sync.mode].is_in_place:
+        stages = engine_kind(name).stage_argument
+        if not engine_kind(name).is_writable:
+            yield (
+                f"weight_sync.mode inplace writes into live weights, which engine {name!r} keeps to itself; "
+                "choose mode shadow, or another rollout.engine"
+            )
+        elif rollout.engine_arguments.get(stages, 1) != 1:
+            yield (
+                "weight_sync.mode inplace has every worker of an engine place all tensors, but with "
+                f"rollout.engine_arguments.{stages} each holds some layers; choose mode shadow, or remove it"
+            )
     most_tokens = spec.data.max_prompt_tokens + rollout.max_response_tokens
     try:
         engine_kind(name).check(rollout.engine_arguments, most_tokens=most_tokens)

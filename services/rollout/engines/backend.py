@@ -49,7 +49,11 @@ class Backend(Protocol):
         ...
 
     async def load(self, description: str) -> None:
-        """Replace all weights by those that are shared under a description, while no part makes tokens."""
+        """Hand a description to every worker, while no part makes tokens.
+
+        Args:
+            description: Of shared tensors that replace all weights, or an order of ``in_place``.
+        """
         ...
 
     async def score(self, name: str, token_ids: Sequence[int]) -> tuple[float, ...]:

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from services.weightsync.plan import TensorSpec
+    from services.weightsync.endpoints import Place
+    from services.weightsync.plan import TensorSpec, WeightPlan
 
 FinishReason = Literal["stop", "length", "aborted"]
 RoutedExperts = NDArray[np.integer[Any]]
@@ -214,14 +215,32 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class OpenEngine(Protocol):
-    """An engine whose live tensors are in this process, so that weights can be received in place."""
+class OpenEngine(Engine, Protocol):
+    """An engine whose live weights can be received in place."""
 
-    def live_weights(self) -> "Mapping[str, Tensor]":
-        """The tensors of ``weight_specs``.
+    async def open_weights(
+        self, plan: "WeightPlan", slots: "Sequence[Sequence[Tensor]]"
+    ) -> "Place":
+        """Stop between two steps and keep all requests, until :meth:`adopt_placed` or :meth:`close_weights`.
 
-        They may be written while the engine is paused, and are in service with the next adoption.
+        May come again after buckets were placed of a version that was not adopted.
+
+        Args:
+            plan: The layout of what is received.
+            slots: Where it lies before it is placed; see
+                :meth:`~services.weightsync.endpoints.WeightSink.open_weights`.
+
+        Raises:
+            ValueError: If the live weights cannot be written so.
         """
+        ...
+
+    async def adopt_placed(self, version: int) -> None:
+        """Take what was placed for a version; what runs goes on with the next :meth:`Engine.resume`."""
+        ...
+
+    async def close_weights(self) -> None:
+        """Go on under the old weights: nothing was placed."""
         ...
 
 

@@ -67,6 +67,7 @@ def build_engine(
         arguments=arguments,
         decode=tokenizer.decode,
         returns_experts=spec.routing_replay != "off",
+        is_written_in_place=plane is not None and plane.num_copies == 0,
         vocab_size=tokenizer.vocab_size,
         stop_token=tokenizer.eos_id,
     )

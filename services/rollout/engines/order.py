@@ -33,6 +33,8 @@ class EngineOrder:
     """Token ids to text; needed for stop texts."""
     returns_experts: bool = False
     """Whether results tell which experts were chosen."""
+    is_written_in_place: bool = False
+    """Whether weights are received straight into its parameters."""
     vocab_size: int = 256
     """Tokens that the tokenizer knows."""
     stop_token: int = 1

@@ -28,13 +28,15 @@ from services.rollout.engines.base import (
     check_tensors,
 )
 from services.rollout.engines.gate import Gate
+from services.rollout.engines.in_place import place_in_workers
 from services.rollout.engines.model_shape import ModelShape, model_shape
 from services.rollout.engines.order import EngineOrder
 from services.rollout.engines.places import Places
 from services.rollout.engines.request_parts import Progress
 from services.rollout.engines.shared_tensors import shared
 from services.rollout.engines.stop_texts import Decode
-from services.weightsync.plan import TensorSpec
+from services.weightsync.endpoints import Place
+from services.weightsync.plan import TensorSpec, WeightPlan
 
 logger = logging.getLogger(__name__)
 
@@ -226,13 +228,40 @@ class PartedEngine:
 
     async def _replace(self, version: int, description: str, phases: Phases) -> None:
         """Stop what runs, load, and go on."""
+        await self._hold()
+        phases.done("freeze")
+        await self.backend.load(description)
+        phases.done("copy")
+        await self._go_on(version)
+        phases.done("thaw")
+
+    async def open_weights(self, plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Place:
+        """Hold what runs, and have the engine's workers place what is received."""
+        await self._started.wait()
+        self._gate.hold()
+        async with self._gate.closed():
+            await self._hold()
+            return await place_in_workers(plan, slots, self.backend.load)
+
+    async def adopt_placed(self, version: int) -> None:
+        """Go on under what was placed."""
+        async with self._gate.closed():
+            await self._go_on(version)
+
+    async def close_weights(self) -> None:
+        """Go on under the old weights."""
+        await self.adopt_placed(self._weight_version)
+        await self.resume()
+
+    async def _hold(self) -> None:
+        """Stop what runs: in its place, or cut."""
         if self._freezer is None:
             await self._cut(self._running.values())
         else:
             await self._freezer.freeze()
-        phases.done("freeze")
-        await self.backend.load(description)
-        phases.done("copy")
+
+    async def _go_on(self, version: int) -> None:
+        """Let what runs go on under other weights."""
         self._weight_version = version
         self._num_adoptions += 1
         if self._freezer is not None:
@@ -240,7 +269,6 @@ class PartedEngine:
             if self._recompute:
                 running = self._running.values()
                 self._recomputed_tokens_total += sum(each.num_sampled for each in running)
-        phases.done("thaw")
 
     def stats(self) -> EngineStats:
         """Gauges. Prefixes that requests share count in each of them."""

@@ -1,7 +1,7 @@
 """Runs inside SGLang's scheduler processes: copies what the rollout process shares into the model."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from sglang.srt.distributed.parallel_state import (
 from torch import Tensor
 
 from services.common.models.expert_names import checkpoint_names
+from services.rollout.engines.in_place import obey
 from services.rollout.engines.layout import UnknownLayoutError, copy_weights
 from services.rollout.engines.shared_tensors import open_shared
 
@@ -23,18 +24,21 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 
     Args:
         model: SGLang's model.
-        named_tensors: One entry, whose name describes the shared tensors.
+        named_tensors: One entry, whose name describes the shared tensors, or is an order of
+            :mod:`services.rollout.engines.in_place`.
     """
     ((description, _),) = named_tensors
-    tensors = open_shared(description)
+    rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    if not obey(description, model, rank=rank, ranks=ranks):
+        _load_all(model, open_shared(description), rank=rank, ranks=ranks)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _load_all(model: Any, tensors: Mapping[str, Tensor], *, rank: int, ranks: int) -> None:
     with torch.no_grad():
         try:
-            copy_weights(
-                tensors,
-                dict(model.named_parameters()),
-                rank=get_tensor_model_parallel_rank(),
-                ranks=get_tensor_model_parallel_world_size(),
-            )
+            copy_weights(tensors, dict(model.named_parameters()), rank=rank, ranks=ranks)
         except UnknownLayoutError as error:
             logger.warning("weights go through SGLang's loader", extra={"why": str(error)})
             config = model.config.to_dict()
@@ -45,5 +49,3 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
                     for part in checkpoint_names(name, tensor, config)
                 ]
             )
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -36,14 +36,29 @@ def shared(tensors: Mapping[str, Tensor]) -> Iterator[str]:
         yield json.dumps(_write(file.name, tensors))
 
 
+@contextmanager
+def shared_room(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    """Room that other processes see as it changes, if they open it while the block runs.
+
+    Args:
+        tensors: All on the CPU, or all on GPUs. On GPUs the room is these tensors.
+
+    Yields:
+        Text that :func:`open_shared` takes, and the room, with what the tensors hold.
+    """
+    with shared(tensors) as description:
+        is_cuda = next(iter(tensors.values())).is_cuda
+        yield description, tensors if is_cuda else open_shared(description)
+
+
 def open_shared(description: str) -> dict[str, Tensor]:
-    """Return the tensors that another process shares; to be copied before it stops sharing."""
+    """Return the tensors that another process shares; on a CPU they stay when it stops sharing."""
     described = json.loads(description)
     if "path" in described:
-        # Private and copy-on-write: the file may go while the tensors are there.
+        # The file may go while the tensors are there.
         buffers = [
             torch.from_file(
-                described["path"], shared=False, size=described["size"], dtype=torch.uint8
+                described["path"], shared=True, size=described["size"], dtype=torch.uint8
             )
         ]
     else:

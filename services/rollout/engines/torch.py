@@ -26,7 +26,9 @@ from services.rollout.engines.decode_batch import DecodeBatch
 from services.rollout.engines.order import EngineOrder
 from services.rollout.engines.stop_texts import Decode
 from services.weightsync.copying import copy_all
-from services.weightsync.plan import TensorSpec
+from services.weightsync.endpoints import Place
+from services.weightsync.modes.placing import live_placer
+from services.weightsync.plan import TensorSpec, WeightPlan
 
 
 def build(order: EngineOrder) -> "TorchEngine":
@@ -211,9 +213,18 @@ class TorchEngine:
             for name, parameter in self._parameters.items()
         ]
 
-    def live_weights(self) -> Mapping[str, Tensor]:
-        """The model's own parameters."""
-        return self._parameters
+    async def open_weights(self, plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Place:
+        """Let the model's own parameters be written."""
+        await self.pause()
+        return live_placer(plan, self._parameters)
+
+    async def adopt_placed(self, version: int) -> None:
+        """Go on under what was written."""
+        await self.adopt_weights(version, self._parameters)
+
+    async def close_weights(self) -> None:
+        """Go on."""
+        await self.resume()
 
     async def adopt_weights(self, version: int, tensors: Mapping[str, Tensor]) -> float:
         """Copy new weights into the live parameters between two steps."""

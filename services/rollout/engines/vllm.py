@@ -31,6 +31,7 @@ from services.rollout.engines.parted import PartedEngine
 from services.rollout.engines.request_parts import Chunk, Part, as_told, part_seed
 
 _WORKER = "services.rollout.engines.vllm_worker.WeightLoader"
+_PLAIN_WORKER = "services.rollout.engines.vllm_plain_worker.PlainWeightLoader"
 _SCHEDULERS = "services.rollout.engines.vllm_scheduler"
 _DIED = "the vLLM engine died; its own log lines above say why"
 # Steps whose tokens travel together: few enough that who reads along gets several pieces a second.
@@ -195,6 +196,8 @@ class VllmBackend:
             # A seeded request whose prompt is prefilled in parts kills vLLM's engine on a CPU: it rewinds
             # the request's random generator, which CPU generators cannot do.
             arguments["enable_chunked_prefill"] = False
+            if self._order.is_written_in_place:
+                arguments["worker_extension_cls"] = _PLAIN_WORKER
         return AsyncEngineArgs(**(arguments | {**self._order.arguments}))
 
     async def _ask(

@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from services.common.models.expert_names import checkpoint_names
+from services.rollout.engines.in_place import obey
 from services.rollout.engines.layout import UnknownLayoutError, copy_weights
 from services.rollout.engines.shared_tensors import open_shared
 
@@ -38,17 +39,23 @@ class WeightLoader:
         """Replace all weights; returns whether they were copied straight into the parameters.
 
         Args:
-            description: Of the shared tensors.
+            description: Of the shared tensors, or an order of :mod:`services.rollout.engines.in_place`.
         """
-        tensors = open_shared(description)
         model = self.model_runner.model
+        if obey(description, model, **_place(model)):
+            self._wait()
+            return True
+        tensors = open_shared(description)
         with torch.no_grad():
             is_direct = _copy(model, tensors)
             if not is_direct:
                 self._reload(model, tensors)
+        self._wait()
+        return is_direct
+
+    def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return is_direct
 
     def _reload(self, model: Any, tensors: dict[str, Tensor]) -> None:
         """Load as vLLM loads a checkpoint: it lays out experts as its kernels want them."""
@@ -75,14 +82,21 @@ def _copy(model: Any, tensors: dict[str, Tensor]) -> bool:
         copy_weights(
             tensors,
             dict(model.named_parameters()),
-            rank=get_tensor_model_parallel_rank(),
-            ranks=get_tensor_model_parallel_world_size(),
-            has_plain_experts=_has_plain_experts(model),
+            **_place(model),
         )
     except UnknownLayoutError as error:
         logger.info("weights go through vLLM's loader", extra={"why": str(error)})
         return False
     return True
+
+
+def _place(model: Any) -> dict[str, Any]:
+    """What decides which parts of the tensors this worker holds."""
+    return {
+        "rank": get_tensor_model_parallel_rank(),
+        "ranks": get_tensor_model_parallel_world_size(),
+        "has_plain_experts": _has_plain_experts(model),
+    }
 
 
 def _has_plain_experts(model: Any) -> bool:

@@ -95,7 +95,8 @@ class ScoringLeader:
 
     def open(self) -> dict[str, Tensor]:
         """Score nothing, and give the live weights to be written in place, until they are adopted."""
-        self._turn.acquire()
+        if not self._is_open:
+            self._turn.acquire()
         self._is_open = True
         return self._scorer.live()
 

@@ -12,6 +12,9 @@ from services.common.batch import KVBatchMeta
 from services.common.errors import InvalidArgumentError, UnavailableError
 from services.trainer import metrics
 from services.trainer.scoring.leader import ScoringLeader
+from services.weightsync.endpoints import Place
+from services.weightsync.modes.placing import live_placer
+from services.weightsync.plan import WeightPlan
 from slipstream.trainer.v1 import scoring_pb2 as pb
 from slipstream.trainer.v1 import scoring_pb2_grpc
 
@@ -30,6 +33,7 @@ class ScoringServicer(scoring_pb2_grpc.ScoringServiceServicer):
         self._run_id = run_id
         self._on_refused = on_refused
         self._leader: ScoringLeader | None = None
+        self._live: Mapping[str, Tensor] = {}
 
     def attach(self, leader: ScoringLeader) -> None:
         """Begin to answer."""
@@ -66,10 +70,15 @@ class ScoringServicer(scoring_pb2_grpc.ScoringServiceServicer):
         await asyncio.to_thread(leader.refuse)
         self._on_refused(reason)
 
-    async def open_weights(self) -> Mapping[str, Tensor]:
-        """Score nothing, and give the live weights to be written in place."""
+    async def open_weights(self, plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Place:
+        """Score nothing, and let the live weights be written in place."""
         leader = self._attached()
-        return await asyncio.to_thread(leader.open)
+        self._live = await asyncio.to_thread(leader.open)
+        return live_placer(plan, self._live)
+
+    async def adopt_placed(self, version: int) -> float:
+        """Go on with what is in place."""
+        return await self.adopt_weights(version, self._live)
 
     async def close_weights(self) -> None:
         """Go on with the live weights: nothing was written."""

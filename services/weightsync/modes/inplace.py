@@ -1,78 +1,56 @@
 """``inplace``: received straight into the live weights under a pause, where memory has no room for a shadow.
 
-A failed transfer leaves the live weights torn: the engine stays paused until a whole version is in place.
+A transfer that began and was not adopted leaves the live weights torn, or of a version that nobody may name:
+the engine stays paused until a whole one is adopted.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from services.weightsync.endpoints import WeightSink
+from services.weightsync.endpoints import Place, WeightSink
 from services.weightsync.group import WeightGroup
-from services.weightsync.modes.placing import Placer
 from services.weightsync.modes.staged import Slots, receive_staged
 from services.weightsync.plan import WeightPlan
 from services.weightsync.transfer import TransferOrder, Transferred
 
 
 class InplaceReceiver:
-    """Receives into the engine's own tensors."""
+    """Receives through two slots of each source into the engine's own parameters."""
 
     def __init__(self, plan: WeightPlan, devices: Sequence[torch.device], sink: WeightSink) -> None:
         self.plan = plan
         self.held_version = -1
         self._sink = sink
         self._slots = Slots(plan, devices[0])
-        self._live: Mapping[str, Tensor] = {}
-        self._place = Placer(plan, ())
-        self._is_torn = False
+        self._place: Place | None = None
+        self._is_open = False
+        self._is_written = False
 
     async def prepare(self) -> None:
         """Pause the engine.
 
         Raises:
-            ValueError: If it keeps its tensors to itself, or they are not those of the plan.
+            ValueError: If its weights cannot be written in place, or are not those of the plan.
         """
-        self._live = await self._sink.open_weights()
-        self._place = Placer(
-            self.plan,
-            [
-                _flat_bytes(spec.name, self._live, spec.dtype, spec.shape)
-                for spec in self.plan.tensors
-            ],
-        )
+        self._is_open = True
+        self._place = await self._sink.open_weights(self.plan, self._slots.buffers)
 
     def receive(self, group: WeightGroup, order: TransferOrder) -> Transferred:
-        """Receive into the live weights; they are torn until this has returned."""
-        self._is_torn = True
-        done = receive_staged(group, self._slots, order, self._place)
-        self._is_torn = False
-        return done
+        """Receive into the live weights; from now on nothing is served until they are adopted."""
+        assert self._place is not None, "a transfer follows a preparation"
+        self._is_written = True
+        return receive_staged(group, self._slots, order, self._place)
 
     async def adopt(self, version: int) -> float:
         """Go on with the weights that are in place."""
-        return await self._sink.adopt_weights(version, self._live)
+        stall_s = await self._sink.adopt_placed(version)
+        self._is_open = self._is_written = False
+        return stall_s
 
     async def give_up(self) -> None:
-        """Go on with the old weights, unless they are torn."""
+        """Go on with the old weights, if they are there."""
         self._slots = self._slots.renewed()
-        if self._live and not self._is_torn:
+        if self._is_open and not self._is_written:
             await self._sink.close_weights()
-
-
-def _flat_bytes(
-    name: str, live: Mapping[str, Tensor], dtype: str, shape: tuple[int, ...]
-) -> Tensor:
-    tensor = live.get(name)
-    if tensor is None or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-        raise ValueError(
-            f"the engine has no contiguous tensor {name!r} of shape {shape}, so nothing can be received in "
-            "place; trainer and rollout must be given the same model"
-        )
-    if tensor.dtype != getattr(torch, dtype):
-        raise ValueError(
-            f"{name!r} arrives as {dtype}, but the engine keeps it as {tensor.dtype}; weights that are "
-            "received in place are not converted: choose mode shadow, or the same trainer.dtype"
-        )
-    return tensor.detach().reshape(-1).view(torch.uint8)
+            self._is_open = False

@@ -4,13 +4,12 @@ source      copy bucket i+1 into a slot          receiver   copy bucket i-1 out 
 while bucket i is on the wire                   while bucket i is on the wire
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from services.weightsync.arena import WeightArena, source_digest
 from services.weightsync.checksum import write_checksum
+from services.weightsync.endpoints import Place
 from services.weightsync.group import Channel, WeightGroup, Work
 from services.weightsync.plan import WeightPlan
 from services.weightsync.transfer import (
@@ -23,18 +22,19 @@ from services.weightsync.transfer import (
 
 _SLOTS = 2
 
-Place = Callable[[int, int, Tensor], None]
-"""Copies a received bucket (source, index, bytes) to where it belongs."""
-
 
 class Slots:
-    """Two buffers of a bucket's size for each source."""
+    """Two buffers of a bucket's size for each source.
+
+    Attributes:
+        buffers: ``[n]`` uint8, by source and the index of the bucket modulo two.
+    """
 
     def __init__(self, plan: WeightPlan, device: torch.device, *, pinned: bool = False) -> None:
         self.plan = plan
         self.device = device
         self._pinned = pinned
-        self._buffers = [
+        self.buffers = [
             [
                 torch.zeros(
                     max(bucket.stop - bucket.start for bucket in source.buckets),
@@ -54,7 +54,7 @@ class Slots:
     def slot(self, source: int, index: int) -> Tensor:
         """Where a bucket of a source lies while it travels."""
         bucket = self.plan.sources[source].buckets[index]
-        return self._buffers[source][index % _SLOTS][: bucket.stop - bucket.start]
+        return self.buffers[source][index % _SLOTS][: bucket.stop - bucket.start]
 
 
 def send_staged(

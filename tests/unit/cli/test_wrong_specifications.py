@@ -221,7 +221,7 @@ WRONG = [
     ({"topology": {**GROUPS, "gpus": 4, "ratios": [0.9, 0.9]}}, ["topology.task_groups", "most 1"]),
     ({"weight_sync.publish_every": 3}, ["weight_sync.publish_every", "algorithm.max_staleness"]),
     ({"weight_sync.backend": "nccl"}, ["weight_sync.backend", "no GPU", "'gloo'"]),
-    ({"weight_sync": {"mode": "inplace"}, "rollout.engine": "vllm"}, ["weight_sync.mode", "shadow"]),
+    ({"weight_sync": {"mode": "inplace"}, "rollout.engine": "fake"}, ["weight_sync.mode", "shadow"]),
     (
         {"algorithm.max_staleness": 2, "trainer.generate_ahead_steps": 1},
         ["trainer.generate_ahead_steps", "algorithm.max_staleness", "keep one"],

@@ -36,8 +36,8 @@ def changed(**parts):
     [
         (changed(trainer={"stepz": 3}), ["trainer.stepz", "not a known key", "trainer.steps"]),
         (
-            changed(weight_sync={"mode": "inplace"}, rollout={"engine": "vllm"}),
-            ["inplace", "vllm", "shadow"],
+            changed(weight_sync={"mode": "inplace"}, rollout={"engine": "fake"}),
+            ["inplace", "fake", "shadow"],
         ),
         (
             changed(weight_sync={"mode": "inplace"}, trainer={"lora": {"sync": "adapter"}}),

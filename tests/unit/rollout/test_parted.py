@@ -5,15 +5,18 @@ from collections.abc import Callable, Collection, Sequence
 
 import pytest
 import torch
+from torch import nn
 
 from services.rollout.engines.backend import EngineDiedError
 from services.rollout.engines.base import EngineCapabilities, GenerationResult
+from services.rollout.engines.in_place import obey
 from services.rollout.engines.model_shape import ModelShape
 from services.rollout.engines.parted import PartedEngine
 from services.rollout.engines.request_parts import Chunk, Part
 from services.rollout.engines.shared_tensors import open_shared
 from services.weightsync.plan import TensorSpec
 from tests.helpers.engines import request, running, until
+from tests.helpers.placing import place_all
 
 WEIGHTS = {"weight": torch.ones(2, 3)}
 
@@ -59,6 +62,7 @@ class ScriptedBackend:
         self.running: set[str] = set()
         self.cuts: set[str] = set()
         self.running_at_load: list[int] = []
+        self.model = nn.Linear(3, 2, bias=False)
         self.step = asyncio.Event()
         self.step.set()
 
@@ -76,18 +80,38 @@ class ScriptedBackend:
         self.step.set()
 
     async def load(self, description: str) -> None:
-        assert open_shared(description).keys() == WEIGHTS.keys()
+        if not obey(description, self.model, rank=0, ranks=1):
+            assert open_shared(description).keys() == WEIGHTS.keys()
         self.running_at_load.append(len(self.running))
 
     async def score(self, name: str, token_ids: Sequence[int]) -> tuple[float, ...]:
         return (-1.0,) * (len(token_ids) - 1)
 
 
+class FreezingBackend(ScriptedBackend):
+    """Holds what runs in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thawed: list[tuple[int, bool]] = []
+
+    async def freeze(self) -> None:
+        self.step.clear()
+
+    async def thaw(self, version: int, *, recompute: bool) -> None:
+        self.thawed.append((version, recompute))
+        self.step.set()
+
+
 def make_engine(backend: ScriptedBackend) -> PartedEngine:
     specs = [TensorSpec("weight", (2, 3), "float32")]
     shape = ModelShape(specs=specs, vocab_size=1000, max_tokens=500)
     return PartedEngine(
-        backend, shape, max_running=4, decode=lambda ids: "".join(f"<{i}>" for i in ids)
+        backend,
+        shape,
+        max_running=4,
+        freezer=backend if isinstance(backend, FreezingBackend) else None,
+        decode=lambda ids: "".join(f"<{i}>" for i in ids),
     )
 
 
@@ -214,3 +238,51 @@ async def test_what_the_engine_cannot_do_is_refused_with_its_name() -> None:
         for changes in ({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}):
             with pytest.raises(ValueError, match="scripted"):
                 await engine.generate(request("r", (1,), **changes))
+
+
+@pytest.mark.parametrize("backend_class", [ScriptedBackend, FreezingBackend])
+async def test_nothing_is_decoded_from_the_opening_of_weights_to_their_adoption(
+    backend_class: type[ScriptedBackend],
+) -> None:
+    backend = backend_class()
+    engine = make_engine(backend)
+    async with running(engine):
+        await engine.adopt_weights(0, WEIGHTS)
+        task = asyncio.ensure_future(engine.generate(request("r", (1,), max_tokens=50)))
+        await until(lambda: engine.stats().tokens_total >= 10)
+        for number in (1, 2):  # the first transfer fails behind its last bucket
+            new = {"weight": torch.full((2, 3), float(number))}
+            await place_all(engine.open_weights, new, num_sources=2)
+            tokens = engine.stats().tokens_total
+            late = asyncio.ensure_future(engine.generate(request(f"{number}", (1,), max_tokens=2)))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert engine.stats().tokens_total == tokens
+            await engine.abort({f"{number}"})
+            assert (await late).finish_reason == "aborted"
+        assert torch.equal(backend.model.weight.detach(), new["weight"])
+        await engine.adopt_placed(7)
+        await engine.resume()
+        result = await task
+    assert len(result.token_ids) == 50
+    assert engine.stats().weight_version == 7
+    if isinstance(backend, FreezingBackend):  # what runs keeps its place
+        assert backend.thawed == [(0, True), (7, True)]
+        assert len(backend.parts) == 1
+    else:  # it goes on with a next part
+        assert [version for version, _ in result.version_runs] == [0, 7]
+
+
+async def test_weights_that_were_opened_for_nothing_change_nothing() -> None:
+    backend = FreezingBackend()
+    engine = make_engine(backend)
+    async with running(engine):
+        await engine.adopt_weights(3, WEIGHTS)
+        task = asyncio.ensure_future(engine.generate(request("r", (1,), max_tokens=30)))
+        await until(lambda: engine.stats().tokens_total >= 10)
+        odd = {"bias": torch.zeros(2)}
+        with pytest.raises(ValueError, match=r"weight_sync\.mode shadow"):
+            await place_all(engine.open_weights, odd, num_sources=1)
+        await engine.close_weights()
+        result = await task
+    assert result.version_runs == ((3, 30),)

@@ -7,7 +7,7 @@ from services.common.errors import DataLossError, FailedPreconditionError, Servi
 from services.weightsync import arena, transfer
 from services.weightsync.group import Channel
 from services.weightsync.modes import staged
-from services.weightsync.modes.placing import whole_buffers
+from services.weightsync.modes.placing import live_placer, whole_buffers
 from services.weightsync.plan import TensorSpec, fsdp_shards, make_plan
 from tests.helpers.weight_members import Cluster, Sink
 
@@ -159,8 +159,8 @@ async def test_weights_of_another_type_are_not_received_in_place(monkeypatch):
     cluster = Cluster(1, "inplace")
     await cluster.form()
 
-    async def open_weights(sink):
-        return {name: tensor.half() for name, tensor in sink.live.items()}
+    async def open_weights(sink, plan, slots):
+        return live_placer(plan, {name: tensor.half() for name, tensor in sink.live.items()})
 
     monkeypatch.setattr(Sink, "open_weights", open_weights)
     with pytest.raises(ValueError, match="not converted"):

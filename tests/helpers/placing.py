@@ -1,0 +1,47 @@
+"""What a transfer in place does, without its wire."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from services.weightsync.arena import WeightArena
+from services.weightsync.endpoints import Place
+from services.weightsync.modes.base import pack_weights
+from services.weightsync.modes.staged import Slots
+from services.weightsync.plan import TensorSpec, WeightPlan, fsdp_shards, make_plan
+from tests.helpers.weight_members import Source
+
+OpenWeights = Callable[[WeightPlan, Sequence[Sequence[Tensor]]], Awaitable[Place]]
+
+
+async def place_all(
+    open_weights: OpenWeights,
+    weights: Mapping[str, Tensor],
+    *,
+    num_sources: int,
+    bucket_bytes: int = 8192,
+) -> None:
+    """Place a version that lies in this process, on the device of its tensors.
+
+    Args:
+        open_weights: Of an engine or a sink.
+        weights: Tensors by name.
+        num_sources: Trainer ranks that would hold them.
+        bucket_bytes: Of a bucket; by default so few that one may end inside of a row.
+    """
+    device = next(iter(weights.values())).device
+    specs = [
+        TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        for name, value in weights.items()
+    ]
+    plan = make_plan(specs, bucket_bytes, fsdp_shards(specs, num_sources))
+    slots = Slots(plan, device)
+    place = await open_weights(plan, slots.buffers)
+    for number in range(num_sources):
+        arena = WeightArena(plan, device, source=number)
+        pack_weights(Source(number, num_sources, weights, specs), arena)
+        for index in range(len(plan.sources[number].buckets)):
+            slot = slots.slot(number, index)
+            slot.copy_(arena.bucket(number, index))
+            await asyncio.to_thread(place, number, index, slot)
