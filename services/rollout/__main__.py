@@ -22,6 +22,7 @@ from services.common.models.routing_shape import routing_shape
 from services.common.models.tokenizer import load_tokenizer
 from services.common.secrets import with_secrets
 from services.common.spec.run import RunSpec
+from services.common.spec.weight_modes import weight_mode
 from services.common.task_group import TaskGroup, until_first
 from services.controller.client import GroupFailure, WorkerSession
 from services.rollout.calls.pool import CallPool
@@ -124,6 +125,7 @@ async def _load(
         dtype=getattr(torch, spec.trainer.dtype),
         device=device,
         plan=partial(plan_of, spec, roles=settings.gpu_neighbours),
+        is_written_in_place=weight_mode(spec.weight_sync.mode).is_in_place,
     )
     pool = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
     calls = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))

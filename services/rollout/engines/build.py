@@ -37,6 +37,7 @@ def build_engine(
     dtype: torch.dtype,
     device: torch.device,
     plan: Plan | None = None,
+    is_written_in_place: bool = False,
 ) -> Engine:
     """Build the engine with random weights; the real ones arrive over the weight plane.
 
@@ -47,6 +48,7 @@ def build_engine(
         dtype: Of the weights.
         device: Where it decodes.
         plan: What a GPU will hold; None for an engine that nothing is sent to, and which has it to itself.
+        is_written_in_place: Whether weights are received straight into the live ones.
 
     Raises:
         ValueError: If the engine is not installed, or cannot do what the run asks for.
@@ -67,7 +69,7 @@ def build_engine(
         arguments=arguments,
         decode=tokenizer.decode,
         returns_experts=spec.routing_replay != "off",
-        is_written_in_place=plane is not None and plane.num_copies == 0,
+        is_written_in_place=is_written_in_place,
         vocab_size=tokenizer.vocab_size,
         stop_token=tokenizer.eos_id,
     )
