@@ -14,6 +14,7 @@ bench-trainer: $(READY) ## Packed against padded training steps (OPTIONS=--smoke
 	$(BIN)/python -m bench.trainer $(OPTIONS)
 	$(BIN)/python -m bench.trainer.prefixes $(OPTIONS)
 	$(BIN)/python -m bench.trainer.mixtures $(OPTIONS)
+	$(BIN)/python -m bench.trainer.memory $(OPTIONS)
 
 bench-one-gpu: $(READY) ## A whole run on one GPU, with vLLM and without a setting for memory (OPTIONS=--smoke without any)
 	$(BIN)/python -m bench.one_gpu $(OPTIONS)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 from transformers import AutoConfig
 
 from bench.trainer.__main__ import Launch, prepare
@@ -47,6 +48,9 @@ def main() -> None:
             found["ways"][name] = _measure(scale, {**trainer, **way}, device)
         except torch.OutOfMemoryError as error:
             found["ways"][name] = {"out_of_memory": str(error).splitlines()[0]}
+        finally:
+            if distributed.is_initialized():  # each way joins anew
+                distributed.destroy_process_group()
         print(name, json.dumps(found["ways"][name]), flush=True)
         if on_gpu:
             torch.cuda.empty_cache()

@@ -100,6 +100,7 @@ def test_a_shared_prompt_changes_no_more_than_rounding(group_size: int) -> None:
         {"dtype": "bfloat16", "activation_checkpointing": "selective", "compile": True},
         {"dtype": "bfloat16", "activation_offloading": True},
         {"dtype": "bfloat16", "cpu_offload": True},
+        {"dtype": "bfloat16", "cpu_offload": "optimizer"},
         {"dtype": "bfloat16", "compile": True},
         {"dtype": "bfloat16", "lora": {"rank": 4}},
         {"dtype": "float32"},

@@ -287,8 +287,9 @@ def test_one_rank_in_half_precision_adds_up_all_micro_batches(tmp_path: Path) ->
 
 
 @pytest.mark.timeout(300)
-def test_a_checkpoint_of_two_ranks_goes_on_alone(tmp_path: Path) -> None:
-    spec = spec_for(world_size=2)
+@pytest.mark.parametrize("offload", [False, "optimizer"])
+def test_a_checkpoint_of_two_ranks_goes_on_alone(tmp_path: Path, offload: Any) -> None:
+    spec = spec_for(world_size=2, cpu_offload=offload)
     run_ranks(_save, 2, str(tmp_path), spec.model_dump_json(), count=2)
 
     alone = policy_of(spec)

@@ -21,6 +21,7 @@ from services.common.spec.trainer import LoraSpec, TrainerSpec
 from services.common.spec.weight_modes import MODES
 
 _GB: Final = 1e9
+_STATE: Final = ("weights, float32", "optimizer", "gradients", "reference")
 _FLOAT32: Final = 4
 _MOMENTS: Final = 2 * _FLOAT32
 # Chunks of logits with what is made of them; see ``trainer/algorithm/logprobs.py``.
@@ -29,6 +30,10 @@ _CONTEXT: Final = 1.5e9
 # Of the hidden size and of a key-value head's width: what a layer keeps of each token beside its feed-forward
 # part, which keeps gate, up and their product.
 _HIDDENS, _KEY_VALUES, _FEED_FORWARD = 6, 2, 3
+# The same of ``selective``, whose feed-forward part keeps gate and up.
+_SELECTED_HIDDENS, _SELECTED_FEED_FORWARD = 5, 2
+# Layers whose activations are on the GPU where they are offloaded: one that computes, one on its way.
+_LAYERS_HERE: Final = 2
 # Without torch.compile the norms keep their float32 input as well, and the activation its own.
 _EAGER_NORMS: Final = 2
 
@@ -40,6 +45,8 @@ class TrainerMemory:
     total: int
     """Memory of the GPU."""
     parts: Mapping[str, float]
+    host: Mapping[str, float]
+    """Bytes of host memory for each GPU, of what is kept there."""
 
     @property
     def used(self) -> float:
@@ -50,7 +57,8 @@ class TrainerMemory:
         """What the GPU holds, line by line."""
         head = f"each of {num_gpus} GPU(s) of the trainer, of {self.total / _GB:.1f} GB"
         rows = [*self.parts.items(), ("left", self.total - self.used)]
-        return "\n".join([head, *(f"  {name:<28}{size / _GB:8.1f} GB" for name, size in rows)])
+        rows += [(f"in host memory: {name}", size) for name, size in self.host.items()]
+        return "\n".join([head, *(f"  {name:<34}{size / _GB:8.1f} GB" for name, size in rows)])
 
     def check(self, num_gpus: int) -> None:
         """Refuse what cannot fit.
@@ -62,8 +70,9 @@ class TrainerMemory:
             raise ValueError(
                 f"training does not fit: a GPU of the trainer has {self.total / _GB:.1f} GB, but about "
                 f"{self.used / _GB:.1f} GB are needed; raise trainer.world_size, lower "
-                "trainer.tokens_per_micro_batch, set trainer.activation_checkpointing, or, where the longest "
-                "sequence needs it, trainer.context_parallel\n" + self.table(num_gpus)
+                "trainer.tokens_per_micro_batch, set trainer.activation_checkpointing, "
+                "trainer.activation_offloading or trainer.cpu_offload, or, where the longest sequence needs it, "
+                "trainer.context_parallel\n" + self.table(num_gpus)
             )
 
 
@@ -80,25 +89,31 @@ def trainer_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -
     trained = weights if trainer.lora is None else _adapters(shapes, trainer.lora)
     item = getattr(torch, trainer.dtype).itemsize
     ranks = trainer.world_size
-    state = 0.0 if trainer.cpu_offload else 1.0
     critics = int(
         spec.algorithm.advantage_kind.needs_critic and not spec.topology.own_gpus("critic")
     )
     models = 1 + critics
+    activations = _activations(trainer, config, item=item)
+    num_tokens = _most_tokens(spec)
     parts = {
-        "weights, float32": state * models * _FLOAT32 * weights / ranks,
-        "optimizer": state * models * _MOMENTS * trained / ranks,
+        "weights, float32": models * _FLOAT32 * weights / ranks,
+        "optimizer": models * _MOMENTS * trained / ranks,
         "gradients": models * _gradients(trainer, trained),
         "weights gathered for a pass": models * _gathered(trainer, config, weights, item=item),
-        "activations": _activations(trainer, config, item=item, num_tokens=_most_tokens(spec)),
-        "logits": min(_LOGITS, 3.0 * _FLOAT32 * config.vocab_size * _most_tokens(spec)),
+        "activations": num_tokens * activations.here,
+        "logits": min(_LOGITS, 3.0 * _FLOAT32 * config.vocab_size * num_tokens),
         "weights on their way": _sent(spec, weights, item=item),
         "context": _CONTEXT,
     }
     if spec.needs_reference and not spec.topology.own_gpus("ref_logp"):
-        parts["reference"] = state * _FLOAT32 * weights / ranks
+        parts["reference"] = _FLOAT32 * weights / ranks
+    moved = {False: (), "optimizer": ("optimizer",), True: _STATE}[trainer.cpu_offload]
+    host = {name: parts.pop(name) for name in moved if name in parts}
+    host["activations"] = num_tokens * activations.there
     return TrainerMemory(
-        total=gpu_bytes, parts={name: size for name, size in parts.items() if size}
+        total=gpu_bytes,
+        parts={name: size for name, size in parts.items() if size},
+        host={name: size for name, size in host.items() if size},
     )
 
 
@@ -113,14 +128,14 @@ def _keeps_gathered(trainer: TrainerSpec) -> bool:
 
 
 def _has_mesh(trainer: TrainerSpec) -> bool:
-    return trainer.world_size > 1 or trainer.dtype != "float32" or trainer.cpu_offload
+    return trainer.world_size > 1 or trainer.dtype != "float32" or trainer.offloads_weights
 
 
 def _gradients(trainer: TrainerSpec, trained: float) -> float:
     """Float32: whole ones where they are exchanged behind the last micro-batch alone."""
-    if _keeps_gathered(trainer) and not trainer.cpu_offload:
+    if _keeps_gathered(trainer) and not trainer.offloads_weights:
         return _FLOAT32 * trained / trainer.tensor_parallel
-    return 0.0 if trainer.cpu_offload else _FLOAT32 * trained / trainer.world_size
+    return _FLOAT32 * trained / trainer.world_size
 
 
 def _gathered(
@@ -129,7 +144,7 @@ def _gathered(
     """Weights in the dtype of the pass: all, or those of two layers and of what is outside of them."""
     if not _has_mesh(trainer):
         return 0.0
-    if _keeps_gathered(trainer) and not trainer.cpu_offload:
+    if _keeps_gathered(trainer) and not trainer.offloads_weights:
         return item * weights / trainer.tensor_parallel
     shape: Any = config.get_text_config()
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
@@ -144,26 +159,43 @@ def _most_tokens(spec: RunSpec) -> int:
     return max(spec.trainer.tokens_per_micro_batch, own)
 
 
-def _activations(
-    trainer: TrainerSpec, config: PretrainedConfig, *, item: int, num_tokens: int
-) -> float:
-    """Of one micro-batch."""
+@dataclass(frozen=True, slots=True)
+class _Activations:
+    """Bytes that layers keep of a token, at the peak."""
+
+    here: float
+    """On the GPU."""
+    there: float = 0.0
+    """In host memory."""
+
+
+def _activations(trainer: TrainerSpec, config: PretrainedConfig, *, item: int) -> _Activations:
     shape: Any = config.get_text_config()
     heads = int(getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads)
     # Repeated until each rank that shares the pack has as many.
     heads = lcm(heads, trainer.tensor_parallel * trainer.context_parallel)
     width = int(getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads)
-    a_layer = float(item * _HIDDENS * shape.hidden_size)
-    a_layer += item * _KEY_VALUES * heads * width / trainer.tensor_parallel
+    key_values = item * _KEY_VALUES * heads * width / trainer.tensor_parallel
     eager = 0 if trainer.compile else 1
-    inner = (_FEED_FORWARD + eager) * _feed_forward(shape) / trainer.tensor_parallel
-    a_layer += item * inner + eager * _EAGER_NORMS * _FLOAT32 * shape.hidden_size
-    layers = float(shape.num_hidden_layers)
-    if trainer.activation_checkpointing:
-        per_token = layers * item * shape.hidden_size + a_layer
+    inner = item * _feed_forward(shape) / trainer.tensor_parallel
+    hidden = float(item * shape.hidden_size)
+    whole = _HIDDENS * hidden + key_values + (_FEED_FORWARD + eager) * inner
+    whole += eager * _EAGER_NORMS * _FLOAT32 * shape.hidden_size
+    layers = int(shape.num_hidden_layers)
+    recomputed = trainer.activation_checkpointing
+    if recomputed == "selective":
+        kept = [_SELECTED_HIDDENS * hidden + key_values + _SELECTED_FEED_FORWARD * inner] * layers
     else:
-        per_token = layers * a_layer
-    return float(per_token * num_tokens)
+        kept = [
+            hidden if recomputed and number % recomputed == 0 else whole for number in range(layers)
+        ]
+    # A layer that computes again has all of its own for a while.
+    again = whole if recomputed else 0.0
+    if not trainer.activation_offloading:
+        return _Activations(sum(kept) + again)
+    if recomputed == "selective" and not trainer.compile:
+        return _Activations(sum(kept) + again, layers * hidden)
+    return _Activations(min(layers, _LAYERS_HERE) * max(kept) + again, sum(kept))
 
 
 def _feed_forward(shape: Any) -> float:

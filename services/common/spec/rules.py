@@ -256,10 +256,10 @@ def _parallelism(spec: RunSpec) -> Iterator[str]:
             f"{data_parallel} data-parallel processes (trainer.world_size / trainer.tensor_parallel); "
             "set it to a divisor"
         )
-    if trainer.zero_stage == 1 and trainer.cpu_offload:
+    if trainer.zero_stage == 1 and trainer.offloads_weights:
         yield (
             "trainer.zero_stage 1 keeps whole weights on the GPU, which trainer.cpu_offload moves away; "
-            "set trainer.zero_stage to 3 or trainer.cpu_offload to false"
+            "set trainer.zero_stage to 3 or trainer.cpu_offload to false or optimizer"
         )
     if lora is not None and trainer.tensor_parallel > 1:
         yield (

@@ -129,8 +129,9 @@ class TrainerSpec(SpecPart):
     activation_offloading: bool = False
     """Whether what layers keep for the backward pass waits in host memory. Copies run beside computation, and
     take no time of their own where layers keep little (``activation_checkpointing: true``)."""
-    cpu_offload: bool = False
-    """Whether parameters and optimizer state live in host memory between uses."""
+    cpu_offload: bool | Literal["optimizer"] = False
+    """What lives in host memory between uses: true, weights, gradients and optimizer, which computes there;
+    ``optimizer``, its moments alone, which visit the GPU for an update."""
     compile: bool = False
     """Whether torch.compile is applied to the decoder layers."""
     lora: LoraSpec | None = None
@@ -141,3 +142,8 @@ class TrainerSpec(SpecPart):
     """Steps of which each trainer process writes a profile for Perfetto or chrome://tracing,
     ``profiles/step-<step>-rank-<rank>.json.gz`` in the run's folder. They take longer than others; the first
     also has what only a first step has."""
+
+    @property
+    def offloads_weights(self) -> bool:
+        """Whether weights and gradients are in host memory."""
+        return self.cpu_offload is True

@@ -8,9 +8,10 @@ offloaded    what is kept goes to host memory while the next layer computes, and
 A layer's ``forward`` is replaced and the layer not wrapped, so that parameters keep their names.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 from weakref import ReferenceType, ref
 
@@ -47,6 +48,9 @@ _COSTLY: Final = frozenset(
     }
 )
 """What ``selective`` never computes twice."""
+_PIECE_BYTES: Final = 1 << 26
+"""Host memory is taken in such pieces: torch rounds pinned memory up to powers of two, and gives a piece that
+is free again to whatever needs one."""
 
 
 def arrange(
@@ -158,7 +162,7 @@ class _Kept:
         self._before = before
         self._numbers: dict[int, int] = {}
         self._here: list[Tensor] = []
-        self._there: list[Tensor] = []
+        self._there: list[list[Tensor]] = []
         self._copied: torch.cuda.Event | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
@@ -180,10 +184,10 @@ class _Kept:
     def leave(self) -> None:
         """Copy what was noted, and give up what the layer before left."""
         self._there = [
-            torch.empty(len(each), dtype=torch.uint8, pin_memory=self._stream is not None)
+            [_host_bytes(len(piece), pinned=self._stream is not None) for piece in _pieces(each)]
             for each in self._here
         ]
-        self._copy(self._there, self._here)
+        self._copy(chain(*self._there), chain.from_iterable(map(_pieces, self._here)))
         self._numbers, self._weights = {}, frozenset()
         if self._before is not None:
             self._before._give_up()  # noqa: SLF001
@@ -219,10 +223,13 @@ class _Kept:
     def _return(self) -> None:
         if self._here or not self._there:
             return
-        self._here = [torch.empty_like(each, device=self._device) for each in self._there]
-        self._copy(self._here, self._there)
+        self._here = [
+            torch.empty(sum(map(len, each)), dtype=torch.uint8, device=self._device)
+            for each in self._there
+        ]
+        self._copy(chain.from_iterable(map(_pieces, self._here)), chain(*self._there))
 
-    def _copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
+    def _copy(self, targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
         if self._stream is None:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
@@ -232,6 +239,15 @@ class _Kept:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
         self._copied = self._stream.record_event()
+
+
+def _pieces(storage: Tensor) -> Sequence[Tensor]:
+    pieces: Sequence[Tensor] = storage.split(_PIECE_BYTES)
+    return pieces
+
+
+def _host_bytes(size: int, *, pinned: bool) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -2,30 +2,42 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from services.common.spec.trainer import OptimizerSpec
+from services.trainer.model.host_optimizer import HostAdamW
 
 _FINAL_FRACTION = 0.1
 
 
-def build_optimizer(parameters: Sequence[nn.Parameter], spec: OptimizerSpec) -> torch.optim.AdamW:
-    """AdamW in one fused kernel. Its learning rate is set before every update."""
+def build_optimizer(
+    parameters: Sequence[nn.Parameter], spec: OptimizerSpec, *, in_host: bool = False
+) -> torch.optim.AdamW:
+    """AdamW in one fused kernel. Its learning rate is set before every update.
+
+    Args:
+        parameters: On their device.
+        spec: Peak learning rate, betas and decay.
+        in_host: Whether its moments live in host memory.
+    """
     by_mesh: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         by_mesh.setdefault(mesh, []).append(parameter)
-    return torch.optim.AdamW(
-        # The kernel does not take parameters of several meshes at once.
-        [{"params": group} for group in by_mesh.values()],
-        lr=spec.learning_rate,
-        betas=spec.betas,
-        weight_decay=spec.weight_decay,
-        fused=True,
-    )
+    # The kernel does not take parameters of several meshes at once.
+    groups = [{"params": group} for group in by_mesh.values()]
+    options: dict[str, Any] = {
+        "lr": spec.learning_rate,
+        "betas": spec.betas,
+        "weight_decay": spec.weight_decay,
+    }
+    if in_host:
+        return HostAdamW(groups, **options)
+    return torch.optim.AdamW(groups, fused=True, **options)
 
 
 def learning_rate(spec: OptimizerSpec, *, update: int, num_updates: int) -> float:

@@ -106,7 +106,7 @@ def build_topology(
             "as many, for example with torchrun --nproc-per-node"
         )
     if world_size == 1:
-        if spec.dtype == "float32" and not spec.cpu_offload:
+        if spec.dtype == "float32" and not spec.offloads_weights:
             return Topology(device=device, data=Ranks())
         join_processes(device=device, rank=0, world_size=1)
     mesh = _mesh(spec, device)
@@ -212,7 +212,7 @@ def _shard(module: nn.Module, layers: nn.ModuleList, spec: TrainerSpec, topology
         ),
         "reshard_after_forward": False if _keeps_gathered(spec) else None,
         "offload_policy": CPUOffloadPolicy(pin_memory=topology.device.type == "cuda")
-        if spec.cpu_offload
+        if spec.offloads_weights
         else OffloadPolicy(),
     }
     if topology.experts is not None:
@@ -225,7 +225,7 @@ def _shard(module: nn.Module, layers: nn.ModuleList, spec: TrainerSpec, topology
 
 def begin_micro_batch(module: nn.Module, *, is_last: bool, spec: TrainerSpec) -> None:
     """Prepare for the forward and backward pass of one of an update's micro-batches."""
-    if isinstance(module, FSDPModule) and _keeps_gathered(spec) and not spec.cpu_offload:
+    if isinstance(module, FSDPModule) and _keeps_gathered(spec) and not spec.offloads_weights:
         module.set_requires_gradient_sync(is_last)
         module.set_reshard_after_backward(is_last)
 

@@ -288,7 +288,7 @@ class Loader:
             return module
         # No rank ever holds the whole model.
         module = self._on_meta(make, dtype)
-        device = torch.device("cpu") if trainer.cpu_offload else self._topology.device
+        device = torch.device("cpu") if trainer.offloads_weights else self._topology.device
         fill(module, folder, device=device)
         return module
 

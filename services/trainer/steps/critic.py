@@ -38,7 +38,8 @@ class CriticRunner:
         own_rate = spec.critic.learning_rate
         changes = {} if own_rate is None else {"learning_rate": own_rate}
         self._schedule = spec.trainer.optimizer.model_copy(update=changes)
-        self.optimizer = optim.build_optimizer(self._parameters, self._schedule)
+        in_host = spec.trainer.cpu_offload == "optimizer"
+        self.optimizer = optim.build_optimizer(self._parameters, self._schedule, in_host=in_host)
         self.num_updates = 0
 
     def values(self, samples: Samples, plan: StepPlan) -> Tensor:

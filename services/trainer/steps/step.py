@@ -91,7 +91,11 @@ class StepRunner:
         self._shares = spec.shares_prefixes
         self._parameters = trainable(policy)
         self._active_weights = active_weights(policy, policy.model.config)
-        self.optimizer = optim.build_optimizer(self._parameters, spec.trainer.optimizer)
+        self.optimizer = optim.build_optimizer(
+            self._parameters,
+            spec.trainer.optimizer,
+            in_host=spec.trainer.cpu_offload == "optimizer",
+        )
         self._balancer = Balancer(policy, spec, ranks)
         self._credit = CreditAssigner(
             spec.algorithm, ranks, max_response_tokens=spec.rollout.max_response_tokens

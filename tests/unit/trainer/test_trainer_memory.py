@@ -80,8 +80,38 @@ def test_what_saves_memory_saves_it(trainer, part):
     assert memory_of(**trainer).parts[part] < 0.5 * memory_of().parts[part]
 
 
-def test_offloaded_state_is_not_on_the_gpu():
-    assert "optimizer" not in memory_of(cpu_offload=True).parts
+def test_offloaded_state_is_in_host_memory():
+    plain = memory_of()
+    for offload, moved in (
+        ("optimizer", {"optimizer"}),
+        (True, {"weights, float32", "optimizer", "gradients"}),
+    ):
+        found = memory_of(cpu_offload=offload)
+        assert plain.parts.keys() - found.parts.keys() == found.host.keys() == moved
+        assert sum(found.host.values()) == sum(plain.parts[name] for name in moved)
+        assert "in host memory: optimizer" in found.table(1)
+
+
+def test_what_layers_keep_is_counted_by_where_it_is():
+    def activations(**options):
+        found = memory_of(**options)
+        return found.parts["activations"], found.host.get("activations", 0.0)
+
+    plain, selective, half, full = (
+        activations(activation_checkpointing=way)[0] for way in (False, "selective", 2, True)
+    )
+    assert full < half < selective < plain
+    here, there = activations(activation_offloading=True)
+    assert there == plain
+    assert here == pytest.approx(2 / 28 * plain)
+    here, there = activations(activation_offloading=True, activation_checkpointing=True)
+    assert here < full
+    assert there == pytest.approx(28 * 2 * 1536 * 40_960)
+    # Products stay where they are made unless the compiler says what is kept.
+    eager = activations(
+        activation_offloading=True, activation_checkpointing="selective", compile=False
+    )
+    assert eager[0] == activations(activation_checkpointing="selective", compile=False)[0]
 
 
 def test_what_does_not_fit_is_refused_with_the_figures():

@@ -1,0 +1,174 @@
+"""AdamW whose moments live in host memory and visit the GPU for an update, a part of them at a time.
+
+While one part is updated the next one arrives and the last one leaves, so an update takes as long as the link
+to host memory needs for both moments, one way. Weights change exactly as with moments that stay.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+_PART_BYTES: Final = 1 << 29
+"""Moments that visit together."""
+_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+
+
+class HostAdamW(torch.optim.AdamW):
+    """AdamW for parameters on a GPU, with less memory there.
+
+    Args:
+        groups: Of parameters, as other optimizers take them.
+        part_bytes: Moments that are on the device at a time; of two such parts.
+        **options: Those of ``torch.optim.AdamW``.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], *, part_bytes: int = _PART_BYTES, **options: Any
+    ) -> None:
+        super().__init__(list(groups), fused=True, **options)
+        self._part_bytes = part_bytes
+        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {
+                    "step": torch.zeros((), device=parameter.device),
+                    **{moment: _host_zeros(parameter) for moment in _MOMENTS},
+                }
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient; returns when the moments are back."""
+        parts = list(self._parts())
+        arriving = self._fetched(parts[0]) if parts else None
+        leaving: _Visit | None = None
+        for following in [*parts[1:], None]:
+            if arriving is None:
+                return
+            visit = arriving
+            if leaving is not None:
+                leaving.await_end()
+                leaving = None  # its memory is for what arrives now
+            arriving = None if following is None else self._fetched(following)
+            visit.await_end()
+            self._update(visit)
+            leaving = self._returned(visit)
+        if leaving is not None and leaving.done is not None:
+            leaving.done.synchronize()
+
+    def _parts(self) -> Iterator["_Part"]:
+        for group in self.param_groups:
+            members: list[nn.Parameter] = []
+            size = 0
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                members.append(parameter)
+                size += len(_MOMENTS) * _local(parameter).nbytes
+                if size >= self._part_bytes:
+                    yield _Part(group, members)
+                    members, size = [], 0
+            if members:
+                yield _Part(group, members)
+
+    def _fetched(self, part: "_Part") -> "_Visit":
+        there = [_local(self.state[p][name]) for name in _MOMENTS for p in part.parameters]
+        device = _local(part.parameters[0]).device
+        here = [torch.empty_like(each, device=device) for each in there]
+        return _Visit(part, here, self._copied(here, there, device=device, leaving=False))
+
+    def _returned(self, visit: "_Visit") -> "_Visit":
+        part = visit.part
+        there = [_local(self.state[p][name]) for name in _MOMENTS for p in part.parameters]
+        device = visit.moments[0].device
+        done = self._copied(there, visit.moments, device=device, leaving=True)
+        return _Visit(part, visit.moments, done)
+
+    def _update(self, visit: "_Visit") -> None:
+        group, parameters = visit.part.group, visit.part.parameters
+        beta1, beta2 = group["betas"]
+        count = len(parameters)
+        adamw(
+            [_local(parameter) for parameter in parameters],
+            [_local(parameter.grad) for parameter in parameters if parameter.grad is not None],
+            visit.moments[:count],
+            visit.moments[count:],
+            [],
+            [self.state[parameter]["step"] for parameter in parameters],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _copied(
+        self,
+        targets: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        *,
+        device: torch.device,
+        leaving: bool,
+    ) -> torch.cuda.Event | None:
+        """Copy behind all that is computed so far, beside what is computed from now on."""
+        stream = None
+        if device.type == "cuda":
+            if self._streams is None:
+                self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            stream = self._streams[leaving]
+            stream.wait_stream(torch.cuda.current_stream(device))
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        return None if stream is None else stream.record_event()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Parameters that are updated together."""
+
+    group: dict[str, Any]
+    parameters: list[nn.Parameter]
+
+
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """A part whose moments are on the device, or on their way."""
+
+    part: _Part
+    moments: list[Tensor]
+    """Of each parameter the first, then of each the second."""
+    done: torch.cuda.Event | None
+    """When they have arrived, or left."""
+
+    def await_end(self) -> None:
+        """Let what is computed from now on wait for the copies."""
+        if self.done is not None:
+            torch.cuda.current_stream(self.moments[0].device).wait_event(self.done)
+
+
+def _host_zeros(parameter: nn.Parameter) -> Tensor:
+    local = _local(parameter)
+    zeros = torch.zeros(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+    if not isinstance(parameter, DTensor):
+        return zeros
+    return DTensor.from_local(
+        zeros,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value

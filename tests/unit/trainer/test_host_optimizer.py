@@ -1,0 +1,62 @@
+"""Moments that live elsewhere change weights as those that stay do, bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from services.trainer.model.host_optimizer import HostAdamW
+from tests.helpers.batches import policy_of, random_queue, rank_of, spec_of
+
+
+def _parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(7, 5), (5,), (64, 3), (1,), (9, 2)]
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+@pytest.mark.parametrize("part_bytes", [1, 300, 1 << 20])
+def test_parts_of_any_size_update_as_one(part_bytes: int) -> None:
+    options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    one, other = _parameters(), _parameters()
+    groups = [{"params": other[:3]}, {"params": other[3:]}]
+    usual = torch.optim.AdamW(one, fused=True, **options)
+    host = HostAdamW(groups, part_bytes=part_bytes, **options)
+    for update in range(4):
+        for number, (a, b) in enumerate(zip(one, other, strict=True)):
+            a.grad = b.grad = None
+            if number != update:  # now and then one has no gradient
+                a.grad = torch.sin(a.detach() * (update + 1))
+                b.grad = a.grad.clone()
+        usual.step()
+        host.step()
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a, b)
+        for name in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(usual.state[a][name], host.state[b][name])
+
+
+def test_an_update_without_gradients_does_nothing() -> None:
+    parameters = _parameters()
+    HostAdamW([{"params": parameters}], lr=1.0).step()
+    assert all(map(torch.equal, parameters, _parameters()))
+
+
+def test_a_run_goes_on_from_its_checkpoint_wherever_its_moments_are(tmp_path: Path) -> None:
+    rate = {"optimizer": {"learning_rate": 1e-2}}
+    weights = []
+    for offload in (False, "optimizer"):
+        spec = spec_of(trainer={"cpu_offload": offload, **rate})
+        queue = random_queue(policy_of(spec))
+        root = tmp_path / str(offload)
+        rank = rank_of(spec, policy_of(spec), queue, root=root)
+        rank.train(1, queue.meta)
+        rank.checkpointer.write(rank.snapshot(1))
+        policy = policy_of(spec, seed=1)
+        resumed = rank_of(spec, policy, queue, root=root)
+        assert resumed.restore() == 1
+        resumed.train(2, queue.meta)
+        weights.append(list(policy.parameters()))
+    assert all(map(torch.equal, *weights))
