@@ -71,8 +71,8 @@ class TrainerMemory:
                 f"training does not fit: a GPU of the trainer has {self.total / _GB:.1f} GB, but about "
                 f"{self.used / _GB:.1f} GB are needed; raise trainer.world_size, lower "
                 "trainer.tokens_per_micro_batch, set trainer.activation_checkpointing, "
-                "trainer.activation_offloading or trainer.cpu_offload, or, where the longest sequence needs it, "
-                "trainer.context_parallel\n" + self.table(num_gpus)
+                "trainer.activation_offloading or trainer.cpu_offload, or, where the longest sequence "
+                "needs it, trainer.context_parallel\n" + self.table(num_gpus)
             )
 
 
