@@ -27,8 +27,9 @@ RESULTS = Path(__file__).parents[1] / "results" / "trainer-mixtures.json"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="small sizes, for any machine")
-    parser.add_argument("--layers", type=int, default=8, help="layers of 0.63 billion parameters")
-    parser.add_argument("--tokens", type=int, default=32_768, help="budget of a micro-batch")
+    parser.add_argument("--layers", type=int, default=6, help="layers of 0.63 billion parameters")
+    parser.add_argument("--tokens", type=int, default=16_384, help="budget of a micro-batch")
+    parser.add_argument("--eager", action="store_true", help="layers without torch.compile")
     arguments = parser.parse_args()
     on_gpu = torch.cuda.is_available() and not arguments.smoke
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
@@ -38,7 +39,6 @@ def main() -> None:
         "torch": torch.__version__,
         "layers": scale.config.num_hidden_layers,
         "tokens": sum(long_tailed_lengths(scale)),
-        "ways": {},
     }
     for way in ({"compile": True}, {"compile": False}) if on_gpu else ({"compile": False},):
         budget = scale.tokens_per_micro_batch if arguments.smoke else arguments.tokens
