@@ -1,6 +1,7 @@
 """Where a process lives: the settings that every service has."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +15,12 @@ from services.common.credentials import Identity, TlsFiles, read_key
 from services.common.errors import InvalidArgumentError
 
 _LOOPBACK = ("127.", "localhost:", "[::1]:")
+
+
+def set_defaults(values: Mapping[str, str]) -> None:
+    """Set what other packages read from the environment when they begin; what is set already stays."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)  # noqa: TID251 -- this is the settings module
 
 
 def is_loopback(bind: str) -> bool:

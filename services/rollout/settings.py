@@ -1,7 +1,6 @@
 """Where a rollout process lives."""
 
 import os
-from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field
@@ -36,9 +35,3 @@ def environment_of_user_code() -> dict[str, str]:
         for name, value in os.environ.items()  # noqa: TID251 -- this is the settings module
         if not name.startswith("SLIPSTREAM_")
     }
-
-
-def set_defaults(values: Mapping[str, str]) -> None:
-    """Set what other packages read from the environment when they are imported; what is set already stays."""
-    for name, value in values.items():
-        os.environ.setdefault(name, value)  # noqa: TID251 -- this is the settings module

@@ -22,6 +22,7 @@ from services.common.grpc_server import serve
 from services.common.lifetime import announce
 from services.common.logging import configure
 from services.common.metrics import serve_metrics
+from services.common.settings import set_defaults
 from services.common.spec.loader import parse_spec
 from services.controller.client import WorkerSession, open_rendezvous
 from services.trainer import metrics
@@ -143,6 +144,8 @@ def main() -> None:
         worker=f"{settings.worker_id}/{settings.rank}",
     )
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    # Packs differ from step to step; in segments that grow, what one leaves serves the next.
+    set_defaults({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
     device = device_of(settings)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -31,7 +31,7 @@ def work():
 if __name__ == "__main__":
     import torch
     from services.common.spec.engines import ENGINES
-    from services.rollout.settings import set_defaults
+    from services.common.settings import set_defaults
     os.register_at_fork(after_in_child=refuse)
     if "prepared" in sys.argv:
         set_defaults(ENGINES["vllm"].environment)

@@ -11,13 +11,13 @@ from transformers import PretrainedConfig
 from services.common.callables import load_callable
 from services.common.models.loading import load_config
 from services.common.models.tokenizer import Tokenizer
+from services.common.settings import set_defaults
 from services.common.spec.engines import EngineKind, engine_kind
 from services.common.spec.model import ModelSpec
 from services.common.spec.rollout import RolloutSpec
 from services.rollout.engines.base import Engine
 from services.rollout.engines.memory import MemoryPlan, engine_share
 from services.rollout.engines.order import EngineOrder
-from services.rollout.settings import set_defaults
 
 logger = logging.getLogger(__name__)
 

@@ -23,6 +23,8 @@ _GB: Final = 1e9
 # engine needs beside weights and KV cache: activations, CUDA graphs, the allocator's remainders.
 _CONTEXTS: Final = 2.0e9
 _WORKING: Final = 4.0e9
+# What a trainer's allocator holds beyond what is in use.
+_SPARE: Final = 1.05
 _LARGEST_SHARE: Final = 0.9
 _BUCKET_BYTES: Final = 512 << 20
 _SLOTS: Final = 2
@@ -225,7 +227,7 @@ def memory_of_others(
         if role == "rollout":
             num_rollouts += 1
         elif role in {"trainer", "critic"}:
-            taken += trainer_memory(spec, config, gpu_bytes=gpu_bytes).used
+            taken += _SPARE * trainer_memory(spec, config, gpu_bytes=gpu_bytes).used
         else:
             taken += size + _WORKING + _CONTEXTS
     return taken + max(0.0, gpu_bytes - taken) * (1 - 1 / num_rollouts)
