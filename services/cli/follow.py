@@ -44,11 +44,19 @@ async def follow(
     with make_display(f"{run['name']}  {run_id}", run["target_steps"], console) as display:
         async with TaskGroup() as tasks:
             starting = tasks.create_task(_show_start(api, run_id, display))
+            saving: asyncio.Task[None] | None = None
+            last_step = run["target_steps"]
             async for kind, event in api.watch(run_id):
                 _show(kind, event, log, display)
                 log.append(folder / METRICS)
                 if kind in ("StepCommitted", "end"):
                     starting.cancel()
+                if kind == "DataOpened":
+                    last_step = event["data"]["steps"]
+                if kind == "CheckpointStarted" and event["data"]["step"] == last_step:
+                    saving = tasks.create_task(_show_saving(api, run_id, display))
+                if saving and kind in ("CheckpointSaved", "CheckpointFailed", "end"):
+                    saving.cancel()
                 if kind == "end":
                     run = event
     wall_seconds = _seconds(run)
@@ -79,6 +87,21 @@ async def _show_start(api: Api, run_id: str, display: Display) -> None:
             return
         seconds = time.monotonic() - begin
         display.workers([worker.model_dump() for worker in workers.items], seconds=seconds)
+        await asyncio.sleep(TELL_EVERY_S)
+
+
+async def _show_saving(api: Api, run_id: str, display: Display) -> None:
+    """Show how far the last checkpoint is, as its trainers tell it."""
+    while True:
+        try:
+            workers = await api.call(GetTopology(run_id=run_id))
+        except ApiError:
+            return
+        told = [
+            worker.activity for worker in workers.items if worker.gauges.get("checkpoint_bytes")
+        ]
+        if told:
+            display.note(", ".join(told))
         await asyncio.sleep(TELL_EVERY_S)
 
 

@@ -7,7 +7,7 @@ others    hear the run from rank 0 -> load -> follow until rank 0 ends
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import TypeVar
@@ -62,9 +62,12 @@ async def lead(settings: TrainerSettings) -> None:
             metrics.observe_step(settings.run_id, step, result.metrics, skipped=result.skipped)
             session.report(weight_version=step)
 
+        def on_saving(activity: str, gauges: Mapping[str, float]) -> None:
+            session.report(activity=activity, gauges=gauges)
+
         def register(server: grpc.aio.Server) -> None:
             trainer_pb2_grpc.add_TrainerServiceServicer_to_server(
-                TrainerServicer(leader, settings.run_id, on_step), server
+                TrainerServicer(leader, settings.run_id, on_step, on_saving), server
             )
             serve_member(member, server)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -55,10 +55,13 @@ async def serve_critic(settings: TrainerSettings) -> None:
 
     async with AsyncExitStack() as stack:
 
+        def on_saving(activity: str, gauges: Mapping[str, float]) -> None:
+            session.report(activity=activity, gauges=gauges)
+
         def register(server: grpc.aio.Server) -> None:
             on_step = _reporter(settings.run_id, lambda step: session.report(weight_version=step))
             trainer_pb2_grpc.add_TrainerServiceServicer_to_server(
-                TrainerServicer(leader, settings.run_id, on_step), server
+                TrainerServicer(leader, settings.run_id, on_step, on_saving), server
             )
             scoring_pb2_grpc.add_ScoringServiceServicer_to_server(ValuesServicer(leader), server)
 

@@ -43,6 +43,10 @@ CHECKPOINT_TIME = Gauge(
     "slipstream_checkpoint_last_success_timestamp_seconds", "When it was saved.", ["run"]
 )
 CHECKPOINT_BYTES = Gauge("slipstream_checkpoint_size_bytes", "Size of the newest one.", ["run"])
+SAVING_BYTES = Gauge(
+    "slipstream_checkpoint_saving_bytes", "Of a checkpoint under way: written, and all.",
+    ["run", "part"],
+)  # fmt: skip
 FREE_BYTES = Gauge(
     "slipstream_checkpoint_volume_free_bytes", "Room that was left when it was saved.",
     ["run"],
@@ -124,6 +128,12 @@ def counted_checkpoint(run: str) -> Iterator[None]:
         outcome = "ok"
     finally:
         CHECKPOINTS.labels(run, outcome).inc()
+
+
+def observe_saving(run: str, written: int, total: int) -> None:
+    """Export how far a checkpoint is; zeros without one."""
+    SAVING_BYTES.labels(run, "written").set(written)
+    SAVING_BYTES.labels(run, "all").set(total)
 
 
 def observe_checkpoint(run: str, step: int, saved: "SavedCheckpoint") -> None:

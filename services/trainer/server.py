@@ -1,7 +1,8 @@
 """gRPC face of the trainer."""
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
@@ -10,6 +11,7 @@ from services.common import tracing
 from services.common.batch import KVBatchMeta
 from services.common.errors import InvalidArgumentError
 from services.common.fields import group_of
+from services.common.task_group import TaskGroup, unwrapped
 from services.trainer import metrics
 from services.trainer.ranks.leader import Leader
 from services.trainer.steps.step import StepResult
@@ -17,6 +19,7 @@ from slipstream.trainer.v1 import trainer_pb2 as pb
 from slipstream.trainer.v1 import trainer_pb2_grpc
 
 _Context = grpc.aio.ServicerContext[Any, Any]
+_TELL_EVERY_S = 1.0
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
@@ -26,14 +29,20 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         leader: Trains.
         run_id: Labels the metrics.
         on_step: Hears of every answered step.
+        on_saving: Hears, while a checkpoint is written, what is being done and how far it is.
     """
 
     def __init__(
-        self, leader: Leader, run_id: str, on_step: Callable[[int, StepResult], None]
+        self,
+        leader: Leader,
+        run_id: str,
+        on_step: Callable[[int, StepResult], None],
+        on_saving: Callable[[str, Mapping[str, float]], None],
     ) -> None:
         self._leader = leader
         self._run_id = run_id
         self._on_step = on_step
+        self._on_saving = on_saving
         metrics.begin_run(run_id)
 
     async def TrainStep(
@@ -103,7 +112,25 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.SaveCheckpointRequest, context: _Context
     ) -> pb.SaveCheckpointResponse:
         """Save the training state; answers when it is safe on disk."""
-        with metrics.counted_checkpoint(self._run_id):
-            saved = await self._leader.save(request.step, tuple(request.keep_steps))
+        with metrics.counted_checkpoint(self._run_id), unwrapped():
+            async with TaskGroup() as tasks:
+                telling = tasks.create_task(self._tell_saving(request.step))
+                saved = await self._leader.save(request.step, tuple(request.keep_steps))
+                telling.cancel()
         metrics.observe_checkpoint(self._run_id, request.step, saved)
         return pb.SaveCheckpointResponse(path=str(saved.folder), size_bytes=saved.num_bytes)
+
+    async def _tell_saving(self, step: int) -> None:
+        """Tell how far a checkpoint is, until cancelled."""
+        try:
+            while True:
+                written, total = self._leader.save_progress()
+                metrics.observe_saving(self._run_id, written, total)
+                size = f": {written / 1e9:.2f} of {total / 1e9:.2f} GB" if total else ""
+                size += ", which are hashed" if total and written == total else ""
+                gauges = {"checkpoint_written_bytes": written, "checkpoint_bytes": total}
+                self._on_saving(f"saving step {step}{size}", gauges)
+                await asyncio.sleep(_TELL_EVERY_S)
+        finally:
+            metrics.observe_saving(self._run_id, 0, 0)
+            self._on_saving("", {"checkpoint_written_bytes": 0, "checkpoint_bytes": 0})

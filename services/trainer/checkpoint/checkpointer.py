@@ -40,6 +40,11 @@ class Snapshot:
     facts: Mapping[str, Any]
     """Plain numbers, the same on every rank."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all ranks' shards."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
 
 class Checkpointer:
     """Saves and loads modules with their optimizers.
@@ -67,6 +72,7 @@ class Checkpointer:
         is_alone = topology.world_size == 1
         self._group = None if is_alone else distributed.new_group(backend="gloo")
         self._buffers: dict[str, Tensor] = {}
+        self._writing: Snapshot | None = None
         # From the start, so that every checkpoint holds the same tensors.
         self._make_moments()
 
@@ -96,6 +102,7 @@ class Checkpointer:
         Raises:
             FailedPreconditionError: If the disk takes no more.
         """
+        self._writing = snapshot
         try:
             return self._write(snapshot, keep_steps)
         except (OSError, CheckpointException) as error:
@@ -104,6 +111,24 @@ class Checkpointer:
                 "or lower trainer.checkpoint.keep",
                 step=snapshot.step,
             ) from error
+        finally:
+            self._writing = None
+
+    def progress(self) -> tuple[int, int]:
+        """How many bytes all ranks have written, file by file, and of how many; zeros without a checkpoint.
+
+        Once all are written, the files are hashed.
+        """
+        snapshot = self._writing
+        if snapshot is None:
+            return 0, 0
+        total = snapshot.num_bytes
+        try:
+            # A file has all of its size from the start, and this name once it is written.
+            files = manifest.unfinished_of(self._root, snapshot.step).glob("*.safetensors")
+            return min(sum(file.stat().st_size for file in files), total), total
+        except FileNotFoundError:  # it has another name by now
+            return total, total
 
     def _write(self, snapshot: Snapshot, keep_steps: Collection[int]) -> Path:
         unfinished = manifest.unfinished_of(self._root, snapshot.step)

@@ -210,6 +210,10 @@ class Leader:
                 folder = await asyncio.to_thread(self._write, rank, snapshot, keep_steps)
             return await asyncio.to_thread(_saved, folder, timer.seconds)
 
+    def save_progress(self) -> tuple[int, int]:
+        """Bytes that are written of the checkpoint under way, and all of them; zeros before the first."""
+        return self._attached().checkpointer.progress()
+
     def _write(self, rank: Rank, snapshot: Snapshot, keep_steps: Collection[int]) -> Path:
         with self._crew.together():
             return rank.checkpointer.write(snapshot, keep_steps)

@@ -41,6 +41,32 @@ def test_training_goes_on_exactly_where_the_checkpoint_was(
         torch.testing.assert_close(dict(other.named_parameters())[name], value, rtol=0, atol=1e-7)
 
 
+def test_a_checkpoint_under_way_tells_how_many_of_its_bytes_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, rank, queue = _trained(tmp_path)
+    rank.train(1, queue.meta)
+    snapshot, seen, write_file = rank.snapshot(1), [], writer._write
+    monkeypatch.setattr(writer, "FILE_BYTES", 100_000)
+    monkeypatch.setattr(writer, "THREADS", 1)
+
+    def write(*arguments) -> None:
+        seen.append(rank.checkpointer.progress())
+        write_file(*arguments)
+        seen.append(rank.checkpointer.progress())
+
+    monkeypatch.setattr(writer, "_write", write)
+    assert rank.checkpointer.progress() == (0, 0)
+    rank.checkpointer.write(snapshot)
+    written = [progress[0] for progress in seen]
+    assert written == sorted(written)
+    assert len(set(written)) > 2
+    assert written[0] == 0
+    assert written[-1] == snapshot.num_bytes
+    assert {progress[1] for progress in seen} == {snapshot.num_bytes}
+    assert rank.checkpointer.progress() == (0, 0)
+
+
 def test_the_snapshot_is_not_touched_by_later_steps(tmp_path: Path) -> None:
     _, rank, queue = _trained(tmp_path)
     rank.train(1, queue.meta)

@@ -1,0 +1,60 @@
+"""What the trainer's server tells while it works."""
+
+import asyncio
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import pytest
+
+from services.common.errors import FailedPreconditionError
+from services.trainer import server
+from services.trainer.ranks.leader import SavedCheckpoint
+from slipstream.trainer.v1 import trainer_pb2 as pb
+from tests.helpers.engines import until
+
+
+class Leader:
+    """Saves once it may."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.may_end = asyncio.Event()
+        self.fails = fails
+        self.progress = (0, 0)
+
+    def save_progress(self) -> tuple[int, int]:
+        return self.progress
+
+    async def save(self, step: int, keep_steps: Collection[int]) -> SavedCheckpoint:
+        await self.may_end.wait()
+        if self.fails:
+            raise FailedPreconditionError("the disk is full")
+        return SavedCheckpoint(folder=Path("x"), seconds={}, num_bytes=7, free_bytes=1)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_save_tells_how_far_it_is_until_it_ends(
+    monkeypatch: pytest.MonkeyPatch, *, fails: bool
+) -> None:
+    monkeypatch.setattr(server, "_TELL_EVERY_S", 0.0)
+    told: list[tuple[str, Mapping[str, float]]] = []
+    leader = Leader(fails=fails)
+    servicer = server.TrainerServicer(
+        leader,  # type: ignore[arg-type]
+        "r",
+        lambda step, result: None,
+        lambda activity, gauges: told.append((activity, gauges)),
+    )
+    request = pb.SaveCheckpointRequest(step=5)
+    saving = asyncio.ensure_future(servicer.SaveCheckpoint(request, None))  # type: ignore[arg-type]
+    await until(lambda: bool(told))
+    leader.progress = (3_000_000_000, 12_500_000_000)
+    await until(lambda: told[-1][0] != "saving step 5")
+    assert told[-1][0] == "saving step 5: 3.00 of 12.50 GB"
+    assert told[-1][1]["checkpoint_bytes"] == 12_500_000_000
+    leader.may_end.set()
+    if fails:
+        with pytest.raises(FailedPreconditionError, match="full"):
+            await saving
+    else:
+        assert (await saving).size_bytes == 7
+    assert told[-1] == ("", {"checkpoint_written_bytes": 0, "checkpoint_bytes": 0})
