@@ -49,16 +49,17 @@ def test_grouped_products_are_those_of_the_loop(family: str) -> None:
         for sizes in ((30, 5), (200, 90))
     )
     results = {}
-    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+    ways = (("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.bfloat16))
+    for device, dtype in ways:
         policy = Policy(_model(family, device, dtype), temperature=1.0)
         logprobs, _ = policy(pack(prompts, responses, device=torch.device(device)))
         logprobs.sum().backward()
         gradient = policy.model.model.layers[1].mlp.experts.down_proj.grad
-        results[device] = logprobs.detach().cpu(), gradient.float().cpu()
-    (expected, gradient), (actual, other) = results["cpu"], results["cuda"]
-    # In half precision some tokens choose other experts, so means are compared.
-    assert (actual - expected).abs().mean() < 0.03
-    assert (other - gradient).norm() / gradient.norm() < 0.3
+        results[device, dtype] = logprobs.detach().float().cpu(), gradient.float().cpu()
+    exact, loop, grouped = (results[way] for way in ways)
+    # In half precision some tokens choose other experts: how far that leads, the loop shows.
+    assert (grouped[0] - exact[0]).abs().mean() < 1.5 * (loop[0] - exact[0]).abs().mean()
+    assert (grouped[1] - exact[1]).norm() < 2.5 * (loop[1] - exact[1]).norm()
 
 
 @pytest.mark.parametrize("family", _FAMILIES)

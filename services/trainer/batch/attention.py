@@ -24,6 +24,8 @@ from services.trainer.batch.context import ContextRanks
 from services.trainer.batch.layout import AttentionBatch, AttentionLayout
 
 PACKED = "slipstream_packed"
+_HEAD_MULTIPLE = 8
+"""Of which the variable-length kernel takes heads."""
 # Before torch 2.12 the kernel took fewer key-value heads without being told.
 _takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
 _varlen_kernel: Any = partial(varlen_attn, enable_gqa=True) if _takes_gqa else varlen_attn
@@ -202,12 +204,13 @@ def _varlen(
         key, value = copied(key, layout.paths.places), copied(value, layout.paths.places)
     # The last query of a branch stands at its last key: the kernel aligns them at their ends.
     width = value.shape[-1]
-    # The kernel takes values as wide as keys; those of latent attention are narrower.
-    value = functional.pad(value, (0, key.shape[-1] - width))
+    # The kernel takes values as wide as keys, of a multiple of its own; those of latent attention are not.
+    size = -(-key.shape[-1] // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
     output: Tensor = _varlen_kernel(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
+        *(
+            functional.pad(states, (0, size - states.shape[-1])).contiguous()
+            for states in (query, key, value)
+        ),
         layout.cu_lengths,
         cu_lengths,
         layout.max_length,
