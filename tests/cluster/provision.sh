@@ -20,7 +20,7 @@ mkdir -p "$folder"/{bin,apt/state/lists/partial,apt/cache/archives/partial,apt/s
 use_private_apt() {
   # The system's own mirrors, with sources and with trixie, without touching the system's apt.
   local uri release suite
-  apt-get indextargets --format '$(REPO_URI) $(RELEASE)' 'Created-By: Packages' | sort -u | while read -r uri release; do
+  apt-get indextargets --no-release-info --format '$(REPO_URI) $(RELEASE)' 'Created-By: Packages' | sort -u | while read -r uri release; do
     for suite in $release $([ "$release" != bookworm ] || echo trixie); do
       printf 'deb%s [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] %s %s main\n' "" "$uri" "$suite" -src "$uri" "$suite"
     done
