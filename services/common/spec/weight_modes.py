@@ -70,7 +70,6 @@ MODES: Final[Mapping[str, WeightMode]] = {
         sender="services.weightsync.modes.cpu_async:HostSender",
         receiver="services.weightsync.modes.cpu_async:HostReceiver",
         through_host=True,
-        keeps_rows=True,
     ),
     "delta": WeightMode(
         sender="services.weightsync.modes.delta:DeltaSender",

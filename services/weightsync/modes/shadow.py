@@ -63,13 +63,25 @@ class DividedReceiver:
 
     A source's bucket holds rows of many tensors, so buckets travel through two slots per source. Where the
     engine has several GPUs, each of them holds some of the tensors.
+
+    Args:
+        plan: The layout.
+        devices: Of the engine.
+        sink: Takes the weights.
+        slots: Where buckets travel, if not on the first device.
     """
 
-    def __init__(self, plan: WeightPlan, devices: Sequence[torch.device], sink: WeightSink) -> None:
+    def __init__(
+        self,
+        plan: WeightPlan,
+        devices: Sequence[torch.device],
+        sink: WeightSink,
+        slots: Slots | None = None,
+    ) -> None:
         self.plan = plan
         self.held_version = -1
         self._sink = sink
-        self._slots = Slots(plan, devices[0])
+        self._slots = slots or Slots(plan, devices[0])
         flat, self._tensors = whole_buffers(plan, devices)
         self._place = Placer(plan, flat)
 

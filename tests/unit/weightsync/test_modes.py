@@ -172,8 +172,9 @@ def test_an_unknown_mode_is_refused():
         Cluster(1, "carrier-pigeon").agree()
 
 
-async def test_rows_of_several_sources_arrive_in_one_copy_of_the_weights():
-    cluster = Cluster(3, "shadow")
+@pytest.mark.parametrize("mode", ["shadow", "cpu_async"])
+async def test_rows_of_several_sources_arrive_in_one_copy_of_the_weights(mode):
+    cluster = Cluster(3, mode)
     await cluster.form()
     await cluster.publish(0)
     (sink, *_) = cluster.sinks
