@@ -36,6 +36,7 @@ async def serve_http(
     key: Path | None = None,
     connections_per_peer: int = 0,
     header_deadline_s: float = HEADER_DEADLINE_S,
+    keep_alive_s: int = 5,
 ) -> AsyncIterator[int]:
     """Serve until the block ends.
 
@@ -46,6 +47,7 @@ async def serve_http(
         key: PEM file with its key.
         connections_per_peer: Connections of one address at once; 0 for no bound.
         header_deadline_s: Seconds in which a connection must say what it wants, and those of a handshake.
+        keep_alive_s: Seconds after an answer in which a connection may bring another request.
 
     Yields:
         The port that is served; 0 for a Unix socket.
@@ -61,6 +63,7 @@ async def serve_http(
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=_STOP_GRACE_S,
+        timeout_keep_alive=keep_alive_s,
         lifespan="off",
         http=limited(connections, header_deadline_s),
         ssl_certfile=certificate,

@@ -36,6 +36,8 @@ from services.rollout.workflows.base import Episode, Interrupted
 MODEL_NAME = "policy"
 """The one model that the endpoint has."""
 
+# Longer than clients keep theirs, so that none is closed under a request, and than most tools take.
+_KEEP_ALIVE_S = 75
 _Answer = asyncio.Task[Replies | ApiError]
 
 
@@ -64,9 +66,18 @@ class _Session:
     def begin(
         self, request: ChatRequest | CompletionRequest, listen: Listen | None = None
     ) -> "_Answer":
-        """Sample in a task of the episode's, which ends with it, whatever the connection does."""
+        """Sample in a task of the episode's, which ends with it, whatever the connection does.
+
+        Raises:
+            ApiError: If the request cannot be served, or the episode is ending.
+        """
         self._check(request)
-        task = self._tasks.create_task(self._replies(request, listen))
+        replies = self._replies(request, listen)
+        try:
+            task = self._tasks.create_task(replies)
+        except RuntimeError as error:  # the group takes no task once one of its own has failed
+            replies.close()
+            raise _ended() from error
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
@@ -79,7 +90,7 @@ class _Session:
         """
         await asyncio.wait([task])
         if task.cancelled() or task.exception() is not None:
-            raise ApiError(503, "the episode was ended by its rollout", code="episode_ended")
+            raise _ended()
         result = task.result()
         if isinstance(result, ApiError):
             raise result
@@ -141,7 +152,7 @@ class Endpoint:
             temperature: Of the run.
         """
         endpoint = cls("", temperature=temperature)
-        async with serve_http(bind, endpoint.app()) as port:
+        async with serve_http(bind, endpoint.app(), keep_alive_s=_KEEP_ALIVE_S) as port:
             endpoint._base_url = f"http://{host}:{port}/v1"
             yield endpoint
 
@@ -182,7 +193,7 @@ class Endpoint:
             try:
                 return await handle(request, self._session(request))
             except ApiError as error:
-                return JSONResponse(error.body, error.status)
+                return JSONResponse(error.body, error.status, error.headers)
 
         return answer
 
@@ -229,6 +240,10 @@ class Endpoint:
             await session.end(answer)  # raises what is wrong while the status can still say so
         events = stream.events(lambda: session.end(answer))
         return StreamingResponse(events, media_type="text/event-stream")
+
+
+def _ended() -> ApiError:
+    return ApiError(503, "the episode was ended by its rollout", code="episode_ended")
 
 
 def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -21,6 +21,11 @@ class ApiError(Exception):
         }
 
     @property
+    def headers(self) -> dict[str, str]:
+        """Of the answer: whoever asks an episode that is ending is told to wait, not to insist."""
+        return {"Retry-After": "1"} if self.status == 503 else {}
+
+    @property
     def is_too_long(self) -> bool:
         """Whether the conversation has no room for another reply."""
         return bool(self.body["error"]["code"] == "context_length_exceeded")

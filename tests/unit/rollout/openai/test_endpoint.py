@@ -10,6 +10,7 @@ import pytest
 from services.rollout.engines.base import GenerationResult
 from services.rollout.openai.endpoint import Endpoint
 from services.rollout.openai.streaming import VisibleText
+from services.rollout.workflows.base import Interrupted
 from tests.unit.rollout.openai.served import (
     TOKENIZER,
     Scripted,
@@ -257,6 +258,23 @@ async def test_requests_of_an_ended_episode_are_given_up():
         await started.wait()
     assert ended.is_set()
     assert (await request).status_code == 503
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_request_to_an_episode_that_is_ending_is_told_to_wait(is_streamed):
+    body = {"model": "policy", "messages": [user("x")], "stream": is_streamed}
+    answers = []
+    with pytest.raises(Interrupted):
+        async with client_of(make_episode(Scripted(["abcdef"], cut=1))) as client:
+            asked = asyncio.create_task(client.post("/chat/completions", json=body))
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                answers += [await asked, await client.post("/chat/completions", json=body)]
+                raise
+    assert [answer.status_code for answer in answers] == [503, 503]
+    assert [answer.headers["retry-after"] for answer in answers] == ["1", "1"]
+    assert answers[-1].json()["error"]["code"] == "episode_ended"
 
 
 async def test_real_sockets_serve_on_loopback():
