@@ -223,17 +223,19 @@ class FakeEngine:
         )
 
     def _settle(self) -> None:
-        """Count the steps that are over by now."""
+        """Count the steps that are over by now, however late the event loop comes to it."""
         now = asyncio.get_running_loop().time()
         since = now if self._since is None else self._since
-        if not self._running or not self._may_step:
-            self._idle_seconds += now - since
-            self._since = now
-            return
-        step_s = self._step_seconds(len(self._running))
-        num_steps = int((now - since) / step_s + 1e-6)
-        self._step(min(num_steps, self._steps_to_next_end()))
-        self._since = since + num_steps * step_s
+        while self._running and self._may_step:
+            step_s, until_end = self._step_seconds(len(self._running)), self._steps_to_next_end()
+            passed = int((now - since) / step_s + 1e-6)
+            num_steps = min(passed, until_end)
+            self._step(num_steps)
+            self._since = since = since + num_steps * step_s
+            if passed <= until_end:
+                return
+        self._idle_seconds += now - since
+        self._since = now
 
     def _steps_to_next_end(self) -> int:
         return min(row.num_left for row in self._running.values())

@@ -44,6 +44,28 @@ def test_a_response_takes_its_length_times_the_step_time() -> None:
     simulate(work())
 
 
+def test_an_event_loop_that_comes_late_slows_no_request() -> None:
+    class AsSeeds:
+        def length(self, seed: int) -> int:
+            return seed
+
+    async def work() -> None:
+        engine = FakeEngine(max_running=2, step_seconds=lambda _: 1.0, lengths=AsSeeds())
+        async with running(engine), asyncio.TaskGroup() as tasks:
+            for seed in (3, 10):
+                asked = request(f"r{seed}", (1,), seed=seed, max_tokens=100)
+                tasks.create_task(engine.generate(asked))
+            await asyncio.sleep(0.5)
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, VirtualTimeLoop)
+            loop._jump(20.0)
+            stats = engine.stats()
+        assert (stats.num_running, stats.tokens_total) == (0, 13)
+        assert stats.idle_seconds == 10.5
+
+    simulate(work())
+
+
 def test_an_interrupted_sample_has_the_same_tokens_and_the_true_versions() -> None:
     async def work() -> None:
         lengths = LongTail(median=100, sigma=0.0)
