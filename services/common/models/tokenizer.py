@@ -54,6 +54,7 @@ class Tokenizer:
         self._stop_ids = frozenset({int(inner.eos_token_id), *stop_ids})
         self._template_arguments = dict(template_arguments or {})
         first = inner.encode("", add_special_tokens=True)[:1]
+        self._backend = _plain_backend(inner)
         self._first_ids = first if first == [inner.bos_token_id] else []
 
     @property
@@ -105,6 +106,8 @@ class Tokenizer:
                     f"tokenizer {self._name!r} has no token for {', '.join(map(repr, unknown))} in "
                     f"{text[:80]!r}; add the characters to model.tokenizer, or use 'bytes'"
                 )
+        if self._backend is not None:
+            return list(self._backend.encode(text, add_special_tokens=False).ids)
         return list(self._inner.encode(text, add_special_tokens=False))
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -116,6 +119,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
+        if self._backend is not None:
+            return str(self._backend.decode(list(ids), skip_special_tokens=True))
         return str(
             self._inner.decode(
                 list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -192,6 +197,27 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Write the files from which Hugging Face's ``AutoTokenizer`` loads it."""
         self._inner.save_pretrained(folder)
+
+
+def _plain_backend(inner: Any) -> Any:
+    """What encodes and decodes inside a tokenizer; None if its class does more than to call that.
+
+    The way through ``inner`` makes a batch of each text, for which it wakes threads, and looks at each token
+    in Python. For the few hundred tokens of a turn that is more than the work itself.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    does_more = [
+        name
+        for name in ("encode", "decode", "_encode_plus", "_decode")
+        if getattr(type(inner), name, None) is not getattr(PreTrainedTokenizerFast, name)
+    ]
+    if does_more or inner.split_special_tokens:
+        return None
+    backend = inner.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
 def load_tokenizer(

@@ -71,6 +71,21 @@ def llama_like(tmp_path: Path) -> ModelSpec:
     return ModelSpec(path=str(tmp_path))
 
 
+def test_texts_are_encoded_whole_and_as_the_models_own_tokenizer_does(
+    llama_like: ModelSpec,
+) -> None:
+    path = Path(llama_like.path) / "tokenizer.json"
+    limited = Tokenizer.from_file(str(path))
+    limited.enable_truncation(2)
+    limited.enable_padding(length=8)
+    limited.save(str(path))
+    tokenizer, own = load_tokenizer(llama_like), AutoTokenizer.from_pretrained(llama_like.path)
+    for text in ("", "a", "a no a no a", "<eot>a<eos>no"):
+        ids = tokenizer.encode(text)
+        assert ids == own.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == own.decode(ids, skip_special_tokens=True)
+
+
 def test_every_end_token_of_the_model_ends_a_response(llama_like: ModelSpec) -> None:
     assert load_tokenizer(llama_like).stop_ids == {1, 2}
     assert load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m")).stop_ids == {1}
