@@ -14,6 +14,7 @@ from services.common.credentials import acting_as
 from services.common.errors import ServiceError
 from services.common.fields import partition_id
 from services.common.grpc_server import serve
+from services.common.http_limits import raise_descriptor_limit
 from services.common.lifetime import announce, until_told_to_stop
 from services.common.logging import configure
 from services.common.metrics import serve_metrics
@@ -33,6 +34,7 @@ from services.rollout.engines.base import Engine
 from services.rollout.engines.build import build_engine
 from services.rollout.engines.memory import plan_of
 from services.rollout.environments.workflow import Environments
+from services.rollout.garbage import spare_what_stays
 from services.rollout.group import Tools
 from services.rollout.kept import SampleTeller
 from services.rollout.monitor import monitor
@@ -99,6 +101,7 @@ async def run(settings: RolloutSettings) -> None:
             ),
         ]
         await engine.wait_ready()
+        spare_what_stays()
         servicer.attach(sampler)
         receiver.attach(engine, sampler, is_partial=session.spec.rollout.partial_rollout)
         announce(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
@@ -255,6 +258,8 @@ def main() -> None:
         service="rollout",
         worker=settings.worker_id,
     )
+    # An agent's episode holds a connection, here and in the agent's own process.
+    raise_descriptor_limit()
     with (
         acting_as(settings.identity()),
         serve_metrics(settings.metrics_port),

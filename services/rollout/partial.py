@@ -2,10 +2,9 @@
 
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from services.common.fields import ROUTED_EXPERTS
 from services.rollout.engines.base import FinishReason, RoutedExperts
 from services.rollout.rewards.base import Score
+from services.rollout.samples import row_of
 from services.rollout.workflows.turns import Turn, routed_experts
 
 _FINISH_CODES: dict[FinishReason | None, int] = {None: 0, "stop": 1, "length": 2, "aborted": 3}
@@ -66,8 +66,8 @@ def encode_progress(progress: MemberProgress) -> dict[str, Tensor]:
     stored = None if score is None else [score.value, dict(score.terms), score.tokens]
     scores = b"" if stored is None else json.dumps(stored).encode()
     return {
-        "response_ids": _tensor((turn.token_ids for turn in turns), np.int32),
-        "rollout_logprobs": _tensor((turn.logprobs for turn in turns), np.float32),
+        "response_ids": row_of((turn.token_ids for turn in turns), np.int32),
+        "rollout_logprobs": row_of((turn.logprobs for turn in turns), np.float32),
         "version_runs": torch.tensor(
             [run for turn in turns for run in turn.version_runs], dtype=torch.int32
         ).reshape(-1, 2),
@@ -75,11 +75,6 @@ def encode_progress(progress: MemberProgress) -> dict[str, Tensor]:
         "scores": torch.tensor(list(scores), dtype=torch.uint8),
         ROUTED_EXPERTS: _stored(routed_experts(turns)),
     }
-
-
-def _tensor(parts: Iterable[tuple[float, ...]], dtype: Any) -> Tensor:
-    """One row from tuples of numbers: three times as fast as torch takes them."""
-    return torch.from_numpy(np.fromiter(chain.from_iterable(parts), dtype=dtype))
 
 
 def decode_progress(fields: Mapping[str, Tensor]) -> MemberProgress:

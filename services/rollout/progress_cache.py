@@ -78,10 +78,12 @@ class TransferQueueCache:
         """
         members = [(group_id, member) for group_id in groups for member in groups[group_id]]
         serials = [self._serials[name].get(member, 0) + 1 for name, member in members]
-        # In a thread: with many long responses that takes longer than messages may wait for the event loop.
-        rows = await asyncio.to_thread(
-            lambda: [encode_progress(groups[group_id][member]) for group_id, member in members]
-        )
+        rows = []
+        for group_id, member in members:
+            rows.append(encode_progress(groups[group_id][member]))
+            # One at a time: all of them take longer than messages may wait for the event loop, and a thread
+            # would keep the interpreter from it for milliseconds at each of its calls.
+            await asyncio.sleep(0)
         keys = [_key(*who, serial % 2) for who, serial in zip(members, serials, strict=True)]
         old = [_key(*who, 1 - serial % 2) for who, serial in zip(members, serials, strict=True)]
         try:

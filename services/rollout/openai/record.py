@@ -19,7 +19,7 @@ from services.rollout.openai.errors import invalid, too_long
 from services.rollout.openai.requests import ChatRequest, CompletionRequest, Message
 from services.rollout.workflows.base import Episode, Interrupted
 from services.rollout.workflows.limits import Draw
-from services.rollout.workflows.turns import Turn, observed, token_ids
+from services.rollout.workflows.turns import Turn, num_tokens, observed, token_ids
 
 Listen = Callable[[int, Sequence[int], Sequence[float]], None]
 """Hears of new tokens, and their logprobs, of the reply with a number."""
@@ -60,7 +60,7 @@ class _Conversation:
     """Recorded turns, and what the agent saw of them."""
 
     turns: tuple[Turn, ...]
-    meanings: tuple[Any, ...] = ()
+    meanings: tuple[bytes, ...] = ()
     """Of a chat: its tools, then the meaning of each message."""
     text: str = ""
     """Of completions: prompt and replies."""
@@ -80,11 +80,12 @@ class Record:
         self._episode = episode
         self._chats: list[_Conversation] = []
         self._texts: list[_Conversation] = []
-        self._num_asked: Counter[tuple[int, ...]] = Counter()
+        self._num_asked: Counter[bytes] = Counter()
 
     async def chat(self, request: ChatRequest, listen: Listen | None = None) -> Replies:
         """Answer a chat."""
-        meanings = (repr(request.tools), *(message.meaning for message in request.messages))
+        tools = hashlib.sha256(repr(request.tools).encode()).digest()
+        meanings = (tools, *(message.meaning for message in request.messages))
         earlier = _longest(self._chats, lambda seen: _begins(meanings[:-1], seen.meanings))
         added = request.messages[len(earlier.meanings) - 1 if earlier else 0 :]
         self._episode.num_rewritten += any(message.role == "assistant" for message in added)
@@ -107,7 +108,7 @@ class Record:
             _Conversation(turns=(*turns, choice.turn), meanings=(*meanings, choice.message.meaning))
             for choice in choices
         ]
-        return Replies(num_prompt_tokens=len(token_ids(turns)), choices=tuple(choices))
+        return Replies(num_prompt_tokens=num_tokens(turns), choices=tuple(choices))
 
     async def complete(self, request: CompletionRequest, listen: Listen | None = None) -> Replies:
         """Continue a text or tokens."""
@@ -119,7 +120,7 @@ class Record:
         else:
             known = [*self._texts, *self._chats]
             earlier = _longest(known, lambda seen: _begins(prompt, token_ids(seen.turns)))
-            added = list(prompt[len(token_ids(earlier.turns)) :] if earlier else prompt)
+            added = list(prompt[num_tokens(earlier.turns) :] if earlier else prompt)
         turns = self._extended(earlier, added)
         sampled = await self._sample(turns, request, request.max_tokens, listen)
         tokenizer = self._episode.tokenizer
@@ -141,7 +142,7 @@ class Record:
             )
             for choice in choices
         ]
-        return Replies(num_prompt_tokens=len(token_ids(turns)), choices=tuple(choices))
+        return Replies(num_prompt_tokens=num_tokens(turns), choices=tuple(choices))
 
     def _chat_turns(self, request: ChatRequest, earlier: _Conversation | None) -> tuple[Turn, ...]:
         """The turns before the reply."""
@@ -168,7 +169,7 @@ class Record:
             self._episode.is_full = True
             limits = self._episode.limits
             raise too_long(
-                f"the conversation has {len(token_ids(turns[1:]))} tokens after its first messages "
+                f"the conversation has {num_tokens(turns[1:])} tokens after its first messages "
                 f"({len(turns[0].token_ids)}), and rollout.max_response_tokens "
                 f"({limits.max_response_tokens}) or the model's context ({limits.max_tokens}) leaves no room "
                 "for a reply"
@@ -177,7 +178,7 @@ class Record:
 
     def _room(self, turns: Sequence[Turn]) -> int:
         limit = self._episode.limits.response_tokens(prompt_tokens=len(turns[0].token_ids))
-        return limit - len(token_ids(turns[1:]))
+        return limit - num_tokens(turns[1:])
 
     async def _sample(
         self,
@@ -192,11 +193,13 @@ class Record:
             Interrupted: If the episode was interrupted.
         """
         room = self._room(turns)
-        number = self._num_asked[token_ids(turns)]
-        self._num_asked[token_ids(turns)] += request.n
+        context = str(token_ids(turns)).encode()
+        asked = hashlib.sha256(context).digest()
+        number = self._num_asked[asked]
+        self._num_asked[asked] += request.n
         draws = [
             Draw(
-                seed=self._seed(turns, request.seed, number=number, index=index),
+                seed=self._seed(context, request.seed, number=number, index=index),
                 offset=0,
                 max_tokens=room if max_tokens is None else min(room, max_tokens),
                 stop_texts=(*self._episode.limits.stop_texts, *request.stop_texts),
@@ -225,11 +228,11 @@ class Record:
             raise Interrupted
         return sampled
 
-    def _seed(self, turns: Sequence[Turn], asked: int | None, *, number: int, index: int) -> int:
+    def _seed(self, context: bytes, asked: int | None, *, number: int, index: int) -> int:
         """A seed of its own for each reply, the same whenever the agent does the same."""
         which = f"{number + index}" if asked is None else f"{asked}+{index}"
-        text = f"{self._episode.limits.seed}/{which}/{token_ids(turns)}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+        text = f"{self._episode.limits.seed}/{which}/".encode() + context
+        return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 
     def _encoded(self, text: str) -> list[int]:
         try:
@@ -243,7 +246,7 @@ def _longest(
 ) -> _Conversation | None:
     """The longest conversation that a request continues."""
     fitting = [conversation for conversation in conversations if fits(conversation)]
-    return max(fitting, key=lambda found: len(token_ids(found.turns)), default=None)
+    return max(fitting, key=lambda found: num_tokens(found.turns), default=None)
 
 
 def _begins(whole: Sequence[Any], part: Sequence[Any]) -> bool:

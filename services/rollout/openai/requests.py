@@ -1,5 +1,6 @@
 """Requests of the endpoint: the part of OpenAI's API that a recorded policy can serve."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self, TypeVar
@@ -72,11 +73,12 @@ class Message(BaseModel):
         return "".join(part.text for part in self.content)
 
     @property
-    def meaning(self) -> tuple[Any, ...]:
-        """What has to be equal in two messages that say the same."""
+    def meaning(self) -> bytes:
+        """What is equal in two messages that say the same: a digest, which long chats take no room with."""
         calls = [(call.function.name, _parsed(call.function)) for call in self.tool_calls or ()]
-        calls_text = json.dumps(calls, sort_keys=True)
-        return (self.role, self.text.strip(), self.name, calls_text, self.tool_call_id)
+        calls_text = json.dumps(calls, sort_keys=True) if calls else ""
+        said = (self.role, self.text.strip(), self.name, calls_text, self.tool_call_id)
+        return hashlib.sha256(repr(said).encode()).digest()
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it: arguments are objects."""

@@ -35,6 +35,7 @@ from services.rollout.workflows.turns import (
     NOTHING_SAMPLED,
     Turn,
     num_sampled,
+    num_tokens,
     observed,
     routed_experts,
     sampled_versions,
@@ -126,7 +127,7 @@ class Episode:
     def remaining_tokens(self) -> int:
         """Tokens that the response may still grow by."""
         limit = self.limits.response_tokens(prompt_tokens=len(self.prompt_ids))
-        return limit - len(self.response_ids)
+        return limit - num_tokens(self.response_turns)
 
     @property
     def finish_reason(self) -> FinishReason:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 
@@ -45,8 +46,8 @@ class Turn:
     def continued(self, result: GenerationResult, seconds: float = 0.0) -> "Turn":
         """This turn and what was sampled after it, in so much time."""
         runs = list(self.version_runs)
-        for version, num_tokens in result.version_runs:
-            append_version(runs, version, num_tokens)
+        for run in result.version_runs:
+            append_version(runs, *run)
         return Turn(
             token_ids=self.token_ids + result.token_ids,
             logprobs=self.logprobs + result.logprobs,
@@ -89,7 +90,12 @@ def _joined(parts: Sequence[RoutedExperts | None]) -> RoutedExperts | None:
 
 def token_ids(turns: Iterable[Turn]) -> tuple[int, ...]:
     """Tokens of all turns."""
-    return tuple(token for turn in turns for token in turn.token_ids)
+    return tuple(chain.from_iterable(turn.token_ids for turn in turns))
+
+
+def num_tokens(turns: Iterable[Turn]) -> int:
+    """Tokens of all turns."""
+    return sum(len(turn.token_ids) for turn in turns)
 
 
 def num_sampled(turns: Iterable[Turn]) -> int:
@@ -101,8 +107,8 @@ def version_runs(turns: Iterable[Turn]) -> list[VersionRun]:
     """Weight versions of all tokens of some turns, run-length coded."""
     runs: list[VersionRun] = []
     for turn in turns:
-        for version, num_tokens in turn.version_runs:
-            append_version(runs, version, num_tokens)
+        for run in turn.version_runs:
+            append_version(runs, *run)
     return runs
 
 
