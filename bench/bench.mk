@@ -1,5 +1,5 @@
 # Benchmarks; included by the Makefile.
-.PHONY: bench-abuse bench-page bench-samples bench-silence bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-one-gpu bench-trainer bench-rollout bench-weightsync bench-recovery
+.PHONY: bench-abuse bench-page bench-samples bench-silence bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-one-gpu bench-trainer bench-rollout bench-episodes bench-weightsync bench-recovery
 bench-dataplane: $(READY) ## The data plane next to its peer, minutes (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.dataplane $(OPTIONS)
 
@@ -24,6 +24,9 @@ bench-rollout: $(READY) ## Engines, interruptions, failing rewards, learning; ha
 	$(BIN)/python -m bench.rollout.interruption
 	$(BIN)/python -m bench.rollout.rewards
 	$(BIN)/python -m bench.rollout.learning
+
+bench-episodes: $(READY) ## 2,000 agents at once on one rollout: overhead of each turn, memory; half an hour (OPTIONS=--smoke for one minute)
+	$(BIN)/python -m bench.rollout.episodes $(OPTIONS)
 
 bench-tails: $(READY) ## Responses of hours and of 100,000 tokens, killed and resumed, an hour (OPTIONS=--smoke for minutes)
 	$(BIN)/python -m bench.tails $(OPTIONS)

@@ -1,0 +1,127 @@
+"""Thousands of episodes whose tools take seconds: what the endpoint adds to each turn, and what it keeps.
+
+Usage: python -m bench.rollout.episodes [--smoke] [--seconds 120] [--out FILE.json]
+
+Real: the endpoint on loopback, agents in a process of their own, sampler, workflow, recorded conversations,
+tokenizer, stored progress. The engine is the fake one, with a real time for each token. Overhead is counted
+by the agents, from before they send to after they have the answer, less the time of the reply's tokens. Then
+an hour of it in virtual time, without sockets: memory.
+"""
+
+import argparse
+import asyncio
+import resource
+import time
+from collections.abc import Sequence
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from bench.rollout.episodes_hour import hour
+from bench.rollout.report import GrowingReport
+from bench.rollout.served_episodes import Asked, Episodes, Load, milliseconds
+from services.common.http_limits import raise_descriptor_limit
+from services.rollout.calls.reach import Reach
+from services.rollout.garbage import spare_what_stays
+from services.rollout.openai.agent import Agent
+
+
+async def measure(load: Load, *, seconds: float) -> dict[str, Any]:
+    """Let episodes run, and look at their turns once all of them are in their midst.
+
+    Args:
+        load: What is asked.
+        seconds: That are measured.
+    """
+    raise_descriptor_limit()
+    workflow = Agent(agent="bench.rollout.tool_agent:use_tools")
+    episodes = Episodes(load)
+    spare_what_stays()
+    reach, here = Reach(("127.0.0.1",)), "127.0.0.1"
+    async with (
+        workflow.serving(f"{here}:0", host=here, temperature=1.0, reach=reach),
+        episodes.running(workflow),
+    ):
+        began = time.monotonic()
+        await asyncio.sleep(2 * load.sleep_s[1])
+        begin, idle, cpu = time.monotonic(), episodes.engine.stats().idle_seconds, _cpu()
+        await asyncio.sleep(seconds)
+        end, cpu = time.monotonic(), _cpu() - cpu
+        idle = episodes.engine.stats().idle_seconds - idle
+        # Turns of an episode are known at its end.
+        await asyncio.sleep(load.turns * load.sleep_s[1] / 2)
+    asked = [turn for turn in episodes.asked if begin <= turn.sent < end]
+    herd = [turn.received for turn in episodes.asked if turn.is_first and turn.sent < began + 1]
+    num_turns = sum(begin <= t < end for times in episodes.engine.begun.values() for t in times)
+    num_turns += sum(begin <= turn.begun < end for turn in episodes.asked)
+    return {
+        "episodes": load.episodes,
+        "turns_per_s": round(num_turns / seconds, 1),
+        "overhead_ms": milliseconds([turn.overhead_s for turn in asked]),
+        "to_engine_ms": milliseconds([turn.begun - turn.sent for turn in asked]),
+        "cpu_ms_per_turn": round(1e3 * cpu / num_turns, 3),
+        "engine_idle_ratio": round(idle / seconds, 4),
+        "engine_idle_though_asked_ratio": round(idle_though_asked(asked) / seconds, 4),
+        "all_at_once_s": round(max(herd, default=began) - began, 2),
+        "failed": len(episodes.failed),
+        "why": sorted(set(episodes.failed))[:3],
+    }
+
+
+def idle_though_asked(asked: Sequence[Asked]) -> float:
+    """Seconds in which the engine worked on nothing, though the endpoint had been asked for something."""
+    changes = sorted(
+        change
+        for turn in asked
+        for change in (
+            (turn.sent, 1, 0),
+            (turn.begun, -1, 1),
+            (turn.begun + turn.engine_s, 0, -1),
+        )
+    )
+    seconds, since, waiting, working = 0.0, 0.0, 0, 0
+    for when, more_waiting, more_working in changes:
+        if waiting and not working:
+            seconds += when - since
+        since, waiting, working = when, waiting + more_waiting, working + more_working
+    return seconds
+
+
+def _cpu() -> float:
+    """Seconds of a processor that this process has used."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="fewer episodes, shorter tools")
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--episodes", type=int, nargs="+", default=[64, 2000])
+    parser.add_argument(
+        "--hour", type=int, default=2000, help="episodes in virtual time; 0 for none"
+    )
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args()
+    out = arguments.out
+    if out is None and not arguments.smoke:
+        out = Path("bench/results/rollout-episodes.json")
+    report = GrowingReport(out, {"smoke": arguments.smoke})
+    found = []
+    for number in [50] if arguments.smoke else arguments.episodes:
+        load = Load(episodes=number, sleep_s=(0.1, 3.0) if arguments.smoke else (1.0, 30.0))
+        seconds = 5.0 if arguments.smoke else arguments.seconds
+        found.append(asyncio.run(measure(load, seconds=seconds)))
+        report.add({"real_time": found})
+    if not arguments.hour:
+        report.finish({})
+        return
+    load, minutes = (
+        (Load(episodes=20), 5) if arguments.smoke else (Load(episodes=arguments.hour), 60)
+    )
+    with get_context("spawn").Pool(1) as pool:
+        report.finish({"virtual_time": pool.apply(hour, (load,), {"minutes": minutes})})
+
+
+if __name__ == "__main__":
+    main()

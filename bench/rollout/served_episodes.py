@@ -1,0 +1,229 @@
+"""Episodes of an agent, one after the other in each place: the product's sampler over the fake engine."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from bench.rollout.parts import tokenizer
+from services.common.batch import KVBatchMeta
+from services.common.spec.data import DataSpec
+from services.common.spec.rollout import RolloutSpec
+from services.rollout.calls.pool import CallPool
+from services.rollout.client import GroupAssignment
+from services.rollout.engines.base import GenerationRequest, GenerationResult
+from services.rollout.engines.fake import FakeEngine, LongTail
+from services.rollout.group import Tools
+from services.rollout.monitor import monitor
+from services.rollout.openai.agent import Agent
+from services.rollout.progress_cache import TransferQueueCache
+from services.rollout.prompts import Prompt, PromptBook
+from services.rollout.rewards.base import RewardInput, Score
+from services.rollout.samples import Sample, prompt_fields, sample_fields, sample_tags
+from services.rollout.sampling import Failure, GroupSampler
+
+TOKEN_S = 0.002
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is asked of the rollout."""
+
+    episodes: int
+    """At once."""
+    turns: int = 8
+    """Of each."""
+    sleep_s: tuple[float, float] = (1.0, 30.0)
+    """Least and most time of a tool."""
+    median_tokens: float = 200.0
+    """Of a reply."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A turn, in seconds of the monotonic clock."""
+
+    sent: float
+    """When the agent asked."""
+    begun: float
+    """When the engine was asked."""
+    received: float
+    """When the agent had the answer."""
+    engine_s: float
+    """What the engine needs for it, if nothing is in its way."""
+    is_first: bool
+    """Whether it is its episode's first."""
+
+    @property
+    def overhead_s(self) -> float:
+        """What it took beyond the engine's time."""
+        return self.received - self.sent - self.engine_s
+
+
+class _Engine(FakeEngine):
+    """Remembers when it was asked for what."""
+
+    def __init__(self, load: Load) -> None:
+        super().__init__(
+            max_running=load.episodes,
+            step_seconds=lambda _: TOKEN_S,
+            lengths=LongTail(median=load.median_tokens, sigma=0.5),
+            vocab_size=tokenizer().vocab_size,
+            stop_token=tokenizer().eos_id,
+        )
+        self.begun: dict[str, list[float]] = {}
+        self.num_asked = 0
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        self.num_asked += 1
+        self.begun.setdefault(request.request_id.partition(".")[0], []).append(time.monotonic())
+        return await super().generate(request)
+
+
+class _Rows:
+    """As many as are wanted, each with its number."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+
+    def __len__(self) -> int:
+        return 1 << 40
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        load = self._load
+        return {"number": index, "turns": load.turns, "sleep": load.sleep_s, "prompt": f"{index}?"}
+
+
+class _Queue:
+    """Takes tensors and keeps none."""
+
+    async def put(self, *given: Any, **more: Any) -> KVBatchMeta | None:
+        return None
+
+    async def release(self, *given: Any) -> None: ...
+
+
+class _Session:
+    """Reports to nobody."""
+
+    def report(self, **facts: Any) -> None: ...
+
+
+class Episodes:
+    """Keeps as many episodes running as there should be.
+
+    Attributes:
+        engine: Where they are sampled.
+        asked: Turns of those that have ended.
+        failed: Why others ended.
+        num_ended: Episodes.
+    """
+
+    def __init__(self, load: Load) -> None:
+        self.engine = _Engine(load)
+        self.asked: list[Asked] = []
+        self.failed: list[str] = []
+        self.num_ended = 0
+        self._load = load
+        self._next = 0
+        self._sampler: GroupSampler | None = None
+
+    @asynccontextmanager
+    async def running(self, workflow: Agent) -> AsyncIterator[None]:
+        """Run them until the block ends."""
+        spec = RolloutSpec(
+            group_size=1,
+            max_running_samples=self._load.episodes,
+            max_response_tokens=100_000,
+            rewards=[{"name": "environment"}],
+        )
+        data = DataSpec(train={"source": "jsonl", "path": "rows"}, answer_column=None)
+        async with CallPool(1) as calls, asyncio.TaskGroup() as tasks:
+            decoding = tasks.create_task(self.engine.run())
+            queue: Any = _Queue()
+            tools = Tools(
+                engine=self.engine,
+                tokenizer=tokenizer(),
+                workflow=workflow,
+                reward=self,
+                calls=calls,
+            )
+            async with GroupSampler(
+                PromptBook(data, {"train": _Rows(self._load)}, tokenizer()),
+                tools,
+                spec,
+                publisher=self,
+                cache=TransferQueueCache("run/partial", data=queue, metadata=queue),
+                report_failures=self.report,
+            ) as self._sampler:
+                self._begin(self._load.episodes)
+                watching = tasks.create_task(self._watch(self._sampler))
+                yield
+                watching.cancel()
+            decoding.cancel()
+
+    async def _watch(self, sampler: GroupSampler) -> None:
+        """Gauges, stalls and stored progress, as often as a rollout looks at them."""
+        session: Any = _Session()
+        await monitor(session, self.engine, sampler, publish_wait_s=lambda: 0.0, stall_s=600.0)
+
+    async def score(self, given: RewardInput) -> Score:
+        """Take in what the agent measured."""
+        earned: Any = given.earned
+        begun = self.engine.begun.pop(f"g{given.row['number']}")
+        self.asked += [
+            Asked(
+                sent=sent,
+                begun=begun[number],
+                received=received,
+                # The first token of a request that comes between two steps takes less than one.
+                engine_s=(tokens - 1) * TOKEN_S,
+                is_first=number == 0,
+            )
+            for number, (sent, received, tokens) in enumerate(earned["turns"])
+        ]
+        return Score(0.0)
+
+    async def publish(
+        self, assignment: GroupAssignment, prompt: Prompt, samples: list[Sample]
+    ) -> None:
+        """Make what would be stored; another episode takes the place of the one that ended."""
+        prompt_fields(samples)
+        sample_fields(samples)
+        sample_tags(samples, prompt, group_id=assignment.group_id, attempt=assignment.attempt)
+        self.num_ended += len(samples)
+        self._begin(1)
+
+    async def report(self, failures: Sequence[Failure]) -> None:
+        """None should fail."""
+        self.failed += [f"{error.reason}: {error.message}" for _, error in failures]
+        self._begin(len(failures))
+
+    def _begin(self, num_episodes: int) -> None:
+        assert self._sampler is not None
+        numbers = range(self._next, self._next + num_episodes)
+        self._next += num_episodes
+        self._sampler.start([_assignment(number) for number in numbers])
+
+
+def _assignment(number: int) -> GroupAssignment:
+    return GroupAssignment(
+        group_id=f"g{number}",
+        attempt=1,
+        split="train",
+        row=number,
+        partition_id="run/train",
+        members=(0,),
+        seeds=(number,),
+        temperatures=(1.0,),
+    )
+
+
+def milliseconds(seconds: Sequence[float]) -> Mapping[str, float]:
+    """How values are spread."""
+    ordered = sorted(seconds)
+    places = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+    last = len(ordered) - 1
+    return {name: round(1e3 * ordered[int(last * place)], 2) for name, place in places.items()}
