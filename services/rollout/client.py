@@ -107,3 +107,11 @@ class RolloutClient:
             timeout_s=_TIMEOUT_S,
             idempotent=True,
         )
+
+    async def sleep(self, *, timeout_s: float) -> None:
+        """Have the engine give its GPU memory up; groups wait where they are. Safe to repeat."""
+        await call(self._stub.Sleep, pb.SleepRequest(), timeout_s=timeout_s, idempotent=True)
+
+    async def wake(self, *, timeout_s: float) -> None:
+        """Give the engine its memory back; groups go on with the next weights. Safe to repeat."""
+        await call(self._stub.Wake, pb.WakeRequest(), timeout_s=timeout_s, idempotent=True)

@@ -189,6 +189,21 @@ class GroupSampler:
         await asyncio.wait(tasks.values())
         await self._park([group for group in groups if group.is_cut])
 
+    async def sleep(self) -> None:
+        """Free the engine's memory; what runs is finished first, unless it may go on under other weights."""
+        # Memory is moved to its end, even if the caller is gone.
+        await asyncio.shield(self._tasks.create_task(self._sleep()))
+
+    async def wake(self) -> None:
+        """Give the engine its memory back."""
+        await asyncio.shield(self._tasks.create_task(self._tools.engine.wake()))
+
+    async def _sleep(self) -> None:
+        engine = self._tools.engine
+        if not self._spec.partial_rollout and not engine.stats().is_asleep:
+            await engine.pause(drain=True)
+        await engine.sleep()
+
     async def stop_stalled(self, watch: EpisodeWatch, *, now: float) -> None:
         """Interrupt groups of which a member made no token and no call for too long."""
         running, total = await self._tools.engine.peek(), self._tools.engine.stats().tokens_total

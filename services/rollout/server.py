@@ -49,6 +49,16 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         await self._attached().interrupt(request.group_ids or None)
         return pb.InterruptGroupsResponse()
 
+    async def Sleep(self, request: pb.SleepRequest, context: _Context) -> pb.SleepResponse:
+        """Give the GPU memory up."""
+        await self._attached().sleep()
+        return pb.SleepResponse()
+
+    async def Wake(self, request: pb.WakeRequest, context: _Context) -> pb.WakeResponse:
+        """Take the GPU memory back."""
+        await self._attached().wake()
+        return pb.WakeResponse()
+
     def _attached(self) -> GroupSampler:
         if self._sampler is None:
             raise UnavailableError("this rollout worker still loads its model; try again")

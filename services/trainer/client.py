@@ -126,6 +126,14 @@ class TrainerClient:
         )
         return response.path, response.size_bytes
 
+    async def sleep(self, *, timeout_s: float) -> None:
+        """Have all ranks move their state to host memory, after the step that is trained. Safe to repeat."""
+        await call(self._stub.Sleep, pb.SleepRequest(), timeout_s=timeout_s, idempotent=True)
+
+    async def wake(self, *, timeout_s: float) -> None:
+        """Have all ranks move their state back. Safe to repeat."""
+        await call(self._stub.Wake, pb.WakeRequest(), timeout_s=timeout_s, idempotent=True)
+
 
 class ScoringClient:
     """Calls one worker of the role logp."""

@@ -120,6 +120,16 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         metrics.observe_checkpoint(self._run_id, request.step, saved)
         return pb.SaveCheckpointResponse(path=str(saved.folder), size_bytes=saved.num_bytes)
 
+    async def Sleep(self, request: pb.SleepRequest, context: _Context) -> pb.SleepResponse:
+        """Move the training state to host memory."""
+        await self._leader.sleep()
+        return pb.SleepResponse()
+
+    async def Wake(self, request: pb.WakeRequest, context: _Context) -> pb.WakeResponse:
+        """Move the training state back."""
+        await self._leader.wake()
+        return pb.WakeResponse()
+
     async def _tell_saving(self, step: int) -> None:
         """Tell how far a checkpoint is, until cancelled."""
         try:

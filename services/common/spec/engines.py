@@ -47,6 +47,8 @@ class EngineKind:
     """Most samples decoded at once in a replica of a run that does not say how many."""
     is_writable: bool = False
     """Whether weights can be received straight into the live ones (``weight_sync.mode: inplace``)."""
+    sleeps: bool = False
+    """Whether it can give its GPU memory up for a time (``topology.placement: colocated``)."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """What it reads when it is imported; what is set already stays."""
     environment_without: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -120,6 +122,7 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         length_argument="max_kv_tokens",
         most_running=256,
         is_writable=True,
+        sleeps=True,
     ),
     "vllm": EngineKind(
         adapter="services.rollout.engines.vllm:build",
@@ -150,7 +153,9 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
             "worker_extension_cls": "",
             "logprobs_mode": "",
             "scheduler_cls": "",
+            "enable_sleep_mode": "topology.placement",
         },
+        sleeps=True,
         gpu_arguments=(
             "tensor_parallel_size",
             "pipeline_parallel_size",
@@ -248,6 +253,7 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         adapter="services.rollout.engines.fake:build",
         arguments=frozenset({"token_seconds", "median_tokens", "sigma"}),
         harmless_arguments=frozenset({"token_seconds", "median_tokens", "sigma"}),
+        sleeps=True,
     ),
 }
 """By the value of ``rollout.engine``."""

@@ -2,13 +2,17 @@
 
 from collections.abc import Iterator
 
+from services.common.spec.engines import ENGINES
 from services.common.spec.run import RunSpec
 from services.common.spec.weight_modes import HOST_MODE, MODES
 
 
 def placement(spec: RunSpec) -> Iterator[str]:
-    """What is wrong with the task groups."""
+    """What is wrong with the task groups, or with turns on the same GPUs."""
     topology = spec.topology
+    if topology.is_colocated:
+        yield from _turns(spec)
+        return
     if not topology.task_groups:
         if topology.ratios or topology.gpus:
             yield (
@@ -141,3 +145,54 @@ def _critic(spec: RunSpec) -> Iterator[str]:
             f"topology.task_groups puts {', '.join(group.tasks)} on the same GPUs, but a critic outside of "
             "train needs its GPUs for itself; give it a group of its own"
         )
+
+
+def _turns(spec: RunSpec) -> Iterator[str]:
+    """Trainer and rollouts have the GPUs one after the other, and nobody else has any."""
+    here, apart = "topology.placement is 'colocated'", "set topology.placement to 'disaggregated'"
+    topology, ranks, replicas = spec.topology, spec.trainer.world_size, spec.rollout.replicas
+    if topology.task_groups or topology.ratios or topology.gpus or topology.scoring_ranks > 1:
+        yield (
+            f"{here}, where all tasks share the trainer's GPUs, but topology.task_groups, ratios, gpus or "
+            f"scoring_ranks split them; leave these out, or {apart}"
+        )
+    if not ENGINES[spec.rollout.engine].sleeps:
+        able = ", ".join(name for name, kind in ENGINES.items() if kind.sleeps)
+        yield (
+            f"{here}, but engine {spec.rollout.engine!r} does not give up its GPU memory while the trainer "
+            f"works; choose one of {able}, or {apart}"
+        )
+    engine_gpus = spec.engine_gpus
+    if replicas * engine_gpus % ranks:
+        yield (
+            f"{here}, so that all rollouts are on the trainer's GPUs, but rollout.replicas ({replicas}) of "
+            f"{engine_gpus} GPU(s) each do not fill trainer.world_size ({ranks}) GPUs equally; make their "
+            "product a multiple of it"
+        )
+    if spec.algorithm.max_staleness > 1:
+        yield (
+            f"{here}, where rollouts cannot run ahead of training by {spec.algorithm.max_staleness} versions; "
+            f"set algorithm.max_staleness to 0 or 1, or {apart}"
+        )
+    unfit = {
+        "rollout.kv_policy": (spec.rollout.kv_policy, "recompute", "an engine that sleeps forgets its cache"),
+        "weight_sync.publish_every": (
+            spec.weight_sync.publish_every, 1, "an engine that sleeps comes back with new weights"
+        ),
+        "validation.replicas": (
+            spec.validation.replicas, 0, "no rollout can answer while the trainer has the GPUs"
+        ),
+        "trainer.accumulate_early": (
+            spec.trainer.accumulate_early, False, "the trainer has no GPUs while others generate"
+        ),
+    }
+    for key, (found, fitting, why) in unfit.items():
+        if found != fitting:
+            yield f"{here}, but {key} is {found!r}, and {why}; set it to {fitting!r}, or {apart}"
+    if MODES[spec.weight_sync.mode].is_in_place:
+        yield (
+            f"{here}, but weight_sync.mode {spec.weight_sync.mode!r} writes into live weights, which an engine that "
+            f"sleeps does not have; leave it out, or {apart}"
+        )
+    if spec.algorithm.num_demonstrations:
+        yield f"{here}, but nothing is sampled for training with algorithm.loss {spec.algorithm.loss!r}; {apart}"

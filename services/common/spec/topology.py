@@ -1,4 +1,4 @@
-"""Which tasks of a run have GPUs of their own, and how many."""
+"""Which tasks of a run have GPUs of their own, and how many; or that they take turns on the same ones."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -17,6 +17,11 @@ class TopologySpec(SpecPart):
     Where there are no GPUs, a GPU stands for a process.
     """
 
+    placement: Literal["disaggregated", "colocated"] = "disaggregated"
+    """Where trainer and rollouts are. ``disaggregated``: each has GPUs of its own, and they work at the same
+    time. ``colocated``: all are on the trainer's GPUs, and take turns: while one side works, the other keeps
+    nothing there. The GPUs of all rollouts must be a multiple of ``trainer.world_size``, and
+    ``algorithm.max_staleness`` 0 or 1."""
     task_groups: tuple[tuple[str, ...], ...] = ()
     """Tasks of each group: a name, or a list of names that share GPUs, among ``train``, ``generate``,
     ``logp``, ``ref_logp``, ``critic`` and ``reward``. What is not listed belongs to ``train``, and
@@ -46,6 +51,11 @@ class TopologySpec(SpecPart):
             else group
             for group in groups
         ]
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether trainer and rollouts take turns on the same GPUs."""
+        return self.placement == "colocated"
 
     def place(self, parallelism: Mapping[str, int] | None = None) -> Placement:
         """The groups with their GPUs.

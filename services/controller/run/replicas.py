@@ -7,7 +7,7 @@ from statistics import fmean
 
 from services.common.errors import ServiceError, UnavailableError
 from services.common.grpc_client import open_channel
-from services.common.task_group import TaskGroup
+from services.common.task_group import TaskGroup, unwrapped
 from services.controller.membership.registry import Worker
 from services.controller.planning.measured import DECODE_TIMES
 from services.controller.rules.placement import Placement
@@ -160,6 +160,22 @@ class Replicas:
         clients = [self._clients[name] for name in (self._clients if names is None else names)]
         await self._all_answer(client.interrupt_groups() for client in clients)
 
+    async def sleep(self, *, timeout_s: float) -> None:
+        """Have all engines give their GPU memory up; groups wait where they are.
+
+        Raises:
+            ServiceError: If a rollout does not answer.
+        """
+        await self._all(client.sleep(timeout_s=timeout_s) for client in self._clients.values())
+
+    async def wake(self, *, timeout_s: float) -> None:
+        """Give all engines their memory back; groups go on with the next weights.
+
+        Raises:
+            ServiceError: If a rollout does not answer.
+        """
+        await self._all(client.wake(timeout_s=timeout_s) for client in self._clients.values())
+
     async def put_down(self, group_ids: Sequence[str]) -> None:
         """Stop groups wherever they run; what they have is cached, and each is reported."""
         clients = self._clients.values()
@@ -170,14 +186,17 @@ class Replicas:
         """End groups wherever they run. A rollout that does not answer is found dead elsewhere."""
         await self._all_answer(client.cancel_groups(group_ids) for client in self._clients.values())
 
-    async def _all_answer(self, calls: Iterable[Coroutine[None, None, None]]) -> bool:
-        """Whether all of the calls are answered; one that is not ends the others."""
-        is_answered = True
-        try:
+    async def _all(self, calls: Iterable[Coroutine[None, None, None]]) -> None:
+        with unwrapped(ServiceError):
             async with TaskGroup() as tasks:
                 for call in calls:
                     tasks.create_task(call)
-        except* ServiceError as errors:
-            logger.warning("a rollout did not answer", extra={"why": str(errors)})
-            is_answered = False
-        return is_answered
+
+    async def _all_answer(self, calls: Iterable[Coroutine[None, None, None]]) -> bool:
+        """Whether all of the calls are answered; one that is not ends the others."""
+        try:
+            await self._all(calls)
+        except ServiceError as error:
+            logger.warning("a rollout did not answer", extra={"why": str(error)})
+            return False
+        return True

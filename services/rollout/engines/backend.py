@@ -76,3 +76,15 @@ class Freezer(Protocol):
             recompute: Whether caches are computed anew under them.
         """
         ...
+
+
+class Sleeper(Protocol):
+    """A backend that can give its GPU memory up while it has no parts."""
+
+    async def sleep(self) -> None:
+        """Give up the KV cache and what the weights hold."""
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory back; the weights have to be loaded before the next part."""
+        ...

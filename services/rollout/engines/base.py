@@ -123,6 +123,8 @@ class EngineStats:
     """Those of them that were found in a prefix cache, or shared with another request."""
     recomputed_tokens_total: int = 0
     """Tokens of responses computed once more since the start: under new weights, or to go on with one."""
+    is_asleep: bool = False
+    """Whether it has given its memory up, or has no weights since."""
 
 
 class Engine(Protocol):
@@ -185,7 +187,20 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Go on after a pause."""
+        """Go on after a pause; one that slept goes on once weights are adopted."""
+        ...
+
+    async def sleep(self) -> None:
+        """Pause, and give up the device's memory: the KV cache, and what the weights hold. Safe to repeat.
+
+        Requests keep their place and their tokens.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory back. Nothing is decoded before the next adoption, under whose weights all requests
+        go on with a cache that is computed anew. Safe to repeat.
+        """
         ...
 
     def weight_specs(self) -> "list[TensorSpec]":

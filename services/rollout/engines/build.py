@@ -38,6 +38,7 @@ def build_engine(
     device: torch.device,
     plan: Plan | None = None,
     is_written_in_place: bool = False,
+    sleeps: bool = False,
 ) -> Engine:
     """Build the engine with random weights; the real ones arrive over the weight plane.
 
@@ -49,6 +50,7 @@ def build_engine(
         device: Where it decodes.
         plan: What a GPU will hold; None for an engine that nothing is sent to, and which has it to itself.
         is_written_in_place: Whether weights are received straight into the live ones.
+        sleeps: Whether it has to give its GPU memory up from time to time.
 
     Raises:
         ValueError: If the engine is not installed, or cannot do what the run asks for.
@@ -70,6 +72,7 @@ def build_engine(
         decode=tokenizer.decode,
         returns_experts=spec.routing_replay != "off",
         is_written_in_place=is_written_in_place,
+        sleeps=sleeps,
         vocab_size=tokenizer.vocab_size,
         stop_token=tokenizer.eos_id,
     )

@@ -107,8 +107,14 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def recompute(self) -> None:
-        """Fill the cache again, after the weights changed."""
+        """Fill the cache again, after the weights changed or it was forgotten."""
+        self._cache.reserve(len(self._rows), self.span)
         self._prefill(range(len(self._rows)))
+
+    def forget(self) -> None:
+        """Give up the cache's memory, and the graphs that read it; requests keep their tokens."""
+        self._step.forget()
+        self._cache.clear()
 
     @torch.inference_mode()
     def step(self, weight_version: int) -> list[tuple[str, GenerationResult]]:

@@ -96,6 +96,10 @@ class DecodeStep:
             torch.cuda.current_stream(self._device).synchronize()
         return outputs.first(num_rows)
 
+    def forget(self) -> None:
+        """Throw the graphs away: weights or cache are about to lie elsewhere."""
+        self._graphs.clear()
+
     def _compute(
         self, inputs: "_DeviceInputs", span: int, truncation: Truncation | None
     ) -> StepOutputs:

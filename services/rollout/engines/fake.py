@@ -123,6 +123,7 @@ class FakeEngine:
         self._changed = asyncio.Event()
         self._drained = asyncio.Condition()
         self._may_step = self._may_admit = True
+        self._is_asleep = self._is_blank = False
         self._weight_version = -1
         self._tokens_total = 0
         self._idle_seconds = 0.0
@@ -195,8 +196,19 @@ class FakeEngine:
         self._may_step = False
         self._changed.set()
 
+    async def sleep(self) -> None:
+        """Make no tokens before weights come."""
+        await self.pause()
+        self._is_asleep = self._is_blank = True
+
+    async def wake(self) -> None:
+        """Be ready for weights."""
+        self._is_asleep = False
+
     async def resume(self) -> None:
-        """Go on."""
+        """Go on, unless there are no weights."""
+        if self._is_blank:
+            return
         self._may_admit = self._may_step = True
         self._changed.set()
 
@@ -206,8 +218,9 @@ class FakeEngine:
 
     async def adopt_weights(self, version: int, tensors: "Mapping[str, Tensor]") -> float:
         """Count further tokens to a version; takes no time."""
+        assert not self._is_asleep, "an engine that sleeps has no room for weights; wake it first"
         self._settle()
-        self._weight_version = version
+        self._weight_version, self._is_blank = version, False
         return 0.0
 
     def stats(self) -> EngineStats:
@@ -220,6 +233,7 @@ class FakeEngine:
             kv_used_fraction=len(self._running) / self._max_running,
             idle_seconds=self._idle_seconds,
             weight_version=self._weight_version,
+            is_asleep=self._is_blank,
         )
 
     def _settle(self) -> None:
@@ -253,6 +267,7 @@ class FakeEngine:
             self._running[row.request.request_id] = row
 
     def _step(self, num_steps: int) -> None:
+        assert not (num_steps and self._is_blank), "an engine without weights decodes nothing"
         self._tokens_total += num_steps * len(self._running)
         for name, row in [*self._running.items()]:
             row.num_tokens += num_steps

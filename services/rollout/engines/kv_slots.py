@@ -46,6 +46,12 @@ class SlotCache(Cache):
                 stored[layer][: old.shape[0], :, : old.shape[2]] = old
         self.num_slots, self.num_tokens = slots, tokens
 
+    def clear(self) -> None:
+        """Give up all memory; what was stored has to be stored again."""
+        self._keys.clear()
+        self._values.clear()
+        self.num_slots = self.num_tokens = 0
+
     def begin_prefill(self, targets: Tensor, sources: Tensor, *, first: int = 0) -> None:
         """Announce a pass over a part of contexts; what comes before it is stored.
 

@@ -35,6 +35,8 @@ class EngineOrder:
     """Whether results tell which experts were chosen."""
     is_written_in_place: bool = False
     """Whether weights are received straight into its parameters."""
+    sleeps: bool = False
+    """Whether it has to give its GPU memory up from time to time."""
     vocab_size: int = 256
     """Tokens that the tokenizer knows."""
     stop_token: int = 1

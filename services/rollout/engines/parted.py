@@ -17,7 +17,7 @@ from torch import Tensor
 
 from services.common.phases import Phases
 from services.rollout import metrics
-from services.rollout.engines.backend import Backend, EngineDiedError, Freezer, PartStream
+from services.rollout.engines.backend import Backend, EngineDiedError, Freezer, PartStream, Sleeper
 from services.rollout.engines.base import (
     EngineStats,
     GenerationRequest,
@@ -59,6 +59,7 @@ class PartedEngine:
         max_running: int,
         kv_policy: str = "recompute",
         freezer: Freezer | None = None,
+        sleeper: Sleeper | None = None,
         decode: Decode | None = None,
     ) -> None:
         """Wrap a backend; :meth:`run` starts it.
@@ -69,11 +70,14 @@ class PartedEngine:
             max_running: Most requests decoded at once.
             kv_policy: Whether an adoption recomputes the KV prefix of running requests.
             freezer: The backend, if it can freeze.
+            sleeper: The backend, if it can sleep.
             decode: Token ids to text; needed for stop texts.
         """
         self.capabilities = backend.capabilities
         self.backend = backend
         self._freezer = freezer
+        self._sleeper = sleeper
+        self._is_asleep = self._is_blank = False
         self._recompute = kv_policy == "recompute"
         self._model = model
         self._decode = decode
@@ -101,6 +105,7 @@ class PartedEngine:
         *,
         length_argument: str,
         freezer: Freezer | None = None,
+        sleeper: Sleeper | None = None,
     ) -> Self:
         """Wrap the backend of an order.
 
@@ -109,6 +114,7 @@ class PartedEngine:
             order: What was ordered.
             length_argument: The engine's name for its longest context with the response.
             freezer: The backend, if it can freeze.
+            sleeper: The backend, if it can sleep.
         """
         return cls(
             backend,
@@ -116,6 +122,7 @@ class PartedEngine:
             max_running=order.max_running,
             kv_policy=order.kv_policy,
             freezer=freezer,
+            sleeper=sleeper,
             decode=order.decode,
         )
 
@@ -160,7 +167,7 @@ class PartedEngine:
             finally:
                 del self._running[request.request_id]
                 progress.ended.set()
-                self._note_idle()
+                self._note_idle(is_over=not self._running and not self._is_blank)
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probabilities of given tokens, as the engine reports them for a prompt."""
@@ -202,9 +209,29 @@ class PartedEngine:
             await self._cut(self._running.values())
 
     async def resume(self) -> None:
-        """Go on after a pause."""
+        """Go on after a pause, unless there are no weights."""
+        if self._is_blank:
+            return
         self._places.open()
         await self._gate.release()
+
+    async def sleep(self) -> None:
+        """Cut what runs, and have the engine give its memory up."""
+        assert self._sleeper is not None, "a run whose engine cannot sleep is refused"
+        await self._started.wait()
+        await self.pause()
+        async with self._gate.closed():
+            if not self._is_asleep:
+                self._note_idle(is_over=bool(self._running) and not self._is_blank)
+                self._is_asleep = self._is_blank = True
+                await self._sleeper.sleep()
+
+    async def wake(self) -> None:
+        """Have the engine take its memory back."""
+        async with self._gate.closed():
+            if self._is_asleep and self._sleeper is not None:
+                await self._sleeper.wake()
+                self._is_asleep = False
 
     def weight_specs(self) -> list[TensorSpec]:
         """Parameters by checkpoint name, tied ones once."""
@@ -255,6 +282,7 @@ class PartedEngine:
 
     async def _hold(self) -> None:
         """Stop what runs: in its place, or cut."""
+        assert not self._is_asleep, "an engine that sleeps has no room for weights; wake it first"
         if self._freezer is None:
             await self._cut(self._running.values())
         else:
@@ -264,16 +292,18 @@ class PartedEngine:
         """Let what runs go on under other weights."""
         self._weight_version = version
         self._num_adoptions += 1
+        if self._is_blank:
+            self._is_blank, self._busy_since = False, time.monotonic()
         if self._freezer is not None:
             await self._freezer.thaw(version, recompute=self._recompute)
             if self._recompute:
-                running = self._running.values()
+                running = [each for each in self._running.values() if each.part_id is not None]
                 self._recomputed_tokens_total += sum(each.num_sampled for each in running)
 
     def stats(self) -> EngineStats:
         """Gauges. Prefixes that requests share count in each of them."""
         busy = self._busy_seconds
-        if self._running:
+        if self._running and not self._is_blank:
             busy += time.monotonic() - self._busy_since
         held = sum(progress.num_tokens for progress in self._running.values())
         capacity = self.backend.kv_capacity_tokens if self._started.is_set() else 1
@@ -287,6 +317,7 @@ class PartedEngine:
             prompt_tokens_total=self._prompt_tokens_total,
             cached_tokens_total=self._cached_tokens_total,
             recomputed_tokens_total=self._recomputed_tokens_total,
+            is_asleep=self._is_blank,
         )
 
     async def _generate(self, progress: Progress) -> GenerationResult:
@@ -297,6 +328,7 @@ class PartedEngine:
                 async with self._gate.passage(give_up=lambda: progress.is_aborted):
                     if progress.is_aborted:
                         return progress.result("aborted")
+                    assert not self._is_blank, "an engine without weights decodes nothing"
                     version = self._weight_version
                     # A version may come again with other weights, after a trainer went back.
                     part = progress.next_part(f"{version}.{self._num_adoptions}")
@@ -343,6 +375,6 @@ class PartedEngine:
         if not self._running:
             self._busy_since = time.monotonic()
 
-    def _note_idle(self) -> None:
-        if not self._running:
+    def _note_idle(self, *, is_over: bool) -> None:
+        if is_over:
             self._busy_seconds += time.monotonic() - self._busy_since

@@ -124,6 +124,8 @@ class TorchEngine:
         self._changed = asyncio.Condition()
         self._may_step = True
         self._may_admit = True
+        self._is_asleep = self._is_blank = False
+        self._weight_bytes: dict[str, int] = {}
         self._weight_version = -1
         self._tokens_total = 0
         self._started_at = time.monotonic()
@@ -169,6 +171,7 @@ class TorchEngine:
         """Log-probabilities of given tokens, by a plain forward pass between two steps."""
         check_scorable(token_ids, vocab_size=self._vocab_size, max_model_tokens=self.max_tokens)
         async with self._between_steps:
+            assert not self._is_blank, "an engine without weights scores nothing"
             return await asyncio.to_thread(self._score, token_ids)
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
@@ -198,9 +201,26 @@ class TorchEngine:
             """No step is running any more."""
 
     async def resume(self) -> None:
-        """Go on after a pause."""
+        """Go on after a pause, unless there are no weights."""
+        if self._is_blank:
+            return
         self._may_admit = self._may_step = True
         await self._notify()
+
+    async def sleep(self) -> None:
+        """Give up the cache and what the weights hold."""
+        await self.pause()
+        async with self._between_steps:
+            if not self._is_asleep:
+                self._is_asleep = self._is_blank = True
+                await asyncio.to_thread(self._give_memory_up)
+
+    async def wake(self) -> None:
+        """Take the weights' memory back."""
+        async with self._between_steps:
+            if self._is_asleep:
+                await asyncio.to_thread(self._take_memory_back)
+                self._is_asleep = False
 
     def weight_specs(self) -> list[TensorSpec]:
         """Weights by name, tied ones once."""
@@ -230,9 +250,10 @@ class TorchEngine:
         """Copy new weights into the live parameters between two steps."""
         check_tensors({name: value.shape for name, value in self._parameters.items()}, tensors)
         async with self._between_steps:
+            assert not self._is_asleep, "an engine that sleeps has no room for weights; wake it first"
             started_at = time.monotonic()
             await asyncio.to_thread(self._copy_weights, tensors)
-            self._weight_version = version
+            self._weight_version, self._is_blank = version, False
             return time.monotonic() - started_at
 
     def stats(self) -> EngineStats:
@@ -247,6 +268,7 @@ class TorchEngine:
             prompt_tokens_total=self._batch.prompt_tokens_total,
             cached_tokens_total=self._batch.shared_tokens_total,
             recomputed_tokens_total=self._batch.recomputed_tokens_total,
+            is_asleep=self._is_blank,
         )
 
     def _has_work(self) -> bool:
@@ -269,6 +291,7 @@ class TorchEngine:
 
     def _advance(self, admitted: list[GenerationRequest]) -> list[tuple[str, GenerationResult]]:
         """Prefill new requests and draw one token for all (in a worker thread)."""
+        assert not self._is_blank, "an engine without weights decodes nothing"
         if admitted:
             self._batch.admit(admitted)
         self._tokens_total += len(self._batch)
@@ -285,10 +308,24 @@ class TorchEngine:
     def _copy_weights(self, tensors: Mapping[str, Tensor]) -> None:
         live = list(self._parameters.values())
         copy_all(live, [tensors[name] for name in self._parameters])
-        if self._recompute_kv:
+        if self._recompute_kv or self._is_blank:
             self._batch.recompute()
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
+
+    def _give_memory_up(self) -> None:
+        """Parameters keep their shapes, and no memory."""
+        self._batch.forget()
+        for name, parameter in self._parameters.items():
+            storage = parameter.untyped_storage()
+            self._weight_bytes[name] = storage.nbytes()
+            storage.resize_(0)
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _take_memory_back(self) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.untyped_storage().resize_(self._weight_bytes[name])
 
     def _resolve(self, results: list[tuple[str, GenerationResult]]) -> None:
         for request_id, result in results:

@@ -21,7 +21,6 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.executor import Executor
 
 from services.common.models.routing_shape import routing_shape
 from services.rollout.engines.backend import EngineDiedError
@@ -29,10 +28,10 @@ from services.rollout.engines.base import EngineCapabilities, RoutedExperts, Ver
 from services.rollout.engines.order import EngineOrder
 from services.rollout.engines.parted import PartedEngine
 from services.rollout.engines.request_parts import Chunk, Part, as_told, part_seed
+from services.rollout.engines.vllm_start import start
 
 _WORKER = "services.rollout.engines.vllm_worker.WeightLoader"
 _PLAIN_WORKER = "services.rollout.engines.vllm_plain_worker.PlainWeightLoader"
-_SCHEDULERS = "services.rollout.engines.vllm_scheduler"
 _DIED = "the vLLM engine died; its own log lines above say why"
 # Steps whose tokens travel together: few enough that who reads along gets several pieces a second.
 _STREAM_INTERVAL = 16
@@ -42,7 +41,9 @@ _TELLS_EXPERTS = "enable_return_routed_experts"
 def build(order: EngineOrder) -> PartedEngine:
     """The engine, which starts with its :meth:`PartedEngine.run`."""
     backend = VllmBackend(order)
-    return PartedEngine.ordered(backend, order, length_argument="max_model_len", freezer=backend)
+    return PartedEngine.ordered(
+        backend, order, length_argument="max_model_len", freezer=backend, sleeper=backend
+    )
 
 
 class VllmBackend:
@@ -140,6 +141,16 @@ class VllmBackend:
                 )
             await self.llm.engine_core.resume_scheduler_async()
 
+    async def sleep(self) -> None:
+        """Give up cache and weights: those that come next replace all of them."""
+        with _alive():
+            await self.llm.engine_core.sleep_async(level=2)
+
+    async def wake(self) -> None:
+        """Take the memory back."""
+        with _alive():
+            await self.llm.engine_core.wake_up_async()
+
     async def score(self, name: str, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Ask for the logprobs of a prompt; vLLM then reads no cached prefix."""
         parameters = SamplingParams(
@@ -192,6 +203,8 @@ class VllmBackend:
         }
         if self.routing is not None:
             arguments[_TELLS_EXPERTS] = True
+        if self._order.sleeps and not current_platform.is_cpu():
+            arguments["enable_sleep_mode"] = True
         if current_platform.is_cpu():
             # A seeded request whose prompt is prefilled in parts kills vLLM's engine on a CPU: it rewinds
             # the request's random generator, which CPU generators cannot do.
@@ -263,23 +276,6 @@ class VllmBackend:
         for stream in self._streams.values():
             stream.end(EngineDiedError(_DIED))
         self._streams.clear()
-
-
-def start(arguments: AsyncEngineArgs) -> AsyncLLM:
-    """Start an engine whose tokens come in batches."""
-    config = arguments.create_engine_config()
-    kind = (
-        "GatheringAsyncScheduler"
-        if config.scheduler_config.async_scheduling
-        else "GatheringScheduler"
-    )
-    config.scheduler_config.scheduler_cls = f"{_SCHEDULERS}.{kind}"
-    return AsyncLLM(
-        vllm_config=config,
-        executor_class=Executor.get_class(config),
-        log_stats=False,
-        log_requests=False,
-    )
 
 
 @contextmanager

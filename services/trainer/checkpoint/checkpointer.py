@@ -6,7 +6,7 @@ load       the newest whole checkpoint, resharded to however many ranks there ar
 """
 
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,11 @@ from services.trainer.model.parallel import Topology
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 MODEL_PREFIX = "model."
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,7 @@ class Checkpointer:
         root: Folder of all checkpoints of the run, seen by every rank.
         keep: Newest checkpoints kept.
         topology: The processes.
+        read: What this rank holds of a tensor; its memory may be away.
     """
 
     def __init__(
@@ -63,10 +69,12 @@ class Checkpointer:
         root: Path,
         keep: int,
         topology: Topology,
+        read: Callable[[Tensor], Tensor] = local_part,
     ) -> None:
         self._parts = parts
         self._root = root
         self._keep = keep
+        self._read = read
         self._rank = topology.rank
         # A group of its own, because a write's collectives run beside those of training.
         is_alone = topology.world_size == 1
@@ -201,10 +209,10 @@ class Checkpointer:
                     }
 
     def _copied(self, name: str, value: Tensor) -> Tensor:
-        local = value.to_local() if isinstance(value, DTensor) else value
+        local = self._read(value)
         buffer = self._buffers.get(name)
         if buffer is None:
-            buffer = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+            buffer = torch.empty_like(local, device="cpu", pin_memory=value.is_cuda)
             self._buffers[name] = buffer
         buffer.copy_(local, non_blocking=True)
         if not isinstance(value, DTensor):

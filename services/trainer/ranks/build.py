@@ -1,6 +1,6 @@
 """From a run's specification to a rank that can train."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.checkpoint.manifest import STEP_PREFIX
 from services.trainer.model.compiling import compile_ahead
 from services.trainer.model.flops import active_weights
+from services.trainer.model.host_copy import HostCopy
 from services.trainer.model.lora import add_adapters, begin_adapters
 from services.trainer.model.parallel import Topology, build_topology, distribute
 from services.trainer.model.policy import Critic, Policy, freeze
@@ -113,6 +114,7 @@ def build_rank(
         cost=cost,
         profiler=_profiler("profiles", spec, settings),
         teller=teller,
+        frozen=[] if reference is None else [reference],
     )
     weights = WeightExport(
         policy,
@@ -180,9 +182,15 @@ def _rank(
     cost: Callable[[int], float],
     profiler: StepProfiler,
     teller: TrainingTeller | None = None,
+    frozen: Sequence[Policy] = (),
 ) -> Rank:
-    keep = spec.trainer.checkpoint.keep
-    checkpointer = Checkpointer(runner.parts(), root=root, keep=keep, topology=topology)
+    keep, parts = spec.trainer.checkpoint.keep, runner.parts()
+    state = HostCopy(
+        [*(module for module, _ in parts.values()), *frozen],
+        [optimizer for _, optimizer in parts.values()],
+        device=topology.device,
+    )
+    checkpointer = Checkpointer(parts, root=root, keep=keep, topology=topology, read=state.read)
     return Rank(
         runner,
         fetch=fetch,
@@ -190,6 +198,7 @@ def _rank(
         ranks=topology.data,
         cost=cost,
         checkpointer=checkpointer,
+        state=state,
         profiler=profiler,
         teller=teller,
     )

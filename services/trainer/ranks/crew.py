@@ -42,6 +42,10 @@ class Kind(IntEnum):
     """Take the weights that rank 0 received."""
     ACCUMULATE = 10
     """Add the gradients of the groups that follow to those of the next step."""
+    SLEEP = 11
+    """Move the training state to host memory."""
+    WAKE = 12
+    """Move the training state back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,8 @@ class Follower:
     def weight_tensors(self, *, only_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
         """The rows of this rank; training waits until they are read."""
         with self._turn:
+            if self._rank.is_asleep:
+                raise FailedPreconditionError("the trainer sleeps; wake it first")
             yield from self._exported().weight_rows()
 
     def score_canary(self) -> Canary:
@@ -89,6 +91,12 @@ class Follower:
                 only_adapters = order.kind is Kind.GATHER_ADAPTERS
                 for _ in self._exported().weight_tensors(only_adapters=only_adapters):
                     pass
+            elif order.kind is Kind.SLEEP:
+                self._rank.sleep()
+                self._crew.gather("")
+            elif order.kind is Kind.WAKE:
+                self._rank.wake()
+                self._crew.gather("")
             elif order.kind is Kind.SCORE:
                 self._exported().score_canary()
             elif order.kind is Kind.ADD_FIELD and self._values is not None:

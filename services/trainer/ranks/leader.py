@@ -5,6 +5,7 @@ import shutil
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +129,7 @@ class Leader:
 
     def _accumulate(self, meta: KVBatchMeta, weight_version: int) -> None:
         rank = self._attached()
-        with self._turn, self._crew.together(), self._idle.working():
+        with self._turn, self._awake(), self._idle.working():
             order = Order(Kind.ACCUMULATE, weight_version=weight_version, payload=meta.to_bytes())
             self._crew.tell(order)
             rank.accumulate(meta, weight_version=weight_version)
@@ -180,7 +181,7 @@ class Leader:
         waits: Mapping[str, float],
     ) -> StepResult:
         rank = self._attached()
-        with self._turn, self._crew.together():
+        with self._turn, self._awake():
             version = step - 1 if weight_version is None else weight_version
             idle = self._idle.step_begins(waits)
             self._crew.tell(Order(Kind.TRAIN, step, version, meta.to_bytes(), num_steps or 0))
@@ -242,6 +243,28 @@ class Leader:
             self._crew.tell(Order(Kind.ADD_FIELD, payload=meta.to_bytes()))
             self._values.add(meta)
 
+    async def sleep(self) -> None:
+        """Move the training state of all ranks to host memory, once nothing is trained. Safe to repeat."""
+        await asyncio.to_thread(self._sleep)
+
+    async def wake(self) -> None:
+        """Move the training state of all ranks back. Safe to repeat."""
+        await asyncio.to_thread(self._wake)
+
+    def _sleep(self) -> None:
+        rank = self._attached()
+        with self._turn, self._crew.together():
+            self._crew.tell(Order(Kind.SLEEP))
+            rank.sleep()
+            self._crew.gather("")
+
+    def _wake(self) -> None:
+        rank = self._attached()
+        with self._turn, self._crew.together():
+            self._crew.tell(Order(Kind.WAKE))
+            rank.wake()
+            self._crew.gather("")
+
     def weight_specs(self) -> list[TensorSpec]:
         """What will be sent, in sending order."""
         weights = self._exported()
@@ -250,7 +273,7 @@ class Leader:
     def weight_tensors(self, *, only_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
         """The current weights, or this rank's rows of them; training waits until they are read."""
         weights = self._exported()
-        with self._turn, self._crew.together():
+        with self._turn, self._awake():
             if weights.sends_rows:
                 yield from weights.weight_rows()
             else:
@@ -260,7 +283,7 @@ class Leader:
     def score_canary(self) -> Canary:
         """Score a short text under the current weights, with all ranks."""
         weights = self._exported()
-        with self._turn, self._crew.together():
+        with self._turn, self._awake():
             self._crew.tell(Order(Kind.SCORE))
             return weights.score_canary()
 
@@ -268,6 +291,18 @@ class Leader:
         """End the other ranks."""
         with self._turn:
             self._crew.tell(Order(Kind.STOP))
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """Around what all ranks do with the training state.
+
+        Raises:
+            FailedPreconditionError: If it is in host memory.
+        """
+        if self._attached().is_asleep:
+            raise FailedPreconditionError("the trainer sleeps; wake it first")
+        with self._crew.together():
+            yield
 
     def _attached(self) -> Rank:
         if self._rank is None:

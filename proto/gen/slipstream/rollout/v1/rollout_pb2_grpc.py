@@ -50,6 +50,16 @@ class RolloutServiceStub:
                 request_serializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.InterruptGroupsRequest.SerializeToString,
                 response_deserializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.InterruptGroupsResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/slipstream.rollout.v1.RolloutService/Sleep',
+                request_serializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.SleepRequest.SerializeToString,
+                response_deserializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/slipstream.rollout.v1.RolloutService/Wake',
+                request_serializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.WakeRequest.SerializeToString,
+                response_deserializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.WakeResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutServiceServicer:
@@ -79,6 +89,21 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Puts the engine to sleep: it gives its GPU memory up, and groups wait where they are. Without partial
+        rollout, responses that run are finished first. Safe to repeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Gives the engine its memory back. Groups go on with the next weights. Safe to repeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RolloutServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -96,6 +121,16 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.InterruptGroups,
                     request_deserializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.InterruptGroupsRequest.FromString,
                     response_serializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.InterruptGroupsResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.SleepRequest.FromString,
+                    response_serializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.SleepResponse.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.WakeRequest.FromString,
+                    response_serializer=slipstream_dot_rollout_dot_v1_dot_rollout__pb2.WakeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -180,6 +215,60 @@ class RolloutService:
             '/slipstream.rollout.v1.RolloutService/InterruptGroups',
             slipstream_dot_rollout_dot_v1_dot_rollout__pb2.InterruptGroupsRequest.SerializeToString,
             slipstream_dot_rollout_dot_v1_dot_rollout__pb2.InterruptGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.rollout.v1.RolloutService/Sleep',
+            slipstream_dot_rollout_dot_v1_dot_rollout__pb2.SleepRequest.SerializeToString,
+            slipstream_dot_rollout_dot_v1_dot_rollout__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.rollout.v1.RolloutService/Wake',
+            slipstream_dot_rollout_dot_v1_dot_rollout__pb2.WakeRequest.SerializeToString,
+            slipstream_dot_rollout_dot_v1_dot_rollout__pb2.WakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,6 +42,12 @@ class RolloutServiceStub:
     controller as failed with reason "interrupted" before this returns; the next attempt, on any
     worker, goes on where they stopped. Unknown groups are ignored. Safe to repeat.
     """
+    Sleep: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.SleepRequest, _rollout_pb2.SleepResponse]
+    """Puts the engine to sleep: it gives its GPU memory up, and groups wait where they are. Without partial
+    rollout, responses that run are finished first. Safe to repeat.
+    """
+    Wake: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.WakeRequest, _rollout_pb2.WakeResponse]
+    """Gives the engine its memory back. Groups go on with the next weights. Safe to repeat."""
 
 @_typing.type_check_only
 class RolloutServiceAsyncStub(RolloutServiceStub):
@@ -57,6 +63,12 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     controller as failed with reason "interrupted" before this returns; the next attempt, on any
     worker, goes on where they stopped. Unknown groups are ignored. Safe to repeat.
     """
+    Sleep: _aio.UnaryUnaryMultiCallable[_rollout_pb2.SleepRequest, _rollout_pb2.SleepResponse]  # type: ignore[assignment]
+    """Puts the engine to sleep: it gives its GPU memory up, and groups wait where they are. Without partial
+    rollout, responses that run are finished first. Safe to repeat.
+    """
+    Wake: _aio.UnaryUnaryMultiCallable[_rollout_pb2.WakeRequest, _rollout_pb2.WakeResponse]  # type: ignore[assignment]
+    """Gives the engine its memory back. Groups go on with the next weights. Safe to repeat."""
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     """Generates and scores groups of samples. Results go to the transferqueue, never over this service."""
@@ -87,5 +99,23 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         controller as failed with reason "interrupted" before this returns; the next attempt, on any
         worker, goes on where they stopped. Unknown groups are ignored. Safe to repeat.
         """
+
+    @_abc_1.abstractmethod
+    def Sleep(
+        self,
+        request: _rollout_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.SleepResponse, _abc.Awaitable[_rollout_pb2.SleepResponse]]:
+        """Puts the engine to sleep: it gives its GPU memory up, and groups wait where they are. Without partial
+        rollout, responses that run are finished first. Safe to repeat.
+        """
+
+    @_abc_1.abstractmethod
+    def Wake(
+        self,
+        request: _rollout_pb2.WakeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.WakeResponse, _abc.Awaitable[_rollout_pb2.WakeResponse]]:
+        """Gives the engine its memory back. Groups go on with the next weights. Safe to repeat."""
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -55,6 +55,16 @@ class TrainerServiceStub:
                 request_serializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
                 response_deserializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/slipstream.trainer.v1.TrainerService/Sleep',
+                request_serializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.SleepRequest.SerializeToString,
+                response_deserializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/slipstream.trainer.v1.TrainerService/Wake',
+                request_serializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.WakeRequest.SerializeToString,
+                response_deserializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.WakeResponse.FromString,
+                _registered_method=True)
 
 
 class TrainerServiceServicer:
@@ -91,6 +101,21 @@ class TrainerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Moves the training state of all ranks from their GPUs to host memory, after the step that is being trained.
+        Safe to repeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Moves the training state back, without which nothing is trained and no weights are sent. Safe to repeat.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -113,6 +138,16 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.SaveCheckpoint,
                     request_deserializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.FromString,
                     response_serializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.SleepRequest.FromString,
+                    response_serializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.SleepResponse.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.WakeRequest.FromString,
+                    response_serializer=slipstream_dot_trainer_dot_v1_dot_trainer__pb2.WakeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -224,6 +259,60 @@ class TrainerService:
             '/slipstream.trainer.v1.TrainerService/SaveCheckpoint',
             slipstream_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
             slipstream_dot_trainer_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.trainer.v1.TrainerService/Sleep',
+            slipstream_dot_trainer_dot_v1_dot_trainer__pb2.SleepRequest.SerializeToString,
+            slipstream_dot_trainer_dot_v1_dot_trainer__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.trainer.v1.TrainerService/Wake',
+            slipstream_dot_trainer_dot_v1_dot_trainer__pb2.WakeRequest.SerializeToString,
+            slipstream_dot_trainer_dot_v1_dot_trainer__pb2.WakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,12 @@ class TrainerServiceStub:
     """Returns the newest trained step; waits for the one that is being trained."""
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
     """Saves the training state of the newest step."""
+    Sleep: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SleepRequest, _trainer_pb2.SleepResponse]
+    """Moves the training state of all ranks from their GPUs to host memory, after the step that is being trained.
+    Safe to repeat.
+    """
+    Wake: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.WakeRequest, _trainer_pb2.WakeResponse]
+    """Moves the training state back, without which nothing is trained and no weights are sent. Safe to repeat."""
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
@@ -63,6 +69,12 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Returns the newest trained step; waits for the one that is being trained."""
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
     """Saves the training state of the newest step."""
+    Sleep: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SleepRequest, _trainer_pb2.SleepResponse]  # type: ignore[assignment]
+    """Moves the training state of all ranks from their GPUs to host memory, after the step that is being trained.
+    Safe to repeat.
+    """
+    Wake: _aio.UnaryUnaryMultiCallable[_trainer_pb2.WakeRequest, _trainer_pb2.WakeResponse]  # type: ignore[assignment]
+    """Moves the training state back, without which nothing is trained and no weights are sent. Safe to repeat."""
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Trains. Served by rank 0; the other ranks follow it."""
@@ -102,5 +114,23 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.SaveCheckpointResponse, _abc.Awaitable[_trainer_pb2.SaveCheckpointResponse]]:
         """Saves the training state of the newest step."""
+
+    @_abc_1.abstractmethod
+    def Sleep(
+        self,
+        request: _trainer_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.SleepResponse, _abc.Awaitable[_trainer_pb2.SleepResponse]]:
+        """Moves the training state of all ranks from their GPUs to host memory, after the step that is being trained.
+        Safe to repeat.
+        """
+
+    @_abc_1.abstractmethod
+    def Wake(
+        self,
+        request: _trainer_pb2.WakeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.WakeResponse, _abc.Awaitable[_trainer_pb2.WakeResponse]]:
+        """Moves the training state back, without which nothing is trained and no weights are sent. Safe to repeat."""
 
 def add_TrainerServiceServicer_to_server(servicer: TrainerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
