@@ -68,6 +68,12 @@ def plan(  # noqa: PLR0913, PLR0917 -- the options of a command
             "rollout reads the rows, and all other GPUs are the trainer's; set trainer.world_size"
         )
         raise typer.Exit(2)
+    if loaded.topology.is_colocated:
+        fail(
+            "topology.placement is 'colocated', and how long turns on the same GPUs take is not predicted: "
+            "plan with --set topology.placement=disaggregated, and compare that with a run of a few steps"
+        )
+        raise typer.Exit(2)
     try:
         memory = Memory(loaded, gpu_bytes(gpu_memory) if gpu_memory else None)
         known = _known(loaded, memory, from_, rates, url=url)

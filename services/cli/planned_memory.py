@@ -137,6 +137,8 @@ def memory_table(spec: RunSpec, *, gpu_gb: float, gpus: int | None = None) -> st
 
     config = model_config(spec)
     try:
+        if gpus is None and spec.topology.is_colocated:
+            gpus = spec.trainer.world_size
         roles = () if gpus is None else _gpu_neighbours(spec, gpus=gpus)
         return plan_of(spec, config, gpu_bytes=int(gpu_gb * 1e9), roles=roles).table()
     except ValueError as error:
@@ -146,9 +148,10 @@ def memory_table(spec: RunSpec, *, gpu_gb: float, gpus: int | None = None) -> st
 def _gpu_neighbours(spec: RunSpec, *, gpus: int) -> list[str]:
     """Roles of those that have the GPUs of the first rollout too, on a machine with so many."""
     from services.controller.launch.gpus import HostGpus
-    from services.controller.launch.launcher import num_gpus, worker_names
+    from services.controller.launch.launcher import gpu_host, num_gpus, worker_names
 
     roles = {worker: role for role, worker in worker_names(spec)}
     host = HostGpus([str(number) for number in range(gpus)])
-    host.assign(spec.name, {worker: num_gpus(role, spec) for worker, role in roles.items()})
+    needs = {worker: num_gpus(role, spec) for worker, role in roles.items()}
+    host.assign(spec.name, needs, host=gpu_host(spec))
     return [roles[worker] for worker in host.neighbours(spec.name, "rollout-0")]

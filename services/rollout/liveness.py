@@ -33,7 +33,11 @@ class ProgressWatch:
             EngineStalledError: If requests run and nothing has moved for longer than the deadline.
         """
         seen = (stats.tokens_total, stats.weight_version)
-        if stats.num_running == 0 or seen != (self._tokens_total, self._weight_version):
+        if (
+            stats.num_running == 0
+            or stats.is_asleep
+            or seen != (self._tokens_total, self._weight_version)
+        ):
             self._tokens_total, self._weight_version = seen
             self._since = now
         elif now - self._since > self._deadline_s:

@@ -70,12 +70,14 @@ async def monitor(
                 "idle_seconds": stats.idle_seconds,
             }
         )
+        if stats.is_asleep:  # others have its GPU: no episode can move
+            episodes = EpisodeWatch(stall_s)
         try:
             progress.check(stats, now=time.monotonic())
         except EngineStalledError as error:
             session.report(state="failed", activity=str(error))
             raise
-        if time.monotonic() - looked > look_s:
+        if time.monotonic() - looked > look_s and not stats.is_asleep:
             looked = time.monotonic()
             await sampler.stop_stalled(episodes, now=looked)
         if time.monotonic() - cached > _CHECKPOINT_S:

@@ -79,7 +79,7 @@ async def lead(settings: TrainerSettings) -> None:
         addresses = await asyncio.to_thread(crew.gather, f"{settings.advertise_host}:{port}")
         if built.weights.sends_rows:
             member.source_addresses = addresses
-        leader.attach(built.rank, crew, weights=built.weights, step=built.step)
+        leader.attach(built.rank, crew, weights=built.weights, state=built.state, step=built.step)
         announce(settings.ready_file, {"role": "trainer"})
         session.report(state="ready", activity="", weight_version=built.step)
         stack.push_async_callback(asyncio.to_thread, leader.stop)
@@ -114,7 +114,7 @@ async def run_follower(settings: TrainerSettings) -> None:
             await asyncio.to_thread(follow, crew, scoring.scorer, scoring.fields)
             return
         built = await asyncio.to_thread(build, build_rank)
-        follower = Follower(crew, built.rank, weights=built.weights)
+        follower = Follower(crew, built.rank, weights=built.weights, state=built.state)
         async with _serve_rows(settings, follower) as address:
             await asyncio.to_thread(crew.gather, address)
             await asyncio.to_thread(follower.follow)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from services.common.spec.engines import ENGINES
 from services.rollout.engines.base import Engine, GenerationRequest
 from services.rollout.engines.build import make_engine
 from services.rollout.engines.fake import FakeEngine, LongTail
@@ -193,3 +194,5 @@ REAL_ENGINES = [
     _param("sglang", open_sglang, needs="sglang"),
 ]
 ALL_ENGINES = [*REAL_ENGINES, _param("fake", open_fake)]
+SLEEPERS = [param for param in REAL_ENGINES if ENGINES[param.id].sleeps]
+ALL_SLEEPERS = [param for param in ALL_ENGINES if ENGINES[param.id].sleeps]

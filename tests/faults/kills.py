@@ -4,6 +4,7 @@ import random
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ KILLS_PER_RUN = 12
 VICTIMS = ("controller", "rollout-0", "rollout-1", "trainer", "transferqueue")
 
 
-def kill_at_random(process: subprocess.Popen, chooser: random.Random, kills: int) -> list[str]:
+def kill_at_random(
+    process: subprocess.Popen, chooser: random.Random, kills: int, victims: Sequence[str] = VICTIMS
+) -> list[str]:
     """Kill services while the command runs; returns who was killed."""
     killed: list[str] = []
     root = psutil.Process(process.pid)
@@ -26,7 +29,7 @@ def kill_at_random(process: subprocess.Popen, chooser: random.Random, kills: int
         time.sleep(0.2)
     while process.poll() is None and len(killed) < kills:
         time.sleep(chooser.uniform(1.0, 8.0))
-        name = chooser.choice(VICTIMS)
+        name = chooser.choice(victims)
         victim = processes_of(root).get(name) if root.is_running() else None
         if victim is not None and victim.is_running():
             killed.append(name)
@@ -35,21 +38,33 @@ def kill_at_random(process: subprocess.Popen, chooser: random.Random, kills: int
 
 
 def run_and_kill(
-    folder: Path, seed: int, *, kills: int = KILLS_PER_RUN, steps: int = 80
+    folder: Path,
+    seed: int,
+    *changes: str,
+    kills: int = KILLS_PER_RUN,
+    steps: int = 80,
+    victims: Sequence[str] = VICTIMS,
 ) -> dict[str, Any]:
     """Train sort4 in a folder while its processes are killed; returns what it went through.
 
     Args:
         folder: Where the run keeps its state.
         seed: Of the order and the moments of the kills.
+        changes: Settings that differ from the example.
         kills: How many at most.
         steps: How long it trains.
+        victims: Who may be killed.
 
     Raises:
         AssertionError: If the run failed or its ledger does not close.
     """
     state = folder / "runs"
-    settings = (f"trainer.steps={steps}", "trainer.checkpoint.every=5", "limits.max_restarts=100")
+    settings = (
+        f"trainer.steps={steps}",
+        "trainer.checkpoint.every=5",
+        "limits.max_restarts=100",
+        *changes,
+    )
     arguments = [argument for setting in settings for argument in ("--set", setting)]
     with (folder / "output.txt").open("w") as output:
         process = subprocess.Popen(
@@ -60,7 +75,7 @@ def run_and_kill(
             start_new_session=True,
         )
         try:
-            killed = kill_at_random(process, random.Random(seed), kills)
+            killed = kill_at_random(process, random.Random(seed), kills, victims)
             code = process.wait(600)
         finally:
             process.kill()

@@ -27,6 +27,8 @@ _MOMENTS: Final = 2 * _FLOAT32
 # Chunks of logits with what is made of them; see ``trainer/algorithm/logprobs.py``.
 _LOGITS: Final = 5.0e9
 _CONTEXT: Final = 1.5e9
+# What an engine that sleeps keeps beside received weights: contexts, graphs, the buffers of its collectives.
+_SLEEPING: Final = 6.0e9
 # Of the hidden size and of a key-value head's width: what a layer keeps of each token beside its feed-forward
 # part, which keeps gate, up and their product.
 _HIDDENS, _KEY_VALUES, _FEED_FORWARD = 6, 2, 3
@@ -105,6 +107,8 @@ def trainer_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -
         "weights on their way": _sent(spec, weights, item=item),
         "context": _CONTEXT,
     }
+    if spec.topology.is_colocated:
+        parts["rollouts that sleep"] = item * weights / spec.engine_gpus + _SLEEPING
     if spec.needs_reference and not spec.topology.own_gpus("ref_logp"):
         parts["reference"] = _FLOAT32 * weights / ranks
     moved = {False: (), "optimizer": ("optimizer",), True: _STATE}[trainer.cpu_offload]
@@ -115,6 +119,12 @@ def trainer_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -
         parts={name: size for name, size in parts.items() if size},
         host={name: size for name, size in host.items() if size},
     )
+
+
+def resting_memory(spec: RunSpec, config: PretrainedConfig) -> float:
+    """Bytes that a trainer keeps on each of its GPUs while rollouts have them: what it sends, its context."""
+    weights = float(sum(prod(shape) for shape in _shapes(config).values()))
+    return _sent(spec, weights, item=getattr(torch, spec.trainer.dtype).itemsize) + _CONTEXT
 
 
 def _shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:

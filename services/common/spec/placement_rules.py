@@ -149,50 +149,62 @@ def _critic(spec: RunSpec) -> Iterator[str]:
 
 def _turns(spec: RunSpec) -> Iterator[str]:
     """Trainer and rollouts have the GPUs one after the other, and nobody else has any."""
-    here, apart = "topology.placement is 'colocated'", "set topology.placement to 'disaggregated'"
+    apart = "or set topology.placement to 'disaggregated'"
+    for problem in (*_unequal(spec), *_at_once(spec)):
+        yield f"topology.placement is 'colocated', but {problem}, {apart}"
+
+
+def _unequal(spec: RunSpec) -> Iterator[str]:
+    """Every GPU of the trainer has equally many rollouts, and there are no others."""
     topology, ranks, replicas = spec.topology, spec.trainer.world_size, spec.rollout.replicas
     if topology.task_groups or topology.ratios or topology.gpus or topology.scoring_ranks > 1:
         yield (
-            f"{here}, where all tasks share the trainer's GPUs, but topology.task_groups, ratios, gpus or "
-            f"scoring_ranks split them; leave these out, or {apart}"
-        )
-    if not ENGINES[spec.rollout.engine].sleeps:
-        able = ", ".join(name for name, kind in ENGINES.items() if kind.sleeps)
-        yield (
-            f"{here}, but engine {spec.rollout.engine!r} does not give up its GPU memory while the trainer "
-            f"works; choose one of {able}, or {apart}"
+            "topology.task_groups, ratios, gpus or scoring_ranks split GPUs, which all tasks share; leave "
+            "them out"
         )
     engine_gpus = spec.engine_gpus
-    if replicas * engine_gpus % ranks:
+    if ranks % engine_gpus or replicas * engine_gpus % ranks:
         yield (
-            f"{here}, so that all rollouts are on the trainer's GPUs, but rollout.replicas ({replicas}) of "
-            f"{engine_gpus} GPU(s) each do not fill trainer.world_size ({ranks}) GPUs equally; make their "
-            "product a multiple of it"
+            f"rollout.replicas ({replicas}) of {engine_gpus} GPU(s) each do not fill the trainer's GPUs, "
+            f"trainer.world_size ({ranks}), equally; set rollout.replicas to {max(1, ranks // engine_gpus)}, "
+            f"and trainer.world_size to a multiple of {engine_gpus}"
+        )
+
+
+def _at_once(spec: RunSpec) -> Iterator[str]:
+    """What needs GPUs while others have them."""
+    able = ", ".join(name for name, kind in ENGINES.items() if kind.sleeps)
+    if not ENGINES[spec.rollout.engine].sleeps:
+        yield (
+            f"engine {spec.rollout.engine!r} does not give up its GPU memory while the trainer works; choose "
+            f"one of {able}"
         )
     if spec.algorithm.max_staleness > 1:
         yield (
-            f"{here}, where rollouts cannot run ahead of training by {spec.algorithm.max_staleness} versions; "
-            f"set algorithm.max_staleness to 0 or 1, or {apart}"
-        )
-    unfit = {
-        "rollout.kv_policy": (spec.rollout.kv_policy, "recompute", "an engine that sleeps forgets its cache"),
-        "weight_sync.publish_every": (
-            spec.weight_sync.publish_every, 1, "an engine that sleeps comes back with new weights"
-        ),
-        "validation.replicas": (
-            spec.validation.replicas, 0, "no rollout can answer while the trainer has the GPUs"
-        ),
-        "trainer.accumulate_early": (
-            spec.trainer.accumulate_early, False, "the trainer has no GPUs while others generate"
-        ),
-    }
-    for key, (found, fitting, why) in unfit.items():
-        if found != fitting:
-            yield f"{here}, but {key} is {found!r}, and {why}; set it to {fitting!r}, or {apart}"
-    if MODES[spec.weight_sync.mode].is_in_place:
-        yield (
-            f"{here}, but weight_sync.mode {spec.weight_sync.mode!r} writes into live weights, which an engine that "
-            f"sleeps does not have; leave it out, or {apart}"
+            "rollouts cannot run ahead of training by algorithm.max_staleness "
+            f"{spec.algorithm.max_staleness} versions; set it to 0 or 1"
         )
     if spec.algorithm.num_demonstrations:
-        yield f"{here}, but nothing is sampled for training with algorithm.loss {spec.algorithm.loss!r}; {apart}"
+        loss = spec.algorithm.loss
+        yield f"with algorithm.loss {loss!r} nothing is sampled for training; take another loss"
+    if MODES[spec.weight_sync.mode].is_in_place:
+        yield (
+            f"weight_sync.mode {spec.weight_sync.mode!r} writes into live weights, which an engine that "
+            "sleeps does not have; leave it out"
+        )
+    for key, (found, fitting, why) in {
+        "rollout.kv_policy": (
+            spec.rollout.kv_policy, "recompute", "an engine that sleeps forgets its cache",
+        ),
+        "weight_sync.publish_every": (
+            spec.weight_sync.publish_every, 1, "an engine that slept needs weights",
+        ),
+        "validation.replicas": (
+            spec.validation.replicas, 0, "no rollout answers while the trainer has the GPUs",
+        ),
+        "trainer.accumulate_early": (
+            spec.trainer.accumulate_early, False, "nothing is trained while rollouts have the GPUs",
+        ),
+    }.items():  # fmt: skip
+        if found != fitting:
+            yield f"{key} is {found!r}, and {why}; set it to {fitting!r}"

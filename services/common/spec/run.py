@@ -203,7 +203,7 @@ class RunSpec(SpecPart):
     @model_validator(mode="before")
     @classmethod
     def _topology_gives_the_counts(cls, values: Any) -> Any:
-        """Fill in what follows from task groups; that it is not contradicted is checked later."""
+        """Fill in what follows from task groups, or turns; that it is not contradicted is checked later."""
         if not isinstance(values, Mapping) or "topology" not in values:
             return values
         try:
@@ -214,12 +214,17 @@ class RunSpec(SpecPart):
         if not (isinstance(trainer, Mapping) and isinstance(rollout, Mapping)):
             return values
         engine_arguments = rollout.get("engine_arguments", {})
-        if not topology.task_groups or not isinstance(engine_arguments, Mapping):
+        is_given = topology.task_groups or topology.is_colocated
+        if not is_given or not isinstance(engine_arguments, Mapping):
             return values
         kind = ENGINES.get(rollout.get("engine", "torch"))
         try:
             engine_gpus = 1 if kind is None else kind.num_gpus(engine_arguments)
-            counts = topology.gpus_of("train"), topology.gpus_of("generate") // engine_gpus
+            if topology.is_colocated:
+                ranks = TrainerSpec.model_validate(trainer).world_size
+                counts = ranks, max(1, ranks // engine_gpus)
+            else:
+                counts = topology.gpus_of("train"), topology.gpus_of("generate") // engine_gpus
         except ValueError:
             return values  # it is reported by the rules
         return {

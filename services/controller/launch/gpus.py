@@ -34,12 +34,15 @@ class HostGpus:
         self._gpus = gpus
         self._runs: dict[str, dict[str, tuple[str, ...]]] = {}
 
-    def assign(self, run_id: str, needs: Mapping[str, int]) -> Mapping[str, tuple[str, ...]]:
+    def assign(
+        self, run_id: str, needs: Mapping[str, int], *, host: str | None = None
+    ) -> Mapping[str, tuple[str, ...]]:
         """The GPUs of each worker of a run; a worker that is started again has the same ones.
 
         Args:
             run_id: The run.
             needs: GPUs that each worker wants, in the order in which they are served.
+            host: Worker whose GPUs the others get too; it comes first. None gives each its own.
 
         Returns:
             The GPUs of each worker; none on a host without.
@@ -57,7 +60,8 @@ class HostGpus:
                     f"{worker_id} needs {count} GPUs but this host has {len(self._gpus)}; lower its "
                     "number of processes, or run on a larger host"
                 )
-            assigned[worker_id] = tuple(sorted(self._gpus, key=users.__getitem__)[:count])
+            free = self._gpus if host in (None, worker_id) else assigned[host]
+            assigned[worker_id] = tuple(sorted(free, key=users.__getitem__)[:count])
             users.update(assigned[worker_id])
         return assigned
 

@@ -81,6 +81,11 @@ def num_gpus(role: WorkerRole, spec: RunSpec) -> int:
     return spec.engine_gpus if role == "rollout" else num_ranks(role, spec)
 
 
+def gpu_host(spec: RunSpec) -> str | None:
+    """The worker on whose GPUs all others are; None if each has its own."""
+    return "trainer-0" if spec.topology.is_colocated else None
+
+
 class ExternalLauncher:
     """For workers that somebody else starts: it only waits for them."""
 

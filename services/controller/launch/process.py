@@ -23,6 +23,7 @@ from services.controller.launch.gpus import HostGpus, host_gpus
 from services.controller.launch.launcher import (
     ExitHandler,
     WorkerExit,
+    gpu_host,
     num_gpus,
     num_ranks,
     program_of,
@@ -91,7 +92,7 @@ class ProcessLauncher:
         names = worker_names(spec)
         ranks = {worker_id: num_ranks(role, spec) for role, worker_id in names}
         needs = {worker_id: num_gpus(role, spec) for role, worker_id in names}
-        gpus = self._gpus.assign(run_id, needs)
+        gpus = self._gpus.assign(run_id, needs, host=gpu_host(spec))
         for role, worker_id in names:
             if worker_id in running:
                 continue

@@ -149,8 +149,14 @@ def build_pods(
         owner: Owner reference; when the owner goes, the pods go too.
 
     Raises:
-        FailedPreconditionError: If the trainer's ranks cannot be spread evenly over nodes.
+        FailedPreconditionError: If the trainer's ranks cannot be spread evenly over nodes, or workers are to
+            share GPUs.
     """
+    if spec.topology.is_colocated:
+        raise FailedPreconditionError(
+            "topology.placement is 'colocated', but Kubernetes gives each container GPUs of its own; run it "
+            "on one host with the process launcher, or set topology.placement to 'disaggregated'"
+        )
     pods = []
     for place in _places(templates, spec):
         pod = copy.deepcopy(templates.pods[program_of(place.role)])

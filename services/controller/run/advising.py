@@ -63,7 +63,8 @@ class Advisor:
             await self._advise()
 
     def _is_due(self) -> bool:
-        if self._num_steps < _LEAST_STEPS:
+        # Where they take turns, no side waits for the other.
+        if self._num_steps < _LEAST_STEPS or self.spec.now.topology.is_colocated:
             return False
         if self._advised_at is None:
             return True

@@ -119,10 +119,10 @@ async def assemble(
     *,
     queue: TransferQueueClient,
     attempt: int,
+    is_queue_empty: bool,
     absent: Collection[str] = (),
-    snapshot_id: str = "",
 ) -> Assembly:
-    """Create the partitions, wait until the workers have loaded, and connect to them.
+    """Wait until the workers have loaded, and connect to them.
 
     Args:
         stack: Closes the connections.
@@ -131,13 +131,12 @@ async def assemble(
         membership: Where its workers register.
         queue: Holds its samples.
         attempt: Number of this attempt; the weight groups of a later one have later epochs.
+        is_queue_empty: Whether samples that were stored are gone.
         absent: Rollouts that are not waited for.
-        snapshot_id: What a transferqueue that holds nothing is given back; empty for nothing.
 
     Raises:
         DeadlineExceededError: If a worker did not come in time.
     """
-    is_queue_empty = await create_partitions(queue, run_id, spec, snapshot_id=snapshot_id)
     names = [name for _, name in worker_names(spec) if name not in absent]
 
     def missing() -> list[str]:

@@ -233,7 +233,8 @@ class RunDriver:
             await self._mailbox.put("pause", checkpoint=True)
         while True:
             self._lost.clear()
-            await self._services.launcher.start(self._run_id, self.spec)
+            if not self.spec.topology.is_colocated:  # there, each starts while the others sleep
+                await self._services.launcher.start(self._run_id, self.spec)
             self._live = None
             try:
                 is_finished = await self._enter(lost, absent)

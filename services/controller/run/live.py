@@ -23,6 +23,7 @@ from services.controller.run.journal import Journal
 from services.controller.run.progress import Progress
 from services.controller.run.publishing import Publishing
 from services.controller.run.requests import CurrentSpec, Mailbox
+from services.controller.run.shifts import Shifts
 from services.controller.run.steps import Steps
 from services.controller.run.stillness import Stillness
 from services.controller.run.waits import Waits
@@ -52,6 +53,7 @@ class LiveRun:
     steps: Steps
     early: EarlyGroups
     publishing: Publishing
+    shifts: Shifts
     checkpoints: Checkpoints
     version_offset: int
     """What weight versions are above their steps."""
@@ -104,10 +106,10 @@ class LiveRun:
 
     @property
     def is_barrier(self) -> bool:
-        """Whether training waits until the weights of the last step are evaluated."""
+        """Whether the weights of the last step are evaluated, or generate, before anything is trained."""
         validation = self.spec.now.validation
         is_evaluated = is_periodic(self.step, validation.every) and self.is_published
-        return validation.mode == "barrier" and is_evaluated
+        return self.shifts.are_needed or (validation.mode == "barrier" and is_evaluated)
 
     @property
     def is_save_due(self) -> bool:
@@ -161,6 +163,7 @@ class LiveRun:
                 self.step = self.begun
         served_step = self.published - self.version_offset
         is_due = served_step < self.step and self.is_published
+        is_due |= self.shifts.are_needed  # engines that slept have no weights
         if self.parts.served != self.published or is_due:
             await self.publish()
         else:

@@ -17,11 +17,12 @@ from services.common.clock import Clock
 from services.common.task_group import TaskGroup
 from services.controller.launch.launcher import Launcher
 from services.controller.membership.registry import Membership
-from services.controller.run.assembly import assemble
+from services.controller.run.assembly import assemble, create_partitions
 from services.controller.run.journal import Journal
 from services.controller.run.live import LiveRun
 from services.controller.run.recovery import restore
 from services.controller.run.requests import CurrentSpec, Mailbox
+from services.controller.run.shifts import start_in_turns
 from services.transferqueue.client import TransferQueueClient
 
 
@@ -57,6 +58,13 @@ async def connected(
         absent: Rollouts that it goes on without.
     """
     attempt = await journal.begin_attempt()
+    is_queue_empty = await create_partitions(
+        services.queue, journal.run_id, spec.now, snapshot_id=await journal.newest_snapshot()
+    )
+    if spec.now.topology.is_colocated:
+        await start_in_turns(
+            journal.run_id, spec, launcher=services.launcher, membership=services.membership
+        )
     async with AsyncExitStack() as stack:
         parts = await assemble(
             stack,
@@ -65,8 +73,8 @@ async def connected(
             services.membership,
             queue=services.queue,
             attempt=attempt,
+            is_queue_empty=is_queue_empty,
             absent=absent,
-            snapshot_id=await journal.newest_snapshot(),
         )
         spec.num_train_rows = sum(parts.train_rows.values())
         await journal.data_opened({**parts.train_rows, **parts.heldout_rows}, steps=spec.num_steps)

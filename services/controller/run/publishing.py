@@ -15,6 +15,7 @@ from services.controller.run.generation import Generation
 from services.controller.run.journal import Journal
 from services.controller.run.progress import Progress, sync_facts
 from services.controller.run.requests import CurrentSpec
+from services.controller.run.shifts import Shifts
 from services.controller.store.records import Note
 
 
@@ -29,6 +30,7 @@ class Publishing:
     generation: Generation
     evaluator: Evaluator
     progress: Progress
+    shifts: Shifts
     version_offset: int
     """What weight versions are above their steps."""
     _newest: int = field(default=-1, init=False)
@@ -68,12 +70,10 @@ class Publishing:
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self.is_busy)
-            # A version that is about to be evaluated stays until the evaluation has its rollouts.
-            await self.evaluator.leased()
             await self._publish()
 
     async def _publish(self) -> None:
-        report = await self.parts.weights.publish(lambda: self._newest + self.version_offset)
+        report = await self.shifts.publish(lambda: self._newest + self.version_offset)
         if report.lost:
             raise UnavailableError(f"{', '.join(report.lost)} did not take part in weight sync")
         version, replicas = report.version, self.parts.replicas

@@ -39,6 +39,7 @@ from services.controller.run.live import LiveRun
 from services.controller.run.progress import Progress
 from services.controller.run.publishing import Publishing
 from services.controller.run.requests import CurrentSpec, Mailbox
+from services.controller.run.shifts import Shifts
 from services.controller.run.steps import Steps
 from services.controller.run.stored import StoredGroups
 from services.controller.run.waits import Waits
@@ -92,6 +93,7 @@ async def restore(
 
     evaluator = Evaluator(spec, run_id, parts, queue=queue, mailbox=mailbox, tell=tell)
     waits = Waits()
+    shifts = Shifts(spec=spec, parts=parts, evaluator=evaluator)
     steps = Steps(
         run_id=run_id,
         spec=spec,
@@ -102,6 +104,7 @@ async def restore(
         mixture=order.mixture,
         generation=generation,
         progress=progress,
+        shifts=shifts,
         advisor=Advisor(spec=spec, journal=journal, progress=progress, ledger=ledger, clock=clock),
         version_offset=recovered.version_offset,
     )
@@ -113,6 +116,7 @@ async def restore(
         generation=generation,
         evaluator=evaluator,
         progress=progress,
+        shifts=shifts,
         version_offset=recovered.version_offset,
     )
     live = LiveRun(
@@ -129,6 +133,7 @@ async def restore(
         steps=steps,
         early=EarlyGroups(trainer=parts.trainer, ledger=ledger, generation=generation, waits=waits),
         publishing=publishing,
+        shifts=shifts,
         checkpoints=Checkpoints(
             run_id, keep=spec.now.trainer.checkpoint.keep, journal=journal, queue=queue
         ),

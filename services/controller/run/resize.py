@@ -114,6 +114,8 @@ class Resizing:
     def absent(self) -> set[str]:
         """Rollouts that have yet to load, if others can go on without them."""
         loaded, wanted = self._loaded(), self._wanted()
+        if self._spec.now.topology.is_colocated:  # it has no GPU to load on beside the trainer
+            return set()
         return wanted - loaded if wanted & loaded else set()
 
     async def _tell(self, kind: str) -> None:

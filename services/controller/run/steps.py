@@ -22,6 +22,7 @@ from services.controller.run.generation import Generation
 from services.controller.run.journal import Journal
 from services.controller.run.progress import Progress, StepMeter
 from services.controller.run.requests import CurrentSpec
+from services.controller.run.shifts import Shifts
 from services.controller.run.stored import length_facts, reward_terms, set_scores, spread_of
 from services.controller.run.waits import Waits
 from services.controller.store.records import Note
@@ -43,6 +44,7 @@ class Steps:
     """The sets that prompts are of."""
     generation: Generation
     progress: Progress
+    shifts: Shifts
     advisor: Advisor
     """Hears of each step."""
     version_offset: int
@@ -111,8 +113,10 @@ class Steps:
 
     @asynccontextmanager
     async def _weights_may_change(self) -> AsyncIterator[None]:
-        """Wait until the trainer's weights are not being copied."""
+        """Wait until the trainer has its GPUs, and its weights are not being copied."""
         turn = self.parts.weights.turn
+        with self.waits("handover"):
+            await self.shifts.begin_training()
         with self.waits("weight_sync"):
             await turn.acquire()
         try:
@@ -161,6 +165,7 @@ class Steps:
             "trainer_wait_s": wait_s,
             **use.numbers,
             **self.progress.take_sync(),
+            **self.shifts.take_seconds(),
             "ready_groups": self.ledger.count(GroupState.READY),
             "running_groups": len(self.ledger.running()),
             **self._set_aside(step),

@@ -21,6 +21,7 @@ _REASONS: dict[Wait, tuple[str, str]] = {
     "old_logprob": ("WaitsForLogprobs", "workers of the role logp score the batch"),
     "values": ("WaitsForValues", "workers of the role critic score the batch"),
     "weight_sync": ("WaitsForWeights", "weights are on their way to the rollouts"),
+    "handover": ("WaitsForGpus", "evaluations end and rollouts leave the GPUs to the trainer"),
     "checkpoint": ("WaitsForCheckpoint", "a checkpoint is being written"),
 }
 

@@ -5,9 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-Wait = Literal["no_data", "barrier", "old_logprob", "values", "weight_sync", "checkpoint"]
+Wait = Literal[
+    "no_data", "barrier", "old_logprob", "values", "weight_sync", "handover", "checkpoint"
+]
 """``no_data``: groups are not finished. ``barrier``: a batch is there, but training waits for groups that
-would grow too stale. ``old_logprob``, ``values``: other workers score the batch."""
+would grow too stale. ``old_logprob``, ``values``: other workers score the batch. ``handover``: rollouts leave
+GPUs that they share with the trainer."""
 
 
 class Waits:

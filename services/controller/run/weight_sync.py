@@ -142,9 +142,27 @@ class WeightSession:
             LateError: If a rollout does not put it into service in time.
             ServiceError: If the trainer or all rollouts are lost, or if it fails although nobody is.
         """
+        async with self.pin:
+            return await self.replace(newest)
+
+    async def replace(
+        self, newest: Callable[[], int], *, on_copied: Callable[[], Awaitable[None]] | None = None
+    ) -> SyncReport:
+        """As :meth:`publish`, for whoever holds the pin.
+
+        Args:
+            newest: As there.
+            on_copied: Called once the trainer is not needed any more, before rollouts take anything.
+        """
         lost: list[str] = []
         tries, version = 0, -1
-        async with self.pin, AsyncExitStack() as copying:
+
+        async def copied() -> None:
+            await copying.aclose()
+            if on_copied is not None:
+                await on_copied()
+
+        async with AsyncExitStack() as copying:
             while True:
                 try:
                     if not self._is_formed:
@@ -152,7 +170,7 @@ class WeightSession:
                     if version < 0:
                         await copying.enter_async_context(self.turn)
                         version = newest()
-                    report = await self._publish(version, tuple(lost), copying.aclose)
+                    report = await self._publish(version, tuple(lost), copied)
                 except ServiceError as error:
                     metrics.WEIGHT_SYNCS.labels(self._run_id, error.reason).inc()
                     logger.warning(

@@ -62,7 +62,7 @@ class Backend(Protocol):
 
 
 class Freezer(Protocol):
-    """A backend that can hold what runs while weights change."""
+    """A backend that can hold what runs while weights change, and give its memory up for others."""
 
     async def freeze(self) -> None:
         """Stop between two steps; parts keep their place, their tokens and their cache."""
@@ -77,14 +77,10 @@ class Freezer(Protocol):
         """
         ...
 
-
-class Sleeper(Protocol):
-    """A backend that can give its GPU memory up while it has no parts."""
-
     async def sleep(self) -> None:
-        """Give up the KV cache and what the weights hold."""
+        """Give up the KV cache and what the weights hold; no part is there, or comes before weights."""
         ...
 
     async def wake(self) -> None:
-        """Take the memory back; the weights have to be loaded before the next part."""
+        """Take the memory back."""
         ...

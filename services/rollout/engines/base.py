@@ -198,8 +198,10 @@ class Engine(Protocol):
         ...
 
     async def wake(self) -> None:
-        """Take the memory back. Nothing is decoded before the next adoption, under whose weights all requests
-        go on with a cache that is computed anew. Safe to repeat.
+        """Take the memory back. Safe to repeat.
+
+        Nothing is decoded before the next adoption, under whose weights all requests go on with a cache that
+        is computed anew.
         """
         ...
 

@@ -12,10 +12,10 @@ from typing import Any, Final, Self
 import torch
 from transformers import PretrainedConfig
 
-from services.common.models.training_memory import trainer_memory
+from services.common.models.training_memory import resting_memory, trainer_memory
 from services.common.spec.engines import EngineKind, engine_kind
 from services.common.spec.run import RunSpec
-from services.common.spec.weight_modes import MODES
+from services.common.spec.weight_modes import HOST_MODE, MODES
 from services.rollout.engines.model_shape import model_shape
 
 _GB: Final = 1e9
@@ -78,7 +78,8 @@ class WeightPlane:
         )
         num_sources = 1 if is_whole else trainer.world_size
         # Whole tensors beside the rows that came, where those are kept as they came.
-        mode = MODES[sync.mode]
+        # NCCL sends nothing between processes of one GPU.
+        mode = MODES[HOST_MODE if spec.topology.is_colocated else sync.mode]
         copies = 2 if mode.keeps_rows and num_sources > 1 else 1
         return cls(
             num_copies=0 if mode.is_in_place else copies,
@@ -227,7 +228,12 @@ def memory_of_others(
         if role == "rollout":
             num_rollouts += 1
         elif role in {"trainer", "critic"}:
-            taken += _SPARE * trainer_memory(spec, config, gpu_bytes=gpu_bytes).used
+            planned = (
+                resting_memory(spec, config)
+                if spec.topology.is_colocated
+                else trainer_memory(spec, config, gpu_bytes=gpu_bytes).used
+            )
+            taken += _SPARE * planned
         else:
             taken += size + _WORKING + _CONTEXTS
     return taken + max(0.0, gpu_bytes - taken) * (1 - 1 / num_rollouts)

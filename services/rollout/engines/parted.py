@@ -17,7 +17,7 @@ from torch import Tensor
 
 from services.common.phases import Phases
 from services.rollout import metrics
-from services.rollout.engines.backend import Backend, EngineDiedError, Freezer, PartStream, Sleeper
+from services.rollout.engines.backend import Backend, EngineDiedError, Freezer, PartStream
 from services.rollout.engines.base import (
     EngineStats,
     GenerationRequest,
@@ -27,6 +27,7 @@ from services.rollout.engines.base import (
     check_supported,
     check_tensors,
 )
+from services.rollout.engines.busy_time import BusyTime
 from services.rollout.engines.gate import Gate
 from services.rollout.engines.in_place import place_in_workers
 from services.rollout.engines.model_shape import ModelShape, model_shape
@@ -59,7 +60,6 @@ class PartedEngine:
         max_running: int,
         kv_policy: str = "recompute",
         freezer: Freezer | None = None,
-        sleeper: Sleeper | None = None,
         decode: Decode | None = None,
     ) -> None:
         """Wrap a backend; :meth:`run` starts it.
@@ -69,14 +69,12 @@ class PartedEngine:
             model: The model that it decodes.
             max_running: Most requests decoded at once.
             kv_policy: Whether an adoption recomputes the KV prefix of running requests.
-            freezer: The backend, if it can freeze.
-            sleeper: The backend, if it can sleep.
+            freezer: The backend, if it can freeze and sleep.
             decode: Token ids to text; needed for stop texts.
         """
         self.capabilities = backend.capabilities
         self.backend = backend
         self._freezer = freezer
-        self._sleeper = sleeper
         self._is_asleep = self._is_blank = False
         self._recompute = kv_policy == "recompute"
         self._model = model
@@ -93,9 +91,7 @@ class PartedEngine:
         self._prompt_tokens_total = 0
         self._cached_tokens_total = 0
         self._recomputed_tokens_total = 0
-        self._busy_since = 0.0
-        self._busy_seconds = 0.0
-        self._started_at = time.monotonic()
+        self._busy = BusyTime()
 
     @classmethod
     def ordered(
@@ -105,7 +101,6 @@ class PartedEngine:
         *,
         length_argument: str,
         freezer: Freezer | None = None,
-        sleeper: Sleeper | None = None,
     ) -> Self:
         """Wrap the backend of an order.
 
@@ -113,8 +108,7 @@ class PartedEngine:
             backend: The engine.
             order: What was ordered.
             length_argument: The engine's name for its longest context with the response.
-            freezer: The backend, if it can freeze.
-            sleeper: The backend, if it can sleep.
+            freezer: The backend, if it can freeze and sleep.
         """
         return cls(
             backend,
@@ -122,7 +116,6 @@ class PartedEngine:
             max_running=order.max_running,
             kv_policy=order.kv_policy,
             freezer=freezer,
-            sleeper=sleeper,
             decode=order.decode,
         )
 
@@ -156,7 +149,7 @@ class PartedEngine:
         async with self._places.take(request) as is_admitted:
             if not is_admitted:
                 return progress.result("aborted")
-            self._note_busy()
+            self._busy.begin()
             self._running[request.request_id] = progress
             try:
                 # Many come at once, and each takes the engine's front a part of a millisecond: between two
@@ -167,7 +160,8 @@ class PartedEngine:
             finally:
                 del self._running[request.request_id]
                 progress.ended.set()
-                self._note_idle(is_over=not self._running and not self._is_blank)
+                if not self._running:
+                    self._busy.end()
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probabilities of given tokens, as the engine reports them for a prompt."""
@@ -217,20 +211,20 @@ class PartedEngine:
 
     async def sleep(self) -> None:
         """Cut what runs, and have the engine give its memory up."""
-        assert self._sleeper is not None, "a run whose engine cannot sleep is refused"
+        assert self._freezer is not None, "a run whose engine cannot sleep is refused"
         await self._started.wait()
         await self.pause()
         async with self._gate.closed():
             if not self._is_asleep:
-                self._note_idle(is_over=bool(self._running) and not self._is_blank)
+                self._busy.end()
                 self._is_asleep = self._is_blank = True
-                await self._sleeper.sleep()
+                await self._freezer.sleep()
 
     async def wake(self) -> None:
         """Have the engine take its memory back."""
         async with self._gate.closed():
-            if self._is_asleep and self._sleeper is not None:
-                await self._sleeper.wake()
+            if self._is_asleep and self._freezer is not None:
+                await self._freezer.wake()
                 self._is_asleep = False
 
     def weight_specs(self) -> list[TensorSpec]:
@@ -248,19 +242,15 @@ class PartedEngine:
             async with self._gate.closed():
                 phases.done("gate")
                 started_at = time.monotonic()
-                await self._replace(version, description, phases)
+                await self._hold()
+                phases.done("freeze")
+                await self.backend.load(description)
+                phases.done("copy")
+                await self._go_on(version)
+                phases.done("thaw")
                 stall_s = time.monotonic() - started_at
         logger.info("weights adopted", extra={"version": version, **phases.milliseconds()})
         return stall_s
-
-    async def _replace(self, version: int, description: str, phases: Phases) -> None:
-        """Stop what runs, load, and go on."""
-        await self._hold()
-        phases.done("freeze")
-        await self.backend.load(description)
-        phases.done("copy")
-        await self._go_on(version)
-        phases.done("thaw")
 
     async def open_weights(self, plan: WeightPlan, slots: Sequence[Sequence[Tensor]]) -> Place:
         """Hold what runs, and have the engine's workers place what is received."""
@@ -292,8 +282,9 @@ class PartedEngine:
         """Let what runs go on under other weights."""
         self._weight_version = version
         self._num_adoptions += 1
-        if self._is_blank:
-            self._is_blank, self._busy_since = False, time.monotonic()
+        self._is_blank = False
+        if self._running:
+            self._busy.begin()
         if self._freezer is not None:
             await self._freezer.thaw(version, recompute=self._recompute)
             if self._recompute:
@@ -302,9 +293,6 @@ class PartedEngine:
 
     def stats(self) -> EngineStats:
         """Gauges. Prefixes that requests share count in each of them."""
-        busy = self._busy_seconds
-        if self._running and not self._is_blank:
-            busy += time.monotonic() - self._busy_since
         held = sum(progress.num_tokens for progress in self._running.values())
         capacity = self.backend.kv_capacity_tokens if self._started.is_set() else 1
         return EngineStats(
@@ -312,7 +300,7 @@ class PartedEngine:
             num_waiting=self._places.num_waiting,
             tokens_total=self._tokens_total,
             kv_used_fraction=min(held / capacity, 1.0),
-            idle_seconds=time.monotonic() - self._started_at - busy,
+            idle_seconds=self._busy.idle_seconds,
             weight_version=self._weight_version,
             prompt_tokens_total=self._prompt_tokens_total,
             cached_tokens_total=self._cached_tokens_total,
@@ -370,11 +358,3 @@ class PartedEngine:
             raise EngineDiedError(
                 f"the engine did not end {len(parts)} requests within {_CUT_TIMEOUT_S:.0f} s"
             ) from error
-
-    def _note_busy(self) -> None:
-        if not self._running:
-            self._busy_since = time.monotonic()
-
-    def _note_idle(self, *, is_over: bool) -> None:
-        if is_over:
-            self._busy_seconds += time.monotonic() - self._busy_since

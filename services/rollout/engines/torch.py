@@ -250,7 +250,9 @@ class TorchEngine:
         """Copy new weights into the live parameters between two steps."""
         check_tensors({name: value.shape for name, value in self._parameters.items()}, tensors)
         async with self._between_steps:
-            assert not self._is_asleep, "an engine that sleeps has no room for weights; wake it first"
+            assert not self._is_asleep, (
+                "an engine that sleeps has no room for weights; wake it first"
+            )
             started_at = time.monotonic()
             await asyncio.to_thread(self._copy_weights, tensors)
             self._weight_version, self._is_blank = version, False

@@ -41,9 +41,7 @@ _TELLS_EXPERTS = "enable_return_routed_experts"
 def build(order: EngineOrder) -> PartedEngine:
     """The engine, which starts with its :meth:`PartedEngine.run`."""
     backend = VllmBackend(order)
-    return PartedEngine.ordered(
-        backend, order, length_argument="max_model_len", freezer=backend, sleeper=backend
-    )
+    return PartedEngine.ordered(backend, order, length_argument="max_model_len", freezer=backend)
 
 
 class VllmBackend:

@@ -12,7 +12,7 @@ from services.common.models.loading import build_model, load_config
 from services.common.models.teachers import check_teacher
 from services.common.models.tokenizer import load_tokenizer
 from services.common.spec.run import RunSpec
-from services.trainer.checkpoint.checkpointer import Checkpointer
+from services.trainer.checkpoint.checkpointer import Checkpointer, local_part
 from services.trainer.checkpoint.manifest import STEP_PREFIX
 from services.trainer.model.compiling import compile_ahead
 from services.trainer.model.flops import active_weights
@@ -30,7 +30,7 @@ from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.critic_step import CriticStepRunner
 from services.trainer.steps.fields import FieldScoring
 from services.trainer.steps.step import StepRunner
-from services.trainer.transfers import Fetch, Transfers, of_vocabulary
+from services.trainer.transfers import Transfers, of_vocabulary
 from services.trainer.weights import WeightExport
 
 _Module = TypeVar("_Module", Policy, Critic)
@@ -44,6 +44,7 @@ class Built:
 
     rank: Rank
     weights: WeightExport
+    state: HostCopy
     step: int
     """Newest trained step: 0, or that of the checkpoint that training resumes from."""
 
@@ -105,16 +106,16 @@ def build_rank(
     is_told = spec.samples.is_on and topology.is_first_of_pack
     teller = TrainingTeller(transfers.tell, spec) if is_told else None
     runner.on_trained = None if teller is None else teller.take
-    rank = _rank(
+    state = _state(runner, [] if reference is None else [reference], topology)
+    rank = Rank(
         runner,
-        root,
         fetch=fetch,
         spec=spec,
-        topology=topology,
+        ranks=topology.data,
         cost=cost,
+        checkpointer=_checkpointer(runner, root, spec=spec, topology=topology, state=state),
         profiler=_profiler("profiles", spec, settings),
         teller=teller,
-        frozen=[] if reference is None else [reference],
     )
     weights = WeightExport(
         policy,
@@ -126,7 +127,7 @@ def build_rank(
     )
     start_from = spec.trainer.checkpoint.start_from
     step = _resume(rank, root, Path(start_from) if start_from else None, settings)
-    return Built(rank=rank, weights=weights, step=step)
+    return Built(rank=rank, weights=weights, state=state, step=step)
 
 
 def build_critic(
@@ -154,8 +155,14 @@ def build_critic(
     root = checkpoint_root(spec, settings) / _CRITIC
     fetch = of_vocabulary(transfers.fetch, module.model.config.vocab_size)
     profiler = _profiler(f"profiles/{_CRITIC}", spec, settings)
-    rank = _rank(
-        runner, root, fetch=fetch, spec=spec, topology=topology, cost=cost, profiler=profiler
+    rank = Rank(
+        runner,
+        fetch=fetch,
+        spec=spec,
+        ranks=topology.data,
+        cost=cost,
+        checkpointer=_checkpointer(runner, root, spec=spec, topology=topology),
+        profiler=profiler,
     )
     values = FieldScoring(
         "values",
@@ -172,36 +179,18 @@ def build_critic(
     return BuiltCritic(rank=rank, values=values, step=_resume(rank, root, folder, settings))
 
 
-def _rank(
-    runner: Runner,
-    root: Path,
-    *,
-    fetch: Fetch,
-    spec: RunSpec,
-    topology: Topology,
-    cost: Callable[[int], float],
-    profiler: StepProfiler,
-    teller: TrainingTeller | None = None,
-    frozen: Sequence[Policy] = (),
-) -> Rank:
-    keep, parts = spec.trainer.checkpoint.keep, runner.parts()
-    state = HostCopy(
-        [*(module for module, _ in parts.values()), *frozen],
-        [optimizer for _, optimizer in parts.values()],
-        device=topology.device,
-    )
-    checkpointer = Checkpointer(parts, root=root, keep=keep, topology=topology, read=state.read)
-    return Rank(
-        runner,
-        fetch=fetch,
-        spec=spec,
-        ranks=topology.data,
-        cost=cost,
-        checkpointer=checkpointer,
-        state=state,
-        profiler=profiler,
-        teller=teller,
-    )
+def _state(runner: Runner, frozen: Sequence[Policy], topology: Topology) -> HostCopy:
+    """What is moved to host memory while others have the GPUs."""
+    modules, optimizers = zip(*runner.parts().values(), strict=True)
+    return HostCopy([*modules, *frozen], optimizers, device=topology.device)
+
+
+def _checkpointer(
+    runner: Runner, root: Path, *, spec: RunSpec, topology: Topology, state: HostCopy | None = None
+) -> Checkpointer:
+    read = local_part if state is None else state.read
+    keep = spec.trainer.checkpoint.keep
+    return Checkpointer(runner.parts(), root=root, keep=keep, topology=topology, read=read)
 
 
 def _profiler(folder: str, spec: RunSpec, settings: TrainerSettings) -> StepProfiler:

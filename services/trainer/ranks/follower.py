@@ -10,6 +10,7 @@ from torch import Tensor
 
 from services.common.batch import KVBatchMeta
 from services.common.errors import FailedPreconditionError, ServiceError
+from services.trainer.model.host_copy import HostCopy
 from services.trainer.ranks.crew import Crew, Kind, Order
 from services.trainer.ranks.rank import Rank
 from services.trainer.steps.fields import FieldScoring
@@ -28,6 +29,7 @@ class Follower:
         rank: This process's part.
         weights: The policy's weights; a critic's go nowhere.
         values: Scores batches, of a critic.
+        state: The policy's state, which can be moved to host memory.
     """
 
     def __init__(
@@ -37,11 +39,13 @@ class Follower:
         *,
         weights: WeightExport | None = None,
         values: FieldScoring | None = None,
+        state: HostCopy | None = None,
     ) -> None:
         self._crew = crew
         self._rank = rank
         self._weights = weights
         self._values = values
+        self._state = state
         # Training changes the rows that a transfer copies; both run in threads.
         self._turn = threading.Lock()
 
@@ -66,7 +70,7 @@ class Follower:
     def weight_tensors(self, *, only_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
         """The rows of this rank; training waits until they are read."""
         with self._turn:
-            if self._rank.is_asleep:
+            if self._state is not None and self._state.is_away:
                 raise FailedPreconditionError("the trainer sleeps; wake it first")
             yield from self._exported().weight_rows()
 
@@ -91,12 +95,12 @@ class Follower:
                 only_adapters = order.kind is Kind.GATHER_ADAPTERS
                 for _ in self._exported().weight_tensors(only_adapters=only_adapters):
                     pass
-            elif order.kind is Kind.SLEEP:
-                self._rank.sleep()
-                self._crew.gather("")
-            elif order.kind is Kind.WAKE:
-                self._rank.wake()
-                self._crew.gather("")
+            elif order.kind is Kind.SLEEP and self._state is not None:
+                self._state.put_away()
+                self._crew.gather("moved")
+            elif order.kind is Kind.WAKE and self._state is not None:
+                self._state.bring_back()
+                self._crew.gather("moved")
             elif order.kind is Kind.SCORE:
                 self._exported().score_canary()
             elif order.kind is Kind.ADD_FIELD and self._values is not None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from services.common.batch import KVBatchMeta
 from services.common.errors import FailedPreconditionError, UnavailableError
 from services.trainer.checkpoint.checkpointer import Snapshot
+from services.trainer.model.host_copy import HostCopy
 from services.trainer.phases import IdleClock, PhaseTimer
 from services.trainer.ranks.crew import Crew, Kind, Order
 from services.trainer.ranks.rank import Rank
@@ -51,6 +52,7 @@ class Leader:
         self._rank: Rank | None = None
         self._weights: WeightExport | None = None
         self._values: FieldScoring | None = None
+        self._state: HostCopy | None = None
         self._crew = Crew(1)
         self._newest: tuple[int, StepResult | None] = (0, None)
         self._newest_version = 0
@@ -69,6 +71,7 @@ class Leader:
         *,
         weights: WeightExport | None = None,
         values: FieldScoring | None = None,
+        state: HostCopy | None = None,
         step: int = 0,
     ) -> None:
         """Start to answer, with the other ranks following.
@@ -78,12 +81,14 @@ class Leader:
             crew: The other ranks.
             weights: The policy's weights; a critic's go nowhere.
             values: Scores batches, of a critic.
+            state: The policy's state, which can be moved to host memory.
             step: Newest step that is trained already.
         """
         self._newest = (step, None)
         self._crew = crew
         self._weights = weights
         self._values = values
+        self._state = state
         self._rank = rank
 
     async def train_step(
@@ -245,25 +250,22 @@ class Leader:
 
     async def sleep(self) -> None:
         """Move the training state of all ranks to host memory, once nothing is trained. Safe to repeat."""
-        await asyncio.to_thread(self._sleep)
+        await asyncio.to_thread(self._move, Kind.SLEEP)
 
     async def wake(self) -> None:
         """Move the training state of all ranks back. Safe to repeat."""
-        await asyncio.to_thread(self._wake)
+        await asyncio.to_thread(self._move, Kind.WAKE)
 
-    def _sleep(self) -> None:
-        rank = self._attached()
+    def _move(self, kind: Kind) -> None:
+        self._attached()
+        assert self._state is not None, "only the policy's trainer shares GPUs"
         with self._turn, self._crew.together():
-            self._crew.tell(Order(Kind.SLEEP))
-            rank.sleep()
-            self._crew.gather("")
-
-    def _wake(self) -> None:
-        rank = self._attached()
-        with self._turn, self._crew.together():
-            self._crew.tell(Order(Kind.WAKE))
-            rank.wake()
-            self._crew.gather("")
+            self._crew.tell(Order(kind))
+            if kind is Kind.SLEEP:
+                self._state.put_away()
+            else:
+                self._state.bring_back()
+            self._crew.gather("moved")  # all have
 
     def weight_specs(self) -> list[TensorSpec]:
         """What will be sent, in sending order."""
@@ -299,7 +301,8 @@ class Leader:
         Raises:
             FailedPreconditionError: If it is in host memory.
         """
-        if self._attached().is_asleep:
+        self._attached()
+        if self._state is not None and self._state.is_away:
             raise FailedPreconditionError("the trainer sleeps; wake it first")
         with self._crew.together():
             yield

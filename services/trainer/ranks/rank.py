@@ -23,7 +23,6 @@ from services.trainer.batch.samples import (
 )
 from services.trainer.checkpoint.checkpointer import Checkpointer, Snapshot
 from services.trainer.collectives import Ranks
-from services.trainer.model.host_copy import HostCopy
 from services.trainer.phases import PhaseTimer
 from services.trainer.ranks.profiling import NO_PROFILES, StepProfiler
 from services.trainer.ranks.teller import TrainingTeller
@@ -77,7 +76,6 @@ class Rank:
         ranks: Data-parallel ranks.
         cost: Cost of a sequence by its length, for balancing.
         checkpointer: Saves and loads what is trained.
-        state: Moves what is trained to host memory and back; None where nobody asks for that.
         profiler: Writes profiles of chosen steps.
         teller: Tells people of samples that are kept; None on ranks that are not asked.
     """
@@ -91,13 +89,11 @@ class Rank:
         ranks: Ranks,
         cost: Callable[[int], float],
         checkpointer: Checkpointer,
-        state: HostCopy | None = None,
         profiler: StepProfiler = NO_PROFILES,
         teller: TrainingTeller | None = None,
     ) -> None:
         self.runner = runner
         self.checkpointer = checkpointer
-        self._state = state
         self._fetch = fetch
         self._teller = teller
         self._spec = spec
@@ -200,22 +196,6 @@ class Rank:
         if self._guard.must_rewind(step, skipped=result.skipped):
             result.metrics["rewound_to_step"] = float(self.restore())
         return result
-
-    @property
-    def is_asleep(self) -> bool:
-        """Whether the training state is in host memory, where it can only be saved."""
-        return self._state is not None and self._state.is_away
-
-    def sleep(self) -> None:
-        """Move the training state to host memory."""
-        assert self._state is not None, "who sleeps is given a place"
-        self._forget_early()
-        self._state.put_away()
-
-    def wake(self) -> None:
-        """Move the training state back."""
-        assert self._state is not None, "who sleeps is given a place"
-        self._state.bring_back()
 
     def snapshot(self, step: int) -> Snapshot:
         """Copy the training state after a step, to be written while training goes on."""

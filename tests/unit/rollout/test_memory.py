@@ -144,3 +144,18 @@ def test_an_engine_without_a_share_has_its_cache_bounded() -> None:
     plan = planned(ModelSize.of(qwen_7b(), torch.bfloat16))
     assert engine_share(plan, torch_engine, {}) == {"max_kv_tokens": plan.kv_tokens}
     assert engine_share(plan, torch_engine, {"max_kv_tokens": 1000}) == {}
+
+
+def test_an_engine_in_turns_has_the_gpu_but_for_what_a_sleeping_trainer_keeps() -> None:
+    apart, turns = spec_of(), spec_of()
+    turns = turns.model_copy(
+        update={"topology": turns.topology.model_copy(update={"placement": "colocated"})}
+    )
+    config, total = qwen_7b(), 300 * GB
+    beside = memory_of_others(["trainer"], apart, config, gpu_bytes=total)
+    asleep = memory_of_others(["trainer"], turns, config, gpu_bytes=total)
+    assert 15 * GB < asleep < 20 * GB < beside
+    trainer = trainer_memory(turns, config, gpu_bytes=total)
+    assert trainer.used - trainer_memory(apart, config, gpu_bytes=total).used == pytest.approx(
+        trainer.parts["rollouts that sleep"]
+    )

@@ -25,7 +25,7 @@ export const CATALOG = [
     ["Time of a step", "s", [["total", "seconds"], ["trainer waits", "trainer_wait_s"], ["rollouts idle", "rollout_idle_s"]]],
     ["The trainer waits", "s", [
       ["for data", "idle_seconds_no_data"], ["for stale groups", "idle_seconds_barrier"],
-      ["weight sync", "idle_seconds_weight_sync"], ["checkpoint", "idle_seconds_checkpoint"],
+      ["weight sync", "idle_seconds_weight_sync"], ["handover of GPUs", "idle_seconds_handover"], ["checkpoint", "idle_seconds_checkpoint"],
       ["control", "idle_seconds_control"],
     ]],
     ["Weight sync", "ms", [

@@ -64,3 +64,14 @@ def test_cuda_visible_devices_limits_what_is_given(tmp_path):
     (tmp_path / "nvidia0").touch()
     assert host_gpus("2,3", tmp_path) == ("2", "3")
     assert host_gpus("", tmp_path) == ()
+
+
+def test_workers_that_take_turns_with_the_trainer_are_on_its_gpus():
+    needs = {"trainer-0": 4, "rollout-0": 2, "rollout-1": 2, "rollout-2": 2, "rollout-3": 2}
+    assert HostGpus(["0", "1", "2", "3", "4", "5"]).assign("run", needs, host="trainer-0") == {
+        "trainer-0": ("0", "1", "2", "3"),
+        "rollout-0": ("0", "1"),
+        "rollout-1": ("2", "3"),
+        "rollout-2": ("0", "1"),
+        "rollout-3": ("2", "3"),
+    }

@@ -41,7 +41,8 @@ def publishing(parts):
         parts=parts,
         ledger=None,
         generation=SimpleNamespace(published=parts.opened.append),
-        evaluator=SimpleNamespace(leased=nothing, published=nothing),
+        evaluator=SimpleNamespace(published=nothing),
+        shifts=parts,
         progress=SimpleNamespace(synced=lambda report: None, summary=lambda ledger: {}),
         version_offset=100,
     )

@@ -1,0 +1,78 @@
+"""`slipstream run` in turns on one GPU: trainer and engine, each asleep while the other works."""
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.trainer.model.host_copy import HostCopy
+from tests.helpers.cli import SORT4, train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_run_trains_in_turns_on_one_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, max_staleness: int
+) -> None:
+    if engine != "torch" and importlib.util.find_spec(engine) is None:
+        pytest.skip(f"{engine} is not installed here")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    finished = train(
+        SORT4,
+        tmp_path / "runs",
+        # Its heads have 64 dimensions, which kernels ask for.
+        "model.path=tiny:qwen2-3m",
+        "topology.placement=colocated",
+        f"rollout.engine={engine}",
+        "rollout.replicas=1",
+        f"algorithm.max_staleness={max_staleness}",
+        "trainer.steps=6",
+        "trainer.dtype=bfloat16",
+        "trainer.checkpoint.every=3",
+        "validation.every=3",
+        timeout=800,
+    )
+    assert finished.code == 0, finished.err[-4000:]
+    assert finished.summary["state"] == "SUCCEEDED"
+    assert finished.summary["steps"] == 6
+    assert finished.summary["staleness"]["max"] <= max_staleness
+    (metrics,) = (tmp_path / "runs").glob("*/metrics.jsonl")
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    print(engine, max_staleness, [round(step["handover_s"], 3) for step in steps])
+    for step in steps:
+        assert {"rollouts_sleep_s", "trainer_wake_s", "handover_s"} <= step.keys()
+
+
+def test_a_trainer_that_sleeps_leaves_the_gpu_and_trains_on_as_before() -> None:
+    device = torch.device("cuda", 0)
+    module = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(8))).to(device)
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+
+    def step() -> float:
+        torch.manual_seed(0)
+        loss = module(torch.randn(16, 2048, device=device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss)
+
+    step()
+    expected = [p.detach().clone().cpu() for p in module.parameters()]
+    state = HostCopy([module], [optimizer], device=device)
+    before = torch.cuda.memory_allocated(device)
+    state.put_away()
+    assert torch.cuda.memory_allocated(device) < before / 20
+    read = [state.read(p) for p in module.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(read, expected, strict=True))
+    state.bring_back()
+    assert all(torch.equal(p.cpu(), b) for p, b in zip(module.parameters(), expected, strict=True))
+    assert math.isfinite(step())

@@ -1,0 +1,66 @@
+"""Ranks of FSDP2 sleep and wake together, and train as if they had not."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from services.common.spec.run import RunSpec
+from services.trainer.model.host_copy import HostCopy
+from services.trainer.model.parallel import build_topology, distribute
+from services.trainer.ranks.crew import Crew
+from services.trainer.ranks.follower import Follower
+from services.trainer.ranks.leader import Leader
+from services.trainer.weights import WeightExport
+from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
+from tests.helpers.ranks import run_ranks
+
+
+def _train(rank: int, folder: str, spec_json: str, sleeps: bool) -> None:
+    """Train two steps, with a sleep between them or without, and keep this rank's rows."""
+    spec = RunSpec.model_validate_json(spec_json)
+    size = spec.trainer.world_size
+    store = f"file://{folder}/store-{sleeps}"
+    if size > 1:
+        distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    policy, queue = policy_of(spec), random_queue(policy_of(spec))
+    topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=size)
+    distribute(policy, spec.trainer, topology)
+    trained = rank_of(spec, policy, queue, ranks=topology.data)
+    state = HostCopy([policy], [trained.runner.optimizer], device=CPU)
+    weights, crew = WeightExport(policy, dtype=torch.float32), Crew(size)
+    if rank > 0:
+        Follower(crew, trained, weights=weights, state=state).follow()
+    else:
+        leader = Leader()
+        leader.attach(trained, crew, weights=weights, state=state)
+        asyncio.run(_lead(leader, queue, sleeps=sleeps))
+    torch.save(dict(weights.weight_rows()), Path(folder) / f"rows-{sleeps}-{rank}.pt")
+    distributed.destroy_process_group()
+
+
+async def _lead(leader: Leader, queue: Queue, *, sleeps: bool) -> None:
+    await leader.train_step(1, queue.meta)
+    if sleeps:
+        await leader.sleep()
+        await leader.wake()
+        await asyncio.to_thread(leader.score_canary)
+        await leader.sleep()
+        await leader.wake()
+    await leader.train_step(2, queue.meta)
+    leader.stop()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_that_slept_have_the_weights_of_ranks_that_did_not(
+    tmp_path: Path, ranks: int
+) -> None:
+    spec = spec_of(trainer={"world_size": ranks, "dtype": "bfloat16"})
+    for sleeps in (False, True):
+        run_ranks(_train, str(tmp_path), spec.model_dump_json(), sleeps, count=ranks)
+    for rank in range(ranks):
+        found = [torch.load(tmp_path / f"rows-{sleeps}-{rank}.pt") for sleeps in (False, True)]
+        assert found[0].keys() == found[1].keys()
+        assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())

@@ -1,0 +1,84 @@
+"""A trainer that sleeps keeps its state in host memory: it can be saved, not used, and comes back whole."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.common.errors import FailedPreconditionError
+from services.trainer.checkpoint.checkpointer import Checkpointer
+from services.trainer.collectives import Ranks
+from services.trainer.model.host_copy import HostCopy
+from services.trainer.model.parallel import Topology
+from services.trainer.model.policy import Policy
+from services.trainer.ranks.crew import Crew
+from services.trainer.ranks.leader import Leader
+from services.trainer.ranks.rank import Rank
+from services.trainer.weights import WeightExport
+from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of
+
+SPEC = spec_of()
+QUEUE = random_queue(policy_of(SPEC))
+
+
+def _state_of(rank: Rank) -> HostCopy:
+    modules, optimizers = zip(*rank.runner.parts().values(), strict=True)
+    return HostCopy(modules, optimizers, device=CPU)
+
+
+def _trained(policy: Policy) -> Rank:
+    rank = rank_of(SPEC, policy, QUEUE)
+    rank.train(1, QUEUE.meta)
+    return rank
+
+
+def test_training_goes_on_after_sleep_as_if_nothing_had_been() -> None:
+    policies = policy_of(SPEC), policy_of(SPEC)
+    for policy, sleeps in zip(policies, (False, True), strict=True):
+        rank = _trained(policy)
+        for step in (2, 3):
+            if sleeps:
+                state = _state_of(rank)
+                state.put_away()
+                state.put_away()
+                assert state.is_away
+                assert all(p.untyped_storage().nbytes() == 0 for p in policy.parameters())
+                state.bring_back()
+                state.bring_back()
+            rank.train(step, QUEUE.meta)
+    for first, second in zip(*(policy.parameters() for policy in policies), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_a_snapshot_of_a_trainer_that_sleeps_has_its_state(tmp_path: Path) -> None:
+    rank = _trained(policy_of(SPEC))
+    state = _state_of(rank)
+    expected = {k: v.clone() for k, v in rank.snapshot(1).tensors.items()}
+    checkpointer = Checkpointer(
+        rank.runner.parts(),
+        root=tmp_path,
+        keep=1,
+        topology=Topology(device=CPU, data=Ranks()),
+        read=state.read,
+    )
+    state.put_away()
+    found = checkpointer.snapshot(1, {}).tensors
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    state.bring_back()
+    assert all(torch.equal(rank.snapshot(1).tensors[k], v) for k, v in expected.items())
+
+
+async def test_a_trainer_that_sleeps_neither_trains_nor_sends() -> None:
+    policy = policy_of(SPEC)
+    rank, leader = rank_of(SPEC, policy, QUEUE), Leader()
+    weights = WeightExport(policy, dtype=torch.float32)
+    leader.attach(rank, Crew(1), weights=weights, state=_state_of(rank))
+    await leader.sleep()
+    for use in (leader.score_canary, lambda: next(leader.weight_tensors())):
+        with pytest.raises(FailedPreconditionError, match="sleeps; wake it first"):
+            use()
+    with pytest.raises(FailedPreconditionError, match="sleeps; wake it first"):
+        await leader.train_step(1, QUEUE.meta)
+    await leader.wake()
+    assert not (await leader.train_step(1, QUEUE.meta)).skipped
