@@ -81,6 +81,7 @@ class Sink:
         self.num_adoptions = 0
         self.adopted = {}
         self.is_paused = False
+        self.refused = ""
 
     async def adopt_weights(self, version, tensors):
         for name, tensor in tensors.items():
@@ -95,7 +96,7 @@ class Sink:
         return score(self.live)
 
     async def refuse_weights(self, reason):
-        self.is_paused = True
+        self.is_paused, self.refused = True, reason
 
     async def open_weights(self, plan, slots):
         self.is_paused = True

@@ -172,7 +172,7 @@ async def assemble(
         is_queue_empty=is_queue_empty,
         trainer=client,
         trained=await client.newest_step(timeout_s=spec.limits.step_timeout_s),
-        served=min(worker.weight_version for worker in [*rollouts, *logp]),
+        served=min(map(_served, [*rollouts, *logp])),
         replicas=replicas,
         scoring=scoring,
         critic=critic,
@@ -187,6 +187,11 @@ def _is_loaded(worker: Worker, spec: RunSpec) -> bool:
     return worker.state in ("loaded", "ready") and (
         worker.role != "rollout" or worker.gauges.keys() >= {*map(rows_gauge, spec.data.sets)}
     )
+
+
+def _served(worker: Worker) -> int:
+    """The weight version that a worker serves; -1 if it has refused what it holds."""
+    return worker.weight_version if worker.state == "ready" else -1
 
 
 def _agreed_rows(rollouts: Sequence[Worker], splits: Iterable[str]) -> dict[str, int]:

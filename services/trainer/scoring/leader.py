@@ -108,6 +108,9 @@ class ScoringLeader:
 
     def refuse(self) -> None:
         """The weights are wrong: score nothing until others are adopted."""
+        if self._is_open:  # it has the turn
+            self.version = -1
+            return
         with self._turn:
             self.version = -1
 

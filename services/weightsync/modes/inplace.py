@@ -51,6 +51,11 @@ class InplaceReceiver:
     async def give_up(self) -> None:
         """Go on with the old weights, if they are there."""
         self._slots = self._slots.renewed()
-        if self._is_open and not self._is_written:
+        if self._is_written:
+            await self._sink.refuse_weights(
+                "a transfer straight into the live weights did not end in an adoption: nothing is served "
+                "until a whole version is"
+            )
+        elif self._is_open:
             await self._sink.close_weights()
             self._is_open = False

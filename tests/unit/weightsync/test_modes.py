@@ -91,6 +91,7 @@ async def test_what_is_injected_is_found_before_the_first_token(monkeypatch, mod
         assert sink.version == 0
         # Weights received in place are torn now: such an engine stays paused.
         assert sink.is_paused == (mode == "inplace")
+        assert ("straight into the live weights" in sink.refused) == (mode == "inplace")
     monkeypatch.undo()
     await cluster.form(epoch=2)
     await cluster.publish(1, epoch=2)
@@ -152,6 +153,21 @@ async def test_a_group_left_before_a_transfer_in_place_goes_on_with_the_old_weig
     assert all(sink.is_paused for sink in cluster.sinks)
     for receiver in cluster.receivers:
         await receiver.abort(1, "the trainer is gone")
+    assert not any(sink.is_paused for sink in cluster.sinks)
+
+
+async def test_a_version_in_place_that_was_not_adopted_is_not_served_under_the_old_number():
+    cluster = Cluster(1, "inplace")
+    await cluster.form()
+    await cluster.publish(0)
+    cluster.weights["embed"].add_(1)
+    await cluster.send(1)
+    for receiver in cluster.receivers:
+        await receiver.abort(1, "another rollout is gone")
+    assert all(sink.is_paused and sink.version == 0 for sink in cluster.sinks)
+    await cluster.form(epoch=2)
+    await cluster.publish(1, epoch=2)
+    assert cluster.serves_what_was_sent()
     assert not any(sink.is_paused for sink in cluster.sinks)
 
 
