@@ -89,6 +89,8 @@ class Workers:
         self.version = -1
         self.cancels = asyncio.Event()
         self.step_timeouts, self.saved = [], []
+        self.may_save = asyncio.Event()
+        self.may_save.set()
         self.may_generate = self.may_answer = True
 
     async def assemble(self, stack, run_id, spec, membership, **kwargs):
@@ -141,6 +143,7 @@ class Workers:
 
     async def save_checkpoint(self, step, *, keep_steps, timeout_s):
         self.saved.append(step)
+        await self.may_save.wait()
         return f"/checkpoints/step-{step:08d}", 1
 
     async def _publish(self, newest):

@@ -155,3 +155,18 @@ async def test_a_request_that_was_answered_is_not_answered_again(database, worke
         with database.read() as connection:
             assert read_requests(connection, run_id) == []
     assert workers.saved == [1, 4]
+
+
+async def test_the_last_evaluation_does_not_wait_for_the_last_checkpoint(database, workers):
+    workers.may_save.clear()
+    at_end = {"every": 0, "before_train": False, "at_end": True}
+    async with open_manager(database, queue=workers.queue) as manager:
+        run_id = await submitted(manager, validation=at_end)
+        async with asyncio.timeout(20):
+            while not await told(manager, run_id, "Validated"):  # noqa: ASYNC110 -- a test of events that are written
+                await asyncio.sleep(0)
+        assert await told(manager, run_id, "CheckpointStarted")
+        assert not await told(manager, run_id, "CheckpointSaved")
+        workers.may_save.set()
+        await ended(manager, run_id)
+        assert await told(manager, run_id, "CheckpointSaved")
