@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
 from transformers import AutoConfig
 
 from bench.trainer.__main__ import Launch, prepare
@@ -28,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="small sizes, for any machine")
     parser.add_argument("--layers", type=int, default=6, help="layers of 0.63 billion parameters")
-    parser.add_argument("--tokens", type=int, default=16_384, help="budget of a micro-batch")
+    parser.add_argument("--tokens", type=int, default=32_768, help="budget of a micro-batch")
     parser.add_argument("--eager", action="store_true", help="layers without torch.compile")
     arguments = parser.parse_args()
     on_gpu = torch.cuda.is_available() and not arguments.smoke
@@ -40,20 +39,15 @@ def main() -> None:
         "layers": scale.config.num_hidden_layers,
         "tokens": sum(long_tailed_lengths(scale)),
     }
-    for way in ({"compile": True}, {"compile": False}) if on_gpu else ({"compile": False},):
-        budget = scale.tokens_per_micro_batch if arguments.smoke else arguments.tokens
-        trainer = {"dtype": "bfloat16" if on_gpu else "float32", "tokens_per_micro_batch": budget}
-        name = "compiled" if way["compile"] else "eager"
-        try:
-            found["ways"][name] = _measure(scale, {**trainer, **way}, device)
-        except torch.OutOfMemoryError as error:
-            found["ways"][name] = {"out_of_memory": str(error).splitlines()[0]}
-        finally:
-            if distributed.is_initialized():  # each way joins anew
-                distributed.destroy_process_group()
-        print(name, json.dumps(found["ways"][name]), flush=True)
-        if on_gpu:
-            torch.cuda.empty_cache()
+    trainer = {
+        "dtype": "bfloat16" if on_gpu else "float32",
+        "compile": on_gpu and not arguments.eager,
+        "tokens_per_micro_batch": scale.tokens_per_micro_batch
+        if arguments.smoke
+        else arguments.tokens,
+    }
+    found |= trainer | _measure(scale, trainer, device)
+    print(json.dumps(found, indent=1))
     if not arguments.smoke:
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
 

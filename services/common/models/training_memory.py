@@ -29,11 +29,11 @@ _LOGITS: Final = 5.0e9
 _CONTEXT: Final = 1.5e9
 # What an engine that sleeps keeps beside received weights: contexts, graphs, the buffers of its collectives.
 _SLEEPING: Final = 6.0e9
-# Of the hidden size and of a key-value head's width: what a layer keeps of each token beside its feed-forward
+# Of the hidden size, of all queries and of all keys: what a layer keeps of each token beside its feed-forward
 # part, which keeps gate, up and their product.
-_HIDDENS, _KEY_VALUES, _FEED_FORWARD = 6, 2, 3
+_HIDDENS, _QUERIES, _KEY_VALUES, _FEED_FORWARD = 4, 2, 2, 3
 # The same of ``selective``, whose feed-forward part keeps gate and up.
-_SELECTED_HIDDENS, _SELECTED_FEED_FORWARD = 5, 2
+_SELECTED_HIDDENS, _SELECTED_FEED_FORWARD = 3, 2
 # Layers whose activations are on the GPU where they are offloaded: one that computes, one on its way.
 _LAYERS_HERE: Final = 2
 # Without torch.compile the norms keep their float32 input as well, and the activation its own.
@@ -185,16 +185,19 @@ def _activations(trainer: TrainerSpec, config: PretrainedConfig, *, item: int) -
     # Repeated until each rank that shares the pack has as many.
     heads = lcm(heads, trainer.tensor_parallel * trainer.context_parallel)
     width = int(getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads)
-    key_values = item * _KEY_VALUES * heads * width / trainer.tensor_parallel
+    heads = _QUERIES * int(shape.num_attention_heads) + _KEY_VALUES * heads
+    attended = item * heads * width / trainer.tensor_parallel
+    # An expert's tokens are copied for it, and what it makes of them is weighed.
+    attended += item * _copied(shape)
     eager = 0 if trainer.compile else 1
     inner = item * _feed_forward(shape) / trainer.tensor_parallel
     hidden = float(item * shape.hidden_size)
-    whole = _HIDDENS * hidden + key_values + (_FEED_FORWARD + eager) * inner
+    whole = _HIDDENS * hidden + attended + (_FEED_FORWARD + eager) * inner
     whole += eager * _EAGER_NORMS * _FLOAT32 * shape.hidden_size
     layers = int(shape.num_hidden_layers)
     recomputed = trainer.activation_checkpointing
     if recomputed == "selective":
-        kept = [_SELECTED_HIDDENS * hidden + key_values + _SELECTED_FEED_FORWARD * inner] * layers
+        kept = [_SELECTED_HIDDENS * hidden + attended + _SELECTED_FEED_FORWARD * inner] * layers
     else:
         kept = [
             hidden if recomputed and number % recomputed == 0 else whole for number in range(layers)
@@ -216,6 +219,14 @@ def _feed_forward(shape: Any) -> float:
     width = getattr(shape, "moe_intermediate_size", None) or shape.intermediate_size
     shared = getattr(shape, "shared_expert_intermediate_size", None) or 0
     return float(shape.num_experts_per_tok * width + shared)
+
+
+def _copied(shape: Any) -> float:
+    """Width of what a mixture keeps of a token besides."""
+    if not num_experts(shape.to_dict()):
+        return 0.0
+    width = getattr(shape, "moe_intermediate_size", None) or shape.intermediate_size
+    return float(shape.num_experts_per_tok * (shape.hidden_size + width))
 
 
 def _adapters(shapes: Mapping[str, tuple[int, ...]], lora: LoraSpec) -> float:

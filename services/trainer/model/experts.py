@@ -58,43 +58,57 @@ def experts_forward(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
     order = torch.argsort(owners, stable=True)
     num_experts = _local(module.down_proj).shape[0] * (1 if ranks is None else ranks.size)
     counts = owners.new_zeros(num_experts).scatter_add_(0, owners, torch.ones_like(owners))
-    rows = hidden[order // num_chosen]
+    rows, shares = hidden[order // num_chosen], weights.flatten()[order][:, None]
     if ranks is None:
-        outputs = _products(module, rows, counts, ranks)
+        outputs = _products(module, rows, shares, counts, ranks)
     else:
-        outputs = _elsewhere(module, rows, counts, ranks)
+        outputs = _elsewhere(module, rows, shares, counts, ranks)
     unsorted = torch.empty_like(order).index_copy_(
         0, order, torch.arange(len(order), device=order.device)
     )
-    weighted = outputs[unsorted].view(*chosen.shape, -1) * weights[..., None]
-    return weighted.sum(1).to(hidden.dtype)
+    return outputs[unsorted].view(*chosen.shape, -1).sum(1).to(hidden.dtype)
 
 
-def _elsewhere(module: Any, rows: Tensor, counts: Tensor, ranks: ExpertRanks) -> Tensor:
+def _elsewhere(
+    module: Any, rows: Tensor, shares: Tensor, counts: Tensor, ranks: ExpertRanks
+) -> Tensor:
     """Products of sorted rows, each made by the rank that holds its expert."""
     arriving = torch.empty_like(counts)
     distributed.all_to_all_single(arriving, counts, group=ranks.group)
     by_rank = torch.stack([counts, arriving]).view(2, ranks.size, -1)
     sent, received = by_rank.sum(2).tolist()
     arrived = exchanged(rows, sent, received, group=ranks.group)
+    shares = exchanged(shares, sent, received, group=ranks.group)
     # They come by rank and then by expert, and are multiplied by expert.
     experts = torch.arange(by_rank.shape[2], device=rows.device).repeat(ranks.size)
     order = torch.argsort(experts.repeat_interleave(by_rank[1].flatten()), stable=True)
-    outputs = _products(module, arrived[order], by_rank[1].sum(0), ranks)
+    outputs = _products(module, arrived[order], shares[order], by_rank[1].sum(0), ranks)
     unsorted = torch.empty_like(order).index_copy_(
         0, order, torch.arange(len(order), device=order.device)
     )
     return exchanged(outputs[unsorted], received, sent, group=ranks.group)
 
 
-def _products(module: Any, rows: Tensor, counts: Tensor, ranks: ExpertRanks | None) -> Tensor:
-    """Both layers of this rank's experts over rows that are sorted by expert."""
+def _products(
+    module: Any, rows: Tensor, shares: Tensor, counts: Tensor, ranks: ExpertRanks | None
+) -> Tensor:
+    """Both layers of this rank's experts over rows that are sorted by expert, times their shares.
+
+    Between the layers rows are narrower than behind them, where each would be kept for the backward pass.
+    """
     gated = module._apply_gate(_product(module, "gate_up_proj", rows, counts, ranks))  # noqa: SLF001
-    return _product(module, "down_proj", gated, counts, ranks)
+    gated = (gated * shares).to(rows.dtype)
+    return _product(module, "down_proj", gated, counts, ranks, shares=shares)
 
 
 def _product(
-    module: Any, name: str, rows: Tensor, counts: Tensor, ranks: ExpertRanks | None
+    module: Any,
+    name: str,
+    rows: Tensor,
+    counts: Tensor,
+    ranks: ExpertRanks | None,
+    *,
+    shares: Tensor | None = None,
 ) -> Tensor:
     weight = _weight(module, name, ranks)
     if not module.is_transposed:
@@ -107,7 +121,8 @@ def _product(
         outputs = torch.cat([part @ each for part, each in parts])
     if module.has_bias:
         bias = _weight(module, f"{name}_bias", ranks)
-        outputs = outputs + bias.repeat_interleave(counts, 0, output_size=len(rows))
+        biases = bias.repeat_interleave(counts, 0, output_size=len(rows))
+        outputs = outputs + (biases if shares is None else (biases * shares).to(rows.dtype))
     return outputs
 
 
