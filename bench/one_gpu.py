@@ -2,8 +2,8 @@
 
 A model of 1.5 billion parameters trains through all services with vLLM, without a setting for memory. Beside
 each process's peak, as the driver counts it, stands what was planned for it before the start; the trainer's
-allocator holds more than is in use, so that is told as well. Results go to ``bench/results/one-gpu.json``. Bar:
-ten steps, and peaks within 5 % of the plan.
+allocator holds more than is in use, so that is told as well. Results go to ``bench/results/one-gpu.json``.
+Bar: ten steps, and peaks within 5 % of the plan.
 """
 
 import argparse

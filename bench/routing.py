@@ -79,6 +79,7 @@ def _spec(model: Path, *, engine: str, replay: str, is_smoke: bool) -> dict[str,
         },
         "rollout": {
             "engine": engine,
+            "replicas": 1,
             "routing_replay": replay,
             "group_size": 8,
             "max_response_tokens": 16 if is_smoke else 512,
