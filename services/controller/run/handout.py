@@ -197,8 +197,10 @@ class Handout:
         return self._patience_s() / 8 if self._ledger.count(*RUNNING) else None
 
     def _patience_s(self) -> float:
-        # Rollouts find their own stalls first.
-        return 2 * self._spec.now.limits.stall_timeout_s
+        # Rollouts find their own stalls first; those that share GPUs make no token while a step is trained.
+        spec = self._spec.now
+        asleep_s = spec.limits.step_timeout_s if spec.topology.is_colocated else 0.0
+        return 2 * spec.limits.stall_timeout_s + asleep_s
 
     def assignment(self, group: Group, members: Sequence[int]) -> GroupAssignment:
         """What a rollout is told of its members of a group."""

@@ -1,5 +1,7 @@
 """A dead engine is found; a busy or idle one is left alone."""
 
+from dataclasses import replace
+
 import pytest
 
 from services.rollout.engines.base import EngineStats
@@ -32,6 +34,15 @@ def test_tokens_updates_and_idleness_are_no_stall() -> None:
     ):
         watch.check(seen, now=9.0 * now)
     watch.check(stats(3, 2, weight_version=1), now=9.0 * 5)
+
+
+def test_an_engine_that_sleeps_is_no_stall() -> None:
+    watch = ProgressWatch(deadline_s=10)
+    watch.check(stats(3, 1), now=0)
+    watch.check(replace(stats(3, 1), is_asleep=True), now=100)
+    watch.check(stats(3, 1), now=110)
+    with pytest.raises(EngineStalledError):
+        watch.check(stats(3, 1), now=111)
 
 
 def test_an_episode_is_stalled_by_what_it_does_not_do_and_never_by_its_age() -> None:
