@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from services.trainer.algorithm import logprobs
 from services.trainer.model.parallel import begin_micro_batch
-from services.trainer.steps import step as step_module
+from services.trainer.steps import gradients as gradients_module
 
 _TURNS = 3
 _KINDS = {
@@ -99,7 +99,7 @@ def _exchanging() -> Iterator[None]:
     def begin(module: Any, *, is_last: bool, **arguments: Any) -> None:
         begin_micro_batch(module, is_last=True, **arguments)
 
-    with patch.object(step_module, "begin_micro_batch", begin):
+    with patch.object(gradients_module, "begin_micro_batch", begin):
         yield
 
 

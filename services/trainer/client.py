@@ -1,7 +1,7 @@
 """Typed clients of the trainer and of the role logp; the controller trains with them. No torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 
@@ -21,6 +21,8 @@ class TrainedStep:
     """Reduced numbers by name."""
     skipped: bool
     """Whether the weights stayed as they were, because a number was not finite."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Tokens that did not fit into memory, by key of their sample."""
 
 
 class TrainerClient:
@@ -67,7 +69,10 @@ class TrainerClient:
             idempotent=True,
         )
         return TrainedStep(
-            step=response.step, metrics=dict(response.metrics), skipped=response.skipped
+            step=response.step,
+            metrics=dict(response.metrics),
+            skipped=response.skipped,
+            left_out=dict(response.left_out),
         )
 
     async def accumulate(

@@ -96,6 +96,15 @@ class Tally:
             highest = torch.maximum(highest, self._maxima[name])
         self._maxima[name] = highest
 
+    def merge(self, other: "Tally") -> None:
+        """Add what another one has counted."""
+        for name, (total, count) in other._sums.items():  # noqa: SLF001 -- of the same class
+            known_total, known_count = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = known_total + total, known_count + count
+        for name, highest in other._maxima.items():  # noqa: SLF001
+            known = self._maxima.get(name, highest)
+            self._maxima[name] = torch.maximum(known, highest)
+
     def reduce(self, ranks: Ranks) -> dict[str, float]:
         """Every mean and maximum over all ranks. All ranks must have counted the same names."""
         names, tops = sorted(self._sums), sorted(self._maxima)

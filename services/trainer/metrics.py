@@ -55,6 +55,9 @@ WEIGHT_VERSION = Gauge("slipstream_trainer_weight_version", "Steps trained.", ["
 NONFINITE = Counter(
     "slipstream_trainer_nonfinite_total", "Numbers that were not finite.", ["run", "what"]
 )
+LEFT_OUT = Counter(
+    "slipstream_trainer_left_out_sequences_total", "Sequences that did not fit into memory.", ["run"]
+)
 KL = Gauge("slipstream_train_kl_divergence_nats", "Divergence of two policies.", ["run", "pair"])
 _GAUGES = {
     name: Gauge(f"slipstream_train_{suffix}", text, ["run"])
@@ -101,6 +104,7 @@ def observe_step(run: str, step: int, metrics: Mapping[str, float], *, skipped: 
             KL.labels(run, _KL_PAIRS[name]).set(value)
     for what in _NONFINITE:
         NONFINITE.labels(run, what).inc(metrics.get(f"nonfinite_{what}", 0.0))
+    LEFT_OUT.labels(run).inc(metrics.get("left_out_sequences", 0.0))
     if "mfu" in metrics:
         MFU.labels(run).set(metrics["mfu"])
     if "gpu_memory_peak_bytes" in metrics:
@@ -117,6 +121,7 @@ def begin_run(run: str) -> None:
         CHECKPOINTS.labels(run, outcome)
     for what in _NONFINITE:
         NONFINITE.labels(run, what)
+    LEFT_OUT.labels(run)
 
 
 @contextmanager

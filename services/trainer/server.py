@@ -62,7 +62,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         result = await self._train(request, meta)
         self._on_step(request.step, result)
         return pb.TrainStepResponse(
-            step=request.step, metrics=result.metrics, skipped=result.skipped
+            step=request.step,
+            metrics=result.metrics,
+            skipped=result.skipped,
+            left_out=result.left_out,
         )
 
     async def _train(self, request: pb.TrainStepRequest, meta: KVBatchMeta) -> StepResult:

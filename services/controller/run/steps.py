@@ -28,6 +28,9 @@ from services.controller.run.waits import Waits
 from services.controller.store.records import Note
 from services.trainer.client import TrainedStep
 
+_MOST_TOLD = 8
+"""Samples that a message names."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
@@ -178,6 +181,8 @@ class Steps:
         told = {**data, "rollouts": {"idle_s": use.idle_s}}
         note = Note("StepCommitted", text, told, step, None, self.progress.summary(self.ledger))
         await self.journal.commit_step(step, self.ledger, note=note, metrics=data)
+        if trained.left_out:
+            await self.journal.note(_left_out(step, trained.left_out))
         self.advisor.stepped(data)
         tracing.record(
             "group.settle", self._traces(batch), begin_ns=begin_ns, step=step, outcome="consumed"
@@ -205,6 +210,22 @@ class Steps:
 def _finite(numbers: Mapping[str, float]) -> dict[str, float]:
     """Those that are numbers: JSON knows no others, and a mean with one of them says nothing."""
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def _left_out(step: int, tokens: Mapping[str, int]) -> Note:
+    """The event that tells of sequences that outgrew the trainer's memory."""
+    told = ", ".join(
+        f"{key} ({count:,} tokens)" for key, count in list(tokens.items())[:_MOST_TOLD]
+    )
+    more = f" and {len(tokens) - _MOST_TOLD} more" if len(tokens) > _MOST_TOLD else ""
+    return Note(
+        "SamplesLeftOut",
+        f"step {step} was trained without what did not fit into the trainer's memory: {told}{more}; lower "
+        "rollout.max_response_tokens, or set trainer.activation_checkpointing, "
+        "trainer.activation_offloading or trainer.context_parallel",
+        {"step": step, "samples": dict(tokens)},
+        step,
+    )
 
 
 def _why_skipped(numbers: Mapping[str, float]) -> str:

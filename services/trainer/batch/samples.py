@@ -166,6 +166,8 @@ class Cohort:
     """``[N]`` bool: the response was decoded greedily, as a baseline."""
     is_failed: Tensor
     """``[N]`` bool: the sample has no reward."""
+    keys: tuple[str, ...] = ()
+    """Names of the samples."""
 
     @property
     def lost_baseline(self) -> Tensor:
@@ -184,6 +186,7 @@ class Cohort:
         greedy = torch.tensor([bool(value) for value in meta.tag("greedy")])
         failed = torch.tensor([reason == "failed" for reason in reasons])
         return cls(
+            keys=meta.keys,
             groups=torch.tensor([numbers[name] for name in meta.tag("group_id")]),
             lengths=tuple(p + r for p, r in zip(prompts.lengths, responses.lengths, strict=True)),
             prompt_lengths=prompts.lengths,

@@ -35,11 +35,12 @@ def compile_ahead(module: Policy | Critic, spec: TrainerSpec, *, device: torch.d
             begin_micro_batch(module, is_last=True, spec=spec)
             scores = module(packed)
             # Squares, whose gradients are laid out like those of a loss.
-            torch.stack([part.square().sum() for part in _parts(scores)]).sum().backward()
+            torch.stack([part.square().sum() for part in parts_of(scores)]).sum().backward()
             module.zero_grad(set_to_none=True)
 
 
-def _parts(scores: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def parts_of(scores: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """What a policy or a critic gives for a pack."""
     return scores if isinstance(scores, tuple) else (scores,)
 
 

@@ -105,7 +105,8 @@ def build_rank(
     fetch = of_vocabulary(transfers.fetch, policy.model.config.vocab_size)
     is_told = spec.samples.is_on and topology.is_first_of_pack
     teller = TrainingTeller(transfers.tell, spec) if is_told else None
-    runner.on_trained = None if teller is None else teller.take
+    if teller is not None:
+        runner.hear_of(teller.take)
     state = _state(runner, [] if reference is None else [reference], topology)
     rank = Rank(
         runner,

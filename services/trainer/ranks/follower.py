@@ -14,6 +14,7 @@ from services.trainer.model.host_copy import HostCopy
 from services.trainer.ranks.crew import Crew, Kind, Order
 from services.trainer.ranks.rank import Rank
 from services.trainer.steps.fields import FieldScoring
+from services.trainer.steps.fitting import OutgrownError
 from services.trainer.weights import WeightExport
 from services.weightsync.canary import Canary
 from services.weightsync.plan import TensorSpec
@@ -105,6 +106,9 @@ class Follower:
                 self._exported().score_canary()
             elif order.kind is Kind.ADD_FIELD and self._values is not None:
                 self._values.add(KVBatchMeta.from_bytes(order.payload))
+        except OutgrownError:
+            # Met by this rank alone. The others wait for it in a pass: they are told by its end.
+            raise
         except (ServiceError, ValueError) as error:
             # Rank 0 met the same and reports it; the next order may be a good one.
             logger.warning("order failed", extra={"order": order.kind.name, "error": str(error)})

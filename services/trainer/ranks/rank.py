@@ -26,6 +26,7 @@ from services.trainer.collectives import Ranks
 from services.trainer.phases import PhaseTimer
 from services.trainer.ranks.profiling import NO_PROFILES, StepProfiler
 from services.trainer.ranks.teller import TrainingTeller
+from services.trainer.steps.fitting import OutgrownError
 from services.trainer.steps.step import StepResult, StepRunner
 from services.trainer.transfers import Fetch
 
@@ -128,13 +129,19 @@ class Rank:
             return  # the step says so, and is skipped
         try:
             runner.accumulate(weight_version, share.samples, share.cohort, share.plan)
+        except OutgrownError as error:
+            self._forget_early()
+            if self._spec.trainer.world_size > 1:
+                raise
+            logger.warning("groups wait for their step", extra={"error": str(error)})
+            return
         except BaseException:
             self._forget_early()
             raise
         self._early = weight_version, self._early[1] | frozenset(samples)
 
     def _forget_early(self) -> None:
-        if self._early[1] and isinstance(self.runner, StepRunner):
+        if isinstance(self.runner, StepRunner):
             self.runner.forget()
         self._early = (-1, frozenset())
         if self._teller is not None:
@@ -172,29 +179,48 @@ class Rank:
         version = step - 1 if weight_version is None else weight_version
         if num_steps is not None:
             self.runner.num_steps = num_steps
-        timer = PhaseTimer()
         left = self._without_early(meta, version)
+        try:
+            result = self._trained(step, left, version)
+        except OutgrownError:
+            if left is meta:
+                raise
+            # What was accumulated early is forgotten, so all of the step begins anew.
+            result = self._trained(step, meta, version)
+        if result.skipped:
+            logger.error("step skipped", extra={"step": step, "keys": " ".join(meta.keys[:64])})
+        seconds = sum(v for name, v in result.metrics.items() if name.startswith("seconds_"))
+        result.metrics["seconds_total"] = seconds
+        result.metrics["tokens_per_s"] = result.metrics.get("tokens", 0.0) / max(seconds, 1e-9)
+        if self._guard.must_rewind(step, skipped=result.skipped):
+            result.metrics["rewound_to_step"] = float(self.restore())
+        return result
+
+    def _trained(self, step: int, meta: KVBatchMeta, weight_version: int) -> StepResult:
+        """Train a batch, or what is left of it."""
+        timer = PhaseTimer()
         with timer("fetch"):
-            share = self._share(left, version, num_updates=self._spec.trainer.updates_per_step)
+            share = self._share(
+                meta, weight_version, num_updates=self._spec.trainer.updates_per_step
+            )
         if self._any_rank_has(found := nonfinite_inputs(share.samples, share.cohort)):
             what = "reward" if "rewards" in found else "logprob"
             metrics = {"nonfinite_inputs": 1.0, f"nonfinite_{what}": 1.0}
             result = StepResult(metrics=metrics, skipped=True)
             self._forget_early()
         else:
+            try:
+                with self._profiler(step):
+                    result = self.runner.run(
+                        weight_version, share.samples, share.cohort, share.plan
+                    )
+            except BaseException:
+                self._forget_early()
+                raise
             self._early = (-1, frozenset())
-            with self._profiler(step):
-                result = self.runner.run(version, share.samples, share.cohort, share.plan)
             if self._teller is not None:
-                self._teller.tell(meta.partition_id, step=step, weight_version=version)
-        if result.skipped:
-            logger.error("step skipped", extra={"step": step, "keys": " ".join(meta.keys[:64])})
+                self._teller.tell(meta.partition_id, step=step, weight_version=weight_version)
         result.metrics["seconds_fetch"] = timer.seconds["fetch"]
-        seconds = sum(v for name, v in result.metrics.items() if name.startswith("seconds_"))
-        result.metrics["seconds_total"] = seconds
-        result.metrics["tokens_per_s"] = result.metrics.get("tokens", 0.0) / max(seconds, 1e-9)
-        if self._guard.must_rewind(step, skipped=result.skipped):
-            result.metrics["rewound_to_step"] = float(self.restore())
         return result
 
     def snapshot(self, step: int) -> Snapshot:

@@ -32,6 +32,10 @@ class Balancer:
         self._update: Tensor | None = None
         self._step: Tensor | None = None
 
+    def begin_update(self) -> None:
+        """Before the first micro-batch of an update, or again before it if it begins anew."""
+        self._update = None
+
     def loss(self, part: Samples, num_trained: Tensor, tally: Tally) -> Tensor | float:
         """After the forward pass of a micro-batch: its share of the balancing loss.
 

@@ -1,6 +1,6 @@
 """The critic of GAE: predicts returns, and learns from the same batches as the policy."""
 
-from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from services.trainer.collectives import Ranks, Tally
 from services.trainer.model import optim
 from services.trainer.model.parallel import begin_micro_batch
 from services.trainer.model.policy import Critic, trainable
+from services.trainer.steps.fitting import Fitting, Micros, fitting
 from services.trainer.steps.scores import score_tokens
 
 
@@ -40,6 +41,7 @@ class CriticRunner:
         self._schedule = spec.trainer.optimizer.model_copy(update=changes)
         in_host = spec.trainer.cpu_offload == "optimizer"
         self.optimizer = optim.build_optimizer(self._parameters, self._schedule, in_host=in_host)
+        self._fitting = Fitting(critic, spec, device=device)
         self.num_updates = 0
 
     def values(self, samples: Samples, plan: StepPlan) -> Tensor:
@@ -56,7 +58,7 @@ class CriticRunner:
     def update(
         self,
         samples: Samples,
-        work: Sequence[Sequence[int]],
+        work: Micros,
         *,
         tally: Tally,
         num_steps: int,
@@ -71,36 +73,13 @@ class CriticRunner:
             tally: Receives the reported terms.
             num_steps: Steps of the whole run.
         """
-        own = [position for micro in work for position in micro]
-        counts = samples.segments.count(samples.tokens["loss_mask"])[own]
-        totals = self._ranks.sum(torch.stack([counts.sum(), (counts > 0).sum()]))
-        if not totals[0]:
+        self._fitting.begin()
+        found, _ = self._fitting.fitted(partial(self._add, samples), samples, work)
+        if found is None:
             return True
-        tokens, sequences = totals.to(self._device).unbind()
-        denominators = loss.Denominators(tokens=tokens, sequences=sequences, horizon=1)
-        for number, micro in enumerate(work, start=1):
-            is_last = number == len(work)
-            begin_micro_batch(self.critic, is_last=is_last, spec=self._spec.trainer)
-            part = samples.select(micro) if micro else idle_samples()
-            columns = part.to(self._device).tokens
-            mask = columns["loss_mask"]
-            error = loss.value_loss(
-                torch.where(mask, self._forward(part), 0.0),
-                columns["values"],
-                columns["returns"],
-                clip=self._spec.algorithm.value_clip,
-            )
-            tally.mean("value_loss", error.values, mask)
-            for name, indicator in error.indicators.items():
-                tally.mean(name, indicator, mask)
-            share = loss.aggregate(
-                error.values,
-                mask,
-                part.segments.to(self._device),
-                mode="token-mean",
-                denominators=denominators,
-            )
-            (share * self._ranks.size).backward()
+        tally.merge(found)
+        left_out = torch.tensor([float(len(self._fitting.left_out))])
+        tally.max("critic_left_out_sequences", left_out, torch.ones(1, dtype=torch.bool))
         norm = optim.gradient_norm(self._parameters)
         if is_finite := bool(torch.isfinite(norm)):
             self.num_updates += 1
@@ -115,6 +94,42 @@ class CriticRunner:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return is_finite
+
+    def _add(self, samples: Samples, work: Micros) -> Tally | None:
+        """Add up the gradients of micro-batches; returns what is reported, or None if nothing trains."""
+        own = [position for micro in work for position in micro]
+        counts = samples.segments.count(samples.tokens["loss_mask"])[own]
+        totals = self._ranks.sum(torch.stack([counts.sum(), (counts > 0).sum()]))
+        if not totals[0]:
+            return None
+        tally = Tally()
+        tokens, sequences = totals.to(self._device).unbind()
+        denominators = loss.Denominators(tokens=tokens, sequences=sequences, horizon=1)
+        for number, micro in enumerate(work):
+            is_last = number + 1 == len(work)
+            begin_micro_batch(self.critic, is_last=is_last, spec=self._spec.trainer)
+            part = samples.select(micro) if micro else idle_samples()
+            columns = part.to(self._device).tokens
+            mask = columns["loss_mask"]
+            with fitting(number):
+                error = loss.value_loss(
+                    torch.where(mask, self._forward(part), 0.0),
+                    columns["values"],
+                    columns["returns"],
+                    clip=self._spec.algorithm.value_clip,
+                )
+                share = loss.aggregate(
+                    error.values,
+                    mask,
+                    part.segments.to(self._device),
+                    mode="token-mean",
+                    denominators=denominators,
+                )
+                (share * self._ranks.size).backward()
+            tally.mean("value_loss", error.values, mask)
+            for name, indicator in error.indicators.items():
+                tally.mean(name, indicator, mask)
+        return tally
 
     def _forward(self, samples: Samples) -> Tensor:
         packed = pack(

@@ -9,8 +9,9 @@ Gradients of early groups wait for the others. Every rank runs the same collecti
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,23 +20,21 @@ from services.common.spec.run import RunSpec
 from services.trainer.algorithm.kl import adapted_kl
 from services.trainer.algorithm.loss import kl_penalty
 from services.trainer.batch.plan import StepPlan
-from services.trainer.batch.samples import Cohort, Samples, idle_samples, pack_samples
+from services.trainer.batch.samples import Cohort, Samples
 from services.trainer.collectives import Ranks, Tally
 from services.trainer.model import optim
 from services.trainer.model.flops import active_weights
-from services.trainer.model.parallel import begin_micro_batch
 from services.trainer.model.policy import Policy, trainable
 from services.trainer.phases import PhaseTimer
 from services.trainer.steps.balancing import Balancer
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.early import Early
+from services.trainer.steps.fitting import Fitting, Micros
+from services.trainer.steps.gradients import Added, Gradients, OnTrained
 from services.trainer.steps.objective import Objective
 from services.trainer.steps.report import derive, describe_batch, utilization
 from services.trainer.steps.scores import score_tokens
-
-OnTrained = Callable[[Samples, Tensor], None]
-"""Hears of each micro-batch with its logprobs ``[R]``, before they are updated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +45,8 @@ class StepResult:
     """Reduced numbers by name."""
     skipped: bool
     """Whether no update was applied, because a number was not finite."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Tokens of each sample of which a sequence did not fit into memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,19 @@ class StepRunner:
         self.kl_coefficient = kl.coefficient
         self.num_updates, self.num_steps = 0, spec.trainer.steps or 1
         self._early = Early()
-        self.on_trained: OnTrained | None = None
+        self._fitting = Fitting(policy, spec, device=device)
+        self._gradients = Gradients(
+            policy,
+            self._objective,
+            balancer=self._balancer,
+            spec=spec,
+            ranks=ranks,
+            device=device,
+        )
+
+    def hear_of(self, on_trained: OnTrained) -> None:
+        """Tell of each micro-batch that is trained."""
+        self._gradients.on_trained = on_trained
 
     def accumulate(
         self, weight_version: int, samples: Samples, cohort: Cohort, plan: StepPlan
@@ -122,16 +135,16 @@ class StepRunner:
             samples: This rank's samples, which the plan's positions are of.
             cohort: These groups; no sample's advantage may depend on another group's.
             plan: What this rank does, in one update.
+
+        Raises:
+            OutgrownError: If a micro-batch does not fit into memory; :meth:`forget` the others then.
         """
         begin, early = time.perf_counter(), self._early
         samples = self._prepared(weight_version, samples, cohort, plan)
         (work,) = plan.updates
-        counts = self._trained(samples, work)
-        if early.unit is None:
-            early.unit = counts
-        with early.timer("forward_backward"):
-            early.loss += self._accumulate(samples, work, early.unit, early)
-        early.counts += counts
+        added, _ = self._add(samples, work, early, once=True)
+        early.unit, early.counts = added.unit, added.counts
+        early.loss += added.loss
         early.add(samples, cohort, seconds=time.perf_counter() - begin)
 
     def forget(self) -> None:
@@ -149,15 +162,19 @@ class StepRunner:
             samples: This rank's samples, which the plan's positions are of.
             cohort: The whole batch, without the groups that were accumulated.
             plan: What this rank does.
+
+        Raises:
+            OutgrownError: If a micro-batch does not fit into memory, and its update cannot go on without it.
         """
         begin, early = time.perf_counter(), self._early
+        self._fitting.begin()
         samples = self._prepared(weight_version, samples, cohort, plan)
         trains_policy = weight_version >= self._spec.critic.warmup_steps
         updates = [
             self._update(samples, work, early, trains_policy=trains_policy) for work in plan.updates
         ]
         self._early = Early()
-        early.add(samples, cohort, seconds=time.perf_counter() - begin)
+        early.add(self._fitting.kept(samples), cohort, seconds=time.perf_counter() - begin)
         with early.timer("metrics"):
             metrics = self._summary(updates, early)
         self.kl_coefficient = adapted_kl(
@@ -175,7 +192,11 @@ class StepRunner:
             device=self._device,
             num_gpus=self._spec.trainer.world_size,
         )
-        return StepResult(metrics=metrics, skipped=not any(update.applied for update in updates))
+        return StepResult(
+            metrics=metrics,
+            skipped=not any(update.applied for update in updates),
+            left_out=self._fitting.left_out_of(samples, cohort),
+        )
 
     def parts(self) -> dict[str, tuple[nn.Module, torch.optim.AdamW]]:
         """Everything that is trained, with its optimizer, by the prefix of its names."""
@@ -259,23 +280,21 @@ class StepRunner:
     def _update(
         self,
         samples: Samples,
-        work: tuple[tuple[int, ...], ...],
+        work: Micros,
         early: Early,
         *,
         trains_policy: bool,
     ) -> _Update:
         timer, tally = early.timer, early.tally
-        counts = early.counts + self._trained(samples, work)
-        unit = counts if early.unit is None else early.unit
-        with timer("forward_backward"):
-            loss = early.loss + self._accumulate(samples, work, unit, early)
+        added, work = self._add(samples, work, early, once=early.unit is not None)
+        loss = early.loss + added.loss
         if early.unit is not None:
-            scale = self._objective.rescaling(unit, counts).to(self._device)
+            scale = self._objective.rescaling(added.unit, added.counts).to(self._device)
             optim.scale_gradients(self._parameters, scale)
             loss = loss * scale
-        moves = trains_policy and bool(counts[0])
+        moves = trains_policy and bool(added.counts[0])
         with timer("optimizer"):
-            update = replace(self._apply(loss, moves=moves), is_empty=not counts[0])
+            update = replace(self._apply(loss, moves=moves), is_empty=not added.counts[0])
         self._balancer.updated(moved=update.applied and moves)
         if self.critic is not None and update.applied:
             with timer("critic"):
@@ -283,40 +302,22 @@ class StepRunner:
             update = replace(update, critic_applied=applied)
         return update
 
-    def _trained(self, samples: Samples, work: tuple[tuple[int, ...], ...]) -> Tensor:
-        """``[2]`` tokens and sequences that train in an update, over all ranks."""
-        own = [position for micro in work for position in micro]
-        counts = samples.segments.count(samples.tokens["loss_mask"])[own]
-        return self._ranks.sum(torch.stack([counts.sum(), (counts > 0).sum()]))
-
-    def _accumulate(
-        self, samples: Samples, work: tuple[tuple[int, ...], ...], counts: Tensor, early: Early
-    ) -> Tensor:
-        """Add up the gradients of one update; returns this rank's share of its loss."""
-        denominators = self._objective.denominators(*counts.to(self._device).unbind())
-        total = torch.zeros((), device=self._device)
-        for number, micro in enumerate(work, start=1):
-            is_last = number == len(work)
-            begin_micro_batch(self._policy, is_last=is_last, spec=self._spec.trainer)
-            part = samples.select(micro) if micro else idle_samples()
-            packed = pack_samples(part, self._device, shares_prefixes=self._shares)
-            logprobs, entropy = self._policy(packed)
-            if micro and self.on_trained is not None:
-                self.on_trained(part, logprobs)
-            loss = self._objective(
-                logprobs,
-                entropy,
-                part.to(self._device),
-                denominators=denominators,
-                kl_coefficient=self.kl_coefficient if self._kl_in_loss else 0.0,
-                tally=early.tally,
-            )
-            loss += self._balancer.loss(part, counts[0], early.tally)
-            # Gradients are averaged over ranks, but the loss is a sum over them.
-            (loss * self._ranks.size).backward()
-            total += loss.detach()
-            early.work += packed.work
-        return total
+    def _add(
+        self, samples: Samples, work: Micros, early: Early, *, once: bool
+    ) -> tuple[Added, Micros]:
+        """Add the gradients of an update, or a part of it; returns them and the work that fitted."""
+        add = partial(
+            self._gradients.add,
+            samples,
+            before=early.counts,
+            unit=early.unit,
+            kl_coefficient=self.kl_coefficient if self._kl_in_loss else 0.0,
+        )
+        with early.timer("forward_backward"):
+            added, work = self._fitting.fitted(add, samples, work, once=once)
+        early.tally.merge(added.tally)
+        early.work += added.work
+        return added, work
 
     def _apply(self, share: Tensor, *, moves: bool) -> _Update:
         """Clip the gradients and update the weights, unless a number is not finite.
@@ -355,6 +356,7 @@ class StepRunner:
         metrics["nonfinite_updates"] = float(sum(not update.applied for update in updates))
         metrics["nonfinite_loss"] = float(sum(not math.isfinite(u.loss) for u in updates))
         metrics["nonfinite_grad"] = metrics["nonfinite_updates"] - metrics["nonfinite_loss"]
+        metrics |= self._fitting.metrics()
         metrics["empty_updates"] = float(sum(update.is_empty for update in updates))
         metrics["nonfinite_critic"] = float(sum(not update.critic_applied for update in updates))
         return metrics

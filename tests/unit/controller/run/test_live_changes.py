@@ -52,6 +52,18 @@ async def test_a_run_trains_to_its_end(database, workers):
         assert (await ended(manager, run_id)).step == 4
 
 
+async def test_samples_that_a_step_leaves_out_are_told(database, workers):
+    workers.left_out = {f"group-{number}.0": 131_072 for number in range(10)}
+    async with open_manager(database, queue=workers.queue) as manager:
+        run_id = await submitted(manager)
+        assert (await ended(manager, run_id)).step == 4
+        (event,) = await told(manager, run_id, "SamplesLeftOut")
+    assert event.step == 2
+    assert event.data["samples"] == workers.left_out
+    assert "group-0.0 (131,072 tokens)" in event.message
+    assert "and 2 more; lower rollout.max_response_tokens" in event.message
+
+
 async def test_a_limit_that_changes_holds_from_the_next_step_on(database, workers):
     workers.may_train.clear()
     async with open_manager(database, queue=workers.queue) as manager:

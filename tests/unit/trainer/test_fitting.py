@@ -1,0 +1,184 @@
+"""Micro-batches that outgrow memory are divided, and sequences left out, without a wrong gradient."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.common.spec.run import RunSpec
+from services.trainer.model.policy import Critic, Policy
+from services.trainer.steps.fitting import Fitting, OutgrownError, fitting
+from services.trainer.steps.step import StepResult
+from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
+
+
+def limited(module: Policy | Critic, num_tokens: int, *, in_backward: bool) -> None:
+    """From now on passes with gradients over more tokens fail in the middle of the model."""
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+    def check(_: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if inputs[0].shape[1] > num_tokens and torch.is_grad_enabled():
+            output.register_hook(fail) if in_backward else fail()
+
+    model: Any = module.model
+    decoder = model.get_decoder()
+    decoder.layers[1].register_forward_hook(check)
+
+
+class Recorder:
+    """Takes the optimizer's place and keeps the gradients of each update."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.param_groups: list[dict[str, Any]] = [{}]
+        self.gradients: list[Tensor] = []
+
+    def step(self) -> None:
+        found = [weight.grad for weight in self._policy.parameters() if weight.grad is not None]
+        self.gradients.append(torch.cat([gradient.flatten() for gradient in found]))
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        self._policy.zero_grad(set_to_none=set_to_none)
+
+
+def trained(
+    spec: RunSpec, queue: Queue, *, limit: int | None = None, in_backward: bool = False
+) -> tuple[StepResult, list[Tensor]]:
+    policy = policy_of(spec, scale=1.5)
+    rank = rank_of(spec, policy, queue)
+    recorder: Any = Recorder(policy)
+    runner: Any = rank.runner
+    runner.optimizer = recorder
+    if limit is not None:
+        limited(policy, limit, in_backward=in_backward)
+    if spec.trainer.accumulate_early:
+        for rows in ([8, 9, 10, 11], [0, 1, 2, 3]):
+            rank.accumulate(queue.meta.select(rows), weight_version=0)
+    return rank.train(1, queue.meta), recorder.gradients
+
+
+def queue_for(spec: RunSpec) -> Queue:
+    return random_queue(policy_of(spec, seed=1, scale=1.5), num_groups=4)
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(actual) == len(expected)
+    for found, wanted in zip(actual, expected, strict=True):
+        assert (found - wanted).norm() <= 1e-6 * wanted.norm()
+
+
+def spec_for(algorithm: Mapping[str, Any] | None = None, **trainer: Any) -> RunSpec:
+    return spec_of(algorithm=algorithm, trainer={"optimizer": {"max_grad_norm": 1e9}, **trainer})
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"share_prefixes": False, "tokens_per_micro_batch": 90},
+        {"updates_per_step": 2},
+        {"accumulate_early": True},
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_divided(options: dict[str, Any], in_backward: bool) -> None:
+    spec = spec_for({"max_staleness": 0}, **options)
+    queue = queue_for(spec)
+    whole, expected = trained(spec, queue)
+    result, actual = trained(spec, queue, limit=40, in_backward=in_backward)
+    assert_same(actual, expected)
+    assert result.metrics["divided_micro_batches"] >= 1
+    assert result.metrics["left_out_sequences"] == whole.metrics["divided_micro_batches"] == 0
+    assert not result.left_out
+    for name in ("loss", "grad_norm", "entropy", "trained_tokens", "reward_mean"):
+        assert result.metrics[name] == pytest.approx(whole.metrics[name], rel=1e-5)
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+)
+def test_a_sequence_that_is_too_long_alone_is_left_out(aggregation: str, in_backward: bool) -> None:
+    spec = spec_for({"aggregation": aggregation})
+    queue = queue_for(spec)
+    lengths = queue.fields["prompt_ids"].lengths + queue.fields["response_ids"].lengths
+    longest = int(lengths.max())
+    too_long = (lengths == longest).nonzero().flatten().tolist()
+    # A sequence's last token is not computed.
+    result, actual = trained(spec, queue, limit=longest - 2, in_backward=in_backward)
+    assert result.left_out == {queue.meta.keys[row]: longest for row in too_long}
+    assert result.metrics["left_out_sequences"] == len(too_long)
+    assert not result.skipped
+    mask = queue.fields["response_mask"]
+    rows = mask.unbind()
+    for row in too_long:
+        rows[row][:] = False
+    masked = queue.replaced(response_mask=type(mask).from_list(rows))
+    without, expected = trained(spec, masked)
+    assert_same(actual, expected)
+    assert result.metrics["trained_tokens"] == without.metrics["trained_tokens"]
+    assert result.metrics["samples"] == without.metrics["samples"] == len(lengths)
+
+
+def test_a_step_of_which_nothing_fits_leaves_the_weights() -> None:
+    spec = spec_for()
+    queue = queue_for(spec)
+    result, gradients = trained(spec, queue, limit=1)
+    assert len(result.left_out) == len(queue.meta.keys)
+    assert not gradients
+    assert result.metrics["empty_updates"] == 1
+
+
+def test_later_steps_do_not_fail_again_before_they_are_divided() -> None:
+    spec = spec_for()
+    queue = queue_for(spec)
+    policy = policy_of(spec, scale=1.5)
+    rank = rank_of(spec, policy, queue)
+    limited(policy, 40, in_backward=True)
+    found = [rank.train(step, queue.meta).metrics["divided_micro_batches"] for step in (1, 2, 3)]
+    assert found[0] >= 1
+    assert found[1:] == [0, 0]
+
+
+def test_a_critic_leaves_out_what_it_cannot_learn_from() -> None:
+    spec = spec_for({"advantage": "gae"})
+    queue = queue_for(spec)
+    rank = rank_of(spec, policy_of(spec), queue)
+    runner: Any = rank.runner
+    critic = runner.critic
+    limited(critic.critic, 12, in_backward=True)
+    metrics = rank.train(1, queue.meta).metrics
+    assert metrics["critic_left_out_sequences"] >= 1
+    assert metrics["left_out_sequences"] == 0
+    assert critic.num_updates == 1
+
+
+def test_a_model_that_fits_not_even_without_samples_is_said() -> None:
+    spec = spec_for()
+    with pytest.raises(OutgrownError, match="0 tokens"):
+        trained(spec, queue_for(spec), limit=0)
+
+
+def test_where_others_wait_the_step_fails_and_says_what_did_not_fit() -> None:
+    spec = spec_for(world_size=2)
+    queue = queue_for(spec)
+    samples = rank_of(spec, policy_of(spec), queue)._share(queue.meta, 0, num_updates=1).samples
+
+    def attempt(work: Any) -> None:
+        with fitting(1):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+    with pytest.raises(OutgrownError, match=r"tokens in 2 sequence\(s\) .*2\.00 GiB") as failed:
+        Fitting(policy_of(spec), spec, device=CPU).fitted(attempt, samples, ((0,), (1, 2)))
+    assert "trainer.activation_offloading" in str(failed.value)
+    assert failed.value.reason == "OUT_OF_MEMORY"
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
+    with pytest.raises(RuntimeError, match="shape"), fitting(0):
+        raise RuntimeError("a shape is wrong")
