@@ -56,7 +56,9 @@ NONFINITE = Counter(
     "slipstream_trainer_nonfinite_total", "Numbers that were not finite.", ["run", "what"]
 )
 LEFT_OUT = Counter(
-    "slipstream_trainer_left_out_sequences_total", "Sequences that did not fit into memory.", ["run"]
+    "slipstream_trainer_left_out_sequences_total",
+    "Sequences that did not fit into memory.",
+    ["run"],
 )
 KL = Gauge("slipstream_train_kl_divergence_nats", "Divergence of two policies.", ["run", "pair"])
 _GAUGES = {

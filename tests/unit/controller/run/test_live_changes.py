@@ -58,7 +58,7 @@ async def test_samples_that_a_step_leaves_out_are_told(database, workers):
         run_id = await submitted(manager)
         assert (await ended(manager, run_id)).step == 4
         (event,) = await told(manager, run_id, "SamplesLeftOut")
-    assert event.step == 2
+    assert event.data["step"] == 2
     assert event.data["samples"] == workers.left_out
     assert "group-0.0 (131,072 tokens)" in event.message
     assert "and 2 more; lower rollout.max_response_tokens" in event.message
