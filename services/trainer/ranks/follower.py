@@ -81,37 +81,40 @@ class Follower:
 
     def _take_part(self, order: Order) -> None:
         try:
-            if order.kind is Kind.TRAIN:
-                meta = KVBatchMeta.from_bytes(order.payload)
-                self._rank.train(
-                    order.step,
-                    meta,
-                    weight_version=order.weight_version,
-                    num_steps=order.num_steps or None,
-                )
-            elif order.kind is Kind.ACCUMULATE:
-                meta = KVBatchMeta.from_bytes(order.payload)
-                self._rank.accumulate(meta, weight_version=order.weight_version)
-            elif order.kind in (Kind.GATHER, Kind.GATHER_ADAPTERS):
-                only_adapters = order.kind is Kind.GATHER_ADAPTERS
-                for _ in self._exported().weight_tensors(only_adapters=only_adapters):
-                    pass
-            elif order.kind is Kind.SLEEP and self._state is not None:
-                self._state.put_away()
-                self._crew.gather("moved")
-            elif order.kind is Kind.WAKE and self._state is not None:
-                self._state.bring_back()
-                self._crew.gather("moved")
-            elif order.kind is Kind.SCORE:
-                self._exported().score_canary()
-            elif order.kind is Kind.ADD_FIELD and self._values is not None:
-                self._values.add(KVBatchMeta.from_bytes(order.payload))
+            self._obey(order)
         except OutgrownError:
             # Met by this rank alone. The others wait for it in a pass: they are told by its end.
             raise
         except (ServiceError, ValueError) as error:
             # Rank 0 met the same and reports it; the next order may be a good one.
             logger.warning("order failed", extra={"order": order.kind.name, "error": str(error)})
+
+    def _obey(self, order: Order) -> None:
+        if order.kind is Kind.TRAIN:
+            meta = KVBatchMeta.from_bytes(order.payload)
+            self._rank.train(
+                order.step,
+                meta,
+                weight_version=order.weight_version,
+                num_steps=order.num_steps or None,
+            )
+        elif order.kind is Kind.ACCUMULATE:
+            meta = KVBatchMeta.from_bytes(order.payload)
+            self._rank.accumulate(meta, weight_version=order.weight_version)
+        elif order.kind in (Kind.GATHER, Kind.GATHER_ADAPTERS):
+            only_adapters = order.kind is Kind.GATHER_ADAPTERS
+            for _ in self._exported().weight_tensors(only_adapters=only_adapters):
+                pass
+        elif order.kind is Kind.SLEEP and self._state is not None:
+            self._state.put_away()
+            self._crew.gather("moved")
+        elif order.kind is Kind.WAKE and self._state is not None:
+            self._state.bring_back()
+            self._crew.gather("moved")
+        elif order.kind is Kind.SCORE:
+            self._exported().score_canary()
+        elif order.kind is Kind.ADD_FIELD and self._values is not None:
+            self._values.add(KVBatchMeta.from_bytes(order.payload))
 
     def _exported(self) -> WeightExport:
         assert self._weights is not None, "a critic is in no weight group"

@@ -89,13 +89,11 @@ class StepRunner:
         self._spec = spec
         self._ranks = ranks
         self._device = device
-        self._shares = spec.shares_prefixes
         self._parameters = trainable(policy)
         self._active_weights = active_weights(policy, policy.model.config)
+        in_host = spec.trainer.cpu_offload == "optimizer"
         self.optimizer = optim.build_optimizer(
-            self._parameters,
-            spec.trainer.optimizer,
-            in_host=spec.trainer.cpu_offload == "optimizer",
+            self._parameters, spec.trainer.optimizer, in_host=in_host
         )
         self._balancer = Balancer(policy, spec, ranks)
         self._credit = CreditAssigner(
@@ -254,7 +252,7 @@ class StepRunner:
             samples,
             plan,
             device=self._device,
-            shares_prefixes=self._shares,
+            shares_prefixes=self._spec.shares_prefixes,
         )
 
     def _with_advantages(self, samples: Samples, cohort: Cohort, tally: Tally) -> Samples:
