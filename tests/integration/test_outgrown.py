@@ -12,8 +12,8 @@ from services.common.spec.run import RunSpec
 from services.trainer.model.parallel import build_topology, distribute
 from tests.helpers.batches import CPU, policy_of, random_queue, rank_of
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shortage import limited
 from tests.integration.test_trainer_ranks import Recorder, spec_for
-from tests.unit.trainer.test_fitting import limited
 
 
 def _train(rank: int, folder: str, spec_json: str) -> None:

@@ -8,25 +8,11 @@ import torch
 from torch import Tensor
 
 from services.common.spec.run import RunSpec
-from services.trainer.model.policy import Critic, Policy
+from services.trainer.model.policy import Policy
 from services.trainer.steps.fitting import Fitting, OutgrownError, fitting
 from services.trainer.steps.step import StepResult
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
-
-
-def limited(module: Policy | Critic, num_tokens: int, *, in_backward: bool) -> None:
-    """From now on passes with gradients over more tokens fail in the middle of the model."""
-
-    def fail(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
-
-    def check(_: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if inputs[0].shape[1] > num_tokens and torch.is_grad_enabled():
-            output.register_hook(fail) if in_backward else fail()
-
-    model: Any = module.model
-    decoder = model.get_decoder()
-    decoder.layers[1].register_forward_hook(check)
+from tests.helpers.shortage import limited
 
 
 class Recorder:
