@@ -47,6 +47,7 @@ class HostCopy:
             return
         for module in self._modules:
             free_gathered(module)
+        self._synchronize()  # with streams of their own, on which layers are gathered
         found = {_key(tensor): tensor.untyped_storage() for tensor in self._tensors()}
         for number, (key, storage) in enumerate(found.items()):
             buffer = self._buffer(number, storage.nbytes())
