@@ -16,7 +16,9 @@ from services.cli.checked_spec import Overrides, SpecPath, load_checked
 from services.cli.output import console, errors, fail, say
 from services.cli.planned_memory import Memory, gpu_bytes
 from services.common.spec.engines import engine_kind
+from services.common.spec.placement_rules import placement
 from services.common.spec.run import RunSpec, default_places
+from services.common.spec.topology import TopologySpec
 from services.controller.api.operations import GetRun, ListMetrics
 from services.controller.models import MetricPage
 from services.controller.planning.assumed import ASSUMPTIONS, assumed_rates
@@ -68,16 +70,11 @@ def plan(  # noqa: PLR0913, PLR0917 -- the options of a command
             "rollout reads the rows, and all other GPUs are the trainer's; set trainer.world_size"
         )
         raise typer.Exit(2)
-    if loaded.topology.is_colocated:
-        fail(
-            "topology.placement is 'colocated', and how long turns on the same GPUs take is not predicted: "
-            "plan with --set topology.placement=disaggregated, and compare that with a run of a few steps"
-        )
-        raise typer.Exit(2)
     try:
         memory = Memory(loaded, gpu_bytes(gpu_memory) if gpu_memory else None)
         known = _known(loaded, memory, from_, rates, url=url)
         found = _planned(loaded, memory, known.rates, gpus=gpus, most_staleness=max_staleness)
+        memory = _memory_of(found.best, loaded, memory)
     except (ValueError, OSError, yaml.YAMLError) as error:
         fail(str(error))
         raise typer.Exit(2) from error
@@ -153,11 +150,15 @@ def _planned(
         """As the specification says, or as it follows where it does not."""
         return max(1, min(base.places if has_own else follows(max_staleness, rollouts), most))
 
+    apart = 0 if base.takes_turns else spec.engine_gpus * base.rollouts
+    count = gpus or base.trainer_gpus + apart
+    turns = _in_turns(spec, count)
+    can_turn = not [*placement(turns)] and not memory.like(turns).refused(count)
     return plan_splits(
         rates,
         base,
         room=Room(
-            gpus=gpus or base.trainer_gpus + spec.engine_gpus * base.rollouts,
+            gpus=count,
             engine_gpus=spec.engine_gpus,
             trainer_unit=spec.trainer.tensor_parallel
             * spec.trainer.expert_parallel
@@ -170,8 +171,36 @@ def _planned(
         },
         places=places,
         most_places=most,
-        refused=memory.refused,
+        refused=memory.like(_apart(spec)).refused,
+        turns={bound for bound in (0, 1) if bound <= most_staleness} if can_turn else (),
     )
+
+
+def _in_turns(spec: RunSpec, gpus: int) -> RunSpec:
+    """The run with all GPUs both the trainer's and the rollouts'."""
+    return spec.model_copy(
+        update={
+            "topology": TopologySpec(placement="colocated"),
+            "trainer": spec.trainer.model_copy(update={"world_size": gpus}),
+            "rollout": spec.rollout.model_copy(
+                update={"replicas": max(1, gpus // spec.engine_gpus)}
+            ),
+            "algorithm": spec.algorithm.model_copy(update={"max_staleness": 0}),
+        }
+    )
+
+
+def _apart(spec: RunSpec) -> RunSpec:
+    """The run with GPUs of the trainer and of the rollouts."""
+    topology = spec.topology.model_copy(update={"placement": "disaggregated"})
+    return spec.model_copy(update={"topology": topology})
+
+
+def _memory_of(split: Split, spec: RunSpec, memory: Memory) -> Memory:
+    """What GPUs hold in the way that is recommended."""
+    setting = split.setting
+    way = _in_turns(spec, setting.trainer_gpus) if setting.takes_turns else _apart(spec)
+    return memory.like(way)
 
 
 def _show(spec: RunSpec, found: Plan, known: _Known, *, memory: Memory) -> None:
@@ -223,9 +252,9 @@ def _why(found: Plan) -> str:
 
 def _cells(split: Split) -> Iterator[str]:
     setting, found = split.setting, split.prediction
-    yield from map(
-        str, (setting.trainer_gpus, setting.rollouts, setting.max_staleness, setting.places)
-    )
+    together = " in turns" if setting.takes_turns else ""
+    yield from (str(setting.trainer_gpus), f"{setting.rollouts}{together}")
+    yield from map(str, (setting.max_staleness, setting.places))
     yield from (f"{found.step_s:.2f}", f"{found.samples_per_s:.1f}")
     for share in (found.trainer_idle, found.rollout_idle, found.places_used):
         yield f"{100 * share:.0f} %"
@@ -233,9 +262,10 @@ def _cells(split: Split) -> Iterator[str]:
     yield f"{found.share_of_limit:.2f}"
 
 
-def _keys(split: Split) -> dict[str, int]:
+def _keys(split: Split) -> dict[str, int | str]:
     """What to write into the specification."""
     return {
+        "topology.placement": "colocated" if split.setting.takes_turns else "disaggregated",
         "trainer.world_size": split.setting.trainer_gpus,
         "rollout.replicas": split.setting.rollouts,
         "rollout.max_running_samples": split.setting.places,

@@ -41,6 +41,10 @@ class Memory:
         self._spec = spec
         self._total = total
 
+    def like(self, spec: RunSpec) -> "Memory":
+        """Of the same GPUs, for another way to run that model."""
+        return Memory(spec, self._total)
+
     @property
     def weights(self) -> float:
         """Parameters of the model."""
@@ -107,7 +111,8 @@ class Memory:
         from services.rollout.engines.memory import plan_of
 
         assert self._total is not None
-        return plan_of(self._spec, self._config, gpu_bytes=self._total)
+        roles = ("trainer",) if self._spec.topology.is_colocated else ()
+        return plan_of(self._spec, self._config, gpu_bytes=self._total, roles=roles)
 
     @cached_property
     def _config(self) -> Any:

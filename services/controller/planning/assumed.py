@@ -10,6 +10,7 @@ _ENGINE_TOKENS_PER_S = 45_000.0
 _DECODE_S = 0.005
 _BYTES_PER_S = 4.8e12
 _COPY_S, _TRANSFER_S, _STALL_S = 0.01, 0.08, 0.035
+_HANDOVER_S = 1.0
 # Part of the longest response that a response has on average.
 _MEAN_LENGTH = 0.25
 
@@ -38,6 +39,7 @@ def assumed_rates(
         copy_s=_COPY_S * size,
         transfer_s=_TRANSFER_S * size,
         stall_s=_STALL_S * size,
+        handover_s=_HANDOVER_S * size,
     )
 
 
@@ -47,6 +49,7 @@ ASSUMPTIONS = (
     "generation: 45,000 tokens/s of a rollout at most, a decode step of 5 ms and the time to read the "
     "weights at 4.8 TB/s",
     "responses: geometric, a quarter of rollout.max_response_tokens on average",
+    "turns on the same GPUs: 1 s of handovers in each step at 1.31 billion parameters, which nobody measured",
     "weights: copied in 10 ms, received in 80, adopted in 35, at 1.31 billion parameters",
 )
 """What is taken for true without a measurement; all of it of H200s (``bench/results/e2e-geometric.json``)."""

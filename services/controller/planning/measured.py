@@ -33,6 +33,7 @@ def setting_of(spec: RunSpec) -> Setting:
         keeps_responses=spec.rollout.partial_rollout,
         trains_early=spec.trainer.accumulate_early,
         publish_every=spec.weight_sync.publish_every,
+        takes_turns=spec.topology.is_colocated,
     )
 
 
@@ -84,6 +85,14 @@ def rates_of(steps: Sequence[Step], lengths: Mapping[int, int], *, setting: Sett
     }
     # Without partial rollout an adoption waits for responses, which the simulation reckons by itself.
     waiting_ms = max(0.0, ms["adopt"] - ms["stall"]) if setting.keeps_responses else 0.0
+    handover, prepared_ms = {}, ms["prepare"] - ms["copy"]
+    if setting.takes_turns:
+        back_s = median(
+            _number(s, "trainer_sleep_s") + _number(s, "rollouts_wake_s") for s in found
+        )
+        handover = {"handover_s": median(_number(step, "handover_s") for step in found)}
+        prepared_ms -= 1000 * back_s  # a part of getting ready
+    prepared_ms = max(0.0, prepared_ms)
     fixed_s, sample_s, most = (
         fmean(_number(step, name) for step in decoding) for name in DECODE_TIMES
     )
@@ -93,8 +102,9 @@ def rates_of(steps: Sequence[Step], lengths: Mapping[int, int], *, setting: Sett
         lengths=Measured.of(lengths),
         step_s=median(_number(step, "idle_seconds_control") for step in found),
         copy_s=ms["copy"] / 1000,
-        transfer_s=(max(0.0, ms["prepare"] - ms["copy"]) + ms["transfer"] + waiting_ms) / 1000,
+        transfer_s=(prepared_ms + ms["transfer"] + waiting_ms) / 1000,
         stall_s=ms["stall"] / 1000,
+        **handover,
     )
 
 

@@ -36,10 +36,13 @@ class Prediction:
 
 
 def least_step_s(rates: Rates, setting: Setting) -> float:
-    """What a step takes at least: ``max(T_train, tokens / R)``."""
+    """What a step takes at least: ``max(T_train, tokens / R)``, or their sum in turns."""
     tokens = setting.samples_per_step * rates.lengths.mean()
     made_s = tokens * rates.decode(setting.places) / setting.places / setting.rollouts
-    return max(work_s(rates, setting, tokens) + rates.step_s, made_s)
+    trained_s = work_s(rates, setting, tokens) + rates.step_s
+    if setting.takes_turns:
+        return trained_s + made_s + rates.handover_s
+    return max(trained_s, made_s)
 
 
 def work_s(rates: Rates, setting: Setting, tokens: float) -> float:

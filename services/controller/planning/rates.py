@@ -51,6 +51,8 @@ class Rates:
     """From there until the rollouts have received them."""
     stall_s: float = 0.03
     """Pause of an engine that puts them into service."""
+    handover_s: float = 1.0
+    """Of a step in turns: until the other side has the GPUs, there and back."""
 
     def __post_init__(self) -> None:
         decode = self.decode
@@ -88,6 +90,8 @@ class Setting:
     trains_early: bool = False
     """``trainer.accumulate_early``."""
     publish_every: int = 1
+    takes_turns: bool = False
+    """Whether trainer and rollouts have the same GPUs, one after the other."""
 
     def __post_init__(self) -> None:
         numbers = {

@@ -258,7 +258,19 @@ class Simulation:
         trained_s = work_s(self._rates, self._setting, tokens)
         fixed_s = self._rates.piece_s if self._setting.trains_early else self._rates.step_s
         self._work_s.append(trained_s + fixed_s)
-        self._occupy(trained_s + fixed_s, self._trained)
+        handed_s = self._hand_over(trained_s + fixed_s) if self._setting.takes_turns else 0.0
+        self._occupy(handed_s + trained_s + fixed_s, self._trained)
+
+    def _hand_over(self, work_s: float) -> float:
+        """Engines stand still until they are given new weights; returns what the trainer waits for them."""
+        rates = self._rates
+        self._waits["handover"] = self._waits.get("handover", 0.0) + rates.handover_s / 2
+        for number, engine in enumerate(self._engines):
+            self._settle(number)
+            engine.is_open = False
+            engine.pause(rates.handover_s + work_s + rates.copy_s + rates.transfer_s)
+            self._expect(number)
+        return rates.handover_s / 2
 
     def _occupy(self, seconds: float, then: Callable[[], None]) -> None:
         """The trainer is busy for so long."""
@@ -300,8 +312,12 @@ class Simulation:
         self._waits["weight_sync"] = self._waits.get("weight_sync", 0.0) + copied_s
 
         def copied() -> None:
-            self._after(self._rates.transfer_s, lambda: self._adopt(version))
-            self._free()
+            back_s = self._rates.handover_s / 2 if self._setting.takes_turns else 0.0
+            self._after(back_s + self._rates.transfer_s, lambda: self._adopt(version))
+            if self._setting.takes_turns:
+                self._trainer.idle_since, self._trainer.why = self._now, "weight_sync"
+            else:
+                self._free()
 
         self._trainer.is_busy = True
         self._after(copied_s, copied)
@@ -335,6 +351,9 @@ class Simulation:
     def _serve(self, version: int) -> None:
         """All of them serve it: the gate opens."""
         self._published, self._is_publishing = version, False
+        if self._setting.takes_turns:
+            self._note_wait("weight_sync")
+            self._free()
         self._hand_out()
         if self._offered > version and not self._trainer.is_busy:
             self._note_wait(self._trainer.why)

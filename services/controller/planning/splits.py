@@ -31,7 +31,12 @@ class Room:
         sizes = range(self.trainer_unit, self.gpus - self.engine_gpus + 1, self.trainer_unit)
         whole = [size for size in sizes if (self.gpus - size) % self.engine_gpus == 0]
         found = whole or [*sizes]
-        return found[:: -(-len(found) // _MOST_SPLITS)]
+        return found[:: max(1, -(-len(found) // _MOST_SPLITS))]
+
+    @property
+    def can_take_turns(self) -> bool:
+        """Whether all GPUs can be the trainer's and the rollouts' at once."""
+        return self.gpus % self.trainer_unit == 0 and self.gpus % self.engine_gpus == 0
 
     def rollouts(self, trainer_gpus: int) -> int:
         """How many have GPUs of their own, beside a trainer."""
@@ -69,6 +74,7 @@ def plan_splits(
     places: Places,
     most_places: int,
     refused: Callable[[int], str] = lambda trainer_gpus: "",
+    turns: Collection[int] = (),
 ) -> Plan:
     """Try the ways to split some GPUs.
 
@@ -80,35 +86,46 @@ def plan_splits(
         places: How many places a rollout would have.
         most_places: How many it may have.
         refused: Why so many trainer GPUs cannot be, or nothing.
+        turns: Bounds with which trainer and rollouts may take turns on all GPUs.
 
     Raises:
         ValueError: If the GPUs are too few, or no split of them can be; with the figures.
     """
     least = room.trainer_unit + room.engine_gpus
-    if room.gpus < least:
-        raise ValueError(
-            f"{room.gpus} GPU(s) are not enough to split: the trainer needs {room.trainer_unit} and a "
-            f"rollout {room.engine_gpus}, {least} together; say how many there are with --gpus"
-        )
+    too_few = (
+        f"{room.gpus} GPU(s) are not enough to split: the trainer needs {room.trainer_unit} and a "
+        f"rollout {room.engine_gpus}, {least} together; say how many there are with --gpus"
+    )
     reasons = {count: refused(count) for count in room.trainer_sizes()}
     fitting = [count for count, reason in reasons.items() if not reason]
-    if not fitting:
-        raise ValueError(next(iter(reasons.values())))
     found = [
         _tried(
             rates,
-            replace(base, trainer_gpus=count, rollouts=room.rollouts(count), max_staleness=bound),
+            replace(
+                base,
+                trainer_gpus=count,
+                rollouts=room.rollouts(count),
+                max_staleness=bound,
+                takes_turns=False,
+            ),
             places,
         )
         for count in fitting
         for bound in sorted(bounds)
     ]
+    if room.can_take_turns:
+        rollouts = room.gpus // room.engine_gpus
+        together = replace(base, trainer_gpus=room.gpus, rollouts=rollouts, takes_turns=True)
+        found += [_tried(rates, replace(together, max_staleness=b), places) for b in sorted(turns)]
+    if not found:
+        raise ValueError(next(iter(reasons.values()), too_few))
     best = _recommended(found)
     more = replace(best.setting, places=2 * best.setting.places)
     if more.places <= most_places:
         found.append(Split(setting=more, prediction=_predict(rates, more)))
         best = _recommended(found)
-    is_now = base.trainer_gpus + room.engine_gpus * base.rollouts <= room.gpus
+    apart = 0 if base.takes_turns else room.engine_gpus * base.rollouts
+    is_now = base.trainer_gpus + apart <= room.gpus
     return Plan(
         splits=tuple(found),
         best=Split(setting=best.setting, prediction=predict(rates, best.setting)),

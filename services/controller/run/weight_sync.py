@@ -207,8 +207,8 @@ class WeightSession:
         start = time.perf_counter()
         held = await self._prepare(version, members.sources)
         canary = await self._score(version)
-        await copied()
         copied_at = time.perf_counter()
+        await copied()
         held |= await self._prepare(version, members.rollouts)
         base = min(held.values()) if len(set(held.values())) == 1 else -1
         prepared = time.perf_counter()

@@ -56,6 +56,20 @@ def test_what_a_synchronous_step_does_beside_them_is_added():
     assert found.waits["weight_sync"] == pytest.approx(0.03, rel=0.2)
 
 
+def test_a_step_in_turns_takes_generation_training_and_handovers_one_after_the_other():
+    rates = replace(RATES, lengths=fixed(100), handover_s=0.5, copy_s=0.03, transfer_s=0.05)
+    turns = replace(SETTING, max_staleness=0, takes_turns=True)
+    found = predict(rates, turns)
+    working_s = 100 * rates.decode(32) + 32 * 100 / rates.train_tokens_per_s
+    assert found.step_s == pytest.approx(working_s + 0.5 + 0.08, rel=1e-2)
+    assert found.waits["handover"] == pytest.approx(0.25, rel=0.2)
+    assert found.waits["weight_sync"] == pytest.approx(0.25 + 0.08, rel=0.2)
+    # One more step in flight has no tail to wait for, but nothing overlaps.
+    ahead = predict(rates, replace(turns, max_staleness=1, places=64))
+    assert ahead.step_s > working_s / 2 + 0.58
+    assert ahead.staleness_p95 <= 1
+
+
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
 @pytest.mark.parametrize("train_tokens_per_s", [1_000.0, 5_000.0, 50_000.0])
 def test_no_step_is_shorter_than_the_limit(max_staleness, train_tokens_per_s):

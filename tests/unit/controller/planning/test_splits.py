@@ -81,3 +81,25 @@ def test_a_plan_of_which_nothing_fits_says_why():
 
 def test_many_gpus_are_not_tried_one_by_one():
     assert len(Room(gpus=512, engine_gpus=1).trainer_sizes()) <= 8
+
+
+def test_turns_on_all_gpus_are_tried_where_they_may_be():
+    found = planned(gpus=4, bounds=(0,), turns=(0, 1))
+    turns = [split.setting for split in found.splits if split.setting.takes_turns]
+    assert [(s.trainer_gpus, s.rollouts, s.max_staleness) for s in turns] == [(4, 4, 0), (4, 4, 1)]
+    assert not [split for split in planned().splits if split.setting.takes_turns]
+
+
+def test_one_gpu_can_only_be_used_in_turns():
+    (split,) = planned(gpus=1, bounds=(0,), turns=(0,)).splits
+    assert (split.setting.trainer_gpus, split.setting.rollouts) == (1, 1)
+    assert split.setting.takes_turns
+    with pytest.raises(ValueError, match=r"1 GPU.* not enough to split"):
+        planned(gpus=1, bounds=(0,))
+
+
+def test_turns_are_recommended_where_handovers_cost_little():
+    quick = replace(RATES, handover_s=0.0, transfer_s=0.0, copy_s=0.0, stall_s=0.0)
+    slow = replace(RATES, handover_s=60.0)
+    assert planned(quick, gpus=2, bounds=(0,), turns=(0,)).best.setting.takes_turns
+    assert not planned(slow, gpus=2, bounds=(0,), turns=(0,)).best.setting.takes_turns
