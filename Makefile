@@ -90,12 +90,13 @@ proto-check: $(READY) ## The protos are well formed and the committed stubs are 
 	cd proto && ../$(BIN)/buf lint
 	out=$$(mktemp -d) && PATH="$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=$$out --grpc_python_out=$$out --mypy_out=quiet:$$out --mypy_grpc_out=quiet:$$out $(PROTOS) && diff -r -x __pycache__ $$out proto/gen && rm -rf $$out
 
-docs: $(READY) ## Regenerate docs/runspec.md and its schema, docs/models.md, docs/openapi.json and the Python client
+docs: $(READY) ## Regenerate docs/runspec.md and its schema, docs/models.md, docs/fits.md, docs/openapi.json and the Python client
 	$(BIN)/python -m services.controller.api.openapi > docs/openapi.json
 	$(BIN)/python -m services.client.generate docs/openapi.json services/client/slipstream_client
 	$(BIN)/python -m services.cli.spec_docs > docs/runspec.md
 	$(BIN)/python -m services.cli.spec_schema > docs/runspec.schema.json
 	$(BIN)/python -m services.cli.model_docs > docs/models.md
+	$(BIN)/python -m services.cli.fit_docs > docs/fits.md
 
 site: $(READY) ## The documentation as a site that is read without a network, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -78,15 +78,22 @@ class TrainerMemory:
             )
 
 
-def trainer_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> TrainerMemory:
+def trainer_memory(
+    spec: RunSpec,
+    config: PretrainedConfig,
+    *,
+    gpu_bytes: int,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> TrainerMemory:
     """What a run's trainer will hold on GPUs of a size.
 
     Args:
         spec: The run.
         config: Shape of its model.
         gpu_bytes: Memory of one GPU.
+        shapes: :func:`shapes_of` its model, for those who have them.
     """
-    trainer, shapes = spec.trainer, _shapes(config)
+    trainer, shapes = spec.trainer, shapes_of(config) if shapes is None else shapes
     weights = float(sum(prod(shape) for shape in shapes.values()))
     trained = weights if trainer.lora is None else _adapters(shapes, trainer.lora)
     item = getattr(torch, trainer.dtype).itemsize
@@ -123,11 +130,12 @@ def trainer_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -
 
 def resting_memory(spec: RunSpec, config: PretrainedConfig) -> float:
     """Bytes that a trainer keeps on each of its GPUs while rollouts have them: what it sends, its context."""
-    weights = float(sum(prod(shape) for shape in _shapes(config).values()))
+    weights = float(sum(prod(shape) for shape in shapes_of(config).values()))
     return _sent(spec, weights, item=getattr(torch, spec.trainer.dtype).itemsize) + _CONTEXT
 
 
-def _shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+def shapes_of(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of a model's weights by name."""
     model = build_model(config, dtype=torch.float32, device="meta")
     return {name: tuple(value.shape) for name, value in stored_tensors(model).items()}
 

@@ -1,5 +1,8 @@
 """What a trainer's GPU holds is known before it starts."""
 
+import json
+from pathlib import Path
+
 import pytest
 from transformers import AutoConfig
 
@@ -53,6 +56,15 @@ def test_the_peaks_that_h200s_had_are_found_within_5_per_cent(trainer, measured_
     # Nothing was sent there, and torch does not count the context.
     used = found.used - found.parts["weights on their way"] - found.parts["context"]
     assert used / GIB == pytest.approx(measured_gib, rel=0.05)
+
+
+def test_peaks_of_each_way_to_keep_activations_are_found_within_5_per_cent():
+    results = Path(__file__).parents[3] / "bench" / "results" / "trainer-memory.json"
+    ways = json.loads(results.read_text(encoding="utf-8"))["ways"]
+    measured = [way for way in ways.values() if "peak_memory_gib" in way]
+    assert len(measured) >= 3
+    for way in measured:
+        assert way["predicted_gib"] == pytest.approx(way["peak_memory_gib"], rel=0.05)
 
 
 def test_parameters_are_counted_with_tied_ones_once():
