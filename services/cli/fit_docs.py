@@ -10,15 +10,15 @@ from services.common.spec.run import RunSpec
 
 _HEAD = """# What fits where
 
-Written by `make docs` from `services/common/models/training_memory.py`: computed, not measured. The same for a
-specification of yours: `slipstream plan run.yaml --gpus 8 --gpu-memory 141GB`; how far measurement bears it out
-is in [planning](planning.md#memory), and what each key does in [memory](memory.md).
+Written by `make docs` from `services/common/models/training_memory.py`: computed, not measured. The same for
+a specification of yours: `slipstream plan run.yaml --gpus 8 --gpu-memory 141GB`; how far measurement bears it
+out is in [planning](planning.md#memory), and what each key does in [memory](memory.md).
 
-Each cell has the settings that cost least of those that fit, the memory of a GPU at its peak and, behind a plus,
-the host memory for each GPU. All weights are trained, in `bfloat16` and compiled, with `trainer.zero_stage: 3`
-over GPUs that the trainer has for itself, and are sent from there (`weight_sync.mode: shadow`); the context is the
-longest sequence, prompt and response. Of a GPU {most:.0%} are planned at most. "none" of these ways fits;
-`trainer.lora` and `trainer.tensor_parallel` are not tried.
+Each cell has the settings that cost least of those that fit, the memory of a GPU at its peak and, behind a
+plus, the host memory for each GPU. All weights are trained, in `bfloat16` and compiled, with
+`trainer.zero_stage: 3` over GPUs that the trainer has for itself, and are sent from there
+(`weight_sync.mode: shadow`); the context is the longest sequence, prompt and response. Of a GPU {most:.0%} are
+planned at most. "none" of these ways fits; `trainer.lora` and `trainer.tensor_parallel` are not tried.
 
 | sign | key |
 | --- | --- |
