@@ -17,8 +17,8 @@ out is in [planning](planning.md#memory), and what each key does in [memory](mem
 Each cell has the settings that cost least of those that fit, the memory of a GPU at its peak and, behind a
 plus, the host memory for each GPU. All weights are trained, in `bfloat16` and compiled, with
 `trainer.zero_stage: 3` over GPUs that the trainer has for itself, and are sent from there
-(`weight_sync.mode: shadow`); the context is the longest sequence, prompt and response. Of a GPU {most:.0%} are
-planned at most. "none" of these ways fits; `trainer.lora` and `trainer.tensor_parallel` are not tried.
+(`weight_sync.mode: shadow`); the context is the longest sequence, prompt and response. Of a GPU {most:.0%}
+are planned at most. "none" of these ways fits; `trainer.lora` and `trainer.tensor_parallel` are not tried.
 
 | sign | key |
 | --- | --- |
