@@ -73,6 +73,33 @@ def test_the_trainer():
     assert f"({most:.2f} at most, {mean:.2f} on average)" in said
 
 
+def test_shared_prefixes():
+    shapes = result("trainer-prefixes.json")["shapes"]
+    said = section("docs/algorithms.md", "`shared_token_fraction` says what")
+    long_prompts, long_responses, nothing = (shape["speedup"] for shape in shapes.values())
+    assert f"trains {long_prompts:.2f} times as many samples" in said
+    assert f"{long_responses:.2f} times as many, and with nothing to share, {nothing:.2f}" in said
+
+
+def test_training_a_mixture():
+    found = result("trainer-mixtures.json")
+    said = section("docs/mixtures.md", "## Computing")
+    assert found["layers"] == 6
+    assert f"an MFU of {100 * found['mfu']:.1f} %" in said
+
+
+def test_what_gpus_hold():
+    said = section("docs/planning.md", "## Memory")
+    for way in result("trainer-memory.json")["ways"].values():
+        assert way["predicted_gib"] == pytest.approx(way["peak_memory_gib"], rel=0.04)
+    found = result("one-gpu.json")
+    held, planned = found["peak_gb"], found["planned_gb"]
+    assert f"{found['samples_per_s']:.0f} samples/s" in said
+    assert f"{held['rollout']:.1f} GB of {planned['rollout']:.1f} planned" in said
+    assert f"{found['trainer_allocated_gb']:.1f} GB of {planned['trainer']:.1f}" in said
+    assert f"allocator held {held['trainer']:.1f}" in said
+
+
 @pytest.mark.parametrize(("column", "gpus"), [(1, "1+1"), (3, "2+2")])
 def test_the_weight_plane(column, gpus):
     found = result("weightsync.json")[f"qwen2.5-3b {gpus} NVIDIA H200"]
