@@ -86,6 +86,13 @@ def gpu_host(spec: RunSpec) -> str | None:
     return "trainer-0" if spec.topology.is_colocated else None
 
 
+def total_gpus(spec: RunSpec) -> int:
+    """GPUs of all workers of a run, those that several have counted once."""
+    host = gpu_host(spec)
+    counted = [role for role, name in worker_names(spec) if host in (None, name)]
+    return sum(num_gpus(role, spec) for role in counted)
+
+
 class ExternalLauncher:
     """For workers that somebody else starts: it only waits for them."""
 

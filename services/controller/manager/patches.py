@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from services.common.spec.loader import canonical_json, parse_spec, spec_digest
+from services.common.spec.loader import SpecError, canonical_json, parse_spec, spec_digest
 from services.common.spec.run import RunSpec
 from services.controller.manager.quotas import needs_of
 from services.controller.models import RunPatch
@@ -43,7 +43,15 @@ def patched_spec(run: Run, patch: RunPatch) -> RunSpec | None:
         changes["rollout"] = {"replicas": patch.rollout_replicas}
     if not changes:
         return None
-    return parse_spec(merged(json.loads(run.spec_json), changes))
+    spec = parse_spec(merged(json.loads(run.spec_json), changes))
+    if patch.rollout_replicas is not None and spec.topology.is_colocated:
+        raise SpecError(
+            [
+                "rollout_replicas: with topology.placement 'colocated' rollouts are on the trainer's GPUs, "
+                "and their number stays; submit another run, or fork this one"
+            ]
+        )
+    return spec
 
 
 def columns_of(patch: RunPatch, spec: RunSpec | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import sqlalchemy as sa
 
 from services.common.errors import FailedPreconditionError, ResourceExhaustedError
 from services.common.spec.run import RunSpec
-from services.controller.launch.launcher import num_gpus, worker_names
+from services.controller.launch.launcher import total_gpus
 from services.controller.rules.run_state import RunState
 from services.controller.settings import Limits
 from services.controller.store.database import Database
@@ -109,7 +109,7 @@ class Quota:
 def needs_of(spec: RunSpec) -> Needs:
     """What a run of a specification takes."""
     return Needs(
-        gpus=sum(num_gpus(role, spec) for role, _ in worker_names(spec)),
+        gpus=total_gpus(spec),
         transferqueue_bytes=spec.transferqueue.quota_bytes,
     )
 

@@ -1,0 +1,32 @@
+"""What a patch may not change, and what runs count for quotas."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from services.common.spec.loader import SpecError, canonical_json, parse_spec
+from services.controller.manager.patches import patched_spec
+from services.controller.manager.quotas import needs_of
+from services.controller.models import RunPatch
+from tests.helpers.rest import named
+
+
+def spec_of(placement):
+    document = named(1)
+    document["rollout"] = {**document["rollout"], "replicas": 2}
+    document["trainer"] = {**document["trainer"], "world_size": 2}
+    return parse_spec({**document, "topology": {"placement": placement}})
+
+
+def test_rollouts_on_the_trainers_gpus_stay_as_many():
+    patch = RunPatch(rollout_replicas=4)
+    run = SimpleNamespace(spec_json=canonical_json(spec_of("colocated")))
+    with pytest.raises(SpecError, match="their number stays"):
+        patched_spec(run, patch)
+    run = SimpleNamespace(spec_json=canonical_json(spec_of("disaggregated")))
+    assert patched_spec(run, patch).rollout.replicas == 4
+
+
+def test_gpus_that_both_sides_use_count_once():
+    assert needs_of(spec_of("disaggregated")).gpus == 4
+    assert needs_of(spec_of("colocated")).gpus == 2
