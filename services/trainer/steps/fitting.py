@@ -136,24 +136,17 @@ class Fitting:
 
     def _smaller(self, samples: Samples, work: Micros, number: int) -> Micros:
         micro = work[number]
-        if len(micro) > 1:
-            self._num_divided += 1
-            parts = self._divided(samples, micro)
-        else:
+        if len(micro) == 1:
             self.left_out.update(micro)
-            parts = []
-        # A step without any work still has its one update.
-        return (*work[:number], *parts, *work[number + 1 :]) or ((),)
-
-    def _divided(self, samples: Samples, micro: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Two parts or more; later micro-batches are no larger than these."""
+            # A step without any work still has its one update.
+            return (*work[:number], *work[number + 1 :]) or ((),)
+        self._num_divided += 1
         part = samples.select(micro)
-        self._budget = _num_tokens(part)
-        found: list[tuple[int, ...]] = [micro]
-        while len(found) == 1:
+        self._budget = max(1, _num_tokens(part) // 2)
+        while len(self._cut(part, micro, self._budget)) == 1:
             self._budget = max(1, self._budget // 2)
-            found = self._cut(part, micro, self._budget)
-        return found
+        # Others of its size would fail as well.
+        return self._within_budget(samples, work)
 
     def _within_budget(self, samples: Samples, work: Micros) -> Micros:
         """Micro-batches that are known to be too large are divided before they fail."""
