@@ -1,8 +1,8 @@
-"""The same episodes in virtual time, without sockets: what the endpoint keeps of what has ended."""
+"""The same episodes in virtual time, without sockets: what is kept of those that ended, what turns cost."""
 
 import asyncio
-import gc
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,18 +10,24 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from bench.rollout.served_episodes import Episodes, Load
+from bench.rollout.served_episodes import Episodes, Load, milliseconds
 from bench.rollout.tool_agent import converse
 from services.rollout.engines.virtual_time import VirtualTimeLoop
+from services.rollout.garbage import spare_what_stays
 from services.rollout.openai.agent import Agent
 from services.rollout.openai.endpoint import Endpoint
 
-_WARM_MINUTES = 5
+_WARM_MINUTES = 3
 
 
 def hour(load: Load, *, minutes: int) -> dict[str, Any]:
-    """Run episodes on a loop whose time jumps; memory is in MiB, after a collection."""
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+    """Run episodes on a loop whose time jumps to whatever is next; overhead is as on a processor of its own.
+
+    Args:
+        load: What is asked.
+        minutes: That are measured, after some that are not.
+    """
+    with asyncio.Runner(loop_factory=_WorkingTimeLoop) as runner:
         return runner.run(_grown(load, minutes))
 
 
@@ -62,26 +68,36 @@ class _Runner:
         return await converse(post, keywords["model"], keywords["prompt"], keywords["row"])
 
 
+class _WorkingTimeLoop(VirtualTimeLoop):
+    """Waiting takes no time, and work as much as it needs of a processor: other load changes nothing."""
+
+    def time(self) -> float:
+        return super().time() + time.thread_time()
+
+
 async def _grown(load: Load, minutes: int) -> dict[str, Any]:
     workflow, episodes, process = _Here(agent="here"), Episodes(load), psutil.Process()
-    sizes = []
+    spare_what_stays()
+    sizes, overheads = [], Counter[float]()
     async with workflow.answering(), episodes.running(workflow):
-        await asyncio.sleep(60)
+        await asyncio.sleep(60 * _WARM_MINUTES)
+        begin = asyncio.get_running_loop().time()
         num_asked, used = episodes.engine.num_asked, time.process_time()
         for _ in range(minutes):
             await asyncio.sleep(60)
+            asked = [turn for turn in episodes.asked if turn.sent >= begin]
+            overheads.update(round(turn.overhead_s, 4) for turn in asked)
             episodes.asked.clear()
-            gc.collect()
             sizes.append(process.memory_info().rss / 2**20)
-    num_asked, used = episodes.engine.num_asked - num_asked, time.process_time() - used
-    warm = sizes[min(_WARM_MINUTES, minutes) - 1 :]
+        num_asked, used = episodes.engine.num_asked - num_asked, time.process_time() - used
     return {
         "episodes": load.episodes,
         "minutes": minutes,
         "ended": episodes.num_ended,
         "failed": len(episodes.failed),
         "memory_mib": [round(size) for size in sizes],
-        "grown_mib": round(warm[-1] - warm[0], 1),
+        "grown_mib": round(sizes[-1] - sizes[0], 1),
         "turns": num_asked,
         "cpu_ms_per_turn": round(1e3 * used / num_asked, 3),
+        "overhead_ms": milliseconds([*overheads.elements()]),
     }

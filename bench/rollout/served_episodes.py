@@ -1,7 +1,6 @@
 """Episodes of an agent, one after the other in each place: the product's sampler over the fake engine."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A turn, in seconds of the monotonic clock."""
+    """A turn, in seconds of the event loop's clock."""
 
     sent: float
     """When the agent asked."""
@@ -78,7 +77,8 @@ class _Engine(FakeEngine):
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         self.num_asked += 1
-        self.begun.setdefault(request.request_id.partition(".")[0], []).append(time.monotonic())
+        now = asyncio.get_running_loop().time()
+        self.begun.setdefault(request.request_id.partition(".")[0], []).append(now)
         return await super().generate(request)
 
 
@@ -137,6 +137,7 @@ class Episodes:
             group_size=1,
             max_running_samples=self._load.episodes,
             max_response_tokens=100_000,
+            partial_rollout=True,
             rewards=[{"name": "environment"}],
         )
         data = DataSpec(train={"source": "jsonl", "path": "rows"}, answer_column=None)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from random import Random
 from typing import Any
@@ -44,10 +43,10 @@ async def converse(post: Post, model: str, prompt: str, row: Mapping[str, Any]) 
         row: ``number`` of the episode, its ``turns``, and ``sleep``: least and most seconds of a tool.
 
     Returns:
-        ``turns``: of each, seconds of the monotonic clock when it was sent and when it was answered, and
+        ``turns``: of each, seconds of the event loop's clock when it was sent and when it was answered, and
         tokens of the reply.
     """
-    random = Random(row["number"])
+    random, now = Random(row["number"]), asyncio.get_running_loop().time
     head = json.dumps({"model": model, "tools": [_TOOL]})[:-1].encode() + b', "messages": ['
     said = [_message("system", _SYSTEM), _message("user", prompt)]
     turns = []
@@ -56,9 +55,9 @@ async def converse(post: Post, model: str, prompt: str, row: Mapping[str, Any]) 
             await asyncio.sleep(random.uniform(*row["sleep"]))
             said.append(_message("tool", f"{_RESULT}{number}", tool_call_id=f"call_{number}"))
         body = head + b",".join(said) + b"]}"
-        sent = time.monotonic()
+        sent = now()
         answer = json.loads(await post(body))
-        received = time.monotonic()
+        received = now()
         turns.append((sent, received, answer["usage"]["completion_tokens"]))
         said.append(json.dumps(answer["choices"][0]["message"]).encode())
     return {"turns": turns}

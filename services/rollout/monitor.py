@@ -1,7 +1,6 @@
 """Once a second: gauges to the controller and to Prometheus, admission, liveness."""
 
 import asyncio
-import time
 from collections.abc import Callable
 
 from services.controller.client import WorkerSession
@@ -44,7 +43,8 @@ async def monitor(
     """
     progress, episodes = ProgressWatch(stall_s / 2), EpisodeWatch(stall_s)
     look_s = min(stall_s / 4, _LOOK_S)
-    looked = cached = time.monotonic()
+    clock = asyncio.get_running_loop().time
+    looked = cached = clock()
     rows = {rows_gauge(split): count for split, count in sampler.num_prompts().items()}
     decoding = DecodeTimes()
     while True:
@@ -73,16 +73,16 @@ async def monitor(
         if stats.is_asleep:  # others have its GPU: no episode can move
             episodes = EpisodeWatch(stall_s)
         try:
-            progress.check(stats, now=time.monotonic())
+            progress.check(stats, now=clock())
         except EngineStalledError as error:
             session.report(state="failed", activity=str(error))
             raise
-        if time.monotonic() - looked > look_s and not stats.is_asleep:
-            looked = time.monotonic()
+        if clock() - looked > look_s and not stats.is_asleep:
+            looked = clock()
             await sampler.stop_stalled(episodes, now=looked)
-        if time.monotonic() - cached > _CHECKPOINT_S:
-            cached = time.monotonic()
+        if clock() - cached > _CHECKPOINT_S:
+            cached = clock()
             sampler.checkpoint_soon()
         for _ in range(_LOOKS):
-            decoding.observe(engine.stats(), now=time.monotonic())
+            decoding.observe(engine.stats(), now=clock())
             await asyncio.sleep(_EVERY_S / _LOOKS)
