@@ -1,4 +1,4 @@
-"""A process whose pass broke in the middle trains on if it is alone; else it ends, and the others hear of it."""
+"""A process whose pass broke in the middle trains on if it is alone; one of several ends, and is missed."""
 
 import asyncio
 import os
