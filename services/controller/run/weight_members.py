@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import TypeVar
 
 from services.common.errors import (
     DataLossError,
+    DeadlineExceededError,
     FailedPreconditionError,
     ServiceError,
 )
@@ -28,6 +30,8 @@ _T = TypeVar("_T")
 _PROBE_EVERY_S = 0.5
 # Of many members each is asked less often and gets longer to answer: asking takes this process's time too.
 _PROBES_PER_S = 250
+# How often a member may find this process late with the time that it gave.
+_TIMES_LATE = 2
 
 
 class WeightMembers:
@@ -155,7 +159,7 @@ class WeightMembers:
         """End an epoch everywhere; returns who does not answer."""
         members, timeout_s = self.all(), self._spec.answer_timeout_s
         answers = await asyncio.gather(
-            *(m.abort(epoch, reason, timeout_s=timeout_s) for m in members.values()),
+            *(_aborted(m, epoch, reason, timeout_s) for m in members.values()),
             return_exceptions=True,
         )
         return [
@@ -216,8 +220,24 @@ class WeightMembers:
         return WeightSyncClient(await self._stack.enter_async_context(channel))
 
 
+async def _aborted(member: WeightSyncClient, epoch: int, reason: str, timeout_s: float) -> None:
+    await _in_time(lambda: member.abort(epoch, reason, timeout_s=timeout_s), timeout_s)
+
+
 async def _probe(name: str, member: WeightSyncClient, timeout_s: float) -> None:
     try:
-        await member.alive(timeout_s=timeout_s)
+        await _in_time(lambda: member.alive(timeout_s=timeout_s), timeout_s)
     except ServiceError as error:
         raise UnansweringError(name, f"does not answer: {error}") from error
+
+
+async def _in_time(asked: Callable[[], Awaitable[_T]], timeout_s: float) -> _T:
+    """What a call answers; asked again if its deadline passed while this process stood still itself."""
+    for _ in range(_TIMES_LATE):
+        begin = time.monotonic()
+        try:
+            return await asked()
+        except DeadlineExceededError:
+            if time.monotonic() - begin < 2 * timeout_s:
+                raise
+    return await asked()

@@ -1,8 +1,10 @@
 """Members of a weight group agree on a plan, and on how weights travel."""
 
+import time
+
 import pytest
 
-from services.common.errors import FailedPreconditionError
+from services.common.errors import DeadlineExceededError, FailedPreconditionError
 from services.common.spec.weight_sync import WeightSyncSpec
 from services.controller.membership.registry import Worker
 from services.controller.run.weight_members import WeightMembers
@@ -86,3 +88,36 @@ async def test_a_gpu_on_one_side_only_is_refused_with_the_fix():
     members = await open_on("cuda:a", "cpu")
     with pytest.raises(FailedPreconditionError, match=r"different devices.*cpu_async"):
         members.backend()
+
+
+class Late(Member):
+    """Does not answer in the given time, the first so many times."""
+
+    def __init__(self, *, times: int, stands_still_s: float) -> None:
+        super().__init__("cpu")
+        self._times = times
+        self._stands_still_s = stands_still_s
+
+    async def abort(self, epoch, reason, *, timeout_s):
+        self._times -= 1
+        if self._times >= 0:
+            time.sleep(self._stands_still_s)  # noqa: ASYNC251 -- as if this whole process was stopped
+            raise DeadlineExceededError(f"no answer in {timeout_s} s")
+
+
+async def absent(**members):
+    group = Members("run", WeightSyncSpec(answer_timeout_s=0.01))
+    group.rollouts = members
+    return await group.abort(1, "a test")
+
+
+async def test_a_member_is_not_blamed_for_time_in_which_the_controller_stood_still():
+    assert await absent(woken=Late(times=1, stands_still_s=0.05)) == []
+
+
+async def test_a_member_that_does_not_answer_in_time_is_named():
+    silent = {
+        "in_time": Late(times=1, stands_still_s=0.0),
+        "never": Late(times=9, stands_still_s=0.05),
+    }
+    assert await absent(**silent) == ["in_time", "never"]
