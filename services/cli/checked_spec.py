@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from services.cli.machine import shared_gpus
 from services.cli.output import console, errors, fail, say
 from services.cli.planned_memory import memory_table
 from services.cli.preflight import read_checked
@@ -39,6 +40,8 @@ def load_checked(
             say(errors, f"note: {note}")
         spec = draft.examined.spec
         assert spec is not None
+        if is_here and (shared := shared_gpus(spec)):
+            say(errors, f"note: {shared}")
         if gpu_gb is not None:
             console.print(memory_table(spec, gpu_gb=gpu_gb, gpus=gpus), highlight=False)
     except SpecError as error:

@@ -46,6 +46,22 @@ def lacks(spec: RunSpec) -> Iterator[str]:
     yield from _too_many(spec, gpus)
 
 
+def shared_gpus(spec: RunSpec) -> str:
+    """What to know where workers share this machine's GPUs, which each would have to itself; or nothing."""
+    gpus = len(host_gpus(MachineSettings().visible_gpus))
+    workers = worker_names(spec)
+    needed = sum(num_gpus(role, spec) for role, _ in workers)
+    if gpus == 0 or needed <= gpus or spec.topology.is_colocated:
+        return ""
+    text = (
+        f"{len(workers)} workers share the {gpus} GPU(s) of this machine, in time and memory"
+        " (slipstream validate --gpu-gb says how)"
+    )
+    if spec.rollout.replicas > 1:
+        text += f"; rollout.replicas is {spec.rollout.replicas}, fewer leave an engine more"
+    return text
+
+
 def hub_is_needed(spec: RunSpec) -> bool:
     """Whether a model, a tokenizer or data come from Hugging Face."""
     for model in (spec.model, spec.of_reference.model):
