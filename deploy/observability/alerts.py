@@ -66,7 +66,7 @@ ALL = (
             "`slipstream get RUN` or the run page: the condition `Progressing` has the reason in words, with the groups that are finished, running and given up.",
             "`WaitsForGroups`, `WaitsForOldest`: the rollouts are slow, or nearly all groups are given up; the message counts those by reason.",
             "`NoGroupRuns`: no rollout takes work; look at their logs and at the newest weight sync.",
-            "`WaitsForWeights`, `WaitsForCheckpoint`: the dashboard Weight sync, the volume of checkpoints. `StepIsLong`: the trainer's log.",
+            "`WaitsForWeights`, `WaitsForCheckpoint`: the dashboard Weight sync, the volume of checkpoints. `WaitsForGpus`: an evaluation, or rollouts that finish responses before the trainer gets their GPUs. `StepIsLong`: the trainer's log.",
         ),
     ),
     Alert(
