@@ -14,7 +14,7 @@ from services.common.spec.engines import engine_kind
 from services.common.spec.run import RunSpec
 from services.common.spec.trackers import TRACKERS
 from services.controller.launch.gpus import host_gpus
-from services.controller.launch.launcher import num_gpus, worker_names
+from services.controller.launch.launcher import gpu_needs, total_gpus, worker_names
 
 # Where there are no GPUs a process stands for each, and this many share a core before nothing moves.
 _PROCESSES_A_CORE = 4
@@ -49,12 +49,10 @@ def lacks(spec: RunSpec) -> Iterator[str]:
 def shared_gpus(spec: RunSpec) -> str:
     """What to know where workers share this machine's GPUs, which each would have to itself; or nothing."""
     gpus = len(host_gpus(MachineSettings().visible_gpus))
-    workers = worker_names(spec)
-    needed = sum(num_gpus(role, spec) for role, _ in workers)
-    if gpus == 0 or needed <= gpus or spec.topology.is_colocated:
+    if gpus == 0 or total_gpus(spec) <= gpus:
         return ""
     text = (
-        f"{len(workers)} workers share the {gpus} GPU(s) of this machine, in time and memory"
+        f"{len(worker_names(spec))} workers share the {gpus} GPU(s) of this machine, in time and memory"
         " (slipstream validate --gpu-gb says how)"
     )
     if spec.rollout.replicas > 1:
@@ -111,7 +109,7 @@ def _reach(url: str, answered: threading.Event) -> None:
 
 def _too_many(spec: RunSpec, gpus: int) -> Iterator[str]:
     key = "topology.gpus" if spec.topology.task_groups else "trainer.world_size"
-    needs = {worker_id: num_gpus(role, spec) for role, worker_id in worker_names(spec)}
+    needs = gpu_needs(spec)
     total = spec.topology.gpus or sum(needs.values())
     if gpus:
         worker_id, most = max(needs.items(), key=lambda item: item[1])

@@ -153,10 +153,9 @@ def memory_table(spec: RunSpec, *, gpu_gb: float, gpus: int | None = None) -> st
 def _gpu_neighbours(spec: RunSpec, *, gpus: int) -> list[str]:
     """Roles of those that have the GPUs of the first rollout too, on a machine with so many."""
     from services.controller.launch.gpus import HostGpus
-    from services.controller.launch.launcher import gpu_host, num_gpus, worker_names
+    from services.controller.launch.launcher import gpu_host, gpu_needs, worker_names
 
     roles = {worker: role for role, worker in worker_names(spec)}
     host = HostGpus([str(number) for number in range(gpus)])
-    needs = {worker: num_gpus(role, spec) for worker, role in roles.items()}
-    host.assign(spec.name, needs, host=gpu_host(spec))
+    host.assign(spec.name, gpu_needs(spec), host=gpu_host(spec))
     return [roles[worker] for worker in host.neighbours(spec.name, "rollout-0")]

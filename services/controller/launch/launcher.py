@@ -81,6 +81,11 @@ def num_gpus(role: WorkerRole, spec: RunSpec) -> int:
     return spec.engine_gpus if role == "rollout" else num_ranks(role, spec)
 
 
+def gpu_needs(spec: RunSpec) -> dict[str, int]:
+    """GPUs of each worker of a run, by name."""
+    return {worker_id: num_gpus(role, spec) for role, worker_id in worker_names(spec)}
+
+
 def gpu_host(spec: RunSpec) -> str | None:
     """The worker on whose GPUs all others are; None if each has its own."""
     return "trainer-0" if spec.topology.is_colocated else None
@@ -89,8 +94,7 @@ def gpu_host(spec: RunSpec) -> str | None:
 def total_gpus(spec: RunSpec) -> int:
     """GPUs of all workers of a run, those that several have counted once."""
     host = gpu_host(spec)
-    counted = [role for role, name in worker_names(spec) if host in (None, name)]
-    return sum(num_gpus(role, spec) for role in counted)
+    return sum(count for name, count in gpu_needs(spec).items() if host in (None, name))
 
 
 class ExternalLauncher:

@@ -24,7 +24,7 @@ from services.controller.launch.launcher import (
     ExitHandler,
     WorkerExit,
     gpu_host,
-    num_gpus,
+    gpu_needs,
     num_ranks,
     program_of,
     worker_names,
@@ -91,8 +91,7 @@ class ProcessLauncher:
         running = self._processes.setdefault(run_id, {})
         names = worker_names(spec)
         ranks = {worker_id: num_ranks(role, spec) for role, worker_id in names}
-        needs = {worker_id: num_gpus(role, spec) for role, worker_id in names}
-        gpus = self._gpus.assign(run_id, needs, host=gpu_host(spec))
+        gpus = self._gpus.assign(run_id, gpu_needs(spec), host=gpu_host(spec))
         for role, worker_id in names:
             if worker_id in running:
                 continue
