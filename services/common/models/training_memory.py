@@ -224,17 +224,19 @@ def _feed_forward(shape: Any) -> float:
     experts = num_experts(shape.to_dict())
     if not experts:
         return float(shape.intermediate_size)
-    width = getattr(shape, "moe_intermediate_size", None) or shape.intermediate_size
     shared = getattr(shape, "shared_expert_intermediate_size", None) or 0
-    return float(shape.num_experts_per_tok * width + shared)
+    return float(shape.num_experts_per_tok * _expert_width(shape) + shared)
 
 
 def _copied(shape: Any) -> float:
     """Width of what a mixture keeps of a token besides."""
     if not num_experts(shape.to_dict()):
         return 0.0
-    width = getattr(shape, "moe_intermediate_size", None) or shape.intermediate_size
-    return float(shape.num_experts_per_tok * (shape.hidden_size + width))
+    return float(shape.num_experts_per_tok * (shape.hidden_size + _expert_width(shape)))
+
+
+def _expert_width(shape: Any) -> int:
+    return int(getattr(shape, "moe_intermediate_size", None) or shape.intermediate_size)
 
 
 def _adapters(shapes: Mapping[str, tuple[int, ...]], lora: LoraSpec) -> float:
