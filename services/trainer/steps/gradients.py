@@ -82,7 +82,7 @@ class Gradients:
             unit: ``[2]`` what their gradients were divided by; None if there are none.
             kl_coefficient: Weight of the penalty in the loss.
         """
-        counts = before + self._trained(samples, work)
+        counts = before + num_trained(samples, work, self._ranks)
         found = Added(
             torch.zeros((), device=self._device), counts if unit is None else unit, counts
         )
@@ -116,8 +116,9 @@ class Gradients:
             found.work += packed.work
         return found
 
-    def _trained(self, samples: Samples, work: Micros) -> Tensor:
-        """``[2]`` tokens and sequences that train in some micro-batches, over all ranks."""
-        own = [position for micro in work for position in micro]
-        counts = samples.segments.count(samples.tokens["loss_mask"])[own]
-        return self._ranks.sum(torch.stack([counts.sum(), (counts > 0).sum()]))
+
+def num_trained(samples: Samples, work: Micros, ranks: Ranks) -> Tensor:
+    """``[2]`` tokens and sequences that train in some micro-batches, over all ranks."""
+    own = [position for micro in work for position in micro]
+    counts = samples.segments.count(samples.tokens["loss_mask"])[own]
+    return ranks.sum(torch.stack([counts.sum(), (counts > 0).sum()]))
