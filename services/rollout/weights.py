@@ -78,9 +78,8 @@ class WeightReceiver:
         asked_at = time.monotonic()
         if not self._is_partial:
             await engine.pause(drain=True)
-        if (
-            self._stopped_at is None
-        ):  # otherwise a transfer failed, and the engine stands still since
+        # After a transfer that failed the engine stands still since then.
+        if self._stopped_at is None:
             self._asked_at, self._stopped_at = asked_at, time.monotonic()
         try:
             return await engine.open_weights(plan, slots)
