@@ -17,21 +17,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
-from torch.distributed.tensor import DTensor
 
 from services.common.errors import FailedPreconditionError
 from services.common.models.loading import stored_tensors
 from services.trainer.checkpoint import manifest
 from services.trainer.checkpoint.writer import ShardWriter
+from services.trainer.model.local_parts import local_part, spread_like
 from services.trainer.model.parallel import Topology
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 MODEL_PREFIX = "model."
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,16 +210,7 @@ class Checkpointer:
             buffer = torch.empty_like(local, device="cpu", pin_memory=value.is_cuda)
             self._buffers[name] = buffer
         buffer.copy_(local, non_blocking=True)
-        if not isinstance(value, DTensor):
-            return buffer
-        return DTensor.from_local(
-            buffer,
-            value.device_mesh,
-            value.placements,
-            run_check=False,
-            shape=value.shape,
-            stride=value.stride(),
-        )
+        return spread_like(buffer, value)
 
 
 def _cause(error: OSError | CheckpointException) -> str:

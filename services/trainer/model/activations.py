@@ -18,7 +18,6 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 from torch.nn.attention import varlen
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -27,6 +26,7 @@ from torch.utils.checkpoint import (
 )
 
 from services.common.spec.trainer import TrainerSpec
+from services.trainer.model.local_parts import local_part
 
 _Forward = Callable[..., Any]
 _ops: Final[Any] = torch.ops
@@ -114,7 +114,7 @@ class _HostMemory:
                 return forward(*args, **kwargs)
             before = None if self._newest is None else self._newest()
             # As gathered for this pass.
-            weights = frozenset(_address(_local(weight)) for weight in layer.parameters())
+            weights = frozenset(_address(local_part(weight)) for weight in layer.parameters())
             kept = _Kept(self._device, self._stream, weights, before)
             self._newest = ref(kept)
             with saved_tensors_hooks(kept.pack, kept.unpack):
@@ -259,7 +259,3 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _local(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight

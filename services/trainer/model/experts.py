@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from services.trainer.batch.context import exchanged
+from services.trainer.model.local_parts import local_part
 
 EXPERTS = "slipstream_experts"
 _RANKS = "slipstream_expert_ranks"
@@ -56,7 +56,7 @@ def experts_forward(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
     num_chosen = chosen.shape[1]
     owners = chosen.flatten()
     order = torch.argsort(owners, stable=True)
-    num_experts = _local(module.down_proj).shape[0] * (1 if ranks is None else ranks.size)
+    num_experts = local_part(module.down_proj).shape[0] * (1 if ranks is None else ranks.size)
     counts = owners.new_zeros(num_experts).scatter_add_(0, owners, torch.ones_like(owners))
     rows, shares = hidden[order // num_chosen], weights.flatten()[order][:, None]
     if ranks is None:
@@ -128,15 +128,11 @@ def _product(
 
 def _weight(module: Any, name: str, ranks: ExpertRanks | None) -> Tensor:
     """This rank's experts. Their gradient, of the tokens of all ranks, counts as a mean over ranks."""
-    weight = _local(getattr(module, name))
+    weight = local_part(getattr(module, name))
     if ranks is None:
         return weight
     averaged: Tensor = _ScaledGradient.apply(weight, 1.0 / ranks.size)  # type: ignore[no-untyped-call]
     return averaged
-
-
-def _local(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 class _ScaledGradient(torch.autograd.Function):

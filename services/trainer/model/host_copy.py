@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch.distributed.tensor import DTensor
 
+from services.common.errors import FailedPreconditionError
+from services.trainer.model.local_parts import local_part
 from services.trainer.model.parallel import free_gathered
 
 
@@ -39,6 +40,15 @@ class HostCopy:
     def is_away(self) -> bool:
         """Whether the state is in host memory."""
         return bool(self._moved)
+
+    def check_here(self) -> None:
+        """See that the state is on the device.
+
+        Raises:
+            FailedPreconditionError: If it is in host memory.
+        """
+        if self.is_away:
+            raise FailedPreconditionError("the trainer sleeps; wake it first")
 
     @torch.no_grad()
     def put_away(self) -> None:
@@ -70,7 +80,7 @@ class HostCopy:
 
     def read(self, tensor: Tensor) -> Tensor:
         """What this rank holds of a tensor of the state, where its values are now."""
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_part(tensor)
         if _key(local) not in self._moved:
             return local
         _, buffer = self._moved[_key(local)]
@@ -87,7 +97,7 @@ class HostCopy:
 
     def _movable(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         for tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = local_part(tensor)
             storage = local.untyped_storage()
             # Files that are mapped into memory keep it.
             if local.device.type == self._device.type and storage.nbytes() and storage.resizable():

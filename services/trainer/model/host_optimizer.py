@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
+
+from services.trainer.model.local_parts import local_part, spread_like
 
 _PART_BYTES: Final = 1 << 29
 """Moments that visit together."""
@@ -69,7 +70,7 @@ class HostAdamW(torch.optim.AdamW):
                 if parameter.grad is None:
                     continue
                 members.append(parameter)
-                size += len(_MOMENTS) * _local(parameter).nbytes
+                size += len(_MOMENTS) * local_part(parameter).nbytes
                 if size >= self._part_bytes:
                     yield _Part(group, members)
                     members, size = [], 0
@@ -77,14 +78,14 @@ class HostAdamW(torch.optim.AdamW):
                 yield _Part(group, members)
 
     def _fetched(self, part: "_Part") -> "_Visit":
-        there = [_local(self.state[p][name]) for name in _MOMENTS for p in part.parameters]
-        device = _local(part.parameters[0]).device
+        there = [local_part(self.state[p][name]) for name in _MOMENTS for p in part.parameters]
+        device = local_part(part.parameters[0]).device
         here = [torch.empty_like(each, device=device) for each in there]
         return _Visit(part, here, self._copied(here, there, device=device, leaving=False))
 
     def _returned(self, visit: "_Visit") -> "_Visit":
         part = visit.part
-        there = [_local(self.state[p][name]) for name in _MOMENTS for p in part.parameters]
+        there = [local_part(self.state[p][name]) for name in _MOMENTS for p in part.parameters]
         device = visit.moments[0].device
         done = self._copied(there, visit.moments, device=device, leaving=True)
         return _Visit(part, visit.moments, done)
@@ -94,8 +95,8 @@ class HostAdamW(torch.optim.AdamW):
         beta1, beta2 = group["betas"]
         count = len(parameters)
         adamw(
-            [_local(parameter) for parameter in parameters],
-            [_local(parameter.grad) for parameter in parameters if parameter.grad is not None],
+            [local_part(parameter) for parameter in parameters],
+            [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None],
             visit.moments[:count],
             visit.moments[count:],
             [],
@@ -156,19 +157,6 @@ class _Visit:
 
 
 def _host_zeros(parameter: nn.Parameter) -> Tensor:
-    local = _local(parameter)
+    local = local_part(parameter)
     zeros = torch.zeros(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-    if not isinstance(parameter, DTensor):
-        return zeros
-    return DTensor.from_local(
-        zeros,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
-def _local(value: Tensor) -> Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
+    return spread_like(zeros, parameter)

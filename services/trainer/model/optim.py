@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from services.common.spec.trainer import OptimizerSpec
 from services.trainer.model.host_optimizer import HostAdamW
+from services.trainer.model.local_parts import local_part
 
 _FINAL_FRACTION = 0.1
 
@@ -109,6 +110,6 @@ def clip_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: f
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
     """Multiply all gradients by a scalar."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    shards = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
+    shards = [local_part(each) for each in gradients]
     if shards:
         torch._foreach_mul_(shards, factor.to(shards[0].device))

@@ -12,11 +12,12 @@ from services.common.models.loading import build_model, load_config
 from services.common.models.teachers import check_teacher
 from services.common.models.tokenizer import load_tokenizer
 from services.common.spec.run import RunSpec
-from services.trainer.checkpoint.checkpointer import Checkpointer, local_part
+from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.checkpoint.manifest import STEP_PREFIX
 from services.trainer.model.compiling import compile_ahead
 from services.trainer.model.flops import active_weights
 from services.trainer.model.host_copy import HostCopy
+from services.trainer.model.local_parts import local_part
 from services.trainer.model.lora import add_adapters, begin_adapters
 from services.trainer.model.parallel import Topology, build_topology, distribute
 from services.trainer.model.policy import Critic, Policy, freeze

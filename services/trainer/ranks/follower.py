@@ -71,8 +71,8 @@ class Follower:
     def weight_tensors(self, *, only_adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
         """The rows of this rank; training waits until they are read."""
         with self._turn:
-            if self._state is not None and self._state.is_away:
-                raise FailedPreconditionError("the trainer sleeps; wake it first")
+            if self._state is not None:
+                self._state.check_here()
             yield from self._exported().weight_rows()
 
     def score_canary(self) -> Canary:

@@ -302,8 +302,8 @@ class Leader:
             FailedPreconditionError: If it is in host memory.
         """
         self._attached()
-        if self._state is not None and self._state.is_away:
-            raise FailedPreconditionError("the trainer sleeps; wake it first")
+        if self._state is not None:
+            self._state.check_here()
         with self._crew.together():
             yield
 
