@@ -113,7 +113,14 @@ def _too_many(spec: RunSpec, gpus: int) -> Iterator[str]:
     total = spec.topology.gpus or sum(needs.values())
     if gpus:
         worker_id, most = max(needs.items(), key=lambda item: item[1])
-        if most > gpus or spec.topology.gpus > gpus:
+        if spec.topology.placement == "mixed" and total_gpus(spec) > gpus:
+            yield (
+                f"topology.placement is 'mixed': with {spec.rollout.replicas - spec.rollouts_in_turns} "
+                f"rollout(s) beside the trainer's {spec.trainer.world_size} GPU(s) the run needs "
+                f"{total_gpus(spec)} GPUs, but this machine has {gpus}; lower trainer.world_size or "
+                "rollout.replicas, set topology.placement to 'colocated', or say --elsewhere"
+            )
+        elif most > gpus or spec.topology.gpus > gpus:
             yield (
                 f"{key}: the run needs {max(most, spec.topology.gpus)} GPUs ({worker_id} alone {most}), but "
                 f"this machine has {gpus}; lower trainer.world_size, topology.gpus or "

@@ -111,7 +111,7 @@ class Memory:
         from services.rollout.engines.memory import plan_of
 
         assert self._total is not None
-        roles = ("trainer",) if self._spec.topology.is_colocated else ()
+        roles = ("trainer",) if self._spec.topology.takes_turns else ()
         return plan_of(self._spec, self._config, gpu_bytes=self._total, roles=roles)
 
     @cached_property
@@ -138,12 +138,13 @@ def memory_table(spec: RunSpec, *, gpu_gb: float, gpus: int | None = None) -> st
         SpecError: If that does not fit.
     """
     # It imports torch, which no other check needs.
+    from services.controller.launch.launcher import total_gpus
     from services.rollout.engines.memory import plan_of
 
     config = model_config(spec)
     try:
-        if gpus is None and spec.topology.is_colocated:
-            gpus = spec.trainer.world_size
+        if gpus is None and spec.topology.takes_turns:
+            gpus = total_gpus(spec)
         roles = () if gpus is None else _gpu_neighbours(spec, gpus=gpus)
         return plan_of(spec, config, gpu_bytes=int(gpu_gb * 1e9), roles=roles).table()
     except ValueError as error:
@@ -153,9 +154,9 @@ def memory_table(spec: RunSpec, *, gpu_gb: float, gpus: int | None = None) -> st
 def _gpu_neighbours(spec: RunSpec, *, gpus: int) -> list[str]:
     """Roles of those that have the GPUs of the first rollout too, on a machine with so many."""
     from services.controller.launch.gpus import HostGpus
-    from services.controller.launch.launcher import gpu_host, gpu_needs, worker_names
+    from services.controller.launch.launcher import gpu_hosts, gpu_needs, worker_names
 
     roles = {worker: role for role, worker in worker_names(spec)}
     host = HostGpus([str(number) for number in range(gpus)])
-    host.assign(spec.name, gpu_needs(spec), host=gpu_host(spec))
+    host.assign(spec.name, gpu_needs(spec), hosts=gpu_hosts(spec))
     return [roles[worker] for worker in host.neighbours(spec.name, "rollout-0")]

@@ -129,7 +129,7 @@ async def _load(
         device=device,
         plan=partial(plan_of, spec, roles=settings.gpu_neighbours),
         is_written_in_place=weight_mode(spec.weight_sync.mode).is_in_place,
-        sleeps=spec.topology.is_colocated,
+        sleeps=spec.is_in_turns(settings.worker_id),
     )
     pool = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
     calls = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))

@@ -33,3 +33,11 @@ def test_a_run_in_turns_survives_kills_of_both_sides(tmp_path):
 def test_a_run_in_turns_survives_a_dozen_kills(tmp_path, changes):
     facts = run_and_kill(tmp_path, 3, _TURNS, *changes)
     assert sum(facts["killed"].values()) >= 8
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("max_staleness", [1, 4])
+def test_a_mixed_run_survives_a_dozen_kills(tmp_path, max_staleness):
+    mixed = ("topology.placement=mixed", f"algorithm.max_staleness={max_staleness}")
+    facts = run_and_kill(tmp_path, 4, *mixed)
+    assert sum(facts["killed"].values()) >= 8

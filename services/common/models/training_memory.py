@@ -114,7 +114,7 @@ def trainer_memory(
         "weights on their way": _sent(spec, weights, item=item),
         "context": _CONTEXT,
     }
-    if spec.topology.is_colocated:
+    if spec.topology.takes_turns:
         parts["rollouts that sleep"] = item * weights / spec.engine_gpus + _SLEEPING
     if spec.needs_reference and not spec.topology.own_gpus("ref_logp"):
         parts["reference"] = _FLOAT32 * weights / ranks

@@ -10,7 +10,7 @@ from services.common.spec.weight_modes import HOST_MODE, MODES
 def placement(spec: RunSpec) -> Iterator[str]:
     """What is wrong with the task groups, or with turns on the same GPUs."""
     topology = spec.topology
-    if topology.is_colocated:
+    if topology.takes_turns:
         yield from _turns(spec)
         return
     if not topology.task_groups:
@@ -148,14 +148,14 @@ def _critic(spec: RunSpec) -> Iterator[str]:
 
 
 def _turns(spec: RunSpec) -> Iterator[str]:
-    """Trainer and rollouts have the GPUs one after the other, and nobody else has any."""
+    """Trainer and rollouts have GPUs one after the other, and nobody but rollouts has any besides."""
     apart = "or set topology.placement to 'disaggregated'"
     for problem in (*_unequal(spec), *_at_once(spec)):
-        yield f"topology.placement is 'colocated', but {problem}, {apart}"
+        yield f"topology.placement is {spec.topology.placement!r}, but {problem}, {apart}"
 
 
 def _unequal(spec: RunSpec) -> Iterator[str]:
-    """Every GPU of the trainer has equally many rollouts, and there are no others."""
+    """Every GPU of the trainer has equally many rollouts, and there are no others; one, if it is mixed."""
     topology, ranks, replicas = spec.topology, spec.trainer.world_size, spec.rollout.replicas
     if topology.task_groups or topology.ratios or topology.gpus or topology.scoring_ranks > 1:
         yield (
@@ -163,7 +163,20 @@ def _unequal(spec: RunSpec) -> Iterator[str]:
             "them out"
         )
     engine_gpus = spec.engine_gpus
-    if ranks % engine_gpus or replicas * engine_gpus % ranks:
+    if topology.placement == "mixed":
+        least = ranks // engine_gpus + 1
+        if ranks % engine_gpus:
+            yield (
+                f"engines of {engine_gpus} GPUs do not fill trainer.world_size ({ranks}); set it to a "
+                f"multiple of {engine_gpus}"
+            )
+        elif replicas < least:
+            yield (
+                f"rollout.replicas ({replicas}) leaves none with GPUs of its own: {least - 1} of "
+                f"{engine_gpus} GPU(s) each are on the trainer's, trainer.world_size ({ranks}); set "
+                f"rollout.replicas to {least} or more, set topology.placement to 'colocated'"
+            )
+    elif ranks % engine_gpus or replicas * engine_gpus % ranks:
         yield (
             f"rollout.replicas ({replicas}) of {engine_gpus} GPU(s) each do not fill the trainer's GPUs, "
             f"trainer.world_size ({ranks}), equally; set rollout.replicas to {max(1, ranks // engine_gpus)}, "
@@ -179,7 +192,8 @@ def _at_once(spec: RunSpec) -> Iterator[str]:
             f"engine {spec.rollout.engine!r} does not give up its GPU memory while the trainer works; choose "
             f"one of {able}"
         )
-    if spec.algorithm.max_staleness > 1:
+    num_others = spec.rollout.replicas - spec.rollouts_in_turns
+    if spec.algorithm.max_staleness > 1 and not num_others:
         yield (
             "rollouts cannot run ahead of training by algorithm.max_staleness "
             f"{spec.algorithm.max_staleness} versions; set it to 0 or 1"
@@ -187,6 +201,11 @@ def _at_once(spec: RunSpec) -> Iterator[str]:
     if spec.algorithm.num_demonstrations:
         loss = spec.algorithm.loss
         yield f"with algorithm.loss {loss!r} nothing is sampled for training; take another loss"
+    if spec.validation.replicas > num_others:
+        yield (
+            f"validation.replicas is {spec.validation.replicas}, and {num_others} rollout(s) answer while "
+            f"the trainer works; set it to {max(0, num_others)}"
+        )
     if MODES[spec.weight_sync.mode].is_in_place:
         yield (
             f"weight_sync.mode {spec.weight_sync.mode!r} writes into live weights, which an engine that "
@@ -198,9 +217,6 @@ def _at_once(spec: RunSpec) -> Iterator[str]:
         ),
         "weight_sync.publish_every": (
             spec.weight_sync.publish_every, 1, "an engine that slept needs weights",
-        ),
-        "validation.replicas": (
-            spec.validation.replicas, 0, "no rollout answers while the trainer has the GPUs",
         ),
         "trainer.accumulate_early": (
             spec.trainer.accumulate_early, False, "nothing is trained while rollouts have the GPUs",

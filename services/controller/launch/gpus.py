@@ -4,7 +4,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from services.common.errors import FailedPreconditionError
+
 _DEVICES = Path("/dev")
+_NOBODY: Mapping[str, str] = {}
 
 
 def host_gpus(visible: str | None, devices: Path = _DEVICES) -> tuple[str, ...]:
@@ -35,32 +38,37 @@ class HostGpus:
         self._runs: dict[str, dict[str, tuple[str, ...]]] = {}
 
     def assign(
-        self, run_id: str, needs: Mapping[str, int], *, host: str | None = None
+        self, run_id: str, needs: Mapping[str, int], *, hosts: Mapping[str, str] = _NOBODY
     ) -> Mapping[str, tuple[str, ...]]:
         """The GPUs of each worker of a run; a worker that is started again has the same ones.
 
         Args:
             run_id: The run.
             needs: GPUs that each worker wants, in the order in which they are served.
-            host: Worker whose GPUs the others get too; it comes first. None gives each its own.
+            hosts: Workers that get another one's GPUs, and whose, which comes before them; those of it are
+                nobody else's. The others have their own, while these last.
 
         Returns:
             The GPUs of each worker; none on a host without.
 
         Raises:
-            ValueError: If one worker wants more than there are.
+            FailedPreconditionError: If one worker wants more than there are.
         """
         assigned = self._runs.setdefault(run_id, {})
         users = Counter(gpu for run in self._runs.values() for mine in run.values() for gpu in mine)
         for worker_id, count in needs.items():
             if worker_id in assigned:
                 continue
-            if self._gpus and count > len(self._gpus):
-                raise ValueError(
-                    f"{worker_id} needs {count} GPUs but this host has {len(self._gpus)}; lower its "
+            taken = {gpu for host in hosts.values() for gpu in assigned.get(host, ())}
+            free = [gpu for gpu in self._gpus if gpu not in taken]
+            if worker_id in hosts:
+                free = [*assigned[hosts[worker_id]]]
+            if self._gpus and count > len(free):
+                beside = f" beside the {len(taken)} that are had in turns" if taken else ""
+                raise FailedPreconditionError(
+                    f"{worker_id} needs {count} GPUs but this host has {len(free)}{beside}; lower its "
                     "number of processes, or run on a larger host"
                 )
-            free = self._gpus if host in (None, worker_id) else assigned[host]
             assigned[worker_id] = tuple(sorted(free, key=users.__getitem__)[:count])
             users.update(assigned[worker_id])
         return assigned

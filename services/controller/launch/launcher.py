@@ -86,15 +86,16 @@ def gpu_needs(spec: RunSpec) -> dict[str, int]:
     return {worker_id: num_gpus(role, spec) for role, worker_id in worker_names(spec)}
 
 
-def gpu_host(spec: RunSpec) -> str | None:
-    """The worker on whose GPUs all others are; None if each has its own."""
-    return "trainer-0" if spec.topology.is_colocated else None
+def gpu_hosts(spec: RunSpec) -> dict[str, str]:
+    """The workers that are on another one's GPUs, and on whose."""
+    names = [worker_id for _, worker_id in worker_names(spec)]
+    return {worker_id: "trainer-0" for worker_id in names if spec.is_in_turns(worker_id)}
 
 
 def total_gpus(spec: RunSpec) -> int:
     """GPUs of all workers of a run, those that several have counted once."""
-    host = gpu_host(spec)
-    return sum(count for name, count in gpu_needs(spec).items() if host in (None, name))
+    hosts = gpu_hosts(spec)
+    return sum(count for name, count in gpu_needs(spec).items() if name not in hosts)
 
 
 class ExternalLauncher:

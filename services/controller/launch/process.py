@@ -23,7 +23,7 @@ from services.controller.launch.gpus import HostGpus, host_gpus
 from services.controller.launch.launcher import (
     ExitHandler,
     WorkerExit,
-    gpu_host,
+    gpu_hosts,
     gpu_needs,
     num_ranks,
     program_of,
@@ -91,7 +91,7 @@ class ProcessLauncher:
         running = self._processes.setdefault(run_id, {})
         names = worker_names(spec)
         ranks = {worker_id: num_ranks(role, spec) for role, worker_id in names}
-        gpus = self._gpus.assign(run_id, gpu_needs(spec), host=gpu_host(spec))
+        gpus = self._gpus.assign(run_id, gpu_needs(spec), hosts=gpu_hosts(spec))
         for role, worker_id in names:
             if worker_id in running:
                 continue

@@ -152,10 +152,11 @@ def build_pods(
         FailedPreconditionError: If the trainer's ranks cannot be spread evenly over nodes, or workers are to
             share GPUs.
     """
-    if spec.topology.is_colocated:
+    if spec.topology.takes_turns:
         raise FailedPreconditionError(
-            "topology.placement is 'colocated', but Kubernetes gives each container GPUs of its own; run it "
-            "on one host with the process launcher, or set topology.placement to 'disaggregated'"
+            f"topology.placement is {spec.topology.placement!r}, but Kubernetes gives each container GPUs of "
+            "its own; run it on one host with the process launcher, or set topology.placement to "
+            "'disaggregated'"
         )
     pods = []
     for place in _places(templates, spec):

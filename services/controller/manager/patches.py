@@ -44,7 +44,7 @@ def patched_spec(run: Run, patch: RunPatch) -> RunSpec | None:
     if not changes:
         return None
     spec = parse_spec(merged(json.loads(run.spec_json), changes))
-    if patch.rollout_replicas is not None and spec.topology.is_colocated:
+    if patch.rollout_replicas is not None and spec.topology.placement == "colocated":
         raise SpecError(
             [
                 "rollout_replicas: with topology.placement 'colocated' rollouts are on the trainer's GPUs, "

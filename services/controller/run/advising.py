@@ -64,7 +64,7 @@ class Advisor:
 
     def _is_due(self) -> bool:
         # Where they take turns, no side waits for the other.
-        if self._num_steps < _LEAST_STEPS or self.spec.now.topology.is_colocated:
+        if self._num_steps < _LEAST_STEPS or self.spec.now.topology.takes_turns:
             return False
         if self._advised_at is None:
             return True

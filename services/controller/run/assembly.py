@@ -151,6 +151,8 @@ async def assemble(
     )
     (trainer,) = membership.workers(run_id, "trainer")
     rollouts = [w for w in membership.workers(run_id, "rollout") if w.worker_id in names]
+    in_turns = [w for w in rollouts if spec.is_in_turns(w.worker_id)]
+    _check_one_host(trainer, in_turns)
     logp = membership.workers(run_id, "logp")
     drains = not spec.rollout.partial_rollout
     weights = WeightSession(spec.weight_sync, run_id, drains=drains, first_epoch=attempt << 20)
@@ -163,7 +165,7 @@ async def assemble(
     await critic.open(stack, membership.workers(run_id, "critic"))
     replicas = Replicas()
     stack.push_async_callback(replicas.close)
-    await replicas.open(rollouts)
+    await replicas.open(rollouts, in_turns=[worker.worker_id for worker in in_turns])
     client = TrainerClient(
         await stack.enter_async_context(open_channel(trainer.address, "worker", run_id=run_id))
     )
@@ -187,6 +189,15 @@ def _is_loaded(worker: Worker, spec: RunSpec) -> bool:
     return worker.state in ("loaded", "ready") and (
         worker.role != "rollout" or worker.gauges.keys() >= {*map(rows_gauge, spec.data.sets)}
     )
+
+
+def _check_one_host(trainer: Worker, in_turns: Sequence[Worker]) -> None:
+    """Workers that somebody else starts may be anywhere."""
+    if apart := [worker.worker_id for worker in in_turns if worker.host_id != trainer.host_id]:
+        raise FailedPreconditionError(
+            f"{', '.join(apart)} would take turns with {trainer.worker_id} on its GPUs, but they are not on "
+            "its host; start them there, or set topology.placement to 'disaggregated'"
+        )
 
 
 def _served(worker: Worker) -> int:

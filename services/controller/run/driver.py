@@ -233,7 +233,7 @@ class RunDriver:
             await self._mailbox.put("pause", checkpoint=True)
         while True:
             self._lost.clear()
-            if not self.spec.topology.is_colocated:  # there, each starts while the others sleep
+            if not self.spec.topology.takes_turns:  # there, each starts while the others sleep
                 await self._services.launcher.start(self._run_id, self.spec)
             self._live = None
             try:

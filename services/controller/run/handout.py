@@ -199,7 +199,7 @@ class Handout:
     def _patience_s(self) -> float:
         # Rollouts find their own stalls first; those that share GPUs make no token while a step is trained.
         spec = self._spec.now
-        asleep_s = spec.limits.step_timeout_s if spec.topology.is_colocated else 0.0
+        asleep_s = spec.limits.step_timeout_s if spec.topology.takes_turns else 0.0
         return 2 * spec.limits.stall_timeout_s + asleep_s
 
     def assignment(self, group: Group, members: Sequence[int]) -> GroupAssignment:

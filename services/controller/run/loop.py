@@ -61,7 +61,7 @@ async def connected(
     is_queue_empty = await create_partitions(
         services.queue, journal.run_id, spec.now, snapshot_id=await journal.newest_snapshot()
     )
-    if spec.now.topology.is_colocated:
+    if spec.now.topology.takes_turns:
         await start_in_turns(
             journal.run_id, spec, launcher=services.launcher, membership=services.membership
         )

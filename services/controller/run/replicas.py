@@ -24,12 +24,14 @@ class Replicas:
         self._clients: dict[str, RolloutClient] = {}
         self._workers: dict[str, Worker] = {}
         self._placement = Placement()
+        self._in_turns: frozenset[str] = frozenset()
         self._lent: set[str] = set()
         self._behind: set[str] = set()
         self._progress: dict[str, tuple[float, float]] = {}
 
-    async def open(self, workers: Iterable[Worker]) -> None:
-        """Connect to the rollouts."""
+    async def open(self, workers: Iterable[Worker], *, in_turns: Iterable[str] = ()) -> None:
+        """Connect to the rollouts, of which some take turns with the trainer on its GPUs."""
+        self._in_turns = frozenset(in_turns)
         for worker in workers:
             channel = await self._stack.enter_async_context(
                 open_channel(worker.address, "worker", run_id=worker.run_id)
@@ -61,8 +63,11 @@ class Replicas:
         return [name for name in self._clients if name not in self._lent | self._behind]
 
     def lend(self, count: int) -> list[str]:
-        """Take up to ``count`` rollouts out of training, which keeps at least one; returns their names."""
-        present = self.present()
+        """Take up to ``count`` rollouts out of training, which keeps at least one; returns their names.
+
+        Those that never sleep go first.
+        """
+        present = sorted(self.present(), key=self._in_turns.__contains__)
         lent = present[: max(0, min(count, len(present) - 1))]
         for name in lent:
             self._placement.send_away(name)
@@ -160,21 +165,35 @@ class Replicas:
         clients = [self._clients[name] for name in (self._clients if names is None else names)]
         await self._all_answer(client.interrupt_groups() for client in clients)
 
+    async def put_aside_for_others(self) -> None:
+        """Before some rollouts sleep: have those that do not go on with what they have not finished.
+
+        Where all sleep, groups wait where they are.
+        """
+        if self._clients.keys() - self._in_turns - self._lent:
+            for name in self._in_turns:
+                self._placement.send_away(name)
+            await self.interrupt([*self._in_turns])
+
     async def sleep(self, *, timeout_s: float) -> None:
-        """Have all engines give their GPU memory up; groups wait where they are.
+        """Have the engines that take turns give their GPU memory up; groups that they have wait there.
 
         Raises:
             ServiceError: If a rollout does not answer.
         """
-        await self._all(client.sleep(timeout_s=timeout_s) for client in self._clients.values())
+        clients = [self._clients[name] for name in self._in_turns]
+        await self._all(client.sleep(timeout_s=timeout_s) for client in clients)
 
     async def wake(self, *, timeout_s: float) -> None:
-        """Give all engines their memory back; groups go on with the next weights.
+        """Give these engines their memory back; groups go on with the next weights.
 
         Raises:
             ServiceError: If a rollout does not answer.
         """
-        await self._all(client.wake(timeout_s=timeout_s) for client in self._clients.values())
+        clients = [self._clients[name] for name in self._in_turns]
+        await self._all(client.wake(timeout_s=timeout_s) for client in clients)
+        for name in self._in_turns:
+            self._placement.bring_back(name)
 
     async def put_down(self, group_ids: Sequence[str]) -> None:
         """Stop groups wherever they run; what they have is cached, and each is reported."""

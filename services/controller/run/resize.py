@@ -114,9 +114,10 @@ class Resizing:
     def absent(self) -> set[str]:
         """Rollouts that have yet to load, if others can go on without them."""
         loaded, wanted = self._loaded(), self._wanted()
-        if self._spec.now.topology.is_colocated:  # it has no GPU to load on beside the trainer
-            return set()
-        return wanted - loaded if wanted & loaded else set()
+        missing = wanted - loaded
+        # One that takes turns has no GPU to load on beside the trainer.
+        has_to_wait = any(map(self._spec.now.is_in_turns, missing))
+        return missing if wanted & loaded and not has_to_wait else set()
 
     async def _tell(self, kind: str) -> None:
         count, request = self._spec.now.rollout.replicas, self._mailbox.get("resize")

@@ -1,4 +1,4 @@
-"""Whose turn it is on GPUs that trainer and rollouts share (``topology.placement: colocated``).
+"""Whose turn it is on GPUs that trainer and rollouts share (``topology.placement: colocated`` or ``mixed``).
 
 ::
 
@@ -7,8 +7,9 @@
     trainer's shift   it trains the batch, and copies its weights for the rollouts
     handed over       the trainer sleeps, engines wake; they adopt the copy, and responses go on
 
-Who sleeps has its state in host memory, or none that is needed again. Where each has GPUs of its own, all of
-this does nothing.
+Who sleeps has its state in host memory, or none that is needed again. Rollouts with GPUs of their own never
+sleep: they take over what is unfinished at the handover, and put the trainer's copy into service between two
+of their tokens. Where each has GPUs of its own, all of this does nothing.
 """
 
 import asyncio
@@ -42,8 +43,8 @@ class Shifts:
 
     @property
     def are_needed(self) -> bool:
-        """Whether the GPUs are shared."""
-        return self.spec.now.topology.is_colocated
+        """Whether GPUs are shared."""
+        return self.spec.now.topology.takes_turns
 
     async def begin_training(self) -> None:
         """Return when the trainer has the GPUs; weights stay pinned until others are published.
@@ -62,6 +63,8 @@ class Shifts:
             self._is_trainers = True
             timeout_s = self.spec.now.limits.step_timeout_s
             with self._timed("rollouts_sleep_s"):
+                if self.spec.now.rollout.partial_rollout:
+                    await self.parts.replicas.put_aside_for_others()
                 await self.parts.replicas.sleep(timeout_s=timeout_s)
             with self._timed("trainer_wake_s"):
                 await self.parts.trainer.wake(timeout_s=timeout_s)
@@ -124,7 +127,8 @@ async def start_in_turns(
 
     async with TaskGroup() as tasks:
         for worker in loaded("rollout"):
-            tasks.create_task(_put_to_sleep(worker, timeout_s=timeout_s))
+            if spec.now.is_in_turns(worker.worker_id):
+                tasks.create_task(_put_to_sleep(worker, timeout_s=timeout_s))
     await launcher.start(run_id, spec.now.model_copy(update={"rollout": nobody}))
     await membership.wait_until(
         lambda: bool(loaded("trainer")),

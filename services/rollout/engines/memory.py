@@ -79,7 +79,7 @@ class WeightPlane:
         num_sources = 1 if is_whole else trainer.world_size
         # Whole tensors beside the rows that came, where those are kept as they came.
         # NCCL sends nothing between processes of one GPU.
-        mode = MODES[HOST_MODE if spec.topology.is_colocated else sync.mode]
+        mode = MODES[HOST_MODE if spec.topology.takes_turns else sync.mode]
         copies = 2 if mode.keeps_rows and num_sources > 1 else 1
         return cls(
             num_copies=0 if mode.is_in_place else copies,
@@ -230,7 +230,7 @@ def memory_of_others(
         elif role in {"trainer", "critic"}:
             planned = (
                 resting_memory(spec, config)
-                if spec.topology.is_colocated
+                if spec.topology.takes_turns
                 else trainer_memory(spec, config, gpu_bytes=gpu_bytes).used
             )
             taken += _SPARE * planned

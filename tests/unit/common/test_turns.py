@@ -1,8 +1,10 @@
-"""``topology.placement: colocated``: what it gives, and what it refuses with the figure."""
+"""``topology.placement``: what turns on the same GPUs give, and what they refuse with the figure."""
 
 import pytest
 
 from services.common.spec.loader import SpecError, parse_spec
+
+MIXED = {"placement": "mixed"}
 
 
 def colocated(**parts):
@@ -24,7 +26,19 @@ def test_the_rollouts_fill_the_gpus_of_the_trainer(ranks, engine_gpus, replicas)
     engine = {"engine": "vllm", "engine_arguments": {"tensor_parallel_size": engine_gpus}}
     spec = parse_spec(colocated(trainer={"world_size": ranks}, rollout=engine))
     assert spec.rollout.replicas == replicas
-    assert spec.topology.is_colocated
+    assert spec.rollouts_in_turns == replicas
+
+
+@pytest.mark.parametrize(("given", "replicas"), [({}, 5), ({"replicas": 7}, 7)])
+def test_of_a_mixed_run_as_many_rollouts_take_turns_as_the_trainers_gpus_hold(given, replicas):
+    parts = {"trainer": {"world_size": 4}, "rollout": given, "algorithm": {"max_staleness": 4}}
+    spec = parse_spec(colocated(**parts, topology={"placement": "mixed"}))
+    assert (spec.rollout.replicas, spec.rollouts_in_turns) == (replicas, 4)
+    assert [spec.is_in_turns(name) for name in ("trainer-0", "rollout-3", "rollout-4")] == [
+        False,
+        True,
+        False,
+    ]
 
 
 def test_every_gpu_may_have_several_rollouts():
@@ -51,7 +65,23 @@ def test_every_gpu_may_have_several_rollouts():
         ),
         (
             colocated(validation={"replicas": 1}, rollout={"replicas": 2}),
-            ["validation.replicas is 1", "set it to 0"],
+            ["validation.replicas is 1", "0 rollout(s)", "set it to 0"],
+        ),
+        (
+            colocated(rollout={"replicas": 2}, trainer={"world_size": 2}, topology=MIXED),
+            ["rollout.replicas (2)", "set rollout.replicas to 3 or more"],
+        ),
+        (
+            colocated(
+                rollout={"engine": "vllm", "engine_arguments": {"tensor_parallel_size": 2}},
+                trainer={"world_size": 3},
+                topology=MIXED,
+            ),
+            ["engines of 2 GPUs", "trainer.world_size (3)", "a multiple of 2"],
+        ),
+        (
+            colocated(validation={"replicas": 2}, rollout={"replicas": 2}, topology=MIXED),
+            ["validation.replicas is 2", "1 rollout(s)", "set it to 1"],
         ),
         (
             colocated(trainer={"accumulate_early": True}, algorithm={"max_staleness": 0}),

@@ -2,6 +2,7 @@
 
 import pytest
 
+from services.common.errors import FailedPreconditionError
 from services.controller.launch.gpus import HostGpus, host_gpus
 
 
@@ -50,7 +51,7 @@ def test_a_host_without_gpus_gives_none():
 
 
 def test_a_worker_that_needs_more_than_the_host_has_is_named():
-    with pytest.raises(ValueError, match="trainer-0 needs 4 GPUs but this host has 2"):
+    with pytest.raises(FailedPreconditionError, match="trainer-0 needs 4 GPUs but this host has 2"):
         HostGpus(["0", "1"]).assign("run", {"trainer-0": 4})
 
 
@@ -68,10 +69,23 @@ def test_cuda_visible_devices_limits_what_is_given(tmp_path):
 
 def test_workers_that_take_turns_with_the_trainer_are_on_its_gpus():
     needs = {"trainer-0": 4, "rollout-0": 2, "rollout-1": 2, "rollout-2": 2, "rollout-3": 2}
-    assert HostGpus(["0", "1", "2", "3", "4", "5"]).assign("run", needs, host="trainer-0") == {
+    hosts = dict.fromkeys([name for name in needs if name != "trainer-0"], "trainer-0")
+    assert HostGpus(["0", "1", "2", "3", "4", "5"]).assign("run", needs, hosts=hosts) == {
         "trainer-0": ("0", "1", "2", "3"),
         "rollout-0": ("0", "1"),
         "rollout-1": ("2", "3"),
         "rollout-2": ("0", "1"),
         "rollout-3": ("2", "3"),
     }
+
+
+def test_gpus_that_are_had_in_turns_are_nobody_elses():
+    needs = {"trainer-0": 1, "rollout-0": 1, "rollout-1": 1}
+    hosts = {"rollout-0": "trainer-0"}
+    assert HostGpus(["0", "1"]).assign("run", needs, hosts=hosts) == {
+        "trainer-0": ("0",),
+        "rollout-0": ("0",),
+        "rollout-1": ("1",),
+    }
+    with pytest.raises(FailedPreconditionError, match="rollout-1 needs 1 GPUs but this host has 0"):
+        HostGpus(["0"]).assign("run", needs, hosts=hosts)

@@ -13,8 +13,8 @@ from tests.helpers.rest import named
 
 def spec_of(placement):
     document = named(1)
-    document["rollout"] = {**document["rollout"], "replicas": 2}
     document["trainer"] = {**document["trainer"], "world_size": 2}
+    document["rollout"] = {**document["rollout"], "replicas": 3 if placement == "mixed" else 2}
     return parse_spec({**document, "topology": {"placement": placement}})
 
 
@@ -23,6 +23,10 @@ def test_rollouts_on_the_trainers_gpus_stay_as_many():
     run = SimpleNamespace(spec_json=canonical_json(spec_of("colocated")))
     with pytest.raises(SpecError, match="their number stays"):
         patched_spec(run, patch)
+    run = SimpleNamespace(spec_json=canonical_json(spec_of("mixed")))
+    with pytest.raises(SpecError, match="3 or more"):
+        patched_spec(run, RunPatch(rollout_replicas=2))
+    assert patched_spec(run, patch).rollout.replicas == 4
     run = SimpleNamespace(spec_json=canonical_json(spec_of("disaggregated")))
     assert patched_spec(run, patch).rollout.replicas == 4
 
@@ -30,3 +34,4 @@ def test_rollouts_on_the_trainers_gpus_stay_as_many():
 def test_gpus_that_both_sides_use_count_once():
     assert needs_of(spec_of("disaggregated")).gpus == 4
     assert needs_of(spec_of("colocated")).gpus == 2
+    assert needs_of(spec_of("mixed")).gpus == 3

@@ -15,6 +15,9 @@ class Side:
     def __init__(self, name, log):
         self.name, self.log, self.is_lost = name, log, False
 
+    async def put_aside_for_others(self):
+        self.log.append(f"{self.name} put aside")
+
     async def sleep(self, *, timeout_s):
         await self._do("sleeps", timeout_s)
 
@@ -47,12 +50,13 @@ class Weights:
 
 
 class Run:
-    def __init__(self, placement="colocated"):
+    def __init__(self, *, takes_turns=True, partial=False):
         self.log = []
         self.trainer, self.replicas = Side("trainer", self.log), Side("rollouts", self.log)
         self.weights = Weights(self.log)
         spec = SimpleNamespace(
-            topology=SimpleNamespace(is_colocated=placement == "colocated"),
+            topology=SimpleNamespace(takes_turns=takes_turns),
+            rollout=SimpleNamespace(partial_rollout=partial),
             limits=SimpleNamespace(step_timeout_s=7),
         )
         self.shifts = Shifts(
@@ -76,6 +80,12 @@ async def test_each_side_sleeps_before_the_other_one_wakes():
             *("trainer sleeps", "rollouts wakes", "adopt"),
         ]
         run.log.clear()
+
+
+async def test_responses_that_may_go_on_elsewhere_are_put_aside_before_engines_sleep():
+    run = Run(partial=True)
+    await run.shifts.begin_training()
+    assert run.log == ["rollouts put aside", "rollouts sleeps", "trainer wakes"]
 
 
 async def test_weights_that_nobody_trained_are_copied_in_the_trainers_shift():
@@ -118,7 +128,7 @@ async def test_seconds_of_handovers_are_taken_once():
 
 
 async def test_sides_with_gpus_of_their_own_never_sleep():
-    run = Run("disaggregated")
+    run = Run(takes_turns=False)
     await run.shifts.begin_training()
     await run.shifts.publish(lambda: 1)
     assert run.log == ["publish 1"]

@@ -1,0 +1,80 @@
+"""Rollouts that take turns give way; those that do not go on with what was put aside."""
+
+import pytest
+
+from services.controller.membership.registry import Worker
+from services.controller.run import replicas as module
+from services.controller.run.replicas import Replicas
+
+
+class Rollout:
+    """One that writes down what it is told."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    async def interrupt_groups(self, group_ids=()):
+        self.log.append(f"{self.name} interrupted")
+
+    async def sleep(self, *, timeout_s):
+        self.log.append(f"{self.name} sleeps")
+
+    async def wake(self, *, timeout_s):
+        self.log.append(f"{self.name} wakes")
+
+
+@pytest.fixture
+async def opened(monkeypatch):
+    """Opens two or three rollouts, of which some take turns; returns them, with what they are told."""
+    found = Replicas()
+
+    async def open_(count, in_turns):
+        log, names = [], [f"rollout-{index}" for index in range(count)]
+        clients = iter([Rollout(name, log) for name in names])
+        monkeypatch.setattr(module, "RolloutClient", lambda channel: next(clients))
+        workers = [
+            Worker(
+                run_id="run",
+                worker_id=name,
+                incarnation="1",
+                role="rollout",
+                address="127.0.0.1:1",
+                host_id="here",
+                last_heard=0.0,
+                weight_version=3,
+            )
+            for name in names
+        ]
+        await found.open(workers, in_turns=names[:in_turns])
+        return found, log
+
+    yield open_
+    await found.close()
+
+
+async def test_rollouts_that_share_gpus_hand_over_to_those_that_do_not(opened):
+    replicas, log = await opened(3, in_turns=2)
+    await replicas.put_aside_for_others()
+    assert sorted(log) == ["rollout-0 interrupted", "rollout-1 interrupted"]
+    assert (replicas.num_replicas, replicas.choose("g1")) == (1, ("rollout-2", 3))
+    replicas.put_aside("g2", "rollout-0")
+    assert replicas.choose("g2") == ("rollout-2", 3)
+    log.clear()
+    await replicas.sleep(timeout_s=1)
+    await replicas.wake(timeout_s=1)
+    assert sorted(log) == [f"rollout-{n} {what}" for n in (0, 1) for what in ("sleeps", "wakes")]
+    assert replicas.num_replicas == 3
+
+
+async def test_where_all_sleep_groups_wait_where_they_are(opened):
+    replicas, log = await opened(2, in_turns=2)
+    await replicas.put_aside_for_others()
+    assert not log
+    assert replicas.num_replicas == 2
+
+
+async def test_where_all_others_are_lent_groups_wait_where_they_are(opened):
+    replicas, log = await opened(3, in_turns=2)
+    assert replicas.lend(1) == ["rollout-2"]
+    await replicas.put_aside_for_others()
+    assert not log
