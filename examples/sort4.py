@@ -24,6 +24,19 @@ def heldout() -> list[Row]:
     return [_row(digits) for digits in _inputs()[:HELDOUT_PROMPTS]]
 
 
+def pairs() -> list[Row]:
+    """Of each input that is not held out, the answer that is wanted and one of those that are not."""
+    rng = random.Random(_SEED)
+    return [
+        {
+            "prompt": f"{digits}=",
+            "chosen": _sorted(digits),
+            "rejected": rng.choice((digits, digits[::-1])),
+        }
+        for digits in _inputs()[HELDOUT_PROMPTS:]
+    ]
+
+
 def warm_start(count: int, seed: int) -> list[tuple[str, str]]:
     """Examples ``(prompt, response)`` of the base model's three behaviours."""
     rng = random.Random(seed)

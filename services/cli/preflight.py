@@ -15,6 +15,7 @@ from services.common.models.configs import read_config
 from services.common.models.families import FAMILIES, check_trainer
 from services.common.models.made_tokenizers import Vocabulary, made_vocabulary, tokenizer_name
 from services.common.spec.built_in import AGENTS, EARNED, REWARDS, SERVICES, WORKFLOWS
+from services.common.spec.data import kind_of
 from services.common.spec.formulas import ADVANTAGES, LOSSES
 from services.common.spec.loader import Draft, SpecError, read_draft
 from services.common.spec.model import ModelSpec
@@ -234,6 +235,10 @@ def _sources(spec: RunSpec) -> Iterator[str]:
     for split, source_spec in spec.data.sets.items():
         if source_spec.source == "environment" and source_spec.limit is None:
             continue  # the rules say so
+        rewards = source_spec.rewards or spec.rollout.rewards
+        count = spec.algorithm.num_demonstrations
+        if kind_of(split) == "heldout" and rewards:
+            count = min(count, 1)
         try:
             source = open_source(source_spec, spec.data, key=f"data.{split}")
             if source_spec.source != "environment":
@@ -242,13 +247,12 @@ def _sources(spec: RunSpec) -> Iterator[str]:
                     spec.data,
                     source_spec,
                     key=f"data.{split}",
-                    is_demonstrated=spec.algorithm.num_demonstrations > 0,
+                    num_demonstrations=count,
                 )
         except (ValueError, OSError) as error:
             yield from str(error).split("\n")
             continue
         metadata = source[0].get("metadata")
-        rewards = source_spec.rewards or spec.rollout.rewards
         if any(reward.name == "reasoning_gym" for reward in rewards) and (
             not isinstance(metadata, dict) or "source_dataset" not in metadata
         ):

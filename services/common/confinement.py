@@ -24,6 +24,7 @@ name. ``text``: anything, which may be a path."""
 _FREE = re.compile(
     r"name|rollout\.(answer_pattern|sampling\.stop\.\d+|workflow_arguments\.result_template)"
     r"|data\.((train|heldout)\.([\w-]+\.)?)?(prompt_template|prompt_column|answer_column)"
+    r"|data\.rejected_column"
     r"|data\.(train|heldout)\.([\w-]+\.)?(split|subset|source|filters\.\d+\.(column|matches|one_of\.\d+))"
 )
 _CODE = re.compile(

@@ -1,5 +1,7 @@
 """Samples of rows that bring their own answers: nothing is generated for them."""
 
+from collections.abc import Sequence
+
 from services.common.spec.rollout import RolloutSpec
 from services.rollout import metrics
 from services.rollout.demonstrations import Demonstration
@@ -22,7 +24,8 @@ async def demonstrated(
         spec: Bounds the response.
         engine: Bounds it with its prompt; says how likely a held-out answer is.
         is_training: Whether it is to be learned. Otherwise its score is the mean log-probability of its
-            tokens, and the term ``loss`` that with the other sign.
+            tokens, and the term ``loss`` that with the other sign; of a pair, ``preferred`` is 1 where the
+            first is likelier than the second.
 
     Raises:
         GroupError: If it does not fit, and may not be cut. Another try would not help.
@@ -41,7 +44,10 @@ async def demonstrated(
         )
     shows = shows.cut(most)
     turns = [shown(part.token_ids, is_answer=part.is_answer) for part in shows.stretches]
-    score = Score(0.0) if is_training else await _likelihood(shows, engine)
+    # Of a pair the first is preferred.
+    score = Score(float(member == 0))
+    if not is_training:
+        score = await _likelihood([shows, *prompt.demonstrations[1:]], engine)
     sample = Sample(
         member=member,
         prompt_ids=shows.prompt_ids,
@@ -56,7 +62,17 @@ async def demonstrated(
     return sample
 
 
-async def _likelihood(shows: Demonstration, engine: Engine) -> Score:
+async def _likelihood(every: Sequence[Demonstration], engine: Engine) -> Score:
+    first, *others = [await _logprobs(shows, engine) for shows in every]
+    mean = sum(first) / len(first)
+    terms = {"loss": -mean}
+    if others:
+        terms["preferred"] = float(sum(first) > sum(others[0]))
+    return Score(mean, terms)
+
+
+async def _logprobs(shows: Demonstration, engine: Engine) -> list[float]:
+    """Those of the tokens that answer."""
     response = [token for part in shows.stretches for token in part.token_ids]
     trains = [part.is_answer for part in shows.stretches for _ in part.token_ids]
     try:
@@ -64,6 +80,4 @@ async def _likelihood(shows: Demonstration, engine: Engine) -> Score:
     except ValueError as error:
         raise GroupError("request_refused", str(error), retryable=False) from error
     own = logprobs[len(shows.prompt_ids) - 1 :]
-    answers = [value for value, is_answer in zip(own, trains, strict=True) if is_answer]
-    mean = sum(answers) / len(answers)
-    return Score(mean, {"loss": -mean})
+    return [value for value, is_answer in zip(own, trains, strict=True) if is_answer]

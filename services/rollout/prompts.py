@@ -10,6 +10,7 @@ from services.rollout.data import PromptSource
 from services.rollout.demonstrations import (
     Demonstration,
     Messages,
+    Turns,
     as_messages,
     check_answered,
     of_chat,
@@ -124,19 +125,22 @@ class PromptBook:
     def _demonstrated(
         self, row: Row, spec: PromptSourceSpec, source: str, place: str, *, is_sampled: bool
     ) -> Prompt:
-        """A prompt that comes with its answer."""
+        """A prompt that comes with its answer, or with two of which the first is preferred."""
         data = self._data
+        turns = "last" if is_sampled else data.demonstration.turns
         try:
-            messages = conversation_of(row, data, spec, place)
-            if data.chat_template:
-                tools = row.get("tools") or ()
-                turns = "last" if is_sampled else data.demonstration.turns
-                shown = of_chat(messages, tools, self._tokenizer, turns=turns)
-            else:
-                question, answer = (message["content"] for message in messages)
-                shown = of_text(question, answer, self._tokenizer)
+            count = 1 if is_sampled else self._num_demonstrations
+            talks = conversations_of(row, data, spec, place, count=count)
+            every = [self._shown(messages, row.get("tools") or (), turns) for messages in talks]
         except ValueError as error:
             raise _refused("prompt_malformed", f"{place}: {error}") from error
+        if len({one.prompt_ids for one in every}) > 1:
+            raise _refused(
+                "prompt_malformed",
+                f"the answers in {place} follow different prompts, so they cannot be compared; mend the "
+                "conversations, or set data.demonstration.turns to 'last'",
+            )
+        messages, shown = talks[0], every[0]
         self._check_length(shown.prompt_ids, place)
         return Prompt(
             token_ids=shown.prompt_ids,
@@ -145,9 +149,15 @@ class PromptBook:
             row=row,
             data_source=source,
             messages=tuple(messages[:-1]) if data.chat_template else (),
-            demonstrations=() if is_sampled else (shown,),
+            demonstrations=() if is_sampled else tuple(every),
             may_be_cut=data.demonstration.too_long == "cut",
         )
+
+    def _shown(self, messages: Messages, tools: Messages, turns: Turns) -> Demonstration:
+        if self._data.chat_template:
+            return of_chat(messages, tools, self._tokenizer, turns=turns)
+        question, answer = (message["content"] for message in messages)
+        return of_text(question, answer, self._tokenizer)
 
     def _encode(
         self, row: Row, spec: PromptSourceSpec, place: str
@@ -185,19 +195,36 @@ class PromptBook:
             )
 
 
-def conversation_of(row: Row, data: DataSpec, spec: PromptSourceSpec, place: str) -> Messages:
-    """The messages of a row that brings its own answer, which is the last of them.
+def conversations_of(
+    row: Row, data: DataSpec, spec: PromptSourceSpec, place: str, *, count: int
+) -> list[Messages]:
+    """The messages of a row that brings its own answers, one of which is the last of each.
 
     Args:
         row: A row that has the columns.
         data: Names the columns.
         spec: The set that it is of.
         place: Where the row is, for the message.
+        count: Answers of a row: one, or two of which the first is preferred.
 
     Raises:
         ValueError: If there is nothing in it to learn.
     """
-    prompt_column, answer_column = data.prompt_column_of(spec), data.answer_column_of(spec)
+    keys = {"answer_column": data.answer_column_of(spec), "rejected_column": data.rejected_column}
+    columns = list(keys.items())[:count]
+    talks = [_conversation_of(row, data, spec, place, column) for column in columns]
+    if count > 1 and talks[0] == talks[1]:
+        raise ValueError(
+            f"data.answer_column {columns[0][1]!r} and data.rejected_column {columns[1][1]!r} of {place} "
+            "hold the same, so neither is preferred; remove the row"
+        )
+    return talks
+
+
+def _conversation_of(
+    row: Row, data: DataSpec, spec: PromptSourceSpec, place: str, column: tuple[str, str | None]
+) -> Messages:
+    prompt_column, (key, answer_column) = data.prompt_column_of(spec), column
     prompt = column_value(row, prompt_column)
     what = f"data.prompt_column {prompt_column!r} of {place}"
     if isinstance(prompt, str):
@@ -212,13 +239,18 @@ def conversation_of(row: Row, data: DataSpec, spec: PromptSourceSpec, place: str
         )
     if answer_column is not None:
         answer = column_value(row, answer_column)
-        if not isinstance(answer, str) or not answer:
+        if data.chat_template and isinstance(answer, Sequence) and not isinstance(answer, str):
+            own = as_messages(answer, f"data.{key} {answer_column!r} of {place}")
+            is_whole = own[0]["role"] != "assistant"
+            messages = own if is_whole else [*as_messages(messages, what), *own]
+        elif isinstance(answer, str) and answer:
+            messages = [*as_messages(messages, what), {"role": "assistant", "content": answer}]
+        else:
             raise ValueError(
-                f"data.answer_column {answer_column!r} of {place} must hold the answer's text, but "
-                f"holds {answer!r:.60}; name another column, or null where data.prompt_column has whole "
-                "conversations"
+                f"data.{key} {answer_column!r} of {place} must hold the answer's text, but holds "
+                f"{answer!r:.60}; name another column"
+                f"{', or null where data.prompt_column has whole conversations' * (key == 'answer_column')}"
             )
-        messages = [*as_messages(messages, what), {"role": "assistant", "content": answer}]
     check_answered(as_messages(messages, what), what)
     return messages
 
@@ -229,7 +261,7 @@ def check_prompt(
     spec: PromptSourceSpec,
     *,
     key: str,
-    is_demonstrated: bool = False,
+    num_demonstrations: int = 0,
 ) -> None:
     """Look at the kind of a row's prompt, before there is a tokenizer.
 
@@ -238,13 +270,13 @@ def check_prompt(
         data: Names the columns.
         spec: The set that it is of.
         key: Key of the source, for the message.
-        is_demonstrated: Whether the row has to bring its own answer.
+        num_demonstrations: Answers that the row has to bring with it.
 
     Raises:
         ValueError: If no prompt can be made of it.
     """
-    if is_demonstrated:
-        conversation_of(row, data, spec, key)
+    if num_demonstrations:
+        conversations_of(row, data, spec, key, count=num_demonstrations)
         return
     column = data.prompt_column_of(spec)
     content = column_value(row, column)

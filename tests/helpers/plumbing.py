@@ -66,3 +66,23 @@ def write_sft(folder: Path) -> Path:
     path = folder / "sft.yaml"
     path.write_text(yaml.safe_dump(spec))
     return path
+
+
+def write_dpo(folder: Path) -> Path:
+    """Pairs of answers, of which one row has the same twice, and one has an answer that is too long."""
+    rows = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(32)]
+    rows += [{**rows[0], "rejected": "yes"}, {**rows[1], "rejected": "no" * 40}]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = {"source": "jsonl", "path": "pairs.jsonl"}
+    spec = {
+        "name": "dpo",
+        "model": {"path": "tiny:qwen2-0.4m"},
+        "data": {"train": source, "heldout": {**source, "limit": 8}},
+        "algorithm": "dpo",
+        "rollout": {"max_response_tokens": 16},
+        "trainer": {"steps": 8, "prompts_per_step": 8, "optimizer": {"learning_rate": 1.0e-3}},
+        "validation": {"every": 8},
+    }
+    path = folder / "dpo.yaml"
+    path.write_text(yaml.safe_dump(spec))
+    return path

@@ -43,6 +43,16 @@ def batch_of(spec: RunSpec) -> Queue:
     return random_queue(policy_of(spec, scale=1.5), num_groups=12, group_size=1)
 
 
+def pairs_of(spec: RunSpec) -> Queue:
+    """Six pairs of answers, the first of each preferred."""
+    queue = random_queue(policy_of(spec, scale=1.5), num_groups=6, group_size=2)
+    masks = rows_of(queue, "response_mask")
+    for mask in masks:
+        mask[0] = True
+    preferred = Jagged.from_list([torch.tensor(float(row % 2 == 0)) for row in range(12)])
+    return queue.replaced(response_mask=Jagged.from_list(masks), rewards=preferred)
+
+
 def teacher_of(spec: RunSpec) -> Policy:
     return policy_of(spec.of_reference, seed=1, scale=1.5)
 
@@ -53,11 +63,12 @@ def _train(rank: int, world_size: int, folder: str, spec_json: str) -> None:
     if world_size > 1:
         store = f"file://{folder}/store"
         distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
-    policy, queue = policy_of(spec, scale=1.5), batch_of(spec)
+    policy = policy_of(spec, scale=1.5)
+    queue = pairs_of(spec) if spec.algorithm.loss == "dpo" else batch_of(spec)
     topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=world_size)
     distribute(policy, spec.trainer, topology)
     reference = None
-    if spec.teacher is not None:
+    if spec.needs_reference:
         reference = freeze(teacher_of(spec))
         distribute(reference, spec.trainer, topology)
     trained = rank_of(spec, policy, queue, ranks=topology.data, reference=reference)
@@ -173,4 +184,41 @@ def test_distillation_is_the_reverse_divergence_of_a_plain_loop(
     expected = plain(policy_of(spec, scale=1.5), batch_of(spec), divergence)
     assert found["metrics"]["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
     assert found["metrics"]["kl_ref"] == pytest.approx(expected["loss"], abs=TOLERANCE)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {},
+        {"tokens_per_micro_batch": 40},
+        {"tokens_per_micro_batch": 40, "share_prefixes": False},
+        {"world_size": 2},
+        {"world_size": 2, "context_parallel": 2},
+    ],
+    ids=str,
+)
+def test_preferences_are_learned_as_in_a_plain_loop(
+    tmp_path: Path, trainer: dict[str, Any]
+) -> None:
+    spec = spec_of(
+        algorithm={"loss": "dpo", "dpo_beta": 0.5},
+        rollout={"group_size": 2, "rewards": []},
+        trainer={"optimizer": OPTIMIZER, "prompts_per_step": 6, **trainer},
+    )
+    found = trained_by(spec, tmp_path)
+    with torch.no_grad():
+        reference = plain_logprobs(teacher_of(spec), pairs_of(spec))[0]
+    margins = torch.zeros(6)
+
+    def preference(logprobs: Tensor, trains: Tensor) -> Tensor:
+        ratios = ((logprobs - reference) * trains).sum(-1)
+        margins[:] = 0.5 * (ratios[0::2] - ratios[1::2]).detach()
+        return -torch.nn.functional.logsigmoid(0.5 * (ratios[0::2] - ratios[1::2])).mean()
+
+    expected = plain(policy_of(spec, scale=1.5), pairs_of(spec), preference)
+    metrics = found["metrics"]
+    assert metrics["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
+    assert metrics["preference_margin"] == pytest.approx(margins.mean().item(), abs=1e-4)
+    assert metrics["preference_accuracy"] == pytest.approx((margins > 0).float().mean().item())
     assert_same(found, expected)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning as a user runs it, and reinforcement learning that begins where it ended."""
+"""Fine-tuning as a user runs it, and reinforcement learning that begins where it ended."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from tests.helpers.cli import slipstream
-from tests.helpers.plumbing import PLUMBING, write_sft
+from tests.helpers.plumbing import PLUMBING, write_dpo, write_sft
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -30,3 +30,15 @@ def test_a_model_is_fine_tuned_exported_and_reinforced(system, plumbing, tmp_pat
     reinforced = system.train(plumbing)
     assert reinforced.code == 0, reinforced.out + reinforced.err
     assert reinforced.summary["steps"] == 3
+
+
+def test_pairs_of_answers_teach_which_is_preferred(system, tmp_path):
+    done = system.train(write_dpo(tmp_path))
+    assert done.code == 0, done.out + done.err
+    steps = [json.loads(line) for line in (done.folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert steps[-1]["preference_margin"] > steps[0]["preference_margin"]
+    assert steps[-1]["preference_accuracy"] == 1
+    assert done.summary["prompts"]["quarantined"] == 2
+    assert done.summary["heldout"]["sets"]["heldout"]["reward/preferred"] == 1

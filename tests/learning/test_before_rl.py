@@ -9,6 +9,7 @@ from tests.helpers.cli import REPOSITORY, SORT4, run_module, train
 pytestmark = [pytest.mark.nightly, pytest.mark.learning, pytest.mark.timeout(900)]
 
 SFT = REPOSITORY / "examples" / "sft.yaml"
+DPO = REPOSITORY / "examples" / "dpo.yaml"
 DISTILL = REPOSITORY / "examples" / "distill.yaml"
 
 
@@ -27,6 +28,13 @@ def test_shown_answers_teach_to_sort_and_rewards_go_on_from_there(tmp_path, seed
     lines = (rewarded.folder / "metrics.jsonl").read_text().splitlines()
     assert "heldout_greedy" in json.loads(lines[-1])
     assert rewarded.summary["heldout"]["sampled"] >= shown["sampled"] + 0.05
+
+
+def test_pairs_of_answers_teach_to_sort(tmp_path):
+    done = train(DPO, tmp_path)
+    assert done.code == 0, done.out + done.err
+    assert done.summary["heldout"]["greedy"] >= 0.7
+    assert done.summary["heldout"]["sampled"] >= 0.45
 
 
 def test_a_teacher_alone_teaches_to_sort(tmp_path):

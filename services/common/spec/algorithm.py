@@ -62,8 +62,8 @@ class AlgorithmSpec(SpecPart):
     loss: str = Field("ppo", json_schema_extra={"examples": [*LOSSES]})
     """Policy loss: ``ppo``, ``gspo``, ``cispo``, ``aipo``, ``sapo``, ``reinforce``, or ``module:function`` /
     ``file.py:function`` called with ``LossTokens``. ``gspo`` (whose clip distances default to 3e-4 and 4e-4)
-    and ``sapo`` default to the aggregation ``seq-mean-token-mean``. ``sft`` samples nothing: it is the cross
-    entropy of the answers in ``data.train``."""
+    and ``sapo`` default to the aggregation ``seq-mean-token-mean``. Two sample nothing: ``sft`` is the cross
+    entropy of the answers in ``data.train``, ``dpo`` prefers one of two answers."""
     loss_arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a loss of your own; the others have keys here."""
     aggregation: Literal[
@@ -86,6 +86,8 @@ class AlgorithmSpec(SpecPart):
     """Gate temperature of ``sapo`` for positive advantages."""
     sapo_temperature_negative: float = Field(1.05, gt=0)
     """Gate temperature of ``sapo`` for negative advantages."""
+    dpo_beta: float = Field(0.1, gt=0)
+    """How closely ``dpo`` stays at the reference policy: what log-ratios to it are multiplied by."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per token (REINFORCE++, ReMax, GAE)."""
     gae_lambda: float = Field(1.0, ge=0, le=1)

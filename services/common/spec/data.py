@@ -161,7 +161,7 @@ HeldoutSets = Annotated[
 
 
 class DemonstrationSpec(SpecPart):
-    """What of a row is trained under ``algorithm.loss: sft``, which learns the answers that rows have."""
+    """What of a row is trained under ``algorithm.loss: sft`` or ``dpo``, which learn from answers of rows."""
 
     turns: Literal["all", "last"] = "all"
     """Which messages of the assistant are trained, where ``data.prompt_column`` has whole conversations.
@@ -189,8 +189,11 @@ class DataSpec(SpecPart):
     answer_column: str | None = "answer"
     """Column with the expected answer, handed to the reward; a dotted name such as
     ``reward_model.ground_truth`` reaches into a nested column. None if the reward needs none."""
+    rejected_column: str = "rejected"
+    """Column with the answer to which that of ``answer_column``, by default then ``chosen``, is preferred;
+    read under ``algorithm.loss: dpo`` alone."""
     demonstration: DemonstrationSpec = DemonstrationSpec()
-    """What of a row is trained under ``algorithm.loss: sft``."""
+    """What of a row is trained under ``algorithm.loss: sft`` or ``dpo``."""
     prompt_template: str = "{prompt}"
     """Text around each prompt; ``{prompt}`` stands for the column's text."""
     chat_template: bool = False

@@ -10,6 +10,8 @@ from services.common.spec.run import RunSpec
 _COMMON: Final = frozenset(
     {"loss", "aggregation", "max_staleness", "stale_wait_timeout_s", "max_nonfinite_steps"}
 )
+# Those of losses of pairs, whose aggregation is the mean over these.
+_OF_PAIRS: Final = _COMMON - {"aggregation"} | {"dpo_beta"}
 
 
 def demonstrations(spec: RunSpec) -> Iterator[str]:
@@ -25,6 +27,8 @@ def demonstrations(spec: RunSpec) -> Iterator[str]:
             f"rollout.group_size is {rollout.group_size}, but {learns}, of which each has {count}; leave it "
             "out"
         )
+    if count > 1 and any(data.answer_column_of(part) is None for part in data.sets.values()):
+        yield f"data.answer_column is null, but {learns}; name the column with the preferred ones"
     if rollout.sampling.temperature != 1:
         yield (
             f"rollout.sampling.temperature is {rollout.sampling.temperature:g}, but {learns} as they are, at "
@@ -50,9 +54,10 @@ def demonstrations(spec: RunSpec) -> Iterator[str]:
 
 def _algorithm(algorithm: AlgorithmSpec, learns: str) -> Iterator[str]:
     plain = AlgorithmSpec(loss=algorithm.loss)
+    common = _OF_PAIRS if algorithm.loss_kind.compares_members else _COMMON
     for name in AlgorithmSpec.model_fields:
         value, default = getattr(algorithm, name), getattr(plain, name)
-        if name not in _COMMON and value != default:
+        if name not in common and value != default:
             shown = value if isinstance(value, str | int | float) else "given"
             yield (
                 f"algorithm.{name} is {shown!r}, but {learns}: nothing is sampled that it could be about; "

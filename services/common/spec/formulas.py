@@ -32,6 +32,10 @@ class LossKind(Formula):
     """When the weight of the correction multiplies it: if that is ``decoupled``, if there is one, never."""
     num_demonstrations: int = 0
     """Responses that each row brings with it, trained in place of sampled ones; 0 where they are sampled."""
+    compares_members: bool = False
+    """Whether a group's members are compared with one another: they are then in one micro-batch."""
+    needs_reference: bool = False
+    """Whether it looks at the reference policy, with or without a penalty for leaving it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +80,21 @@ LOSSES: Final[Mapping[str, LossKind]] = {
             "correction": "none",
             "min_group_size": 1,
             "on_stale": "mask",
+        },
+    ),
+    # Of a pair, the advantage over the other member says which is preferred: 1 and -1.
+    "dpo": LossKind(
+        function=f"{_LOSSES}:dpo",
+        keys=("dpo_beta",),
+        weighted="never",
+        num_demonstrations=2,
+        compares_members=True,
+        needs_reference=True,
+        defaults={
+            "advantage": "rloo",
+            "correction": "none",
+            "on_stale": "mask",
+            "aggregation": "seq-mean-token-sum",
         },
     ),
 }

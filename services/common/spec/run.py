@@ -77,7 +77,7 @@ class RunSpec(SpecPart):
     @property
     def needs_reference(self) -> bool:
         """Whether training compares with the frozen base model, or with a teacher."""
-        return self.algorithm.kl.coefficient > 0
+        return self.algorithm.kl.coefficient > 0 or self.algorithm.loss_kind.needs_reference
 
     @property
     def is_rewarded(self) -> bool:
@@ -195,7 +195,10 @@ class RunSpec(SpecPart):
         if kind is None or not kind.num_demonstrations or not isinstance(rollout, Mapping):
             return values
         defaults = {"group_size": kind.num_demonstrations, "replicas": 1, "partial_rollout": False}
-        return {**values, "rollout": {**defaults, **rollout}}
+        values = {**values, "rollout": {**defaults, **rollout}}
+        if kind.num_demonstrations > 1 and isinstance(values.get("data"), Mapping):
+            values["data"] = {"answer_column": "chosen", **values["data"]}
+        return values
 
     @model_validator(mode="before")
     @classmethod

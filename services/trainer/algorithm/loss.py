@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from services.trainer.batch.segments import Segments
 
@@ -30,7 +31,11 @@ class LossTokens:
     mask: Tensor
     """``[T]`` bool, tokens that train."""
     segments: Segments
-    """Sequences of the tokens."""
+    """Sequences of the tokens, ``N``."""
+    ref_logprobs: Tensor | None = None
+    """``[T]`` float32, reference policy, where the run has one."""
+    groups: Tensor | None = None
+    """``[N]`` int64, which group each sequence is of, where a built-in loss compares its members."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,8 @@ class TokenLoss:
     """``[T]`` loss of each token."""
     indicators: dict[str, Tensor] = field(default_factory=dict)
     """``[T]`` facts about each token, by metric name; their mean over trained tokens is reported."""
+    of_sequences: dict[str, Tensor] = field(default_factory=dict)
+    """``[N]`` facts about each sequence; their mean over those with trained tokens is reported."""
 
 
 def log_ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
@@ -162,6 +169,44 @@ def sapo(
 def reinforce(tokens: LossTokens) -> TokenLoss:
     """The policy gradient itself: ``-advantage * logprob``."""
     return TokenLoss(-tokens.advantages * tokens.logprobs)
+
+
+def dpo(tokens: LossTokens, *, dpo_beta: float) -> TokenLoss:
+    """Preference of one answer over another, as the policy's own classifier of pairs (arXiv:2305.18290).
+
+    The loss of a pair is ``-log sigmoid(dpo_beta * margin)``, and the margin the log-ratio to the reference
+    of the answer with a positive advantage, 1, minus that of the other, -1. Each of the two carries it, on
+    its last token, so that the mean over sequences (``seq-mean-token-sum``) is the mean over pairs.
+
+    Args:
+        tokens: What is trained, with reference and groups: a group is a pair.
+        dpo_beta: What log-ratios are multiplied by.
+
+    Returns:
+        Token loss with ``preference_accuracy`` (pairs with a margin above 0), ``preference_margin``, and the
+        rewards that the policy implies, ``chosen_reward`` and ``rejected_reward``: margins and rewards are
+        multiplied by ``dpo_beta``.
+    """
+    assert tokens.ref_logprobs is not None
+    assert tokens.groups is not None
+    mask, segments = tokens.mask, tokens.segments
+    ratios = torch.where(mask, tokens.logprobs - tokens.ref_logprobs, 0.0)
+    rewards = dpo_beta * segments.sum(ratios)
+    is_chosen = segments.max(tokens.advantages, mask) > 0
+    _, pairs = torch.unique(tokens.groups, return_inverse=True)
+    of_pairs = [
+        rewards.new_zeros(len(segments)).index_add(0, pairs, torch.where(own, rewards, 0.0))[pairs]
+        for own in (is_chosen, ~is_chosen)
+    ]
+    margins = of_pairs[0] - of_pairs[1]
+    losses = torch.where(segments.last(mask), segments.spread(-logsigmoid(margins)), 0.0)
+    facts = {
+        "preference_accuracy": (margins > 0).to(margins.dtype),
+        "preference_margin": margins.detach(),
+        "chosen_reward": of_pairs[0].detach(),
+        "rejected_reward": of_pairs[1].detach(),
+    }
+    return TokenLoss(losses, of_sequences=facts)
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: str) -> Tensor:

@@ -19,6 +19,7 @@ from services.trainer.batch.prefixes import (
     find_prefixes,
     joined,
     part,
+    unshared,
 )
 from services.trainer.batch.samples import Cohort, Samples
 from services.trainer.collectives import Ranks
@@ -51,6 +52,7 @@ def share_of(
     num_ranks: int,
     cost: Callable[[int], float] = float,
     shares_prefixes: bool,
+    keeps_groups: bool = False,
 ) -> Share:
     """Split a batch into updates by whole groups, then over ranks by cost.
 
@@ -64,6 +66,7 @@ def share_of(
         cost: Cost of a sequence by its length.
         shares_prefixes: Whether a prompt is computed once for those members of its group that are on one
             rank; then they stay together, as far as that balances the ranks.
+        keeps_groups: Whether they stay together whatever that costs.
     """
     num_groups = int(cohort.groups.max()) + 1
     num_updates = min(num_updates, num_groups)
@@ -77,9 +80,9 @@ def share_of(
         for index, group in enumerate(groups):
             if first <= group < last:
                 members[group - first].append(index)
-        if not shares_prefixes:
+        if not (shares_prefixes or keeps_groups):
             members = [[index] for group in members for index in group]
-        own = _deal(cohort, members, num_ranks, cost)[rank]
+        own = _deal(cohort, members, num_ranks, cost, divides=not keeps_groups)[rank]
         updates.append(tuple(range(len(rows), len(rows) + len(own))))
         rows += own
     return Share(rows=tuple(rows), updates=tuple(updates))
@@ -101,7 +104,10 @@ def plan_step(
     divided, owners = [], samples.by_sample.ids.tolist()
     for members in map(set, share.updates):
         own = [place for place, owner in enumerate(owners) if owner in members]
-        micros = micro_batches([sequences[i] for i in own], max_tokens, shares=shares_prefixes)
+        groups = None if samples.groups is None else samples.groups[own].tolist()
+        micros = micro_batches(
+            [sequences[i] for i in own], max_tokens, shares=shares_prefixes, groups=groups
+        )
         divided.append([tuple(own[i] for i in micro) for micro in micros])
     most = ranks.max(torch.tensor([len(micros) for micros in divided])).tolist()
     updates = zip(divided, most, strict=True)
@@ -109,7 +115,11 @@ def plan_step(
 
 
 def micro_batches(
-    sequences: Sequence[NDArray[np.int64]], max_tokens: int, *, shares: bool
+    sequences: Sequence[NDArray[np.int64]],
+    max_tokens: int,
+    *,
+    shares: bool,
+    groups: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Pack sequences into micro-batches: as few as first fit, longest first, needs; then of like size.
 
@@ -121,12 +131,15 @@ def micro_batches(
         sequences: Tokens of each.
         max_tokens: Token budget of a micro-batch.
         shares: Whether tokens that sequences have in common, from their beginnings on, count once.
+        groups: The group of each, if groups stay together even where one is larger than ``max_tokens``.
 
     Returns:
         Indexes of the sequences of each micro-batch.
     """
     lengths = [len(sequence) for sequence in sequences]
-    if shares and sequences:
+    if groups is not None:
+        units = _whole_groups(sequences, groups, shares=shares)
+    elif shares and sequences:
         found = families(find_prefixes(sequences), lengths)
         units = [unit for family in found for unit in _evenly_cut(family, lengths, max_tokens)]
     else:
@@ -148,8 +161,26 @@ def micro_batches(
     return [sorted(i for index in members for i in units[index].order) for members in bins]
 
 
+def _whole_groups(
+    sequences: Sequence[NDArray[np.int64]], groups: Sequence[int], *, shares: bool
+) -> list[Prefixes]:
+    members: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    units = []
+    for own in members.values():
+        found = find_prefixes([sequences[i] for i in own]) if shares else unshared(len(own))
+        units.append(Prefixes(tuple(own[place] for place in found.order), found.shared))
+    return units
+
+
 def _deal(
-    cohort: Cohort, groups: list[list[int]], num_ranks: int, cost: Callable[[int], float]
+    cohort: Cohort,
+    groups: list[list[int]],
+    num_ranks: int,
+    cost: Callable[[int], float],
+    *,
+    divides: bool,
 ) -> list[list[int]]:
     """Ascending samples of each rank: whole groups, or the largest parts of them that give the least load."""
 
@@ -158,7 +189,8 @@ def _deal(
         return common + sum(cost(cohort.lengths[index]) - common for index in unit)
 
     dealt, least, num_parts = None, 0.0, 1
-    while dealt is None or (num_ranks > 1 and num_parts < 2 * max(map(len, groups))):
+    most_parts = 2 * max(map(len, groups)) if divides and num_ranks > 1 else 1
+    while dealt is None or num_parts < most_parts:
         units = [part for group in groups for part in _parts(group, num_parts)]
         costs = [work(unit) for unit in units]
         shares = _balance(costs, num_ranks)

@@ -47,6 +47,8 @@ class Samples:
     """Columns ``[R]`` over all response tokens: ``response_mask``, ``loss_mask`` and others."""
     experts: Jagged | None = None
     """``n`` rows ``[P + R - 1, layers, K]``: experts that the engine chose, as in the data dictionary."""
+    groups: Tensor | None = None
+    """``[n]`` int64, the group of each, where the loss compares a group's members with one another."""
 
     @property
     def segments(self) -> Segments:
@@ -89,6 +91,7 @@ class Samples:
             rewards=self.rewards[chosen],
             tokens={name: column[kept] for name, column in self.tokens.items()},
             experts=None if self.experts is None else self.experts.select(chosen),
+            groups=None if self.groups is None else self.groups[chosen],
         )
 
     def to(self, device: torch.device) -> "Samples":
@@ -145,6 +148,7 @@ def idle_samples() -> Samples:
         responses=one_row,
         rewards=zero,
         tokens=tokens,
+        groups=torch.zeros(1, dtype=torch.int64),
     )
 
 
@@ -273,6 +277,7 @@ def build_samples(
         rewards=fields["rewards"].values.float()[found.samples],
         tokens=tokens,
         experts=found.experts,
+        groups=cohort.groups[chosen] if spec.loss_kind.compares_members else None,
     )
     trains = cohort.is_member[chosen]
     if spec.advantage_kind.needs_greedy:

@@ -252,6 +252,7 @@ class Rank:
             num_ranks=self._ranks.size,
             cost=self._cost,
             shares_prefixes=self._spec.shares_prefixes,
+            keeps_groups=self._spec.algorithm.loss_kind.compares_members,
         )
         samples = empty_samples(fields)
         is_outdated = False

@@ -136,12 +136,12 @@ class Fitting:
 
     def _smaller(self, samples: Samples, work: Micros, number: int) -> Micros:
         micro = work[number]
-        if len(micro) == 1:
+        part = samples.select(micro)
+        if len(self._cut(part, micro, 1)) == 1:
             self.left_out.update(micro)
             # A step without any work still has its one update.
             return (*work[:number], *work[number + 1 :]) or ((),)
         self._num_divided += 1
-        part = samples.select(micro)
         self._budget = max(1, _num_tokens(part) // 2)
         while len(self._cut(part, micro, self._budget)) == 1:
             self._budget = max(1, self._budget // 2)
@@ -157,7 +157,8 @@ class Fitting:
 
     def _cut(self, part: Samples, micro: Sequence[int], budget: int) -> list[tuple[int, ...]]:
         sequences = joined(part.prompts.unbind(), part.responses.unbind())
-        cut = micro_batches(sequences, budget, shares=self._spec.shares_prefixes)
+        groups = None if part.groups is None else part.groups.tolist()
+        cut = micro_batches(sequences, budget, shares=self._spec.shares_prefixes, groups=groups)
         return [tuple(micro[index] for index in indexes) for indexes in cut]
 
     def _recover(self) -> None:

@@ -20,7 +20,7 @@ from services.common.callables import bind_callable
 from services.common.spec.algorithm import AlgorithmSpec
 from services.trainer.algorithm import correction, diagnostics, loss
 from services.trainer.batch.samples import Samples
-from services.trainer.batch.segments import Segments
+from services.trainer.batch.segments import Segments, on_device
 from services.trainer.collectives import Tally
 
 Correction = Literal["bypass", "decoupled", "none"]
@@ -116,6 +116,8 @@ class Objective:
             values = values - spec.entropy_coefficient * entropy
         for name, indicator in policy.indicators.items():
             tally.mean(name, indicator, mask)
+        for name, fact in policy.of_sequences.items():
+            tally.mean(name, fact, segments.count(mask) > 0)
         self._report(logprobs, entropy, compared, mask, segments, tally)
         return loss.aggregate(
             values, mask, segments, mode=spec.aggregation, denominators=denominators
@@ -171,6 +173,10 @@ class Objective:
                 advantages=samples.tokens["advantages"],
                 mask=samples.tokens["loss_mask"],
                 segments=segments,
+                ref_logprobs=samples.tokens.get("ref_logprobs"),
+                groups=None
+                if samples.groups is None
+                else on_device(samples.groups, logprobs.device),
             )
         )
         if not isinstance(result, loss.TokenLoss) or result.values.shape != logprobs.shape:

@@ -98,12 +98,14 @@ def test_a_template_without_ends_gets_one_behind_the_last_answer() -> None:
     assert parts(shown)[1] == ("3<eos>", True)
 
 
-def book(rows: list[Any], **changes: Any) -> PromptBook:
+def book(rows: list[Any], *, num_demonstrations: int = 1, **changes: Any) -> PromptBook:
     source: Any = {"source": "jsonl", "path": "rows"}
     data = DataSpec(train=source, heldout=source, **changes)
     sources: Any = {"train": rows, "heldout": rows}
     used = tokenizer(PLAIN)
-    return PromptBook(data, sources, used, num_demonstrations=1, answers_heldout=True)
+    return PromptBook(
+        data, sources, used, num_demonstrations=num_demonstrations, answers_heldout=True
+    )
 
 
 def test_text_is_answered_by_text_and_an_end() -> None:
@@ -155,3 +157,45 @@ def test_a_cut_keeps_what_fits() -> None:
     assert cut.num_tokens == first + 3
     assert [part.is_answer for part in cut.stretches] == [True, False]
     assert shown.cut(shown.num_tokens) == shown
+
+
+ASKED, NO, YES = TALK[1], {"role": "assistant", "content": "no"}, TALK[4]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "1+1?", "chosen": "3", "rejected": "no"},
+        {"prompt": [ASKED], "chosen": "3", "rejected": "no"},
+        {"prompt": [ASKED], "chosen": [YES], "rejected": [NO]},
+        {"prompt": "1+1?", "chosen": [ASKED, YES], "rejected": [ASKED, NO]},
+    ],
+    ids=["text", "messages", "answers", "conversations"],
+)
+def test_a_pair_may_be_given_as_people_have_it(row: Any) -> None:
+    columns: Any = {"answer_column": "chosen", "chat_template": True}
+    prompt = book([row], num_demonstrations=2, **columns).prompt("train", 0)
+    chosen, rejected = prompt.demonstrations
+    assert chosen.prompt_ids == rejected.prompt_ids == prompt.token_ids
+    assert parts(chosen) == [("user: 1+1?\nassistant: ", False), ("3<eos>", True)]
+    assert parts(rejected)[1] == ("no<eos>", True)
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"chosen": "3", "rejected": "3"}, "hold the same"),
+        ({"chosen": "3"}, r"data\.rejected_column 'rejected' of row 0"),
+        ({"chosen": "", "rejected": "3"}, r"data\.answer_column 'chosen' of row 0"),
+        ({"chosen": [TALK[0], ASKED, YES], "rejected": "no"}, "follow different prompts"),
+        ({"chosen": [YES, ASKED], "rejected": [NO]}, "ends with a message of 'user'"),
+        ({"chosen": [YES], "rejected": [{"text": "no"}]}, "each with role"),
+    ],
+)
+def test_a_pair_that_cannot_be_compared_is_refused_alone(row: Any, told: str) -> None:
+    rows = [{"prompt": [ASKED], **row}, {"prompt": [ASKED], "chosen": "3", "rejected": "no"}]
+    columns: Any = {"answer_column": "chosen", "chat_template": True}
+    pairs = book(rows, num_demonstrations=2, **columns)
+    with pytest.raises(GroupError, match=told):
+        pairs.prompt("train", 0)
+    assert len(pairs.prompt("train", 1).demonstrations) == 2

@@ -1,6 +1,7 @@
 """Losses and their gradients equal the golden vectors."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -155,6 +156,20 @@ def test_sapo_matches() -> None:
 def test_reinforce_matches() -> None:
     inputs, expected = case("other_losses", "reinforce_token_mean")
     _check(inputs, expected, loss.reinforce, old=flat(inputs["logprob"]))
+
+
+@pytest.mark.parametrize("item", cases("dpo"), ids=lambda item: item["name"])
+def test_the_preference_of_pairs_matches(item: dict[str, Any]) -> None:
+    inputs, expected = item["inputs"], item["expected"]
+    reference, groups = flat(inputs["ref_logprob"]), torch.tensor(inputs["groups"])
+
+    def compute(tokens: loss.LossTokens) -> loss.TokenLoss:
+        compared = replace(tokens, ref_logprobs=reference, groups=groups)
+        return loss.dpo(compared, dpo_beta=inputs["dpo_beta"])
+
+    result = _check(inputs, expected, compute, mode="seq-mean-token-sum")
+    assert_close(result.of_sequences["preference_margin"], expected["margin"])
+    assert_close(result.of_sequences["preference_accuracy"], expected["accuracy"])
 
 
 def test_the_value_loss_matches() -> None:

@@ -103,6 +103,23 @@ def test_members_of_a_group_stay_in_one_micro_batch() -> None:
     assert len(micro_batches(rows(7, 12), 400, shares=False)) == 4
 
 
+@pytest.mark.parametrize("shares", [True, False])
+def test_groups_that_are_compared_are_never_divided(shares: bool) -> None:
+    # Two pairs that answer the same prompt, and one that is larger than a micro-batch may be.
+    rows = joined([torch.full((50,), 7)] * 6, [torch.full((30,), n) for n in (1, 2, 3, 4, 5, 6)])
+    rows[4:] = joined([torch.full((300,), 8)] * 2, [torch.full((30,), n) for n in (1, 2)])
+    found = micro_batches(rows, 170, shares=shares, groups=[4, 9, 9, 4, 1, 1])
+    assert sorted(found) == [[0, 3], [1, 2], [4, 5]]
+    cohort = _cohort([(20, [100] * 2)])
+    shared = [
+        share_of(
+            cohort, num_updates=1, rank=rank, num_ranks=2, shares_prefixes=shares, keeps_groups=True
+        ).rows
+        for rank in range(2)
+    ]
+    assert sorted(shared) == [(), (0, 1)]
+
+
 def test_micro_batches_hold_no_more_than_their_budget() -> None:
     for seed in range(25):
         rng = random.Random(seed)
