@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,16 +16,15 @@ from services.cli.checked_spec import Overrides, SpecPath, load_checked
 from services.cli.output import console, errors, fail, say
 from services.cli.planned_memory import Memory, gpu_bytes
 from services.common.spec.engines import engine_kind
-from services.common.spec.placement_rules import placement
 from services.common.spec.run import RunSpec, default_places
-from services.common.spec.topology import TopologySpec
 from services.controller.api.operations import GetRun, ListMetrics
 from services.controller.models import MetricPage
 from services.controller.planning.assumed import ASSUMPTIONS, assumed_rates
 from services.controller.planning.given import with_given
 from services.controller.planning.measured import Step, measured_step_s, rates_of, setting_of
+from services.controller.planning.placements import may_take_turns, placed, trainer_unit
 from services.controller.planning.prediction import predict
-from services.controller.planning.rates import Rates
+from services.controller.planning.rates import Rates, Setting
 from services.controller.planning.splits import Plan, Room, Split, plan_splits
 
 _BOUNDS = (0, 1, 2, 4)
@@ -74,7 +73,7 @@ def plan(  # noqa: PLR0913, PLR0917 -- the options of a command
         memory = Memory(loaded, gpu_bytes(gpu_memory) if gpu_memory else None)
         known = _known(loaded, memory, from_, rates, url=url)
         found = _planned(loaded, memory, known.rates, gpus=gpus, most_staleness=max_staleness)
-        memory = _memory_of(found.best, loaded, memory)
+        memory = memory.like(placed(loaded, found.best.setting))
     except (ValueError, OSError, yaml.YAMLError) as error:
         fail(str(error))
         raise typer.Exit(2) from error
@@ -150,19 +149,17 @@ def _planned(
         """As the specification says, or as it follows where it does not."""
         return max(1, min(base.places if has_own else follows(max_staleness, rollouts), most))
 
-    apart = 0 if base.takes_turns else spec.engine_gpus * base.rollouts
-    count = gpus or base.trainer_gpus + apart
-    turns = _in_turns(spec, count)
-    can_turn = not [*placement(turns)] and not memory.like(turns).refused(count)
+    def refused(setting: Setting) -> str:
+        return memory.like(placed(spec, setting)).refused(setting.trainer_gpus)
+
+    count = gpus or base.gpus
     return plan_splits(
         rates,
         base,
         room=Room(
             gpus=count,
             engine_gpus=spec.engine_gpus,
-            trainer_unit=spec.trainer.tensor_parallel
-            * spec.trainer.expert_parallel
-            * spec.trainer.context_parallel,
+            trainer_unit=trainer_unit(spec),
         ),
         bounds={
             bound
@@ -171,36 +168,9 @@ def _planned(
         },
         places=places,
         most_places=most,
-        refused=memory.like(_apart(spec)).refused,
-        turns={bound for bound in (0, 1) if bound <= most_staleness} if can_turn else (),
+        refused=lambda size: refused(replace(base, trainer_gpus=size, in_turns=0)),
+        may_take_turns=lambda way: may_take_turns(spec, way) and not refused(way),
     )
-
-
-def _in_turns(spec: RunSpec, gpus: int) -> RunSpec:
-    """The run with all GPUs both the trainer's and the rollouts'."""
-    return spec.model_copy(
-        update={
-            "topology": TopologySpec(placement="colocated"),
-            "trainer": spec.trainer.model_copy(update={"world_size": gpus}),
-            "rollout": spec.rollout.model_copy(
-                update={"replicas": max(1, gpus // spec.engine_gpus)}
-            ),
-            "algorithm": spec.algorithm.model_copy(update={"max_staleness": 0}),
-        }
-    )
-
-
-def _apart(spec: RunSpec) -> RunSpec:
-    """The run with GPUs of the trainer and of the rollouts."""
-    topology = spec.topology.model_copy(update={"placement": "disaggregated"})
-    return spec.model_copy(update={"topology": topology})
-
-
-def _memory_of(split: Split, spec: RunSpec, memory: Memory) -> Memory:
-    """What GPUs hold in the way that is recommended."""
-    setting = split.setting
-    way = _in_turns(spec, setting.trainer_gpus) if setting.takes_turns else _apart(spec)
-    return memory.like(way)
 
 
 def _show(spec: RunSpec, found: Plan, known: _Known, *, memory: Memory) -> None:
@@ -252,7 +222,7 @@ def _why(found: Plan) -> str:
 
 def _cells(split: Split) -> Iterator[str]:
     setting, found = split.setting, split.prediction
-    together = " in turns" if setting.takes_turns else ""
+    together = f", {setting.in_turns} in turns" if setting.takes_turns else ""
     yield from (str(setting.trainer_gpus), f"{setting.rollouts}{together}")
     yield from map(str, (setting.max_staleness, setting.places))
     yield from (f"{found.step_s:.2f}", f"{found.samples_per_s:.1f}")
@@ -265,7 +235,7 @@ def _cells(split: Split) -> Iterator[str]:
 def _keys(split: Split) -> dict[str, int | str]:
     """What to write into the specification."""
     return {
-        "topology.placement": "colocated" if split.setting.takes_turns else "disaggregated",
+        "topology.placement": split.setting.placement,
         "trainer.world_size": split.setting.trainer_gpus,
         "rollout.replicas": split.setting.rollouts,
         "rollout.max_running_samples": split.setting.places,

@@ -25,7 +25,7 @@ async def test_the_page_opens_on_what_is_running_and_is_live(open_page, controll
     assert page.url == f"{controller.url}/runs/{controller.running}"
     await expect(page.locator("#state")).to_have_text("RUNNING")
     await expect(page.locator("#progress")).to_have_text(
-        "step 10 of 20 · weight version 10 · about 20 s left"
+        "step 10 of 20 · weight version 10 · disaggregated · about 20 s left"
     )
     await expect(page.locator("#verdict")).to_have_text(
         "Rollouts are the bottleneck: in the last 10 steps the trainer waited 75 % of the time for samples. "

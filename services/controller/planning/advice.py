@@ -3,8 +3,8 @@
 What is predicted for the run as it is must agree with what was measured of it; otherwise nothing is promised.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from services.controller.planning.measured import Step, measured_step_s, settled, waited
@@ -55,6 +55,10 @@ class Advice:
     now: Prediction
     changes: tuple[Change, ...]
     """Those that would help, the best first; none where the prediction is off."""
+    placement: str
+    """``topology.placement`` as it is."""
+    others: Mapping[str, float] = field(default_factory=dict)
+    """What the other placements would give on the same GPUs: samples per second, over those of now."""
 
     @property
     def error(self) -> float:
@@ -73,6 +77,8 @@ class Advice:
             "training": "Training is short",
             "neither": "Neither side is short",
         }[self.short]
+        if self.placement == "colocated":
+            side = "Neither side is short, since they take turns"
         text = f"{side}: the trainer waited {100 * self.waited:.0f} % of the time for samples."
         if not self.is_trusted:
             return (
@@ -85,30 +91,52 @@ class Advice:
         """What would mend it, for a person; empty where the prediction is off."""
         if not self.is_trusted:
             return ""
+        text = f"Predicted: {'; '.join(map(str, self.changes))}."
         if not self.changes:
-            return f"Nothing that can be set would give more than {_LEAST_GAIN:.2f}x."
-        return f"Predicted: {'; '.join(map(str, self.changes))}."
+            text = f"Nothing that can be set would give more than {_LEAST_GAIN:.2f}x."
+        if self.others:
+            gains = " and ".join(f"{name} {gain:.2g}x" for name, gain in self.others.items())
+            text += f" It is {self.placement}; on the same GPUs, {gains} would be expected."
+        return text
+
+    @property
+    def first(self) -> tuple[object, ...]:
+        """What it says before all: it is told again when that is something else."""
+        better = {name: gain for name, gain in self.others.items() if gain >= _LEAST_GAIN}
+        placement = max(better, key=lambda name: better[name], default="")
+        return self.short, placement, *((change.key, change.after) for change in self.changes[:1])
 
 
-def advise(steps: Sequence[Step], rates: Rates, setting: Setting) -> Advice:
+def advise(
+    steps: Sequence[Step], rates: Rates, setting: Setting, *, others: Iterable[Setting] = ()
+) -> Advice:
     """What the newest steps of a run say of it. Takes up to a second of processor time.
 
     Args:
         steps: Their numbers, in order.
         rates: Their rates.
         setting: How the run is set up.
+        others: The same in other placements, on the same GPUs.
 
     Raises:
         TooFewStepsError: If there are too few.
     """
     share, step_s = waited(steps), measured_step_s(settled(steps))
     now = predict(rates, setting, num_steps=_SIMULATED_STEPS)
-    found = Advice(short=_short(share), waited=share, measured_step_s=step_s, now=now, changes=())
+    found = Advice(
+        short=_short(share) if setting.num_others else "neither",
+        waited=share,
+        measured_step_s=step_s,
+        now=now,
+        changes=(),
+        placement=setting.placement,
+    )
     if not found.is_trusted:
         return found
     changes = sorted(_changes(rates, setting, now), key=lambda change: -change.gain)
     helpful = [change for change in changes if change.gain >= _LEAST_GAIN]
-    return replace(found, changes=tuple(helpful[:_MOST_CHANGES]))
+    gains = {each.placement: _gain(rates, each, now) for each in others}
+    return replace(found, changes=tuple(helpful[:_MOST_CHANGES]), others=gains)
 
 
 def _short(share: float) -> Short:
@@ -118,21 +146,25 @@ def _short(share: float) -> Short:
 
 
 def _changes(rates: Rates, setting: Setting, now: Prediction) -> Iterator[Change]:
-    """One change for each part of the setting: the best of those that are tried."""
+    """One change for each part of the setting that can be set alone: the best of those that are tried."""
     tried: dict[str, list[int]] = {
         "rollouts": [setting.rollouts + 1],
         "trainer_gpus": [2 * setting.trainer_gpus],
         "places": [2 * setting.places],
         "max_staleness": [bound for bound in _BOUNDS if bound > setting.max_staleness][:2],
     }
+    if setting.takes_turns:  # both sides, or none, get other GPUs
+        del tried["trainer_gpus"]
+    if not setting.num_others:
+        del tried["rollouts"]
+        tried["max_staleness"] = [1] if setting.max_staleness < 1 else []
     for name, values in tried.items():
         gains = {}
         for value in values:
             changed = replace(setting, **{name: value})  # type: ignore[arg-type]
             if name == "max_staleness":
                 changed = replace(changed, keeps_responses=True, trains_early=False)
-            found = predict(rates, changed, num_steps=_SIMULATED_STEPS)
-            gains[value] = found.samples_per_s / now.samples_per_s
+            gains[value] = _gain(rates, changed, now)
         if gains:
             best = max(gains, key=lambda value: gains[value])
             # The least that gives nearly as much is enough.
@@ -143,3 +175,8 @@ def _changes(rates: Rates, setting: Setting, now: Prediction) -> Iterator[Change
                 after=after,
                 gain=gains[after],
             )
+
+
+def _gain(rates: Rates, setting: Setting, now: Prediction) -> float:
+    found = predict(rates, setting, num_steps=_SIMULATED_STEPS)
+    return found.samples_per_s / now.samples_per_s

@@ -51,6 +51,15 @@ class SimulatedEngine(Generic[_Owner]):
         """A sample waits for a place."""
         self._waiting.append((owner, length))
 
+    def put_aside(self) -> list[tuple[_Owner, int]]:
+        """Take all samples away, with the tokens that they lack; the time must have been settled."""
+        left = [(owner, max(1, round(end - self._tokens))) for end, _, owner in self._running]
+        left += self._waiting
+        self._running.clear()
+        self._waiting.clear()
+        self.stamp += 1
+        return left
+
     def pause(self, seconds: float) -> None:
         """Nothing is decoded for so long."""
         self._debt_s += seconds

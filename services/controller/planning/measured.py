@@ -33,7 +33,8 @@ def setting_of(spec: RunSpec) -> Setting:
         keeps_responses=spec.rollout.partial_rollout,
         trains_early=spec.trainer.accumulate_early,
         publish_every=spec.weight_sync.publish_every,
-        takes_turns=spec.topology.takes_turns,
+        engine_gpus=spec.engine_gpus,
+        in_turns=spec.rollouts_in_turns,
     )
 
 

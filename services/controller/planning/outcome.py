@@ -36,13 +36,13 @@ class Prediction:
 
 
 def least_step_s(rates: Rates, setting: Setting) -> float:
-    """What a step takes at least: ``max(T_train, tokens / R)``, or their sum in turns."""
+    """What a step takes at least: ``max(T_train, tokens / R)``; of rollouts in turns ``T_train`` is lost."""
     tokens = setting.samples_per_step * rates.lengths.mean()
     made_s = tokens * rates.decode(setting.places) / setting.places / setting.rollouts
     trained_s = work_s(rates, setting, tokens) + rates.step_s
     if setting.takes_turns:
-        return trained_s + made_s + rates.handover_s
-    return max(trained_s, made_s)
+        trained_s += rates.handover_s
+    return max(trained_s, made_s + trained_s * setting.in_turns / setting.rollouts)
 
 
 def work_s(rates: Rates, setting: Setting, tokens: float) -> float:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from services.controller.planning.lengths import Lengths
 
@@ -78,7 +79,7 @@ class Setting:
 
     trainer_gpus: int
     rollouts: int
-    """Engines, each with GPUs of its own."""
+    """Engines."""
     places: int
     """Samples that each decodes at once."""
     max_staleness: int
@@ -90,8 +91,10 @@ class Setting:
     trains_early: bool = False
     """``trainer.accumulate_early``."""
     publish_every: int = 1
-    takes_turns: bool = False
-    """Whether trainer and rollouts have the same GPUs, one after the other."""
+    engine_gpus: int = 1
+    """Of one rollout."""
+    in_turns: int = 0
+    """Rollouts on the trainer's GPUs, which one side has after the other."""
 
     def __post_init__(self) -> None:
         numbers = {
@@ -108,6 +111,28 @@ class Setting:
             raise ValueError(
                 f"a max_staleness of {self.max_staleness} is not possible: 0 is synchronous"
             )
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether there are GPUs that both sides use."""
+        return self.in_turns > 0
+
+    @property
+    def num_others(self) -> int:
+        """Rollouts with GPUs of their own."""
+        return self.rollouts - self.in_turns
+
+    @property
+    def placement(self) -> Literal["disaggregated", "colocated", "mixed"]:
+        """``topology.placement``."""
+        if not self.takes_turns:
+            return "disaggregated"
+        return "mixed" if self.num_others else "colocated"
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all."""
+        return self.trainer_gpus + self.engine_gpus * self.num_others
 
     @property
     def samples_per_step(self) -> int:

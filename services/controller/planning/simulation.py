@@ -18,6 +18,7 @@ from random import Random
 from statistics import fmean
 
 from services.controller.planning.engine import SimulatedEngine
+from services.controller.planning.made import Aside, Made, put_aside
 from services.controller.planning.outcome import Prediction, least_step_s, work_s
 from services.controller.planning.rates import Rates, Setting
 from services.controller.rules.groups import Group
@@ -28,22 +29,6 @@ from services.controller.rules.staleness import StalenessGate
 _MOST_EVENTS = 3_000_000
 _FILLING = 4
 """Steps before the measured ones, beside as many as samples may be old."""
-
-
-@dataclass(slots=True)
-class _Made:
-    """A group that is being generated."""
-
-    group: Group
-    lengths: tuple[int, ...]
-    engines: tuple[int, ...]
-    left: int
-    version: int = -1
-    """Under which its first token was made."""
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
 
 
 @dataclass(slots=True)
@@ -72,7 +57,7 @@ class Simulation:
         )
         self._use = PlaceUse(setting.places, setting.group_size)
         self._engines = [
-            SimulatedEngine[_Made](setting.places, rates.decode, self._begun)
+            SimulatedEngine[Made](setting.places, rates.decode, self._begun)
             for _ in range(setting.rollouts)
         ]
         self._lengths: Iterator[int] = rates.lengths.draws(Random(0))  # noqa: S311 -- no secret
@@ -80,9 +65,12 @@ class Simulation:
         self._published = 0
         self._offered = 0
         self._is_publishing = False
+        self._present = range(setting.rollouts)
+        """Engines that get groups."""
+        self._aside: list[Aside] = []
         self._served: list[int] = [0] * setting.rollouts
-        self._running: dict[int, _Made] = {}
-        self._ready: dict[int, _Made] = {}
+        self._running: dict[int, Made] = {}
+        self._ready: dict[int, Made] = {}
         self._num_issued = 0
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -139,7 +127,7 @@ class Simulation:
 
     # Engines
 
-    def _begun(self, made: _Made) -> None:
+    def _begun(self, made: Made) -> None:
         if made.version < 0:
             made.version = self._served[made.engines[0]]
 
@@ -174,7 +162,7 @@ class Simulation:
 
         self._after(end - self._now, act)
 
-    def _ended(self, made: _Made) -> None:
+    def _ended(self, made: Made) -> None:
         """A sample is finished."""
         made.left -= 1
         if made.left:
@@ -194,14 +182,20 @@ class Simulation:
 
     def _hand_out(self) -> None:
         """Start what may start: the rules of ``run/handout.py``."""
-        setting = self._setting
-        ahead = max(0, len(self._ready) - setting.groups_per_step)
-        free = self._use.num_groups(setting.rollouts) - len(self._running) - ahead
-        room = self._gate.capacity(
-            published=self._published, num_admitted=self._num_issued, most=free
-        )
+        present = self._present
+        ahead = max(0, len(self._ready) - self._setting.groups_per_step)
+        running = len(self._running) - len({one.made.group.sequence for one in self._aside})
+        free = max(0, self._use.num_groups(len(present)) - running - ahead)
+        resumed, self._aside = self._aside[:free], self._aside[free:]
         touched: set[int] = set()
-        for _ in range(room):
+        for one in resumed:
+            number = min(present, key=lambda n: self._engines[n].num_groups)
+            self._settle(number)
+            one.go_on(self._engines, number)
+            touched.add(number)
+        free -= len(resumed)
+        issued, published = self._num_issued, self._published
+        for _ in range(self._gate.capacity(published=published, num_admitted=issued, most=free)):
             touched |= self._start()
         for number in touched:
             self._look(number)
@@ -209,12 +203,12 @@ class Simulation:
     def _start(self) -> set[int]:
         """Hand one group to the engines with the fewest."""
         size, places = self._setting.group_size, self._setting.places
-        by_load = sorted(range(len(self._engines)), key=lambda n: self._engines[n].num_groups)
+        by_load = sorted(self._present, key=lambda n: self._engines[n].num_groups)
         chosen = tuple(by_load[: math.ceil(size / places)])
         group = Group(sequence=self._num_issued, row=0)
         group.oldest_version = min(self._served[number] for number in chosen)
         lengths = tuple(next(self._lengths) for _ in range(size))
-        made = _Made(group, lengths, chosen, size)
+        made = Made(group, lengths, chosen, size)
         self._running[group.sequence] = made
         self._num_issued += 1
         for number in chosen:
@@ -253,7 +247,7 @@ class Simulation:
         else:
             self._note_wait("barrier" if choice.awaited else "no_data")
 
-    def _train(self, groups: list[_Made]) -> None:
+    def _train(self, groups: list[Made]) -> None:
         tokens = sum(made.tokens for made in groups)
         trained_s = work_s(self._rates, self._setting, tokens)
         fixed_s = self._rates.piece_s if self._setting.trains_early else self._rates.step_s
@@ -263,10 +257,14 @@ class Simulation:
 
     def _hand_over(self, work_s: float) -> float:
         """Engines stand still until they are given new weights; returns what the trainer waits for them."""
-        rates = self._rates
+        rates, setting = self._rates, self._setting
         self._waits["handover"] = self._waits.get("handover", 0.0) + rates.handover_s / 2
-        for number, engine in enumerate(self._engines):
-            self._settle(number)
+        self._settle_all()
+        if setting.num_others and setting.keeps_responses:
+            self._present = range(setting.in_turns, setting.rollouts)
+            self._aside += put_aside(self._engines[: setting.in_turns])
+            self._hand_out()
+        for number, engine in enumerate(self._engines[: setting.in_turns]):
             engine.is_open = False
             engine.pause(rates.handover_s + work_s + rates.copy_s + rates.transfer_s)
             self._expect(number)
@@ -324,6 +322,7 @@ class Simulation:
 
     def _adopt(self, version: int) -> None:
         """Every engine puts them into service, at once or when its responses have ended."""
+        self._present = range(self._setting.rollouts)
         for number, engine in enumerate(self._engines):
             self._settle(number)
             engine.is_open = self._setting.keeps_responses

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from services.controller.planning.outcome import Prediction
+from services.controller.planning.placements import on_gpus
 from services.controller.planning.prediction import predict
 from services.controller.planning.rates import Rates, Setting
 
@@ -33,14 +34,11 @@ class Room:
         found = whole or [*sizes]
         return found[:: max(1, -(-len(found) // _MOST_SPLITS))]
 
-    @property
-    def can_take_turns(self) -> bool:
-        """Whether all GPUs can be the trainer's and the rollouts' at once."""
-        return self.gpus % self.trainer_unit == 0 and self.gpus % self.engine_gpus == 0
-
-    def rollouts(self, trainer_gpus: int) -> int:
-        """How many have GPUs of their own, beside a trainer."""
-        return (self.gpus - trainer_gpus) // self.engine_gpus
+    def shared_sizes(self) -> Sequence[int]:
+        """GPUs of a trainer that takes turns with rollouts on them, while rollouts are on all GPUs."""
+        found = [*self.trainer_sizes(), *([] if self.gpus % self.trainer_unit else [self.gpus])]
+        whole = self.gpus % self.engine_gpus == 0
+        return [size for size in found if whole and size % self.engine_gpus == 0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +54,7 @@ class Plan:
     """All ways that were tried."""
 
     splits: tuple[Split, ...]
-    """By GPUs of the trainer, then by the bound on staleness."""
+    """Those apart, then those in turns; by GPUs of the trainer, then by the bound on staleness."""
     best: Split
     """The one to take: of those that give nearly as much as the best, the one with the least staleness."""
     now: Split | None
@@ -74,7 +72,7 @@ def plan_splits(
     places: Places,
     most_places: int,
     refused: Callable[[int], str] = lambda trainer_gpus: "",
-    turns: Collection[int] = (),
+    may_take_turns: Callable[[Setting], bool] = lambda setting: False,
 ) -> Plan:
     """Try the ways to split some GPUs.
 
@@ -86,7 +84,7 @@ def plan_splits(
         places: How many places a rollout would have.
         most_places: How many it may have.
         refused: Why so many trainer GPUs cannot be, or nothing.
-        turns: Bounds with which trainer and rollouts may take turns on all GPUs.
+        may_take_turns: Whether that may be, of a setting in which rollouts are on the trainer's GPUs.
 
     Raises:
         ValueError: If the GPUs are too few, or no split of them can be; with the figures.
@@ -98,25 +96,20 @@ def plan_splits(
     )
     reasons = {count: refused(count) for count in room.trainer_sizes()}
     fitting = [count for count, reason in reasons.items() if not reason]
-    found = [
-        _tried(
-            rates,
+    base = replace(base, engine_gpus=room.engine_gpus)
+
+    def ways(sizes: Collection[int], *, takes_turns: bool) -> list[Setting]:
+        return [
             replace(
-                base,
-                trainer_gpus=count,
-                rollouts=room.rollouts(count),
+                on_gpus(base, room.gpus, trainer_gpus=size, takes_turns=takes_turns),
                 max_staleness=bound,
-                takes_turns=False,
-            ),
-            places,
-        )
-        for count in fitting
-        for bound in sorted(bounds)
-    ]
-    if room.can_take_turns:
-        rollouts = room.gpus // room.engine_gpus
-        together = replace(base, trainer_gpus=room.gpus, rollouts=rollouts, takes_turns=True)
-        found += [_tried(rates, replace(together, max_staleness=b), places) for b in sorted(turns)]
+            )
+            for size in sizes
+            for bound in sorted(bounds)
+        ]
+
+    turns = [way for way in ways(room.shared_sizes(), takes_turns=True) if may_take_turns(way)]
+    found = [_tried(rates, way, places) for way in (*ways(fitting, takes_turns=False), *turns)]
     if not found:
         raise ValueError(next(iter(reasons.values()), too_few))
     best = _recommended(found)
@@ -124,12 +117,12 @@ def plan_splits(
     if more.places <= most_places:
         found.append(Split(setting=more, prediction=_predict(rates, more)))
         best = _recommended(found)
-    apart = 0 if base.takes_turns else room.engine_gpus * base.rollouts
-    is_now = base.trainer_gpus + apart <= room.gpus
     return Plan(
         splits=tuple(found),
         best=Split(setting=best.setting, prediction=predict(rates, best.setting)),
-        now=Split(setting=base, prediction=predict(rates, base)) if is_now else None,
+        now=Split(setting=base, prediction=predict(rates, base))
+        if base.gpus <= room.gpus
+        else None,
         refused={count: reason for count, reason in reasons.items() if reason},
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 from services.common.clock import Clock
 from services.controller.planning.advice import Advice, advise
 from services.controller.planning.measured import Step, rates_of, setting_of, waited
+from services.controller.planning.placements import otherwise
 from services.controller.rules.ledger import Ledger
 from services.controller.run.journal import Journal
 from services.controller.run.progress import Progress
@@ -63,8 +64,7 @@ class Advisor:
             await self._advise()
 
     def _is_due(self) -> bool:
-        # Where they take turns, no side waits for the other.
-        if self._num_steps < _LEAST_STEPS or self.spec.now.topology.takes_turns:
+        if self._num_steps < _LEAST_STEPS:
             return False
         if self._advised_at is None:
             return True
@@ -73,12 +73,13 @@ class Advisor:
         return passed_s >= (_LEAST_PAUSE_S if has_moved else _MOST_PAUSE_S)
 
     async def _advise(self) -> None:
-        steps, setting = self._numbers(), setting_of(self.spec.now)
+        steps, spec, setting = self._numbers(), self.spec.now, setting_of(self.spec.now)
         lengths = self._lengths()
 
         def work() -> Advice | None:
             try:
-                return advise(steps, rates_of(steps, lengths, setting=setting), setting)
+                rates = rates_of(steps, lengths, setting=setting)
+                return advise(steps, rates, setting, others=otherwise(spec))
             except ValueError:
                 return None  # a number is missing, or none yet
 
@@ -92,9 +93,8 @@ class Advisor:
             return
         texts = {"message": advice.message(), "remedy": advice.remedy()}
         self.progress.advised({"short": advice.short, **texts})
-        told = (advice.short, *((change.key, change.after) for change in advice.changes[:1]))
-        if told != self._told:
-            self._told = told
+        if advice.first != self._told:
+            self._told = advice.first
             await self._tell(advice)
 
     async def _tell(self, advice: Advice) -> None:
@@ -104,6 +104,8 @@ class Advisor:
             "step_s": advice.measured_step_s,
             "predicted_step_s": advice.now.step_s,
             "changes": [asdict(change) for change in advice.changes],
+            "placement": advice.placement,
+            "placements": dict(advice.others),
         }
         summary = self.progress.summary(self.ledger)
         await self.journal.note(

@@ -49,8 +49,13 @@ def test_json_has_the_same_for_a_program(spec, tmp_path):
     assert found["rates"]["train_tokens_per_s"] == 1234
     assert not found["is_measured"]
     keys = found["recommended"]["keys"]
-    assert keys["trainer.world_size"] + keys["rollout.replicas"] == 3
-    assert {split["keys"]["algorithm.max_staleness"] for split in found["splits"]} == {0, 1, 2, 4}
+    assert [keys[name] for name in ("trainer.world_size", "rollout.replicas")] == [2, 3]
+    ways = {
+        (split["keys"]["topology.placement"], split["keys"]["algorithm.max_staleness"])
+        for split in found["splits"]
+    }
+    free = {(name, bound) for name in ("disaggregated", "mixed") for bound in (0, 1, 2, 4)}
+    assert ways == free | {("colocated", 0), ("colocated", 1)}
     assert found["now"]["keys"]["rollout.replicas"] == 1
 
 

@@ -9,6 +9,7 @@ const NOTABLE = 0.2;
 /** How far the run is, what it does, and how long the rest takes at the pace of the newest steps. */
 export function progress(run, series) {
   const parts = [`step ${run.step} of ${run.target_steps || "?"}`, `weight version ${run.weight_version}`];
+  if (run.spec?.topology) parts.push(run.spec.topology.placement);
   const pace = series.last("seconds", NEWEST);
   const left = ((run.target_steps - run.step) * sum(pace)) / (pace.length || 1);
   if (run.state === "RUNNING" && left) parts.push(`about ${duration(left)} left`);
@@ -25,12 +26,13 @@ export function prompts(counts) {
 }
 
 /** Who waits for whom, from the newest steps. */
-export function verdict(series) {
+export function verdict(series, placement) {
   const seconds = series.last("seconds", NEWEST);
   const total = sum(seconds);
   if (!total) return "";
   const share = Math.round((100 * sum(series.last("trainer_wait_s", NEWEST))) / total);
   const of = `in the last ${seconds.length} steps the trainer waited ${share} % of the time`;
+  if (placement === "colocated") return `Trainer and rollouts take turns: ${of}.`;
   if (share > 50) return `Rollouts are the bottleneck: ${of} for samples.`;
   if (share < 10) return `The trainer is the bottleneck: ${of} for samples.`;
   return `Trainer and rollouts are in balance: ${of} for samples.`;

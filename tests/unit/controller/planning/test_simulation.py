@@ -58,7 +58,7 @@ def test_what_a_synchronous_step_does_beside_them_is_added():
 
 def test_a_step_in_turns_takes_generation_training_and_handovers_one_after_the_other():
     rates = replace(RATES, lengths=fixed(100), handover_s=0.5, copy_s=0.03, transfer_s=0.05)
-    turns = replace(SETTING, max_staleness=0, takes_turns=True)
+    turns = replace(SETTING, max_staleness=0, in_turns=1)
     found = predict(rates, turns)
     working_s = 100 * rates.decode(32) + 32 * 100 / rates.train_tokens_per_s
     assert found.step_s == pytest.approx(working_s + 0.5 + 0.08, rel=1e-2)
@@ -68,6 +68,34 @@ def test_a_step_in_turns_takes_generation_training_and_handovers_one_after_the_o
     ahead = predict(rates, replace(turns, max_staleness=1, places=64))
     assert ahead.step_s > working_s / 2 + 0.58
     assert ahead.staleness_p95 <= 1
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+@pytest.mark.parametrize("train_tokens_per_s", [2_000.0, 20_000.0])
+def test_a_mixed_run_keeps_to_its_limit_and_to_its_bound(max_staleness, train_tokens_per_s):
+    rates = replace(RATES, train_tokens_per_s=train_tokens_per_s, handover_s=0.1)
+    mixed = replace(SETTING, rollouts=3, in_turns=1, max_staleness=max_staleness, places=16)
+    found = predict(rates, mixed)
+    assert found.step_s > 0.95 * least_step_s(rates, mixed)
+    assert found.staleness_p95 <= max_staleness
+    assert found.step_s > 0.97 * predict(rates, replace(mixed, in_turns=0)).step_s
+
+
+def test_where_places_are_short_a_trainer_that_lends_its_gpu_is_faster_than_one_that_does_not():
+    busy = DecodeTime(fixed_s=1e-3, sample_s=1e-3, most_samples=64)
+    rates = replace(RATES, decode=busy, train_tokens_per_s=20_000.0, handover_s=0.1)
+    mixed = replace(SETTING, rollouts=3, in_turns=1, places=16)
+    assert (
+        predict(rates, mixed).step_s < predict(rates, replace(mixed, rollouts=2, in_turns=0)).step_s
+    )
+
+
+def test_what_engines_in_turns_have_not_finished_goes_on_in_the_others():
+    rates = replace(RATES, lengths=fixed(400), train_tokens_per_s=3_000.0, handover_s=0.1)
+    mixed = replace(SETTING, rollouts=2, in_turns=1, places=64, groups_per_step=4)
+    found = predict(rates, mixed)
+    waits = predict(rates, replace(mixed, keeps_responses=False))
+    assert found.step_s < waits.step_s
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])

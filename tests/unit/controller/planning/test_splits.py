@@ -18,6 +18,10 @@ BASE = Setting(
 )
 
 
+def _in_turns(way):
+    return way.placement == "colocated"
+
+
 def planned(rates=RATES, *, gpus=4, bounds=(0, 1, 4), **changes):
     room = Room(
         gpus=gpus,
@@ -84,14 +88,18 @@ def test_many_gpus_are_not_tried_one_by_one():
 
 
 def test_turns_on_all_gpus_are_tried_where_they_may_be():
-    found = planned(gpus=4, bounds=(0,), turns=(0, 1))
+    found = planned(gpus=4, bounds=(0, 1), may_take_turns=lambda way: way.max_staleness < 2)
     turns = [split.setting for split in found.splits if split.setting.takes_turns]
-    assert [(s.trainer_gpus, s.rollouts, s.max_staleness) for s in turns] == [(4, 4, 0), (4, 4, 1)]
+    assert [(s.trainer_gpus, s.rollouts, s.in_turns, s.placement) for s in turns[::2]] == [
+        *((1, 4, 1, "mixed"), (2, 4, 2, "mixed"), (3, 4, 3, "mixed"), (4, 4, 4, "colocated")),
+    ]
+    assert [s.max_staleness for s in turns] == 4 * [0, 1]
+    assert all(s.gpus == 4 for s in turns)
     assert not [split for split in planned().splits if split.setting.takes_turns]
 
 
 def test_one_gpu_can_only_be_used_in_turns():
-    (split,) = planned(gpus=1, bounds=(0,), turns=(0,)).splits
+    (split,) = planned(gpus=1, bounds=(0,), may_take_turns=_in_turns).splits
     assert (split.setting.trainer_gpus, split.setting.rollouts) == (1, 1)
     assert split.setting.takes_turns
     with pytest.raises(ValueError, match=r"1 GPU.* not enough to split"):
@@ -101,5 +109,5 @@ def test_one_gpu_can_only_be_used_in_turns():
 def test_turns_are_recommended_where_handovers_cost_little():
     quick = replace(RATES, handover_s=0.0, transfer_s=0.0, copy_s=0.0, stall_s=0.0)
     slow = replace(RATES, handover_s=60.0)
-    assert planned(quick, gpus=2, bounds=(0,), turns=(0,)).best.setting.takes_turns
-    assert not planned(slow, gpus=2, bounds=(0,), turns=(0,)).best.setting.takes_turns
+    assert planned(quick, gpus=2, bounds=(0,), may_take_turns=_in_turns).best.setting.takes_turns
+    assert not planned(slow, gpus=2, bounds=(0,), may_take_turns=_in_turns).best.setting.takes_turns

@@ -50,13 +50,13 @@ def step(**changes):
     }
 
 
-def advised(*batches, pause_s=4000.0):
+def advised(*batches, pause_s=4000.0, spec=SPEC):
     """What is told of steps that come in batches, with pauses between them."""
     journal, progress, clock = Journal(), Progress(1), Clock()
 
     async def run():
         advisor = Advisor(
-            spec=CurrentSpec(SPEC),
+            spec=CurrentSpec(spec),
             journal=journal,
             progress=progress,
             ledger=Ledger(3),
@@ -117,3 +117,23 @@ def test_an_earlier_advice_is_kept_over_a_restart():
     again = Progress(1)
     again.restore(summary, steps=12, syncs_ms=())
     assert again.summary(Ledger(3))["advice"] == summary["advice"]
+
+
+def test_it_says_where_trainer_and_rollouts_are_and_what_another_placement_would_give():
+    (note,), _ = advised([step()] * 12)
+    assert note.data["placement"] == "disaggregated"
+    assert note.data["placements"].keys() == {"colocated", "mixed"}
+    assert "It is disaggregated; on the same GPUs, " in note.message
+
+
+def test_of_a_run_in_turns_no_side_is_short():
+    document = SPEC.model_dump(mode="json")
+    document["topology"]["placement"] = "colocated"
+    turns = {"handover_s": 0.2, "trainer_sleep_s": 0.05, "rollouts_wake_s": 0.05}
+    steps = [step(**turns, seconds=2.4, trainer_wait_s=1.3)] * 12
+    (note,), _ = advised(steps, spec=RunSpec.model_validate(document))
+    assert note.message.startswith(
+        "Neither side is short, since they take turns: the trainer waited 54 %"
+    )
+    assert note.data["placement"] == "colocated"
+    assert not {change["key"] for change in note.data["changes"]} & {"rollout.replicas"}

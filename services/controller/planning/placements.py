@@ -1,0 +1,64 @@
+"""Where trainer and rollouts may be on the same GPUs: apart, in turns, or some of the rollouts in turns."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from services.common.spec.placement_rules import placement
+from services.common.spec.run import RunSpec
+from services.common.spec.topology import TopologySpec
+from services.controller.planning.measured import setting_of
+from services.controller.planning.rates import Setting
+
+
+def on_gpus(setting: Setting, gpus: int, *, trainer_gpus: int, takes_turns: bool) -> Setting:
+    """The same on so many GPUs, of which the trainer has some; if both take turns, rollouts are on all."""
+    left = gpus if takes_turns else gpus - trainer_gpus
+    return replace(
+        setting,
+        trainer_gpus=trainer_gpus,
+        rollouts=left // setting.engine_gpus,
+        in_turns=trainer_gpus // setting.engine_gpus if takes_turns else 0,
+    )
+
+
+def placed(spec: RunSpec, setting: Setting) -> RunSpec:
+    """The run as a setting has it."""
+    topology = spec.topology.model_copy(update={"placement": "disaggregated"})
+    if setting.takes_turns:
+        topology = TopologySpec(placement=setting.placement)
+    changes = {
+        "trainer": {"world_size": setting.trainer_gpus},
+        "rollout": {"replicas": setting.rollouts},
+        "algorithm": {"max_staleness": setting.max_staleness},
+    }
+    parts = {name: getattr(spec, name).model_copy(update=these) for name, these in changes.items()}
+    return spec.model_copy(update={"topology": topology, **parts})
+
+
+def may_take_turns(spec: RunSpec, setting: Setting) -> bool:
+    """Whether a run may be placed so that rollouts are on the trainer's GPUs."""
+    return not [*placement(placed(spec, setting))]
+
+
+def trainer_unit(spec: RunSpec) -> int:
+    """GPUs of which the trainer has a multiple."""
+    trainer = spec.trainer
+    return trainer.tensor_parallel * trainer.expert_parallel * trainer.context_parallel
+
+
+def otherwise(spec: RunSpec) -> Iterator[Setting]:
+    """A run in the other placements on the same GPUs, those that it may have."""
+    now, unit = setting_of(spec), trainer_unit(spec)
+    gpus, engine_gpus = now.gpus, now.engine_gpus
+    half = gpus // 2 // unit * unit
+    apart = half if now.placement == "colocated" else now.trainer_gpus
+    for trainer_gpus, takes_turns in ((apart, False), (apart, True), (gpus, True)):
+        if not 0 < trainer_gpus <= gpus - (not takes_turns) * engine_gpus or trainer_gpus % unit:
+            continue
+        found = on_gpus(now, gpus, trainer_gpus=trainer_gpus, takes_turns=takes_turns)
+        if found.placement == "colocated":
+            found = replace(found, max_staleness=min(1, found.max_staleness))
+        if found.placement == now.placement or found.gpus != gpus:
+            continue
+        if not takes_turns or may_take_turns(spec, found):
+            yield found
