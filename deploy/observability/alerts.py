@@ -78,7 +78,7 @@ ALL = (
         meaning="Workers of the run were started, but not all of them are ready.",
         actions=(
             "Read the run's events of type `WorkerPending`: they carry the words of Kubernetes, such as `Insufficient nvidia.com/gpu` or `ImagePullBackOff`.",
-            "`kubectl get pods -l slipstream.dev/run=RUN`, then `kubectl describe pod` for those that do not run.",
+            "`kubectl get pods -A -l slipstream.dev/run=RUN`, then `kubectl describe pod` for those that do not run.",
             "All pods run: read their logs; loading a large model for the first time downloads it.",
         ),
     ),
@@ -91,7 +91,7 @@ ALL = (
         meaning="The run lost its trainer or all rollouts and goes on once their replacements have loaded. That takes minutes, not longer.",
         actions=(
             "Read the events `WorkerLost` and `WorkerPending` of the run: what was lost and why, and what keeps its replacement from starting.",
-            "`kubectl get pods -l slipstream.dev/run=RUN`: a pod that is Pending waits for a GPU or an image; `kubectl describe pod` says which. Free or add the node.",
+            "`kubectl get pods -A -l slipstream.dev/run=RUN`: a pod that is Pending waits for a GPU or an image; `kubectl describe pod` says which. Free or add the node.",
             "A worker that is lost again and again: its last lines are in the event. OOMKilled asks for a higher memory limit or fewer `trainer.tokens_per_micro_batch`.",
         ),
     ),
@@ -245,7 +245,7 @@ ALL = (
         summary="The transferqueue has {{ $value }} of its shards",
         meaning="Samples of a lost shard are generated again, and the others have less room than was planned. With 0, the index itself is down or is not scraped: runs wait until it is back.",
         actions=(
-            "`kubectl get pods -l app.kubernetes.io/name=slipstream`: a shard that is Pending waits for a node with its memory; CrashLoopBackOff: `kubectl logs --previous POD`.",
+            "`kubectl get pods -A -l app.kubernetes.io/name=slipstream`: a shard that is Pending waits for a node with its memory; CrashLoopBackOff: `kubectl logs --previous POD`.",
             "OOMKilled: raise `transferqueue.overheadMiB`; very many small samples need more beside `transferqueue.capacityMiB`.",
             "All run and are Ready: the index does not hear of one. Its log names refused shards; a service key or certificate of another installation is the usual cause.",
         ),
@@ -297,7 +297,7 @@ ALL = (
         summary="No controller is scraped",
         meaning="Prometheus has no sample from a controller: it is down, or is not scraped. Runs go on without it for a while; nothing new starts.",
         actions=(
-            "`kubectl get pods -l app.kubernetes.io/component=controller`. Pending: `kubectl describe pod` says what is missing, most often the node or zone of its claim.",
+            "`kubectl get pods -A -l app.kubernetes.io/component=controller`. Pending: `kubectl describe pod` says what is missing, most often the node or zone of its claim.",
             "CrashLoopBackOff: `kubectl logs --previous deploy/RELEASE-controller`. A database that is full asks for a larger claim; a schema of a newer release for that release's image; a PostgreSQL that does not answer for itself.",
             "It runs and is Ready: Prometheus does not reach it. Check `monitoring.podMonitor.labels` against what your Prometheus selects, and `networkPolicy.metricsFrom`.",
         ),

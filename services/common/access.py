@@ -5,6 +5,7 @@ names no run is closed to workers unless it is listed here.
 """
 
 import logging
+from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,6 +16,7 @@ from services.common.errors import PermissionDeniedError, UnauthenticatedError
 from services.common.fields import run_of
 from services.common.rare_log import RareLog
 from services.common.run_tokens import SERVICES
+from services.common.tls import ANY_WORKER, peer_name
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ _CLOSED_TO_RUNS = frozenset(
         "KeptSampleService/ForgetSamples",
     )
 )
+_NAMES_OF_SERVICES = frozenset({peer_name("controller"), peer_name("transferqueue")})
 _HEALTH = "/grpc.health.v1.Health/"
 
 _refusals = RareLog(logger)
@@ -69,6 +72,34 @@ def know(identity: Identity, method: str, authorization: str) -> None:
         AUTH_FAILURES.labels("unauthenticated").inc()
         _refusals.warning("a call without a known token was refused", method=method)
         raise
+
+
+def certify(method: str, names: Iterable[bytes]) -> None:
+    """See that the caller that is known by its token shows a certificate of the same bearer.
+
+    Args:
+        method: Full name of the method.
+        names: DNS names of its certificate.
+
+    Raises:
+        PermissionDeniedError: If the certificate is another's.
+    """
+    if method.startswith(_HEALTH):
+        return
+    bearer = _caller.get()
+    if bearer == SERVICES:
+        fitting = _NAMES_OF_SERVICES
+    else:
+        fitting = frozenset({peer_name("worker", bearer), ANY_WORKER})
+    shown = {name.decode("latin-1") for name in names}
+    if not shown & fitting:
+        AUTH_FAILURES.labels("permission_denied").inc()
+        _refusals.warning("a token came with another's certificate", method=method, run=bearer)
+        raise PermissionDeniedError(
+            f"a token of {bearer} came with a certificate of {', '.join(sorted(shown)) or 'nobody'}; "
+            f"it needs one of {' or '.join(sorted(fitting))}",
+            method=method,
+        )
 
 
 def admit(method: str, request: Any) -> None:

@@ -3,16 +3,18 @@
 import asyncio
 import random
 import time
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 
 from services.common import grpc_metrics
-from services.common.credentials import Peer, current_identity
+from services.common.credentials import current_identity
 from services.common.errors import UnavailableError, from_rpc_error
 from services.common.grpc_headers import StreamHeaders, UnaryHeaders
 from services.common.grpc_metrics import MeasuredStreams
 from services.common.grpc_server import MAX_MESSAGE_BYTES
+from services.common.renewed_channel import RenewedChannel
+from services.common.tls import Certificate, Peer, peer_name
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
@@ -39,7 +41,7 @@ CHANNEL_OPTIONS = (
 def open_channel(address: str, peer: Peer, *, run_id: str = "") -> grpc.aio.Channel:
     """A channel to ``host:port`` that notices a dead peer within about 20 seconds.
 
-    It shows this process's identity with every call.
+    It shows this process's identity with every call, also when its certificate is renewed.
 
     Args:
         address: Where the peer is.
@@ -54,13 +56,17 @@ def open_channel(address: str, peer: Peer, *, run_id: str = "") -> grpc.aio.Chan
             address, interceptors=interceptors, options=CHANNEL_OPTIONS
         )
     # Addresses of workers are not known when certificates are made, so the name says what the peer is.
-    name = ("grpc.ssl_target_name_override", f"{peer}.slipstream")
-    return grpc.aio.secure_channel(
-        address,
-        identity.tls.channel_credentials(),
-        interceptors=interceptors,
-        options=(*CHANNEL_OPTIONS, name),
-    )
+    name = ("grpc.ssl_target_name_override", peer_name(peer, run_id))
+
+    def show(certificate: Certificate) -> grpc.aio.Channel:
+        return grpc.aio.secure_channel(
+            address,
+            certificate.channel_credentials(),
+            interceptors=interceptors,
+            options=(*CHANNEL_OPTIONS, name),
+        )
+
+    return cast("grpc.aio.Channel", RenewedChannel(identity.tls, show))
 
 
 async def call(

@@ -11,9 +11,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from services.common import grpc_metrics, tracing
-from services.common.access import admit, know
+from services.common.access import admit, certify, know
 from services.common.credentials import Identity, current_identity
 from services.common.errors import InternalError, InvalidArgumentError, ServiceError, to_status
+from services.common.tls import server_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 STOP_GRACE_S = 1.0
 
 _Context = grpc.aio.ServicerContext[Any, Any]
-_Check = Callable[[str, Any], None]
+_Check = Callable[[str, Any, _Context], None]
 Know = Callable[[str], Awaitable[None]]
 """Sees who calls by the ``authorization`` header, or raises a ServiceError."""
 SERVER_OPTIONS = (
@@ -75,7 +76,7 @@ async def serve(
         if identity.tls is None:
             port = server.add_insecure_port(bind)
         else:
-            port = server.add_secure_port(bind, identity.tls.server_credentials())
+            port = server.add_secure_port(bind, server_credentials(identity.tls))
     except RuntimeError as error:
         raise InvalidArgumentError(
             f"cannot listen on {bind}: the port is in use or the address is not of this host; "
@@ -129,8 +130,15 @@ class _Edge(grpc.aio.ServerInterceptor):
             return _refusal(method, error)
         return guarded
 
+    def _check(self, method: str, request: Any, context: _Context) -> None:
+        """See that the request is one, and that the caller may make it."""
+        _read(method, request, context)
+        if self._identity.tls is not None:
+            certify(method, context.auth_context().get("x509_subject_alternative_name", ()))
+        admit(method, request)
+
     def _guard(self, handler: Any, method: str, *, is_users: bool) -> Any:
-        check = _read if is_users else _check
+        check = _read if is_users else self._check
         if handler.response_streaming:
             wrapped = _guard_stream(handler.unary_stream, method, check)
             factory: Any = grpc.unary_stream_rpc_method_handler
@@ -156,17 +164,11 @@ def _or_none(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     return deserialized
 
 
-def _read(method: str, request: Any) -> None:
+def _read(method: str, request: Any, context: _Context) -> None:
     """See that the request is one."""
     if request is None:
         raise InvalidArgumentError(f"what came is no request of {method}", method=method)
     grpc_metrics.received(method, request)
-
-
-def _check(method: str, request: Any) -> None:
-    """See that the request is one, and that the caller may make it."""
-    _read(method, request)
-    admit(method, request)
 
 
 def _refusal(method: str, error: Exception) -> Any:
@@ -189,7 +191,7 @@ def _guard_unary(behavior: Any, method: str, check: _Check) -> Any:
     async def guarded(request: Any, context: _Context) -> Any:
         with tracing.within(tracing.parse(_header(context.invocation_metadata(), "traceparent"))):
             try:
-                check(method, request)
+                check(method, request, context)
                 response = await behavior(request, context)
                 grpc_metrics.sent(method, response)
                 return response
@@ -202,7 +204,7 @@ def _guard_unary(behavior: Any, method: str, check: _Check) -> Any:
 def _guard_stream(behavior: Any, method: str, check: _Check) -> Any:
     async def guarded(request: Any, context: _Context) -> Any:
         try:
-            check(method, request)
+            check(method, request, context)
             async for response in behavior(request, context):
                 grpc_metrics.sent(method, response)
                 yield response

@@ -5,14 +5,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from services.common.confinement import Allowance
-from services.common.credentials import Identity, TlsFiles, read_key
+from services.common.credentials import Identity, read_key
 from services.common.errors import InvalidArgumentError
+from services.common.tls import Peer, TlsFiles, peer_name
 
 _LOOPBACK = ("127.", "localhost:", "[::1]:")
 
@@ -56,8 +57,8 @@ class ServiceSettings(BaseSettings):
     """Whether to stop when standard input ends, that is, when the parent process is gone."""
     tls_certificate: Path | None = None
     """PEM file with the certificate that this process shows to services and workers, for the DNS name
-    ``controller.slipstream``, ``transferqueue.slipstream`` or ``worker.slipstream``. Servers notice a
-    new one."""
+    ``controller.slipstream``, ``transferqueue.slipstream``, or of a worker ``RUN.worker.slipstream``, with
+    ``-`` for ``_`` in the run's id, or ``*.worker.slipstream``. A new one is noticed."""
     tls_key: Path | None = None
     """PEM file with the certificate's key."""
     tls_authority: Path | None = None
@@ -112,6 +113,19 @@ class KeySettings(ServiceSettings):
     service_key_file: Path | None = None
     """File with the secret by which the services know each other and sign the tokens of runs: the same for
     all of them, 32 random bytes or more. Required unless gRPC is bound to a loopback address."""
+    tls_issuer: Path | None = None
+    """Folder with ``tls.crt`` and ``tls.key`` of an authority, and ``ca.crt``, by which everybody is known.
+    With it, services make certificates of three days themselves, and the controller those of its runs, in
+    place of ``tls_certificate``, ``tls_key`` and ``tls_authority``."""
+
+    peer: ClassVar[Peer]
+    """What this service is in its certificate."""
+
+    @model_validator(mode="after")
+    def _certificate_has_one_source(self) -> Self:
+        if self.tls_issuer is not None and self.tls_certificate is not None:
+            raise ValueError("tls_issuer makes certificates; set it or tls_certificate, not both")
+        return self
 
     @model_validator(mode="after")
     def _open_only_on_loopback(self) -> Self:
@@ -125,10 +139,17 @@ class KeySettings(ServiceSettings):
         """Who this process is.
 
         Raises:
-            InvalidArgumentError: If the key cannot be read.
+            InvalidArgumentError: If the key or the issuer cannot be read.
         """
         key = read_key(self.service_key_file) if self.service_key_file else b""
-        return Identity(tls=self.tls, key=key)
+        if self.tls_issuer is None:
+            return Identity(tls=self.tls, key=key)
+        # Only services need what signs.
+        from services.common.issuer import IssuedTls, Issuer
+
+        issuer = Issuer(self.tls_issuer)
+        own = IssuedTls(issuer, peer_name(self.peer))
+        return Identity(tls=own, issue=issuer.issue, key=key)
 
 
 class SpecSettings(ServiceSettings):

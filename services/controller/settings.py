@@ -4,13 +4,14 @@ import os
 import socket
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from services.common.errors import InvalidArgumentError
 from services.common.settings import KeySettings, SpecSettings, is_loopback
+from services.common.tls import Peer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class ControllerSettings(KeySettings, SpecSettings):
     """Where the controller lives."""
 
     model_config = SettingsConfigDict(env_prefix="SLIPSTREAM_CONTROLLER_")
+    peer: ClassVar[Peer] = "controller"
 
     rest_bind: str = "127.0.0.1:0"
     """``host:port`` of the REST API; port 0 takes a free one."""
@@ -51,8 +53,9 @@ class ControllerSettings(KeySettings, SpecSettings):
     """Who starts a run's workers: this host, the Kubernetes API, or somebody else."""
     namespace: str = ""
     """Namespace of worker pods; only with the Kubernetes launcher."""
-    deployment: str = ""
-    """This controller's Deployment, which owns the worker pods; only with the Kubernetes launcher."""
+    workers_service: str = ""
+    """Headless service of the worker pods, in their namespace, which owns them; only with the Kubernetes
+    launcher."""
     worker_templates: Path = Path("/etc/slipstream/workers")
     """Folder of the pod templates that the chart wrote; only with the Kubernetes launcher."""
     network_policies: bool = False

@@ -2,18 +2,20 @@
 
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from services.common.settings import KeySettings, is_loopback
+from services.common.tls import Peer
 
 
 class TransferQueueSettings(KeySettings):
     """Settings from ``SLIPSTREAM_TRANSFERQUEUE_*``."""
 
     model_config = SettingsConfigDict(env_prefix="SLIPSTREAM_TRANSFERQUEUE_")
+    peer: ClassVar[Peer] = "transferqueue"
 
     data_bind: str = "127.0.0.1:0"
     """``host:port`` of the ZeroMQ socket; port 0 takes a free one."""

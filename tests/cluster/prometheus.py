@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from deploy.observability.panels import Dashboard
 from tests.cluster.node import Cluster
-from tests.cluster.release import NAMESPACE
+from tests.cluster.release import NAMESPACE, WORKERS
 from tests.helpers.chart import one, render
 from tests.helpers.tools import require
 
@@ -88,7 +88,7 @@ def _config(cluster: Cluster) -> dict[str, Any]:
     discovery = {
         "role": "pod",
         "kubeconfig_file": str(cluster.kubeconfig),
-        "namespaces": {"names": [NAMESPACE]},
+        "namespaces": {"names": [NAMESPACE, WORKERS]},
     }
     job = {
         "job_name": "slipstream",

@@ -1,6 +1,7 @@
 """An installed release on the test cluster, and its REST API."""
 
 import base64
+import itertools
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -18,10 +19,12 @@ from tests.helpers.chart import CHART, PROFILES, ROOT
 from tests.helpers.tools import require
 
 NAMESPACE = "slipstream"
+WORKERS = f"{NAMESPACE}-workers"
+"""Namespace of the worker pods, which the chart makes."""
 CLEARING_S = 180.0
 """Pods end with their run; a busy node takes a while to clear them away."""
 _EXAMPLES = ROOT / "examples"
-_CLAIMS = ("checkpoints", "models", "state")
+_CLAIMS = {"checkpoints": WORKERS, "models": WORKERS, "state": NAMESPACE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +43,14 @@ class Installed:
         made = self.execute(
             "deploy/demo-slipstream-controller",
             "-m", "services.controller.tokens", "create", "member", "--project", project,
+            namespace=NAMESPACE,
         )  # fmt: skip
         return replace(self, api=open_api(str(self.api.base_url), made.strip()))
 
-    def execute(self, pod: str, *arguments: str) -> str:
+    def execute(self, pod: str, *arguments: str, namespace: str = WORKERS) -> str:
         """Run Python in a pod and return its output."""
         return self.cluster.command(
-            "kubectl", "-n", NAMESPACE, "exec", pod, "--", "python", *arguments
+            "kubectl", "-n", namespace, "exec", pod, "--", "python", *arguments
         )
 
     def helm(self, *arguments: str) -> str:
@@ -132,7 +136,16 @@ class Installed:
     def pods(self, run_id: str = "") -> list[Any]:
         """Pods of the release, or of one run."""
         selector = f"slipstream.dev/run={run_id}" if run_id else ""
-        return list(self.cluster.core.list_namespaced_pod(NAMESPACE, label_selector=selector).items)
+        return list_pods(self.cluster, selector)
+
+
+def list_pods(cluster: Cluster, selector: str = "") -> list[Any]:
+    """Pods of the release in both of its namespaces."""
+    listed = [
+        cluster.core.list_namespaced_pod(namespace, label_selector=selector).items
+        for namespace in (NAMESPACE, WORKERS)
+    ]
+    return list(itertools.chain.from_iterable(listed))
 
 
 def _is_over(run: dict[str, Any]) -> bool:
@@ -164,12 +177,7 @@ def installed_release(cluster: Cluster) -> Iterator[Installed]:
 
 def _install(cluster: Cluster) -> Installed:
     create_namespace(cluster)
-    code = {"sort4.py": (_EXAMPLES / "sort4.py").read_text(encoding="utf-8")}
-    cluster.core.create_namespaced_config_map(
-        NAMESPACE, {"metadata": {"name": "code"}, "data": code}
-    )
-    for name in _CLAIMS:
-        make_volume(cluster, name)
+    make_volume(cluster, "state")
     begin = time.monotonic()
     helm(
         cluster, "install", "demo", str(CHART), "--wait", "--timeout", "120s",
@@ -180,6 +188,10 @@ def _install(cluster: Cluster) -> Installed:
         "--set", "workers.rolloutScales.enabled=true",
     )  # fmt: skip
     install_s = time.monotonic() - begin
+    code = {"sort4.py": (_EXAMPLES / "sort4.py").read_text(encoding="utf-8")}
+    cluster.core.create_namespaced_config_map(WORKERS, {"metadata": {"name": "code"}, "data": code})
+    for name in ("checkpoints", "models"):
+        make_volume(cluster, name)
     service = cluster.core.read_namespaced_service("demo-slipstream-controller", NAMESPACE)
     secret = cluster.core.read_namespaced_secret("demo-slipstream-admin-token", NAMESPACE)
     token = base64.b64decode(secret.data["token"]).decode()
@@ -193,12 +205,11 @@ def _uninstall(cluster: Cluster) -> None:
     """Remove the release and what was made for it."""
     helm(cluster, "uninstall", "demo", "--wait", "--ignore-not-found")
     core = cluster.core
-    core.delete_namespaced_config_map("code", NAMESPACE)
-    for name in _CLAIMS:
-        core.delete_namespaced_persistent_volume_claim(name, NAMESPACE)
-    eventually(
-        lambda: not core.list_namespaced_persistent_volume_claim(NAMESPACE).items, CLEARING_S
-    )
+    for name, namespace in _CLAIMS.items():  # those of workers, too, outlive the release
+        core.delete_namespaced_persistent_volume_claim(name, namespace)
+    eventually(lambda: not core.list_persistent_volume_claim_for_all_namespaces().items, CLEARING_S)
+    core.delete_namespace(WORKERS)
+    eventually(lambda: WORKERS not in namespaces(cluster), CLEARING_S)
     for name in _CLAIMS:
         core.delete_persistent_volume(name)
     eventually(lambda: not core.list_persistent_volume().items, CLEARING_S)
@@ -233,12 +244,12 @@ def make_volume(cluster: Cluster, name: str) -> None:
                 "accessModes": ["ReadWriteMany"],
                 "hostPath": {"path": str(folder)},
                 "storageClassName": "test",
-                "claimRef": {"name": name, "namespace": NAMESPACE},
+                "claimRef": {"name": name, "namespace": _CLAIMS[name]},
             },
         }
     )
     cluster.core.create_namespaced_persistent_volume_claim(
-        NAMESPACE,
+        _CLAIMS[name],
         {
             "metadata": {"name": name},
             "spec": {
@@ -249,6 +260,11 @@ def make_volume(cluster: Cluster, name: str) -> None:
             },
         },
     )
+
+
+def namespaces(cluster: Cluster) -> set[str]:
+    """Names of all namespaces."""
+    return {namespace.metadata.name for namespace in cluster.core.list_namespace().items}
 
 
 def create_namespace(cluster: Cluster) -> None:
@@ -263,14 +279,13 @@ def create_namespace(cluster: Cluster) -> None:
 def keep_logs(cluster: Cluster, folder: Path) -> None:
     """Write what every pod that has started said."""
     folder.mkdir(exist_ok=True)
-    for pod in cluster.core.list_namespaced_pod(NAMESPACE).items:
+    for pod in list_pods(cluster):
+        name, namespace = pod.metadata.name, pod.metadata.namespace
         try:
-            text = cluster.command(
-                "kubectl", "-n", NAMESPACE, "logs", pod.metadata.name, "--all-containers"
-            )
+            text = cluster.command("kubectl", "-n", namespace, "logs", name, "--all-containers")
         except RuntimeError as error:  # it may have no container yet, or be gone by now
             text = str(error)
-        (folder / f"{pod.metadata.name}.log").write_text(text, encoding="utf-8")
+        (folder / f"{name}.log").write_text(text, encoding="utf-8")
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float) -> None:

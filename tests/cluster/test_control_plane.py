@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kubernetes.client import ApiClient, AppsV1Api, Configuration, CoreV1Api, NodeV1Api
+from kubernetes.client import ApiClient, Configuration, CoreV1Api, NodeV1Api
 
 from services.common.errors import FailedPreconditionError
 from services.common.spec.loader import parse_spec
@@ -21,18 +21,21 @@ from services.common.spec.run import RunSpec
 from services.controller.launch.follow import follow
 from services.controller.launch.kubernetes import KubernetesLauncher
 from services.controller.launch.launcher import WorkerExit
-from services.controller.launch.pod_api import PodApi, deployment_reference
+from services.controller.launch.pod_api import PodApi, service_reference
 from services.controller.launch.worker_pods import RUN_LABEL
 from tests.cluster.fake_nodes import fake_nodes
 from tests.cluster.job_sets import job_sets, names
 from tests.cluster.node import Cluster
+from tests.cluster.release import namespaces
 from tests.helpers.chart import CHART, PROFILES
 from tests.helpers.tools import require
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 NAMESPACE = "train"
-DEPLOYMENT = "demo-slipstream-controller"
+WORKERS = "train-workers"
+CONTROLLER = "demo-slipstream-controller"
+OWNER = "demo-slipstream-workers"
 _KINDS = "all,configmap,secret,serviceaccount,role,rolebinding,networkpolicy,pdb,pvc"
 
 
@@ -52,10 +55,11 @@ def install(cluster: Cluster, *arguments: str) -> str:
 def objects(cluster: Cluster) -> set[str]:
     """Names of the release's objects."""
     selector = "app.kubernetes.io/instance=demo"
-    listed = cluster.command(
-        "kubectl", "-n", NAMESPACE, "get", _KINDS, "-l", selector, "-o", "name"
-    )
-    return set(listed.split())
+    listed = [
+        cluster.command("kubectl", "-n", namespace, "get", _KINDS, "-l", selector, "-o", "name")
+        for namespace in (NAMESPACE, WORKERS)
+    ]
+    return set(" ".join(listed).split())
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +84,14 @@ def test_install_upgrade_rollback_uninstall_leave_nothing(
 ) -> None:
     install(cluster)
     before = objects(cluster)
-    assert f"deployment.apps/{DEPLOYMENT}" in before
+    assert f"deployment.apps/{CONTROLLER}" in before
     install(cluster, "--set", "controller.logLevel=DEBUG")
     helm(cluster, "rollback", "demo", "1")
     history = json.loads(helm(cluster, "history", "demo", "-o", "json"))
     assert [item["revision"] for item in history] == [1, 2, 3]
     helm(cluster, "uninstall", "demo", "--wait")
     assert objects(cluster) == set()
+    assert WORKERS not in namespaces(cluster)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +100,8 @@ def test_install_upgrade_rollback_uninstall_leave_nothing(
         ("controller", "create", "pods", True),
         ("controller", "delete", "pods", True),
         ("controller", "watch", "pods", True),
-        ("controller", "get", f"deployments/{DEPLOYMENT}", True),
-        ("controller", "get", "deployments/other", False),
+        ("controller", "get", f"services/{OWNER}", True),
+        ("controller", "get", "services/other", False),
         ("controller", "patch", "pods", False),
         ("controller", "get", "pods --subresource=log", True),
         ("controller", "create", "pods --subresource=exec", False),
@@ -115,23 +120,29 @@ def test_install_upgrade_rollback_uninstall_leave_nothing(
 def test_accounts_may_do_what_they_need_and_no_more(
     cluster: Cluster, release: None, account: str, verb: str, resource: str, is_allowed: bool
 ) -> None:
+    assert may(cluster, account, verb, resource, namespace=WORKERS) is is_allowed
+    assert not may(cluster, account, verb, resource, namespace=NAMESPACE), "where the secrets are"
+
+
+def may(cluster: Cluster, account: str, verb: str, resource: str, *, namespace: str) -> bool:
     (kubectl,) = require("kubectl")
-    user = f"system:serviceaccount:{NAMESPACE}:demo-slipstream-{account}"
+    home = WORKERS if account == "worker" else NAMESPACE
     asked = subprocess.run(
         [
             kubectl, "--kubeconfig", cluster.kubeconfig, "auth", "can-i", verb, *resource.split(),
-            "--as", user, "-n", NAMESPACE,
+            "--as", f"system:serviceaccount:{home}:demo-slipstream-{account}", "-n", namespace,
         ],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert asked.stdout.strip() == ("yes" if is_allowed else "no"), asked.stderr
+    assert asked.stdout.strip() in ("yes", "no"), asked.stderr
+    return asked.stdout.strip() == "yes"
 
 
 def controller_account(cluster: Cluster) -> CoreV1Api:
     """A client with the controller's own rights."""
     for secret in cluster.core.list_namespaced_secret(NAMESPACE).items:
         annotations = secret.metadata.annotations or {}
-        if annotations.get("kubernetes.io/service-account.name") == DEPLOYMENT:
+        if annotations.get("kubernetes.io/service-account.name") == CONTROLLER:
             settings = Configuration(host="https://127.0.0.1:6443")
             settings.ssl_ca_cert = str(cluster.folder / "pki" / "ca.crt")
             token = base64.b64decode(secret.data["token"]).decode()
@@ -181,7 +192,7 @@ class QueueingApi(PodApi):
         condition = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}
         created["status"]["conditions"] = [condition]
         patch = {"status": {"conditions": [condition]}}
-        self.admin.patch_namespaced_pod_status(created["metadata"]["name"], NAMESPACE, patch)
+        self.admin.patch_namespaced_pod_status(created["metadata"]["name"], WORKERS, patch)
         return created
 
 
@@ -195,16 +206,16 @@ async def open_launcher(
 ) -> tuple[KubernetesLauncher, Events]:
     core, events, QueueingApi.admin = controller_account(cluster), Events(), cluster.core
     launcher = KubernetesLauncher(
-        make_api(core, NAMESPACE),
+        make_api(core, WORKERS),
         write_templates(cluster, folder),
-        owner=await deployment_reference(core, NAMESPACE, DEPLOYMENT),
+        owner=await service_reference(core, WORKERS, OWNER),
         controller_address="controller:50051",
         on_exit=events.exits.put_nowait,
         on_pending=lambda *told: events.pending.put_nowait(told),
         pending_timeout_s=pending_timeout_s,
     )
     seen = await stack.enter_async_context(
-        follow(partial(core.list_namespaced_pod, NAMESPACE, label_selector=RUN_LABEL))
+        follow(partial(core.list_namespaced_pod, WORKERS, label_selector=RUN_LABEL))
     )
     tasks = await stack.enter_async_context(asyncio.TaskGroup())
     watching = tasks.create_task(launcher.watch(seen))
@@ -214,7 +225,7 @@ async def open_launcher(
 
 def run_pods(cluster: Cluster, run_id: str) -> dict[str, tuple[str, str]]:
     """Phase and node of a run's pods."""
-    listed = cluster.core.list_namespaced_pod(NAMESPACE, label_selector=f"{RUN_LABEL}={run_id}")
+    listed = cluster.core.list_namespaced_pod(WORKERS, label_selector=f"{RUN_LABEL}={run_id}")
     return {pod.metadata.name: (pod.status.phase, pod.spec.node_name) for pod in listed.items}
 
 
@@ -254,7 +265,7 @@ async def test_a_deleted_pod_is_told_within_seconds(
         await until(
             lambda: run_pods(cluster, "run_a2").get("run-a2-rollout-0", ("",))[0] == "Running"
         )
-        cluster.core.delete_namespaced_pod("run-a2-rollout-0", NAMESPACE)
+        cluster.core.delete_namespaced_pod("run-a2-rollout-0", WORKERS)
         async with asyncio.timeout(30):
             assert (await events.exits.get()).worker_id == "rollout-0"
         await launcher.stop("run_a2")
@@ -301,7 +312,7 @@ async def test_a_run_waits_for_its_queue_and_leaves_it(
 
         def admit(pod: str) -> None:
             binding = {"metadata": {"name": pod}, "target": {"kind": "Node", "name": nodes[0]}}
-            cluster.core.create_namespaced_binding(NAMESPACE, binding, _preload_content=False)
+            cluster.core.create_namespaced_binding(WORKERS, binding, _preload_content=False)
 
         for pod in run_pods(cluster, "run_a5"):
             admit(pod)
@@ -334,16 +345,16 @@ async def test_a_trainer_of_several_nodes_is_a_job_set_where_asked(
         with pytest.raises(FailedPreconditionError, match="knows no JobSets"):
             await launcher.start("run_a7", spec)
         await launcher.stop("run_a7")
-        stack.enter_context(job_sets(cluster.core, NAMESPACE))
+        stack.enter_context(job_sets(cluster.core, WORKERS))
         await launcher.start("run_a8", spec)
         await until(lambda: running("run_a8") == whole)
-        assert names(cluster.core, NAMESPACE) == ["run-a8-trainer-0"]
+        assert names(cluster.core, WORKERS) == ["run-a8-trainer-0"]
         former = {name for name in run_pods(cluster, "run_a8") if "trainer" in name}
 
         later, events = await open_launcher(stack, cluster, tmp_path)
         await later.start("run_a8", spec)
         assert former < set(run_pods(cluster, "run_a8")), "a later controller keeps them"
-        cluster.core.delete_namespaced_pod(max(former), NAMESPACE)
+        cluster.core.delete_namespaced_pod(max(former), WORKERS)
         async with asyncio.timeout(30):
             assert (await events.exits.get()).worker_id == "trainer-0"
         await later.end("run_a8", "trainer-0")
@@ -353,16 +364,26 @@ async def test_a_trainer_of_several_nodes_is_a_job_set_where_asked(
         assert not former & set(run_pods(cluster, "run_a8"))
         await later.stop("run_a8")
         assert run_pods(cluster, "run_a8") == {}
-        await until(lambda: names(cluster.core, NAMESPACE) == [])
+        await until(lambda: names(cluster.core, WORKERS) == [])
         assert events.exits.empty()
     install(cluster)
 
 
-async def test_worker_pods_go_with_the_release(
+async def test_what_the_controller_made_goes_with_the_release(
     cluster: Cluster, release: None, nodes: list[str], tmp_path: Path
 ) -> None:
+    # A namespace that holds claims stays, and does not take the pods with it.
+    install(cluster, "--set", "workers.modelCache.existingClaim=models")
     async with AsyncExitStack() as stack:
         launcher, _ = await open_launcher(stack, cluster, tmp_path)
         await launcher.start("run_a6", make_spec(replicas=1))
-        AppsV1Api(cluster.core.api_client).delete_namespaced_deployment(DEPLOYMENT, NAMESPACE)
+        await asyncio.to_thread(helm, cluster, "uninstall", "demo", "--wait")
         await until(lambda: run_pods(cluster, "run_a6") == {}, timeout_s=60)
+        await until(
+            lambda: not cluster.core.list_namespaced_secret(WORKERS, label_selector=RUN_LABEL).items
+        )
+    assert objects(cluster) == set()
+    assert WORKERS in namespaces(cluster)
+    install(cluster)
+    helm(cluster, "uninstall", "demo", "--wait")
+    assert WORKERS not in namespaces(cluster)

@@ -18,7 +18,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 _NAMESPACE = "readme"
 # What differs here: no GPU, no registry; and a script is faster than a user, whom the port would not outrun.
 _HERE = {
-    "create namespace slipstream": f"create namespace {_NAMESPACE}",
     "-n slipstream": f"-n {_NAMESPACE}",
     "profiles/one-gpu-node.yaml": "profiles/cpu-smoke.yaml",
     "image.registry=registry.example.com": "image.registry=localhost,image.tag=test",
@@ -51,7 +50,7 @@ def test_a_new_user_installs_and_trains_by_the_readme(machine: Cluster, tmp_path
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "every service answers" in done.stdout
     assert "SUCCEEDED" in done.stdout
-    list_pods = partial(machine.core.list_namespaced_pod, _NAMESPACE)
+    list_pods = partial(machine.core.list_namespaced_pod, f"{_NAMESPACE}-workers")
     pods = partial(list_pods, label_selector="slipstream.dev/run")
     eventually(lambda: not pods().items, timeout_s=CLEARING_S)
     machine.command(helm, "uninstall", "slipstream", "-n", _NAMESPACE, "--wait")

@@ -1,5 +1,6 @@
 """Runs on a real cluster: real containers, real Helm, the example that the README shows."""
 
+import base64
 import json
 import os
 import time
@@ -19,6 +20,7 @@ from tests.cluster.prometheus import Prometheus, empty_panels, plot, prometheus
 from tests.cluster.release import (
     CLEARING_S,
     NAMESPACE,
+    WORKERS,
     Installed,
     eventually,
     installed_release,
@@ -136,7 +138,7 @@ def test_rollouts_are_scaled_by_hand_and_by_an_autoscaler_while_a_run_goes_on(
     assert installed.workers(run_id) == {"trainer-0", "rollout-0", "rollout-1"}
     name = run_id.replace("_", "-")
     installed.cluster.command(
-        "kubectl", "-n", NAMESPACE, "scale", f"rolloutscale/{name}", "--replicas=1"
+        "kubectl", "-n", WORKERS, "scale", f"rolloutscale/{name}", "--replicas=1"
     )
     eventually(lambda: len(installed.events(run_id, "Resized")) == 2, timeout_s=100)
     assert installed.workers(run_id) == {"trainer-0", "rollout-0"}
@@ -146,17 +148,17 @@ def test_rollouts_are_scaled_by_hand_and_by_an_autoscaler_while_a_run_goes_on(
         "spec": {"scaleTargetRef": target, "minReplicas": 2, "maxReplicas": 3},
     }
     autoscalers = AutoscalingV1Api(installed.cluster.core.api_client)
-    autoscalers.create_namespaced_horizontal_pod_autoscaler(NAMESPACE, autoscaler)
+    autoscalers.create_namespaced_horizontal_pod_autoscaler(WORKERS, autoscaler)
     eventually(lambda: len(installed.events(run_id, "Resized")) == 3, timeout_s=200)
     assert installed.workers(run_id) == {"trainer-0", "rollout-0", "rollout-1"}
     before = installed.run(run_id)["step"]
     installed.wait(run_id, lambda run: run["step"] > before, timeout_s=100)
-    autoscalers.delete_namespaced_horizontal_pod_autoscaler(name, NAMESPACE)
+    autoscalers.delete_namespaced_horizontal_pod_autoscaler(name, WORKERS)
     installed.api.post(f"/v1/runs/{run_id}/cancel").raise_for_status()
     eventually(lambda: not installed.pods(run_id), timeout_s=CLEARING_S)
     assert_ledger_closes(installed.run(run_id))
     scales = CustomObjectsApi(installed.cluster.core.api_client)
-    listing = (GROUP, VERSION, NAMESPACE, PLURAL)
+    listing = (GROUP, VERSION, WORKERS, PLURAL)
     eventually(lambda: scales.list_namespaced_custom_object(*listing)["items"] == [], timeout_s=30)
 
 
@@ -172,7 +174,7 @@ def test_a_trainer_on_two_nodes_is_a_set_of_pods_that_live_and_die_together(
     for name in ("trainer-0", "trainer-0-node-1", "rollout-0"):
         assert_ports_are_open_to_workers(installed.execute(f"{prefix}-{name}", "-c", _LISTENING))
     installed.cluster.core.delete_namespaced_pod(
-        f"{prefix}-trainer-0-node-1", NAMESPACE, grace_period_seconds=0
+        f"{prefix}-trainer-0-node-1", WORKERS, grace_period_seconds=0
     )
     run = installed.wait(run_id, lambda run: run["state"] == "SUCCEEDED", timeout_s=400)
     assert run["step"] == 30
@@ -186,16 +188,16 @@ def test_a_trainer_on_two_nodes_is_a_job_set_where_asked(installed: Installed) -
     trainer = {"world_size": 2, "steps": 20, "checkpoint": {"every": 5}}
     limits = {"max_restarts": 5}
     installed.upgrade("workers.jobSet.enabled=true")
-    with job_sets(core, NAMESPACE):
+    with job_sets(core, WORKERS):
         run_id = installed.submit(topology={"gpus_per_node": 1}, trainer=trainer, limits=limits)
         installed.wait(run_id, lambda run: run["step"] >= 6, timeout_s=300)
-        (name,) = names(core, NAMESPACE)
+        (name,) = names(core, WORKERS)
         (second,) = [
             pod.metadata.name
             for pod in installed.pods(run_id)
             if pod.metadata.name.startswith(f"{name}-node-0-1-")
         ]
-        core.delete_namespaced_pod(second, NAMESPACE, grace_period_seconds=0)
+        core.delete_namespaced_pod(second, WORKERS, grace_period_seconds=0)
         run = installed.wait(run_id, lambda run: run["state"] == "SUCCEEDED", timeout_s=400)
         assert run["step"] == 20
         assert_ledger_closes(run)
@@ -206,7 +208,7 @@ def test_a_trainer_on_two_nodes_is_a_job_set_where_asked(installed: Installed) -
         )
         assert "trainer" in logs.raise_for_status().text
         eventually(lambda: not installed.pods(run_id), timeout_s=CLEARING_S)
-        eventually(lambda: names(core, NAMESPACE) == [], timeout_s=30)
+        eventually(lambda: names(core, WORKERS) == [], timeout_s=30)
     installed.upgrade("workers.jobSet.enabled=false")
 
 
@@ -217,6 +219,36 @@ def test_an_upgrade_in_the_middle_does_not_disturb_a_run(installed: Installed) -
     installed.ready()
     run = installed.wait(run_id, lambda run: run["state"] == "SUCCEEDED", timeout_s=400)
     assert_ledger_closes(run)
+
+
+def test_the_certificate_of_a_run_is_renewed_while_it_goes_on(installed: Installed) -> None:
+    run_id = installed.submit(trainer={"steps": 1000})
+    installed.wait(run_id, lambda run: run["step"] >= 3, timeout_s=300)
+    prefix = run_id.replace("_", "-")
+
+    def written() -> str:
+        listing = installed.cluster.core.list_namespaced_secret
+        found = listing(WORKERS, label_selector=f"slipstream.dev/run={run_id}").items
+        # While it is replaced there is none.
+        return base64.b64decode(found[0].data["tls.crt"]).decode() if found else before
+
+    def mounted() -> str:
+        show = "print(open('/etc/slipstream/tls/tls.crt').read())"
+        return installed.execute(f"{prefix}-rollout-0", "-c", show)
+
+    before = ""
+    before = written()
+    assert before in mounted()
+    # Nobody can read how old it is, so that a later controller makes another.
+    installed.upgrade("controller.podAnnotations.renewed=yes")
+    installed.ready()
+    eventually(lambda: written() != before, timeout_s=150)
+    renewed = written()
+    eventually(lambda: renewed in mounted(), timeout_s=200)
+    step = installed.run(run_id)["step"]
+    installed.wait(run_id, lambda run: run["step"] >= step + 5, timeout_s=200)
+    assert installed.events(run_id, "WorkerLost") == []
+    installed.api.post(f"/v1/runs/{run_id}/cancel").raise_for_status()
 
 
 # Asks, as a worker of one run, for the samples of another.

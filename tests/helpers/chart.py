@@ -28,7 +28,7 @@ def render(
     kube_version: str = "1.33.0",
     version: str = "helm4",
 ) -> list[Manifest]:
-    """All manifests of release ``demo`` in namespace ``train``."""
+    """All manifests of release ``demo`` in namespace ``train``, its workers in ``train-workers``."""
     files = [part for name in profiles for part in ("-f", str(PROFILES / f"{name}.yaml"))]
     done = helm(
         "template", "demo", str(CHART), "-n", "train", "--kube-version", kube_version, *files,

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.common.credentials import current_identity
 from services.common.errors import ServiceError
 from services.common.spec.run import RunSpec
 from services.common.task_group import TaskGroup
@@ -21,6 +20,7 @@ from services.controller.launch.follow import Seen
 from services.controller.launch.known_pod import KnownPod, check_growth
 from services.controller.launch.launcher import ExitHandler, WorkerExit
 from services.controller.launch.pod_api import PodApi
+from services.controller.launch.run_secrets import RunSecrets
 from services.controller.launch.scale import RolloutScales
 from services.controller.launch.worker_pods import (
     RUN_LABEL,
@@ -30,8 +30,6 @@ from services.controller.launch.worker_pods import (
     load_templates,
     policy_name,
     run_policy,
-    secret_name,
-    token_secret,
 )
 
 logger = logging.getLogger(__name__)
@@ -81,6 +79,7 @@ class KubernetesLauncher:
         self._scales = scales
         self._runs: dict[str, dict[str, KnownPod]] = {}
         self._changed = asyncio.Condition()
+        self.secrets = RunSecrets(api, owner=owner)
 
     async def start(self, run_id: str, spec: RunSpec) -> None:
         """Create the pods of a run that are not there; an earlier controller may have made some.
@@ -102,9 +101,10 @@ class KubernetesLauncher:
         admitted = max((pod.group_size for pod in known.values()), default=0)
         check_growth(bodies, known, admitted=admitted)
         await self._api.put_policy(run_policy(run_id, owner=self._owner))
-        if not known:  # with pods there is a secret, which one that starts may be looking for
-            token = current_identity().token_for(run_id)
-            await self._api.put_secret(token_secret(run_id, token, owner=self._owner))
+        if known:  # with pods there is a secret, which one that starts may be looking for
+            self.secrets.take_over(run_id)
+        else:
+            await self.secrets.put(run_id)
         for body in bodies:
             if body["metadata"]["name"] not in known:
                 if admitted:
@@ -145,7 +145,7 @@ class KubernetesLauncher:
                 await self._remove(run_id, name)
         finally:
             self._runs.pop(run_id, None)
-        await self._api.delete_secret(secret_name(run_id))
+        await self.secrets.remove(run_id)
         await self._api.delete_policy(policy_name(run_id))
         if self._scales is not None:
             await self._scales.remove(run_id)

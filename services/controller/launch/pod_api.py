@@ -8,7 +8,6 @@ from typing import Any, cast
 
 from kubernetes.client import (
     ApiException,
-    AppsV1Api,
     CoreV1Api,
     CustomObjectsApi,
     NetworkingV1Api,
@@ -212,17 +211,13 @@ async def delete(what: str, method: Callable[..., Any], *arguments: Any, **optio
     return True
 
 
-async def deployment_reference(core: CoreV1Api, namespace: str, name: str) -> dict[str, str]:
-    """An owner reference to a Deployment."""
-    deployment = await asyncio.to_thread(
-        AppsV1Api(core.api_client).read_namespaced_deployment,
-        name,
-        namespace,
-        _request_timeout=_TIMEOUT_S,
+async def service_reference(core: CoreV1Api, namespace: str, name: str) -> dict[str, str]:
+    """An owner reference to a Service."""
+    service = await asyncio.to_thread(
+        core.read_namespaced_service, name, namespace, _request_timeout=_TIMEOUT_S
     )
-    assert deployment.metadata is not None
-    uid = str(deployment.metadata.uid)
-    return {"apiVersion": "apps/v1", "kind": "Deployment", "name": name, "uid": uid}
+    assert service.metadata is not None
+    return {"apiVersion": "v1", "kind": "Service", "name": name, "uid": str(service.metadata.uid)}
 
 
 def _explanation(error: ApiException) -> str:

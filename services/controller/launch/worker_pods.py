@@ -27,7 +27,10 @@ _GRPC_PORT = 50051
 _METRICS_PORT = 9090
 _MEETING_PORT = 29500
 _RUNS = "/var/lib/slipstream"
-_TOKEN_KEY = "token"  # noqa: S105 -- its name inside the secret
+TOKEN_KEY = "token"  # noqa: S105 -- its name inside the secret
+TLS_FILES = ("tls.crt", "tls.key", "ca.crt")
+"""Names, inside the secret, of a run's certificate, its key, and the authority."""
+_TLS_VOLUME = "tls"
 
 Pod = dict[str, Any]
 
@@ -64,24 +67,9 @@ class _Place:
         return f"{run_id.replace('_', '-')}-{self.worker_id}"
 
 
-def token_secret(run_id: str, token: str, *, owner: Mapping[str, str]) -> Pod:
-    """The secret from which the pods of a run take its token."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": {
-            "name": secret_name(run_id),
-            "labels": {RUN_LABEL: run_id},
-            "ownerReferences": [dict(owner)],
-        },
-        "type": "Opaque",
-        "stringData": {_TOKEN_KEY: token},
-    }
-
-
 def secret_name(run_id: str) -> str:
-    """Name of the secret with a run's token."""
-    return f"{run_id.replace('_', '-')}-token"
+    """Name of the secret with a run's token and certificate."""
+    return f"{run_id.replace('_', '-')}-identity"
 
 
 def run_policy(run_id: str, *, owner: Mapping[str, str]) -> Pod:
@@ -169,6 +157,7 @@ def build_pods(
         (container,) = pod["spec"]["containers"]
         container["name"] = place.worker_id
         _name_worker(container, place, run_id, controller_address)
+        _add_certificate(pod, run_id)
         _add_ports(container, place)
         _ask_for_gpus(pod, num_gpus(place.role, spec) // place.nodes)
         first, rank = place.first_name(run_id), str(place.node)
@@ -244,8 +233,16 @@ def _name_worker(container: Pod, place: _Place, run_id: str, controller_address:
     container["env"] += [
         {"name": f"{prefix}_{name}", "value": value} for name, value in values.items()
     ]
-    token = {"secretKeyRef": {"name": secret_name(run_id), "key": _TOKEN_KEY}}
+    token = {"secretKeyRef": {"name": secret_name(run_id), "key": TOKEN_KEY}}
     container["env"].append({"name": f"{prefix}_RUN_TOKEN", "valueFrom": token})
+
+
+def _add_certificate(pod: Pod, run_id: str) -> None:
+    """The chart says where the certificate is mounted, if there are any; whose it is, the run."""
+    for volume in pod["spec"]["volumes"]:
+        if volume["name"] == _TLS_VOLUME:
+            items = [{"key": name, "path": name} for name in TLS_FILES]
+            volume["secret"] |= {"secretName": secret_name(run_id), "items": items}
 
 
 def _add_ports(container: Pod, place: _Place) -> None:

@@ -12,7 +12,7 @@ from services.common.spec.loader import parse_spec
 from services.common.task_group import TaskGroup
 from services.controller.launch.follow import follow
 from services.controller.launch.kubernetes import KubernetesLauncher
-from services.controller.launch.pod_api import PodApi, deployment_reference
+from services.controller.launch.pod_api import PodApi, service_reference
 from services.controller.launch.pod_logs import PodLogs
 from services.controller.launch.scale import GROUP, PLURAL, VERSION, RolloutScales
 from services.controller.launch.worker_pods import RUN_LABEL, WORKER_LABEL
@@ -30,7 +30,7 @@ async def open_cluster_launcher(
     config.load_incluster_config()
     core, own = CoreV1Api(), CustomObjectsApi()
     namespace = settings.namespace
-    owner = await deployment_reference(core, namespace, settings.deployment)
+    owner = await service_reference(core, namespace, settings.workers_service)
     scales = (
         RolloutScales(own, namespace, owner=owner, on_scale=partial(_scale, manager))
         if settings.rollout_scales
@@ -64,6 +64,7 @@ async def open_cluster_launcher(
             tasks.create_task(launcher.watch(seen_pods)),
             tasks.create_task(launcher.watch_warnings(seen_warnings)),
             tasks.create_task(logs.watch(seen_logs)),
+            tasks.create_task(launcher.secrets.keep()),
         ]
         if scales is not None:
             seen_scales = await stack.enter_async_context(follow(asked))

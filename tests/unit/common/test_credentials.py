@@ -9,10 +9,11 @@ import pytest
 
 from services.common import errors, grpc_server
 from services.common.access import caller_run
-from services.common.credentials import Identity, TlsFiles, acting_as, read_key
+from services.common.credentials import Identity, acting_as, read_key
 from services.common.grpc_client import CHANNEL_OPTIONS, call, open_channel
 from services.common.grpc_server import SERVER_OPTIONS, serve
 from services.common.run_tokens import SERVICES, bearer_of, issue_token
+from services.common.tls import ANY_WORKER, TlsFiles, peer_name
 from slipstream.controller.v1 import membership_pb2 as pb
 from slipstream.controller.v1 import membership_pb2_grpc as pb_grpc
 from tests.helpers.pki import make_authority
@@ -164,51 +165,113 @@ def test_a_short_key_is_refused(tmp_path):
         read_key(tmp_path / "key")
 
 
+NAMES = {
+    "controller": "controller.slipstream",
+    "run_a": "run-a.worker.slipstream",
+    "run_b": "run-b.worker.slipstream",
+    "any": ANY_WORKER,
+}
+
+
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
     authority = make_authority(tmp_path_factory.mktemp("pki"))
-    for peer in ("controller", "worker"):
-        authority.issue(peer, user=peer, hosts=(f"{peer}.slipstream",))
+    for owner, name in NAMES.items():
+        authority.issue(owner, user=owner, hosts=(name,))
     return authority.folder
 
 
-def tls_of(folder, peer: str) -> Identity:
+def tls_of(folder, owner: str, *, key=b"", run_token="") -> Identity:
     files = TlsFiles(
-        certificate=folder / f"{peer}.crt",
-        key=folder / f"{peer}.key",
+        certificate=folder / f"{owner}.crt",
+        key=folder / f"{owner}.key",
         authority=folder / "ca.crt",
     )
-    return Identity(tls=files)
+    return Identity(tls=files, key=key, run_token=run_token)
+
+
+def certified_worker(folder, owner: str, run_id: str = "run_a") -> Identity:
+    return tls_of(folder, owner, run_token=issue_token(KEY, run_id))
 
 
 async def test_with_tls_both_sides_show_certificates(certificates):
-    controller, worker = tls_of(certificates, "controller"), tls_of(certificates, "worker")
-    assert await ask(controller, worker) == "None"
-    assert type(await ask(controller, Identity())) is errors.UnavailableError
+    controller = tls_of(certificates, "controller", key=KEY)
+    assert await ask(controller, certified_worker(certificates, "run_a")) == "run_a"
+    assert type(await ask(controller, worker_of("run_a"))) is errors.UnavailableError
 
 
 async def test_a_peer_whose_certificate_says_something_else_is_not_called(certificates):
-    worker = tls_of(certificates, "worker")
-    assert type(await ask(worker, worker, peer="controller")) is errors.UnavailableError
-    assert await ask(worker, worker, peer="worker") == "None"
+    controller = tls_of(certificates, "controller", key=KEY)
+    for owner, fits in (("run_a", True), ("any", True), ("run_b", False), ("controller", False)):
+        worker = certified_worker(certificates, owner)
+        answer = await ask(worker, controller, peer="worker", run_id="run_a")
+        assert (answer == "None") is fits, owner
+        assert fits or type(answer) is errors.UnavailableError
 
 
-async def test_a_server_takes_renewed_certificates(certificates, tmp_path):
+async def test_the_token_of_a_run_is_worth_nothing_without_its_certificate(certificates):
+    controller = tls_of(certificates, "controller", key=KEY)
+    for owner, fits in (("run_a", True), ("any", True), ("run_b", False), ("controller", False)):
+        answer = await ask(controller, certified_worker(certificates, owner))
+        assert (answer == "run_a") is fits, owner
+        assert fits or type(answer) is errors.PermissionDeniedError
+
+
+async def test_the_key_of_the_services_is_worth_nothing_with_a_workers_certificate(certificates):
+    controller = tls_of(certificates, "controller", key=KEY)
+    for owner in ("run_a", "any"):
+        refused = await ask(controller, tls_of(certificates, owner, key=KEY))
+        assert type(refused) is errors.PermissionDeniedError
+    assert await ask(controller, controller) == "None"
+
+
+async def test_a_worker_obeys_services_and_no_other_worker(certificates):
+    worker = certified_worker(certificates, "run_a")
+    for owner in ("run_a", "run_b"):
+        caller = certified_worker(certificates, owner)
+        refused = await ask(worker, caller, peer="worker", run_id="run_a")
+        assert type(refused) is errors.PermissionDeniedError
+
+
+async def test_servers_and_open_channels_take_renewed_certificates(certificates, tmp_path):
     for file in certificates.glob("*"):
         shutil.copy(file, tmp_path / file.name)
-    with acting_as(tls_of(tmp_path, "controller")):
+    with acting_as(tls_of(tmp_path, "controller", key=KEY)):
         serving = serve("127.0.0.1:0", register)
         port = await serving.__aenter__()
-    renewed = make_authority(tmp_path)
-    for peer in ("controller", "worker"):
-        renewed.issue(peer, user=peer, hosts=(f"{peer}.slipstream",))
-    with acting_as(tls_of(tmp_path, "worker")):
+    with acting_as(certified_worker(tmp_path, "run_a")):
         channel = open_channel(f"127.0.0.1:{port}", "controller")
     async with channel:
         stub = pb_grpc.RendezvousServiceStub(channel)
-        answer = await call(stub.GetValue, pb.GetValueRequest(scope="run_a/1"), timeout_s=5.0)
-    assert answer.value == b"None"
+        request = pb.GetValueRequest(scope="run_a/1")
+        before = channel.current()
+        assert (await call(stub.GetValue, request, timeout_s=5.0)).value == b"run_a"
+        assert channel.current() is before, "nothing has changed"
+        renewed = make_authority(tmp_path)  # by which none of the former are known
+        for owner, name in NAMES.items():
+            renewed.issue(owner, user=owner, hosts=(name,))
+        assert (await call(stub.GetValue, request, timeout_s=5.0)).value == b"run_a"
+        assert channel.current() is not before
     await serving.__aexit__(None, None, None)
+
+
+def test_certificates_that_are_being_written_are_taken_when_they_are_whole(certificates, tmp_path):
+    for file in certificates.glob("*"):
+        shutil.copy(file, tmp_path / file.name)
+    files = tls_of(tmp_path, "controller").tls
+    before = files.current()
+    (tmp_path / "controller.key").unlink()
+    assert files.current() is before
+    (tmp_path / "controller.key").write_bytes(b"another")
+    assert files.current().key == b"another"
+    with pytest.raises(errors.InvalidArgumentError, match=r"none\.crt"):
+        tls_of(tmp_path, "none").tls.current()
+
+
+def test_names_say_what_a_peer_is_and_of_which_run():
+    assert peer_name("controller") == "controller.slipstream"
+    assert peer_name("transferqueue", "run_a") == "transferqueue.slipstream"
+    assert peer_name("worker", "run_a") == "run-a.worker.slipstream"
 
 
 def test_servers_bear_the_pings_that_clients_send():

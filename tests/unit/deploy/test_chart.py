@@ -10,6 +10,7 @@ import yaml
 from cryptography import x509
 
 from deploy.values_table import table
+from services.common.issuer import Issuer
 from services.controller.launch.scale import GROUP, PLURAL, VERSION
 from tests.helpers.chart import (
     CHART,
@@ -100,42 +101,48 @@ def test_helm_3_and_4_render_the_same() -> None:
 def test_a_release_makes_what_its_services_know_each_other_by() -> None:
     made = {m["metadata"]["name"]: m for m in render() if m["kind"] == "Secret"}
     data = {name.removeprefix("demo-slipstream-"): m["data"] for name, m in made.items()}
-    peers = ("controller", "transferqueue", "worker")
-    assert set(data) == {"service-key", "admin-token", *(f"tls-{peer}" for peer in peers)}
+    assert set(data) == {"service-key", "admin-token", "issuer"}
     assert len(base64.b64decode(data["service-key"]["key"])) == 64
-    authorities = {data[f"tls-{peer}"]["ca.crt"] for peer in peers}
-    assert len(authorities) == 1
-    for peer in peers:
-        certificate = x509.load_pem_x509_certificate(
-            base64.b64decode(data[f"tls-{peer}"]["tls.crt"])
-        )
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
-        assert names.value.get_values_for_type(x509.DNSName) == [f"{peer}.slipstream"]
+    issuer = x509.load_pem_x509_certificate(base64.b64decode(data["issuer"]["tls.crt"]))
+    assert issuer.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    assert data["issuer"]["ca.crt"] == data["issuer"]["tls.crt"]
     assert not [m for m in render(*EXISTING) if m["kind"] == "Secret"]
 
 
-def test_cert_manager_makes_the_certificates_where_it_is_asked_to() -> None:
+def test_services_make_certificates_with_the_issuer_that_the_chart_makes(tmp_path: Path) -> None:
+    (made,) = [m for m in render() if m["metadata"]["name"] == "demo-slipstream-issuer"]
+    for name, data in made["data"].items():
+        (tmp_path / name).write_bytes(base64.b64decode(data))
+    certificate = x509.load_pem_x509_certificate(Issuer(tmp_path).issue("a.slipstream").chain)
+    certificate.verify_directly_issued_by(
+        x509.load_pem_x509_certificate((tmp_path / "ca.crt").read_bytes())
+    )
+
+
+def test_cert_manager_makes_an_issuer_of_days_where_it_is_asked_to() -> None:
     manifests = render("--set", "tls.mode=certManager,tls.issuer=ours")
-    names = [m["spec"]["dnsNames"] for m in manifests if m["kind"] == "Certificate"]
-    peers = ("controller", "transferqueue", "worker")
-    assert names == [[f"{peer}.slipstream"] for peer in peers]
+    (made,) = [m["spec"] for m in manifests if m["kind"] == "Certificate"]
+    assert made["secretName"] == "demo-slipstream-issuer"
+    assert made["isCA"] is True
+    assert (made["duration"], made["renewBefore"]) == ("720h", "360h")
 
 
-@pytest.mark.parametrize("mode", ["self", "existing", "off"])
-def test_every_pod_shows_a_certificate_unless_tls_is_off(mode: str) -> None:
-    for component, pod in pods(render("--set", f"tls.mode={mode}")).items():
+@pytest.mark.parametrize("mode", ["self", "certManager", "existing", "off"])
+def test_services_have_the_issuer_and_workers_a_place_for_their_runs_certificate(mode: str) -> None:
+    for component, pod in pods(render("--set", f"tls.mode={mode},tls.issuer=ours")).items():
         volumes = {volume["name"]: volume for volume in pod["spec"].get("volumes", [])}
-        if mode == "off":
-            assert "tls" not in volumes
-            continue
-        peer = component if component in ("controller", "transferqueue") else "worker"
-        assert volumes["tls"]["secret"]["secretName"] == f"demo-slipstream-tls-{peer}"
+        assert ("tls" in volumes) is (mode != "off")
+        if mode != "off":
+            is_worker = component in ("trainer", "rollout")
+            name = None if is_worker else "demo-slipstream-issuer"
+            assert volumes["tls"]["secret"].get("secretName") == name
 
 
-def test_the_key_is_with_the_services_and_no_worker() -> None:
+def test_the_key_and_the_issuer_are_with_the_services_and_no_worker() -> None:
     for component, pod in pods(render("--set", "transferqueue.shards=2")).items():
-        has_key = "service-key" in json.dumps(pod)
-        assert has_key is component.startswith(("controller", "transferqueue"))
+        is_service = component.startswith(("controller", "transferqueue"))
+        assert ("service-key" in json.dumps(pod)) is is_service
+        assert ("demo-slipstream-issuer" in json.dumps(pod)) is (is_service or component == "test")
 
 
 def test_old_kubernetes_gets_what_it_knows() -> None:
@@ -194,6 +201,7 @@ def test_new_worker_templates_replace_the_controller_that_reads_them() -> None:
 def test_pod_monitor_selects_every_pod_that_serves_metrics() -> None:
     manifests = render(*EVERYTHING)
     spec = one(manifests, "PodMonitor", "demo-slipstream")["spec"]
+    assert spec["namespaceSelector"]["matchNames"] == ["train", "train-workers"]
     (rule,) = spec["selector"]["matchExpressions"]
     for component, pod in pods(manifests).items():
         labels = pod["metadata"]["labels"]
@@ -223,7 +231,8 @@ def test_services_that_stay_have_all_three_probes() -> None:
 
 
 def test_controller_may_do_nothing_but_run_worker_pods() -> None:
-    role = one(render(), "Role", "demo-slipstream-controller")
+    (role,) = [m for m in render() if m["kind"] == "Role"]
+    assert role["metadata"]["namespace"] == "train-workers"
     assert role["rules"] == [
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["create", "delete", "list", "watch"]},
         {"apiGroups": [""], "resources": ["events"], "verbs": ["list", "watch"]},
@@ -235,13 +244,55 @@ def test_controller_may_do_nothing_but_run_worker_pods() -> None:
             "verbs": ["create", "delete"],
         },
         {
-            "apiGroups": ["apps"],
-            "resources": ["deployments"],
-            "resourceNames": ["demo-slipstream-controller"],
+            "apiGroups": [""],
+            "resources": ["services"],
+            "resourceNames": ["demo-slipstream-workers"],
             "verbs": ["get"],
         },
     ]
     assert not [m for m in render() if m["kind"] in ("ClusterRole", "ClusterRoleBinding")]
+
+
+def test_only_what_workers_need_is_in_their_namespace() -> None:
+    values = "workers.kueue.queueName=gpus,tls.mode=certManager,tls.issuer=ours"
+    for options in ((), EVERYTHING, ("--set", values)):
+        manifests = render(*options)
+        theirs = {m["kind"] for m in manifests if m["metadata"].get("namespace") == "train-workers"}
+        assert theirs - {"Job"} == {
+            "NetworkPolicy", "PodDisruptionBudget", "Role", "RoleBinding", "Service", "ServiceAccount",
+        }  # fmt: skip
+        for template in worker_templates(manifests).values():
+            assert template["metadata"]["namespace"] == "train-workers"
+    (binding,) = [m for m in render() if m["kind"] == "RoleBinding"]
+    assert [subject["namespace"] for subject in binding["subjects"]] == ["train"]
+
+
+def test_the_namespace_of_workers_is_made_and_goes_unless_it_holds_claims() -> None:
+    def namespace(*values: str) -> Manifest:
+        return one(render(*values), "Namespace", "train-workers")["metadata"]
+
+    assert "annotations" not in namespace()
+    keep = {"helm.sh/resource-policy": "keep"}
+    for claim in ("checkpoints", "modelCache"):
+        assert namespace("--set", f"workers.{claim}.existingClaim=a")["annotations"] == keep
+    enforce = "pod-security.kubernetes.io/enforce"
+    assert namespace()["labels"][enforce] == "restricted"
+    for value in ("hostNetwork=true", "hostIPC=true", "rdma.resourceName=rdma/hca"):
+        assert namespace("--set", f"workers.{value}")["labels"][enforce] == "privileged"
+    for values in ("workers.createNamespace=false", "workers.namespace=train"):
+        assert not [m for m in render("--set", values) if m["kind"] == "Namespace"]
+
+
+@pytest.mark.parametrize("name", ["train", "gpus"])
+def test_workers_are_where_they_are_asked_to_be(name: str) -> None:
+    manifests = render("--set", f"workers.namespace={name}")
+    assert {m["metadata"].get("namespace") for m in manifests} - {None} == {"train", name}
+    (container,) = pods(manifests)["controller"]["spec"]["containers"]
+    environment = {item["name"]: item.get("value") for item in container["env"]}
+    assert environment["SLIPSTREAM_CONTROLLER_NAMESPACE"] == name
+    assert environment["SLIPSTREAM_CONTROLLER_WORKERS_SERVICE"] == "demo-slipstream-workers"
+    keys = [(m["kind"], m["metadata"].get("namespace"), m["metadata"]["name"]) for m in manifests]
+    assert len(keys) == len(set(keys))
 
 
 def test_only_autoscaling_defines_a_kind_and_lets_the_controller_write_its_objects() -> None:
@@ -274,7 +325,7 @@ def test_services_and_policies_select_pods_and_ports_that_exist() -> None:
     manifests = render(*EVERYTHING)
     made = list(pods(manifests).values())
     selecting = [m for m in manifests if m["kind"] in ("Service", "NetworkPolicy")]
-    assert len(selecting) == 9
+    assert len(selecting) == 10
     for manifest in selecting:
         spec = manifest["spec"]
         labels = spec["selector"] if "selector" in spec else spec["podSelector"]["matchLabels"]

@@ -25,6 +25,7 @@ _CONNECTIONS = {
     ("rollout", "transferqueue-shard", "data"),
     ("trainer", "transferqueue-shard", "data"),
 }
+_NAMESPACE = "kubernetes.io/metadata.name"
 _SERVED = {
     "controller": {"grpc"},
     "transferqueue": {"grpc", "data"},
@@ -41,8 +42,8 @@ _SERVED = {
 )
 def test_network_policies_allow_the_connection_matrix_and_no_more(options: Sequence[str]) -> None:
     manifests = render(*options, "--set", "transferqueue.shards=3")
-    labels = {component: pod["metadata"]["labels"] for component, pod in pods(manifests).items()}
-    policies = [m["spec"] for m in manifests if m["kind"] == "NetworkPolicy"]
+    labels = _labels(pods(manifests))
+    policies = _policies(manifests)
     components = (
         "controller",
         "transferqueue",
@@ -62,24 +63,23 @@ def test_network_policies_allow_the_connection_matrix_and_no_more(options: Seque
 
 def test_the_code_of_runs_reaches_only_what_the_installation_names() -> None:
     manifests = render(*EVERYTHING)
-    policies = [m["spec"] for m in manifests if m["kind"] == "NetworkPolicy"]
+    policies = _policies(manifests)
     reached = {
         component: [
             rule
             for policy in policies
-            if policy["policyTypes"] == ["Egress"]
-            and _matches(policy["podSelector"], pod["metadata"]["labels"])
+            if policy["policyTypes"] == ["Egress"] and _matches(policy["podSelector"], labels)
             for rule in policy["egress"]
         ]
-        for component, pod in pods(manifests).items()
+        for component, labels in _labels(pods(manifests)).items()
     }
-    own = {"to": [{"podSelector": {"matchLabels": {"app.kubernetes.io/instance": "demo"}}}]}
+    (own,) = [rule for rule in reached["rollout"] if "podSelector" in str(rule)]
     named = {"to": [{"ipBlock": {"cidr": "192.0.2.0/24"}}]}
     anywhere = {
         component: {item["port"] for rule in rules if "to" not in rule for item in rule["ports"]}
         for component, rules in reached.items()
     }
-    assert own in reached["rollout"]
+    assert own in reached["controller"]
     assert [named in reached[component] for component in ("trainer", "rollout")] == [True, True]
     assert named not in reached["controller"]
     assert anywhere["rollout"] == anywhere["trainer"] == {53, 4317}
@@ -89,13 +89,14 @@ def test_the_code_of_runs_reaches_only_what_the_installation_names() -> None:
 
 def test_workers_reach_those_of_their_own_run_and_of_no_other() -> None:
     manifests = render()
-    policies = [m["spec"] for m in manifests if m["kind"] == "NetworkPolicy"]
-    policies += [run_policy(run_id, owner={})["spec"] for run_id in ("run_a", "run_b")]
-    kinds = worker_templates(manifests)
+    made = [run_policy(run_id, owner={}) for run_id in ("run_a", "run_b")]
+    for policy in made:
+        policy["metadata"]["namespace"] = "train-workers"
+    policies = _policies([*manifests, *made])
     labels = {
-        (run_id, role): {**pod["metadata"]["labels"], "slipstream.dev/run": run_id}
+        (run_id, role): {**kind, "slipstream.dev/run": run_id}
         for run_id in ("run_a", "run_b")
-        for role, pod in kinds.items()
+        for role, kind in _labels(worker_templates(manifests)).items()
     }
     for (source, target), port in itertools.product(
         itertools.product(labels, labels), ("grpc", "collective")
@@ -106,16 +107,12 @@ def test_workers_reach_those_of_their_own_run_and_of_no_other() -> None:
 
 def test_workers_reach_nothing_outside_unless_the_installation_names_it() -> None:
     manifests = render()
-    policies = [
-        m["spec"]
-        for m in manifests
-        if m["kind"] == "NetworkPolicy" and "Egress" in m["spec"]["policyTypes"]
-    ]
-    for pod in worker_templates(manifests).values():
+    policies = [policy for policy in _policies(manifests) if "Egress" in policy["policyTypes"]]
+    for labels in _labels(worker_templates(manifests)).values():
         rules = [
             rule
             for policy in policies
-            if _matches(policy["podSelector"], pod["metadata"]["labels"])
+            if _matches(policy["podSelector"], labels)
             for rule in policy["egress"]
         ]
         assert rules, "no policy would let everything through"
@@ -128,6 +125,44 @@ def test_workers_reach_nothing_outside_unless_the_installation_names_it() -> Non
 def test_pods_on_the_nodes_network_leave_its_ports_alone() -> None:
     for template in worker_templates(render("--set", "workers.hostNetwork=true")).values():
         assert "sysctls" not in template["spec"]["securityContext"]
+
+
+def test_pods_of_other_namespaces_are_strangers_whatever_their_labels() -> None:
+    manifests = render()
+    policies = _policies(manifests)
+    labels = _labels(pods(manifests))
+    for source, target, port in _CONNECTIONS & set(itertools.product(labels, labels, ["grpc"])):
+        assert _allows(policies, labels[source], labels[target], port)
+        elsewhere = {**labels[source], _NAMESPACE: "elsewhere"}
+        assert not _allows(policies, elsewhere, labels[target], port), (source, target)
+
+
+def _labels(made: dict[str, Manifest]) -> dict[str, dict[str, str]]:
+    """Labels of pods by component, with their namespaces among them."""
+    ours = ("trainer", "rollout", "fetch")
+    return {
+        component: {
+            **pod["metadata"]["labels"],
+            _NAMESPACE: "train-workers" if component in ours else "train",
+        }
+        for component, pod in made.items()
+    }
+
+
+def _policies(manifests: Sequence[Manifest]) -> list[Manifest]:
+    """What the policies say; each selects pods of its own namespace, as do peers that name none."""
+    found = []
+    for manifest in manifests:
+        if manifest["kind"] == "NetworkPolicy":
+            own = {_NAMESPACE: manifest["metadata"]["namespace"]}
+            spec = manifest["spec"]
+            spec["podSelector"].setdefault("matchLabels", {}).update(own)
+            for rule in (*spec.get("ingress", []), *spec.get("egress", [])):
+                for peer in (*rule.get("from", []), *rule.get("to", [])):
+                    if "podSelector" in peer:
+                        peer.setdefault("namespaceSelector", {"matchLabels": own})
+            found.append(spec)
+    return found
 
 
 def _allows(
@@ -153,7 +188,9 @@ def _opens(
         if (not ports or port in ports) and (
             peers is None
             or any(
-                _matches(found["podSelector"], peer) for found in peers if "podSelector" in found
+                _matches(found["podSelector"], peer) and _matches(found["namespaceSelector"], peer)
+                for found in peers
+                if "podSelector" in found
             )
         ):
             return True
@@ -161,8 +198,7 @@ def _opens(
 
 
 def _matches(selector: Manifest, labels: dict[str, str]) -> bool:
-    excluded = any(
-        rule["operator"] == "NotIn" and labels.get(rule["key"]) in rule["values"]
-        for rule in selector.get("matchExpressions", [])
-    )
-    return not excluded and bool(selector["matchLabels"].items() <= labels.items())
+    for rule in selector.get("matchExpressions", []):
+        if (labels.get(rule["key"]) in rule["values"]) != (rule["operator"] == "In"):
+            return False
+    return bool(selector.get("matchLabels", {}).items() <= labels.items())

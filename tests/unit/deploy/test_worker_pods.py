@@ -19,7 +19,7 @@ SPEC = {
     "rollout": {"replicas": 2, "rewards": [{"name": "exact_match"}]},
     "trainer": {"steps": 1, "prompts_per_step": 1},
 }
-OWNER = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "controller", "uid": "u1"}
+OWNER = {"apiVersion": "v1", "kind": "Service", "name": "workers", "uid": "u1"}
 
 
 def build(
@@ -81,6 +81,19 @@ def test_separate_workers_learn_who_they_are(tmp_path: Path) -> None:
     assert environment(pods[2]["spec"]["containers"][0])["SLIPSTREAM_ROLLOUT_WORKER_ID"] == (
         "rollout-1"
     )
+
+
+@pytest.mark.parametrize("profile", ["multi-node", "one-gpu-node"])
+def test_pods_mount_the_certificate_of_their_run_and_not_its_token(
+    tmp_path: Path, profile: str
+) -> None:
+    for pod in build(tmp_path, profiles=(profile,)):
+        (volume,) = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "tls"]
+        assert volume["secret"]["secretName"] == "run-0198-identity"
+        names = {item["key"] for item in volume["secret"]["items"]}
+        assert names == {"tls.crt", "tls.key", "ca.crt"}
+    for pod in build(tmp_path, "--set", "tls.mode=off", profiles=(profile,)):
+        assert "tls" not in {volume["name"] for volume in pod["spec"]["volumes"]}
 
 
 def test_roles_of_their_own_get_pods_of_the_trainers_program(tmp_path: Path) -> None:
@@ -213,7 +226,10 @@ def test_a_trainer_of_several_nodes_is_one_indexed_job_of_a_job_set_where_asked(
     assert template is not None
     made = job_set.around(template, [pod for pod in pods if job_set.name_of(pod)])
     metadata = made["metadata"]
-    assert (metadata["name"], metadata["namespace"]) == ("run-0198-trainer-0", "train")
+    assert (metadata["name"], metadata["namespace"]) == (
+        "run-0198-trainer-0",
+        "train-workers",
+    )
     assert metadata["ownerReferences"] == [OWNER]
     assert metadata["labels"]["slipstream.dev/run"] == "run_0198"
     assert metadata["annotations"] == {"alpha.jobset.sigs.k8s.io/exclusive-topology": "rack"}

@@ -12,6 +12,11 @@
 {{- end -}}
 {{- end -}}
 
+{{/* Namespace of worker pods, which the controller may make and so read every secret beside */}}
+{{- define "slipstream.workersNamespace" -}}
+{{- default (printf "%s-workers" (.Release.Namespace | trunc 55)) .Values.workers.namespace -}}
+{{- end -}}
+
 {{/* Labels that select pods; never change them, because selectors are immutable. Needs: root, component */}}
 {{- define "slipstream.selectorLabels" -}}
 app.kubernetes.io/name: {{ include "slipstream.name" .root }}
@@ -107,16 +112,25 @@ tcpSocket: {port: grpc}
 {{- default (printf "%s-%s" (include "slipstream.fullname" .root) .part) .settings.existingSecret -}}
 {{- end -}}
 
-{{/* Environment that names the TLS files. Needs: root, prefix */}}
-{{- define "slipstream.tlsEnv" -}}
-{{- if ne .root.Values.tls.mode "off" }}
-- name: {{ .prefix }}_TLS_CERTIFICATE
-  value: /etc/slipstream/tls/tls.crt
-- name: {{ .prefix }}_TLS_KEY
-  value: /etc/slipstream/tls/tls.key
-- name: {{ .prefix }}_TLS_AUTHORITY
-  value: /etc/slipstream/tls/ca.crt
-{{- end }}
+{{/* Pods of a component, wherever they are, as a peer of a network policy. Needs: root, component */}}
+{{- define "slipstream.peer" -}}
+{{- $isWorker := eq .component "worker" -}}
+namespaceSelector:
+  matchLabels:
+    kubernetes.io/metadata.name: {{ ternary (include "slipstream.workersNamespace" .root) .root.Release.Namespace $isWorker }}
+podSelector:
+  matchLabels:
+    {{- if $isWorker }}
+    {{- include "slipstream.workerLabels" .root | nindent 4 }}
+    {{- else }}
+    {{- include "slipstream.selectorLabels" . | nindent 4 }}
+    {{- end }}
+{{- end -}}
+
+{{/* Labels of every worker pod */}}
+{{- define "slipstream.workerLabels" -}}
+app.kubernetes.io/instance: {{ .Release.Name }}
+slipstream.dev/worker: "true"
 {{- end -}}
 
 {{/* Environment that names the collector of spans: the same for every service */}}
@@ -137,11 +151,11 @@ tcpSocket: {port: grpc}
 {{- end }}
 {{- end -}}
 
-{{/* Needs: root, peer */}}
-{{- define "slipstream.tlsVolume" -}}
-{{- if ne .root.Values.tls.mode "off" }}
+{{/* What services make their certificates with */}}
+{{- define "slipstream.issuerVolume" -}}
+{{- if ne .Values.tls.mode "off" }}
 - name: tls
-  secret: {secretName: {{ include "slipstream.fullname" .root }}-tls-{{ .peer }}, defaultMode: 0440}
+  secret: {secretName: {{ include "slipstream.fullname" . }}-issuer, defaultMode: 0440}
 {{- end }}
 {{- end -}}
 

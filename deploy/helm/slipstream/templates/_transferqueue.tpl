@@ -89,7 +89,10 @@ spec:
               value: json
             - name: SLIPSTREAM_TRANSFERQUEUE_SERVICE_KEY_FILE
               value: /etc/slipstream/service-key/key
-            {{- include "slipstream.tlsEnv" (dict "root" .root "prefix" "SLIPSTREAM_TRANSFERQUEUE") | nindent 12 }}
+            {{- if ne .root.Values.tls.mode "off" }}
+            - name: SLIPSTREAM_TRANSFERQUEUE_TLS_ISSUER
+              value: /etc/slipstream/tls
+            {{- end }}
             {{- include "slipstream.tracingEnv" .root | nindent 12 }}
             {{- include "slipstream.env" $values.env | nindent 12 }}
           ports:
@@ -128,7 +131,7 @@ spec:
         - name: snapshots
           {{- include "slipstream.claimOrScratch" $values.snapshots | nindent 10 }}
         {{- include "slipstream.keyVolume" .root | nindent 8 }}
-        {{- include "slipstream.tlsVolume" (dict "root" .root "peer" "transferqueue") | nindent 8 }}
+        {{- include "slipstream.issuerVolume" .root | nindent 8 }}
 {{- end -}}
 
 {{/* A storage shard beside the index serves no gRPC. */}}

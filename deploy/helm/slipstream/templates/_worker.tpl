@@ -9,7 +9,7 @@ the run, the worker and its ports. Needs: root, role
 apiVersion: v1
 kind: Pod
 metadata:
-  namespace: {{ .root.Release.Namespace }}
+  namespace: {{ include "slipstream.workersNamespace" .root }}
   labels:
     {{- include "slipstream.labels" (dict "root" .root "component" .role) | nindent 4 }}
     slipstream.dev/worker: "true"
@@ -82,7 +82,14 @@ spec:
           value: {{ $workers.logLevel }}
         - name: {{ $prefix }}_LOG_FORMAT
           value: json
-        {{- include "slipstream.tlsEnv" (dict "root" .root "prefix" $prefix) | nindent 8 }}
+        {{- if ne .root.Values.tls.mode "off" }}
+        - name: {{ $prefix }}_TLS_CERTIFICATE
+          value: /etc/slipstream/tls/tls.crt
+        - name: {{ $prefix }}_TLS_KEY
+          value: /etc/slipstream/tls/tls.key
+        - name: {{ $prefix }}_TLS_AUTHORITY
+          value: /etc/slipstream/tls/ca.crt
+        {{- end }}
         {{- include "slipstream.allowanceEnv" (dict "root" .root "prefix" $prefix) | nindent 8 }}
         {{- if $workers.secrets }}
         - name: {{ $prefix }}_SECRETS_DIRECTORY
@@ -141,7 +148,11 @@ spec:
       {{- include "slipstream.claimOrScratch" $workers.modelCache | nindent 6 }}
     - name: runs
       {{- include "slipstream.claimOrScratch" $workers.checkpoints | nindent 6 }}
-    {{- include "slipstream.tlsVolume" (dict "root" .root "peer" "worker") | nindent 4 }}
+    {{- if ne .root.Values.tls.mode "off" }}
+    # The controller says which: that of the run.
+    - name: tls
+      secret: {defaultMode: 0440}
+    {{- end }}
     {{- with $workers.secrets }}
     - name: secrets
       secret: {secretName: {{ . }}, defaultMode: 0440}
@@ -163,7 +174,7 @@ is the only one who starts anything again.
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
-  namespace: {{ .Release.Namespace }}
+  namespace: {{ include "slipstream.workersNamespace" . }}
   {{- with .Values.workers.jobSet.annotations }}
   annotations: {{- toYaml . | nindent 4 }}
   {{- end }}

@@ -218,13 +218,13 @@ async def test_pods_take_the_token_of_their_run_from_a_secret_that_goes_with_the
     with acting_as(Identity(key=b"k" * 32)):
         async with launching(cluster, write_templates(tmp_path)) as (launcher, _):
             await launcher.start(RUN, SPEC)
-            secret = cluster.secrets["run-01-token"]
+            secret = cluster.secrets["run-01-identity"]
             token = secret["stringData"]["token"]
             assert bearer_of(b"k" * 32, token) == RUN
             assert secret["metadata"]["ownerReferences"] == [{"uid": "u1"}]
             for pod in cluster.pods.values():
                 assert token not in json.dumps(pod)
-                assert '{"name": "run-01-token", "key": "token"}' in json.dumps(pod)
+                assert '{"name": "run-01-identity", "key": "token"}' in json.dumps(pod)
             await launcher.stop(RUN)
             assert cluster.secrets == {}
 

@@ -1,0 +1,110 @@
+"""What the pods of a run are known by: a secret with the run's token, and with a certificate that is renewed.
+
+put     a run starts                        -> secret
+keep    half of a certificate's time is over -> another secret, whose files kubelets put into the pods
+remove  the run has ended
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from services.common.clock import Clock, SystemClock
+from services.common.credentials import current_identity
+from services.common.errors import ServiceError
+from services.common.tls import Certificate
+from services.controller.launch.pod_api import PodApi
+from services.controller.launch.worker_pods import RUN_LABEL, TLS_FILES, TOKEN_KEY, secret_name
+
+logger = logging.getLogger(__name__)
+
+_PERIOD_S = 60.0
+
+
+class RunSecrets:
+    """The secret of each run that has pods.
+
+    Args:
+        api: Writes and deletes secrets; they cannot be read.
+        owner: Owner reference of the secrets.
+        clock: Tells the time.
+    """
+
+    def __init__(
+        self, api: PodApi, *, owner: Mapping[str, str], clock: Clock | None = None
+    ) -> None:
+        self._api = api
+        self._owner = owner
+        self._clock = clock or SystemClock()
+        self._renew_at: dict[str, float] = {}
+        # Two that write the same secret would meet, and one that was removed would come back.
+        self._writing = asyncio.Lock()
+
+    async def put(self, run_id: str) -> None:
+        """Write a run's secret, in place of any that is there.
+
+        Raises:
+            FailedPreconditionError: If Kubernetes refuses it.
+            UnavailableError: If Kubernetes does not answer.
+        """
+        async with self._writing:
+            await self._put(run_id)
+
+    def take_over(self, run_id: str) -> None:
+        """An earlier controller wrote a run's secret, nobody knows when: it is written again soon."""
+        if current_identity().issue is not None:
+            self._renew_at.setdefault(run_id, 0.0)
+
+    async def remove(self, run_id: str) -> None:
+        """Delete the secret of a run that has ended. Raises what ``put`` raises."""
+        async with self._writing:
+            self._renew_at.pop(run_id, None)
+            await self._api.delete_secret(secret_name(run_id))
+
+    async def keep(self) -> None:
+        """Renew certificates until cancelled."""
+        while True:
+            await asyncio.sleep(_PERIOD_S)
+            await self.renew()
+
+    async def renew(self) -> None:
+        """Renew the certificates that are due; what cannot be written now is tried again."""
+        now = self._clock.time()
+        for run_id in [run_id for run_id, at in self._renew_at.items() if at <= now]:
+            try:
+                async with self._writing:
+                    if run_id in self._renew_at:
+                        await self._put(run_id)
+            except ServiceError as error:
+                why = {"run": run_id, "error": str(error)}
+                logger.warning("certificate is not renewed", extra=why)
+
+    async def _put(self, run_id: str) -> None:
+        identity = current_identity()
+        certificate = await asyncio.to_thread(identity.certificate_for, run_id)
+        token = identity.token_for(run_id)
+        await self._api.put_secret(run_secret(run_id, token, certificate, owner=self._owner))
+        if certificate is not None:
+            self._renew_at[run_id] = certificate.renew_at
+
+
+def run_secret(
+    run_id: str, token: str, certificate: Certificate | None, *, owner: Mapping[str, str]
+) -> dict[str, Any]:
+    """The secret from which the pods of a run take its token and its certificate."""
+    data = {TOKEN_KEY: token}
+    if certificate is not None:
+        parts = (certificate.chain, certificate.key, certificate.authority)
+        data |= {name: part.decode() for name, part in zip(TLS_FILES, parts, strict=True)}
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {
+            "name": secret_name(run_id),
+            "labels": {RUN_LABEL: run_id},
+            "ownerReferences": [dict(owner)],
+        },
+        "type": "Opaque",
+        "stringData": data,
+    }
