@@ -1,12 +1,14 @@
 """What is reachable from other hosts asks who calls."""
 
 import pytest
+from cryptography import x509
 from pydantic import ValidationError
 
 from services.common.errors import InvalidArgumentError
 from services.controller.settings import ControllerSettings
 from services.rollout.settings import RolloutSettings
 from services.transferqueue.settings import TransferQueueSettings
+from tests.unit.common.test_issuer import make_issuer
 
 CONTROLLER = {"transferqueue_address": "127.0.0.1:1", "state_directory": "runs"}
 WORKER = {"controller_address": "127.0.0.1:1", "run_id": "run_1", "worker_id": "rollout-0"}
@@ -59,3 +61,30 @@ def test_a_run_token_is_not_shown():
 def test_tls_files_belong_together():
     with pytest.raises(ValidationError, match="all three"):
         RolloutSettings(**WORKER, tls_certificate="tls.crt")
+
+
+@pytest.mark.parametrize(
+    ("cls", "given", "name"),
+    [
+        (ControllerSettings, CONTROLLER, "controller.slipstream"),
+        (TransferQueueSettings, {}, "transferqueue.slipstream"),
+    ],
+)
+def test_services_make_their_certificates_with_an_issuer_or_have_them_in_files(
+    tmp_path, cls, given, name
+):
+    make_issuer(tmp_path / "issuer")
+    identity = cls(**given, tls_issuer=tmp_path / "issuer").identity()
+    names = [name_of(identity.tls.current()), name_of(identity.certificate_for("run_1"))]
+    assert names == [name, "run-1.worker.slipstream"]
+    assert cls(**given).identity().certificate_for("run_1") is None
+    files = dict.fromkeys(("tls_certificate", "tls_key", "tls_authority"), "file")
+    with pytest.raises(ValidationError, match="not both"):
+        cls(**given, tls_issuer=tmp_path, **files)
+
+
+def name_of(certificate):
+    made = x509.load_pem_x509_certificate(certificate.chain)
+    names = made.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    (name,) = names.value.get_values_for_type(x509.DNSName)
+    return name
