@@ -17,6 +17,9 @@ _OF_PAIRS: Final = _COMMON - {"aggregation"} | {"dpo_beta"}
 def demonstrations(spec: RunSpec) -> Iterator[str]:
     """What is wrong with a run that learns demonstrations; nothing for others."""
     count, loss = spec.algorithm.num_demonstrations, spec.algorithm.loss
+    if spec.rollout.engine == "none" and (not count or spec.data.heldout is not None):
+        answers = "held-out answers are sampled or scored" if count else "responses are sampled"
+        yield f"rollout.engine is 'none', but {answers}; name one that generates, such as 'torch'"
     if not count:
         return
     learns = f"algorithm.loss {loss!r} learns the answers of data.train"

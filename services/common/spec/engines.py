@@ -43,6 +43,8 @@ class EngineKind:
     """Whether that is in bytes of one GPU, or in tokens."""
     length_argument: str | None = None
     """Argument that bounds a prompt together with its response, in tokens."""
+    has_model: bool = True
+    """Whether it loads one, and takes memory of a GPU."""
     most_running: int = 1024
     """Most samples decoded at once in a replica of a run that does not say how many."""
     is_writable: bool = False
@@ -253,7 +255,11 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         adapter="services.rollout.engines.fake:build",
         arguments=frozenset({"token_seconds", "median_tokens", "sigma"}),
         harmless_arguments=frozenset({"token_seconds", "median_tokens", "sigma"}),
+        has_model=False,
         sleeps=True,
+    ),
+    "none": EngineKind(
+        adapter="services.rollout.engines.fake:build_none", arguments=frozenset(), has_model=False
     ),
 }
 """By the value of ``rollout.engine``."""

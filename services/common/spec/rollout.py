@@ -69,7 +69,9 @@ class RolloutSpec(SpecPart):
     """Engine, sampling and group handling."""
 
     engine: str = Field("torch", json_schema_extra={"enum": [*ENGINES]})
-    """Generation engine. ``vllm`` and ``sglang`` must be installed; ``fake`` has no model."""
+    """Generation engine. ``vllm`` and ``sglang`` must be installed; ``fake`` has no model. ``none``, for rows
+    that bring their answers (``algorithm.loss: sft`` or ``dpo``) and their default if none are held out, has
+    none either, and generates nothing."""
     engine_arguments: dict[str, Any] = Field(default_factory=dict)
     """Settings of the engine itself, by its own names."""
     replicas: int = Field(2, ge=1, le=4096)

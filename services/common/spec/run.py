@@ -195,9 +195,12 @@ class RunSpec(SpecPart):
         if kind is None or not kind.num_demonstrations or not isinstance(rollout, Mapping):
             return values
         defaults = {"group_size": kind.num_demonstrations, "replicas": 1, "partial_rollout": False}
+        data = values.get("data")
+        if isinstance(data, Mapping) and data.get("heldout") is None:
+            defaults["engine"] = "none"
         values = {**values, "rollout": {**defaults, **rollout}}
-        if kind.num_demonstrations > 1 and isinstance(values.get("data"), Mapping):
-            values["data"] = {"answer_column": "chosen", **values["data"]}
+        if isinstance(data, Mapping) and kind.num_demonstrations > 1:
+            values["data"] = {"answer_column": "chosen", **data}
         return values
 
     @model_validator(mode="before")

@@ -57,7 +57,7 @@ def build_engine(
     """
     config = load_config(model, tokenizer)
     arguments = dict(spec.engine_arguments)
-    if device.type == "cuda" and plan is not None:
+    if device.type == "cuda" and plan is not None and engine_kind(spec.engine).has_model:
         memory = plan(config, gpu_bytes=torch.cuda.get_device_properties(device).total_memory)
         logger.info("memory planned", extra={"table": memory.table()})
         arguments |= engine_share(memory, engine_kind(spec.engine), arguments)

@@ -69,6 +69,13 @@ def build(order: EngineOrder) -> "FakeEngine":
     )
 
 
+def build_none(order: EngineOrder) -> "FakeEngine":
+    """One that is asked for nothing, because rows bring their answers; they are bounded as the model is."""
+    engine = FakeEngine(max_running=order.max_running)
+    engine.max_tokens = int(order.config.max_position_embeddings)
+    return engine
+
+
 @dataclass(slots=True)
 class _Row:
     request: GenerationRequest

@@ -129,6 +129,7 @@ WRONG = [
     ({"algorithm": {"loss": "sft", "advantage": "grpo"}}, ["algorithm.advantage", "'grpo'"]),
     ({"algorithm": "sft", "data.answer_column": None}, ["data.answer_column", "'user'"]),
     ({"algorithm": "sft", "data.train.source": "environment"}, ["data.train.source", "answers"]),
+    ({"rollout.engine": "none"}, ["rollout.engine", "sampled", "'torch'"]),
     ({"algorithm": "dpo"}, ["data.answer_column", "'chosen'", "'answer'"]),
     ({"algorithm": {"loss": "dpo", "kl": {"coefficient": 0.1}}}, ["algorithm.kl", "leave it out"]),
     ({"algorithm": {"loss": "dpo", "aggregation": "token-mean"}}, ["algorithm.aggregation", "dpo"]),

@@ -211,3 +211,16 @@ def test_paths_of_every_set_are_relative_to_the_file(tmp_path):
     for found in spec.data.sets.values():
         assert found.path == str(tmp_path / "a.jsonl")
         assert found.rewards[0].name == f"{tmp_path}/r.py:f"
+
+
+def test_rows_that_bring_their_answers_need_an_engine_for_held_out_ones_alone():
+    held_out = {"heldout": SMALLEST["data"]["train"]}
+    for loss, column in (("sft", "answer"), ("dpo", "chosen")):
+        shown = changed(algorithm={"loss": loss}, rollout={"rewards": []})
+        assert parse_spec(shown).rollout.engine == "none"
+        assert parse_spec(shown).data.answer_column == column
+        assert (
+            parse_spec({**shown, "data": {**SMALLEST["data"], **held_out}}).rollout.engine
+            == "torch"
+        )
+    assert parse_spec(SMALLEST).rollout.engine == "torch"
