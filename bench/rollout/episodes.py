@@ -1,4 +1,4 @@
-"""Thousands of episodes whose tools take seconds: what the endpoint adds to each turn, and what it keeps.
+r"""Thousands of episodes whose tools take seconds: what the endpoint adds to each turn, and what it keeps.
 
 Usage: python -m bench.rollout.episodes [--smoke] [--seconds 120] [--out FILE.json]
 
@@ -6,6 +6,12 @@ Real: the endpoint on loopback, agents in a process of their own, sampler, workf
 tokenizer, stored progress. The engine is the fake one, with a real time for each token. Overhead is counted
 by the agents, from before they send to after they have the answer, less the time of the reply's tokens. Then
 an hour of it in virtual time, without sockets: memory.
+
+With a real engine overhead is what a turn takes but for the time from asking the engine to its answer.
+In the environment of ``make test-vllm``, with ``OMP_NUM_THREADS=1``::
+
+    python -m bench.rollout.episodes --engine vllm --episodes 64 --hour 0 \
+        --out bench/results/rollout-episodes-vllm-cpu.json
 """
 
 import argparse
@@ -52,9 +58,10 @@ async def measure(load: Load, *, seconds: float) -> dict[str, Any]:
         await asyncio.sleep(load.turns * load.sleep_s[1] / 2)
     asked = [turn for turn in episodes.asked if begin <= turn.sent < end]
     herd = [turn.received for turn in episodes.asked if turn.is_first and turn.sent < began + 1]
-    num_turns = sum(begin <= t < end for times in episodes.engine.begun.values() for t in times)
+    num_turns = sum(begin <= t[0] < end for spans in episodes.engine.spans.values() for t in spans)
     num_turns += sum(begin <= turn.begun < end for turn in episodes.asked)
     return {
+        "engine": load.engine,
         "episodes": load.episodes,
         "turns_per_s": round(num_turns / seconds, 1),
         "overhead_ms": milliseconds([turn.overhead_s for turn in asked]),
@@ -98,6 +105,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="fewer episodes, shorter tools")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--episodes", type=int, nargs="+", default=[64, 2000])
+    parser.add_argument("--engine", default="fake")
     parser.add_argument(
         "--hour", type=int, default=2000, help="episodes in virtual time; 0 for none"
     )
@@ -109,7 +117,8 @@ def main() -> None:
     report = GrowingReport(out, {"smoke": arguments.smoke})
     found = []
     for number in [50] if arguments.smoke else arguments.episodes:
-        load = Load(episodes=number, sleep_s=(0.1, 3.0) if arguments.smoke else (1.0, 30.0))
+        sleep_s = (0.1, 3.0) if arguments.smoke else (1.0, 30.0)
+        load = Load(episodes=number, sleep_s=sleep_s, engine=arguments.engine)
         seconds = 5.0 if arguments.smoke else arguments.seconds
         found.append(asyncio.run(measure(load, seconds=seconds)))
         report.add({"real_time": found})

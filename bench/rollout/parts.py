@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from services.common.models.loading import build_model, load_config
 from services.common.models.tokenizer import Tokenizer, load_tokenizer
@@ -40,9 +42,17 @@ class CountedEngine(TorchEngine):
 
 def tiny_engine(*, max_running: int, seed: int = 0) -> CountedEngine:
     """The torch engine on a CPU with random weights."""
+    return CountedEngine(_model(seed), max_running=max_running, decode=tokenizer().decode)
+
+
+def random_weights(seed: int = 0) -> dict[str, Tensor]:
+    """Those of the tiny model, tied ones once."""
+    return {name: value.detach() for name, value in _model(seed).named_parameters()}
+
+
+def _model(seed: int) -> PreTrainedModel:
     config = load_config(MODEL, tokenizer())
-    model = build_model(config, dtype=torch.float32, device=torch.device("cpu"), seed=seed)
-    return CountedEngine(model, max_running=max_running, decode=tokenizer().decode)
+    return build_model(config, dtype=torch.float32, device=torch.device("cpu"), seed=seed)
 
 
 class _NoReward:

@@ -1,4 +1,4 @@
-"""Episodes of an agent, one after the other in each place: the product's sampler over the fake engine."""
+"""Episodes of an agent, one after the other in each place: the product's sampler over an engine."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -6,13 +6,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from bench.rollout.parts import tokenizer
+import torch
+
+from bench.rollout.driven import order
+from bench.rollout.parts import MODEL, random_weights, tokenizer
 from services.common.batch import KVBatchMeta
+from services.common.models.loading import load_config
 from services.common.spec.data import DataSpec
 from services.common.spec.rollout import RolloutSpec
 from services.rollout.calls.pool import CallPool
 from services.rollout.client import GroupAssignment
-from services.rollout.engines.base import GenerationRequest, GenerationResult
+from services.rollout.engines.base import Engine, GenerationRequest, GenerationResult
+from services.rollout.engines.build import make_engine
 from services.rollout.engines.fake import FakeEngine, LongTail
 from services.rollout.group import Tools
 from services.rollout.monitor import monitor
@@ -24,6 +29,7 @@ from services.rollout.samples import Sample, prompt_fields, sample_fields, sampl
 from services.rollout.sampling import Failure, GroupSampler
 
 TOKEN_S = 0.002
+_CONTEXT_TOKENS = 16_384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +43,9 @@ class Load:
     sleep_s: tuple[float, float] = (1.0, 30.0)
     """Least and most time of a tool."""
     median_tokens: float = 200.0
-    """Of a reply."""
+    """Of a reply, with the fake engine."""
+    engine: str = "fake"
+    """Which one; others than the fake one have a tiny model with random weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +59,8 @@ class Asked:
     received: float
     """When the agent had the answer."""
     engine_s: float
-    """What the engine needs for it, if nothing is in its way."""
+    """What the engine took: the fake one, if nothing is in its way; others from when they were asked until
+    they had answered."""
     is_first: bool
     """Whether it is its episode's first."""
 
@@ -61,25 +70,49 @@ class Asked:
         return self.received - self.sent - self.engine_s
 
 
-class _Engine(FakeEngine):
-    """Remembers when it was asked for what."""
+class Watched:
+    """An engine that remembers when it was asked for what, and when it had answered.
 
-    def __init__(self, load: Load) -> None:
-        super().__init__(
+    Attributes:
+        spans: Begin and end of each turn, by group.
+        num_asked: Turns.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.spans: dict[str, list[list[float]]] = {}
+        self.num_asked = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """Decode one request."""
+        self.num_asked += 1
+        now = asyncio.get_running_loop().time
+        span = [now()]
+        self.spans.setdefault(request.request_id.partition(".")[0], []).append(span)
+        try:
+            return await self._engine.generate(request)
+        finally:
+            span.append(now())
+
+
+def _engine(load: Load) -> Engine:
+    if load.engine == "fake":
+        return FakeEngine(
             max_running=load.episodes,
             step_seconds=lambda _: TOKEN_S,
             lengths=LongTail(median=load.median_tokens, sigma=0.5),
             vocab_size=tokenizer().vocab_size,
             stop_token=tokenizer().eos_id,
         )
-        self.begun: dict[str, list[float]] = {}
-        self.num_asked = 0
-
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
-        self.num_asked += 1
-        now = asyncio.get_running_loop().time()
-        self.begun.setdefault(request.request_id.partition(".")[0], []).append(now)
-        return await super().generate(request)
+    config = load_config(MODEL, tokenizer())
+    config.max_position_embeddings = _CONTEXT_TOKENS
+    ordered = order(
+        config, dtype=torch.float32, max_running=load.episodes, decode=tokenizer().decode
+    )
+    return make_engine(load.engine, ordered)
 
 
 class _Rows:
@@ -122,7 +155,7 @@ class Episodes:
     """
 
     def __init__(self, load: Load) -> None:
-        self.engine = _Engine(load)
+        self.engine = Watched(_engine(load))
         self.asked: list[Asked] = []
         self.failed: list[str] = []
         self.num_ended = 0
@@ -143,9 +176,13 @@ class Episodes:
         data = DataSpec(train={"source": "jsonl", "path": "rows"}, answer_column=None)
         async with CallPool(1) as calls, asyncio.TaskGroup() as tasks:
             decoding = tasks.create_task(self.engine.run())
+            if self._load.engine != "fake":
+                await self.engine.wait_ready()
+                await self.engine.adopt_weights(0, random_weights())
             queue: Any = _Queue()
+            served: Any = self.engine
             tools = Tools(
-                engine=self.engine,
+                engine=served,
                 tokenizer=tokenizer(),
                 workflow=workflow,
                 reward=self,
@@ -168,19 +205,21 @@ class Episodes:
     async def _watch(self, sampler: GroupSampler) -> None:
         """Gauges, stalls and stored progress, as often as a rollout looks at them."""
         session: Any = _Session()
-        await monitor(session, self.engine, sampler, publish_wait_s=lambda: 0.0, stall_s=600.0)
+        engine: Any = self.engine
+        await monitor(session, engine, sampler, publish_wait_s=lambda: 0.0, stall_s=600.0)
 
     async def score(self, given: RewardInput) -> Score:
         """Take in what the agent measured."""
         earned: Any = given.earned
-        begun = self.engine.begun.pop(f"g{given.row['number']}")
+        spans = self.engine.spans.pop(f"g{given.row['number']}")
+        is_fake = self._load.engine == "fake"
         self.asked += [
             Asked(
                 sent=sent,
-                begun=begun[number],
+                begun=spans[number][0],
                 received=received,
                 # The first token of a request that comes between two steps takes less than one.
-                engine_s=(tokens - 1) * TOKEN_S,
+                engine_s=(tokens - 1) * TOKEN_S if is_fake else spans[number][1] - spans[number][0],
                 is_first=number == 0,
             )
             for number, (sent, received, tokens) in enumerate(earned["turns"])

@@ -6,6 +6,7 @@ history the agent rewrote. The one that was continued last led to what the rewar
 """
 
 import hashlib
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -193,13 +194,12 @@ class Record:
             Interrupted: If the episode was interrupted.
         """
         room = self._room(turns)
-        context = str(token_ids(turns)).encode()
-        asked = hashlib.sha256(context).digest()
+        asked = hashlib.sha256(array("q", token_ids(turns))).digest()
         number = self._num_asked[asked]
         self._num_asked[asked] += request.n
         draws = [
             Draw(
-                seed=self._seed(context, request.seed, number=number, index=index),
+                seed=self._seed(asked, request.seed, number=number, index=index),
                 offset=0,
                 max_tokens=room if max_tokens is None else min(room, max_tokens),
                 stop_texts=(*self._episode.limits.stop_texts, *request.stop_texts),
@@ -228,9 +228,9 @@ class Record:
             raise Interrupted
         return sampled
 
-    def _seed(self, context: bytes, asked: int | None, *, number: int, index: int) -> int:
-        """A seed of its own for each reply, the same whenever the agent does the same."""
-        which = f"{number + index}" if asked is None else f"{asked}+{index}"
+    def _seed(self, context: bytes, given: int | None, *, number: int, index: int) -> int:
+        """A seed of its own for each reply to a context, the same whenever the agent does the same."""
+        which = f"{number + index}" if given is None else f"{given}+{index}"
         text = f"{self._episode.limits.seed}/{which}/".encode() + context
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 
