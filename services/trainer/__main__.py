@@ -28,7 +28,7 @@ from services.controller.client import WorkerSession, open_rendezvous
 from services.trainer import metrics
 from services.trainer.critic import serve_critic
 from services.trainer.model.parallel import join_processes
-from services.trainer.ranks.build import build_critic, build_rank, device_of
+from services.trainer.ranks.build import build_critic, build_rank, device_of, gpu_names
 from services.trainer.ranks.crew import Crew
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
@@ -80,7 +80,9 @@ async def lead(settings: TrainerSettings) -> None:
         if built.weights.sends_rows:
             member.source_addresses = addresses
         leader.attach(built.rank, crew, weights=built.weights, state=built.state, step=built.step)
-        announce(settings.ready_file, {"role": "trainer"})
+        if session.spec.topology.takes_turns:  # rollouts load next, in the same memory
+            await leader.sleep()
+        announce(settings.ready_file, {"role": "trainer", "gpus": ",".join(gpu_names())})
         session.report(state="ready", activity="", weight_version=built.step)
         stack.push_async_callback(asyncio.to_thread, leader.stop)
         await until_stopped(session)

@@ -8,7 +8,7 @@ stop    deletes them and waits until they are gone
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +81,10 @@ class KubernetesLauncher:
         self._changed = asyncio.Condition()
         self.secrets = RunSecrets(api, owner=owner)
 
-    async def start(self, run_id: str, spec: RunSpec) -> None:
+    async def start(self, run_id: str, spec: RunSpec, *, later: Collection[str] = ()) -> None:
         """Create the pods of a run that are not there; an earlier controller may have made some.
+
+        A rollout that is asked for later is in the trainer's pod, and waits there.
 
         Returns when the queue, if the pods are in one, has admitted them, or one of them is lost.
 

@@ -1,6 +1,6 @@
 """Starts and stops the workers of runs: the protocol that each platform implements."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,8 +30,15 @@ class WorkerExit:
 class Launcher(Protocol):
     """Starts and stops workers."""
 
-    async def start(self, run_id: str, spec: RunSpec) -> None:
-        """Start those workers of a run that do not run."""
+    async def start(self, run_id: str, spec: RunSpec, *, later: Collection[str] = ()) -> None:
+        """Start those workers of a run that do not run.
+
+        Args:
+            run_id: The run.
+            spec: Its specification.
+            later: Workers that are asked for another time. Those that are in one pod with others start with
+                them, and wait there until the trainer has loaded and sleeps.
+        """
 
     async def end(self, run_id: str, worker_id: str) -> None:
         """End one worker at once, because it does not answer; returns when it is gone."""
@@ -101,7 +108,7 @@ def total_gpus(spec: RunSpec) -> int:
 class ExternalLauncher:
     """For workers that somebody else starts: it only waits for them."""
 
-    async def start(self, run_id: str, spec: RunSpec) -> None:
+    async def start(self, run_id: str, spec: RunSpec, *, later: Collection[str] = ()) -> None:
         """Do nothing; the workers register by themselves."""
 
     async def end(self, run_id: str, worker_id: str) -> None:

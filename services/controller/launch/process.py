@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -85,15 +85,15 @@ class ProcessLauncher:
         self._forks = forks
         self._metrics = MetricTargets(metric_targets)
 
-    async def start(self, run_id: str, spec: RunSpec) -> None:
-        """Start those workers of a run that do not run."""
+    async def start(self, run_id: str, spec: RunSpec, *, later: Collection[str] = ()) -> None:
+        """Start those workers of a run that do not run, but those that are asked for later."""
         self._logs(run_id).mkdir(parents=True, exist_ok=True)
         running = self._processes.setdefault(run_id, {})
         names = worker_names(spec)
         ranks = {worker_id: num_ranks(role, spec) for role, worker_id in names}
         gpus = self._gpus.assign(run_id, gpu_needs(spec), hosts=gpu_hosts(spec))
         for role, worker_id in names:
-            if worker_id in running:
+            if worker_id in running or worker_id in later:
                 continue
             process: WorkerProcess | None = adopt(self._record(run_id, worker_id))
             if process is None:

@@ -1,6 +1,6 @@
 """Pods of a run's workers, made from the templates that the Helm chart wrote.
 
-rollout                          a pod each
+rollout                          a pod each; those that take turns with the trainer are in its pod
 trainer, critic, logp, ref_logp  a pod with all ranks of a worker, or one for each node that they fill
 bundled                          the containers of all in one pod
 """
@@ -16,7 +16,7 @@ import yaml
 from services.common.errors import FailedPreconditionError
 from services.common.spec.run import RunSpec
 from services.controller.client import WorkerRole
-from services.controller.launch import job_set, kueue
+from services.controller.launch import in_turns, job_set, kueue
 from services.controller.launch.launcher import num_gpus, num_ranks, program_of, worker_names
 
 RUN_LABEL = "slipstream.dev/run"
@@ -137,15 +137,9 @@ def build_pods(
         owner: Owner reference; when the owner goes, the pods go too.
 
     Raises:
-        FailedPreconditionError: If the trainer's ranks cannot be spread evenly over nodes, or workers are to
-            share GPUs.
+        FailedPreconditionError: If the trainer's ranks cannot be spread evenly over nodes, or take turns
+            with rollouts on several.
     """
-    if spec.topology.takes_turns:
-        raise FailedPreconditionError(
-            f"topology.placement is {spec.topology.placement!r}, but Kubernetes gives each container GPUs of "
-            "its own; run it on one host with the process launcher, or set topology.placement to "
-            "'disaggregated'"
-        )
     pods = []
     for place in _places(templates, spec):
         pod = copy.deepcopy(templates.pods[program_of(place.role)])
@@ -159,7 +153,10 @@ def build_pods(
         _name_worker(container, place, run_id, controller_address)
         _add_certificate(pod, run_id)
         _add_ports(container, place)
-        _ask_for_gpus(pod, num_gpus(place.role, spec) // place.nodes)
+        if spec.is_in_turns(place.worker_id):
+            in_turns.join(container, place.worker_id, spec, ready_file=_ready_file("trainer-0"))
+        else:
+            _ask_for_gpus(pod, num_gpus(place.role, spec) // place.nodes)
         first, rank = place.first_name(run_id), str(place.node)
         if templates.job_set is not None and place.nodes > 1:
             job_set.join(pod, name=first, node=place.node)
@@ -169,7 +166,10 @@ def build_pods(
             container["command"] = _torchrun(place, node_rank=rank, address=address)
         pods.append(pod)
     if templates.topology == "bundled":
-        pods = [_bundle(run_id, pods)]
+        pods = [_together(f"{run_id.replace('_', '-')}-bundle", pods)]
+    elif spec.topology.takes_turns:
+        count = 1 + spec.rollouts_in_turns  # the trainer is the first worker
+        pods = [_together(pods[0]["metadata"]["name"], pods[:count]), *pods[count:]]
     for pod in pods:
         kueue.join(pod, group=run_id.replace("_", "-"), num_pods=len(pods))
     return pods
@@ -252,7 +252,7 @@ def _add_ports(container: Pod, place: _Place) -> None:
     """
     prefix = _prefix(place)
     grpc, metrics = _GRPC_PORT + place.index, _METRICS_PORT + place.index
-    ready_file = f"/tmp/{place.worker_id}.ready"  # noqa: S108 -- a volume of the pod
+    ready_file = _ready_file(place.worker_id)
     container["env"] += [
         {"name": f"{prefix}_BIND", "value": f"$(POD_IP):{grpc}"},
         {"name": f"{prefix}_METRICS_PORT", "value": str(metrics)},
@@ -269,15 +269,19 @@ def _add_ports(container: Pod, place: _Place) -> None:
         }
 
 
+def _ready_file(worker_id: str) -> str:
+    return f"/tmp/{worker_id}.ready"  # noqa: S108 -- a volume of the pod
+
+
 def _prefix(place: _Place) -> str:
     """Of the environment variables that the worker reads."""
     return f"SLIPSTREAM_{program_of(place.role).upper()}"
 
 
-def _bundle(run_id: str, pods: list[Pod]) -> Pod:
+def _together(name: str, pods: list[Pod]) -> Pod:
     """One pod with the containers and volumes of all; the first says where it runs."""
     bundle = pods[0]
-    bundle["metadata"]["name"] = f"{run_id.replace('_', '-')}-bundle"
+    bundle["metadata"]["name"] = name
     bundle["spec"]["containers"] = [
         container for pod in pods for container in pod["spec"]["containers"]
     ]

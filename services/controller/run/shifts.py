@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from services.common.grpc_client import open_channel
 from services.common.task_group import TaskGroup
-from services.controller.launch.launcher import Launcher
+from services.controller.launch.launcher import Launcher, gpu_hosts
 from services.controller.membership.registry import Membership, Worker
 from services.controller.run.assembly import Assembly
 from services.controller.run.evaluation import Evaluator
@@ -119,7 +119,6 @@ async def start_in_turns(
         DeadlineExceededError: If the trainer does not come in time, or a worker does not fall asleep.
     """
     timeout_s = spec.now.limits.step_timeout_s
-    nobody = spec.now.rollout.model_copy(update={"replicas": 0})
 
     def loaded(role: str) -> list[Worker]:
         workers = membership.workers(run_id)
@@ -129,7 +128,7 @@ async def start_in_turns(
         for worker in loaded("rollout"):
             if spec.now.is_in_turns(worker.worker_id):
                 tasks.create_task(_put_to_sleep(worker, timeout_s=timeout_s))
-    await launcher.start(run_id, spec.now.model_copy(update={"rollout": nobody}))
+    await launcher.start(run_id, spec.now, later=gpu_hosts(spec.now))
     await membership.wait_until(
         lambda: bool(loaded("trainer")),
         timeout_s=spec.now.limits.start_timeout_s,

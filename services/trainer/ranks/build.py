@@ -316,6 +316,12 @@ def device_of(settings: TrainerSettings) -> torch.device:
     return torch.device("cuda", settings.local_rank)
 
 
+def gpu_names() -> list[str]:
+    """The GPUs that this process sees, as ``CUDA_VISIBLE_DEVICES`` takes them in any container."""
+    devices = range(torch.cuda.device_count())
+    return [f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in devices]
+
+
 def sequence_cost(policy: Policy | Critic) -> Callable[[int], float]:
     """Relative cost of a sequence by its length: linear layers, and attention with its square.
 

@@ -35,6 +35,7 @@ SPREAD = {
     "topology": {"gpus_per_node": 1},
     "trainer": {"steps": 1, "prompts_per_step": 1, "world_size": 2},
 }
+MORE = {"rollout": {"replicas": 3, "rewards": [{"name": "exact_match"}]}}
 
 JOB = {"name": "node", "template": {"spec": {"completionMode": "Indexed"}}}
 JOB_SET = {"metadata": {}, "spec": {"replicatedJobs": [JOB]}}
@@ -254,6 +255,56 @@ async def test_bundled_workers_share_one_pod_and_differ_in_ports(tmp_path: Path)
         ports = [port["containerPort"] for c in containers for port in c["ports"]]
         assert len(set(ports)) == 4
         assert pod["spec"]["volumes"] == [{"name": "tmp"}]
+
+
+async def test_rollouts_that_take_turns_with_the_trainer_are_in_its_pod_and_wait_for_its_gpus(
+    tmp_path: Path,
+) -> None:
+    cluster, templates = FakeCluster(), write_templates(tmp_path)
+    for role in ("trainer", "rollout"):
+        pod = yaml.safe_load((tmp_path / f"{role}.yaml").read_text())
+        pod["metadata"]["annotations"] = {"slipstream.dev/gpu-resource": "nvidia.com/gpu"}
+        pod["spec"]["containers"][0]["resources"] = {}
+        (tmp_path / f"{role}.yaml").write_text(yaml.safe_dump(pod))
+    mixed = parse_spec(
+        {
+            **SPEC.model_dump(),
+            "topology": {"placement": "mixed"},
+            "rollout": {"replicas": 3, "rewards": [{"name": "exact_match"}]},
+            "trainer": {"steps": 1, "prompts_per_step": 1, "world_size": 2},
+        }
+    )
+    async with launching(cluster, templates) as (launcher, heard):
+        await launcher.start(RUN, mixed, later=["rollout-0", "rollout-1"])
+        await launcher.start(RUN, mixed)
+        assert set(cluster.pods) == {TRAINER, "run-01-rollout-2"}
+        trainer, *in_turns = cluster.pods[TRAINER]["spec"]["containers"]
+        assert [c["name"] for c in (trainer, *in_turns)] == ["trainer-0", "rollout-0", "rollout-1"]
+        assert trainer["resources"]["limits"] == {"nvidia.com/gpu": "2"}
+        ready = {"name": "SLIPSTREAM_TRAINER_READY_FILE", "value": "/tmp/trainer-0.ready"}
+        assert ready in trainer["env"]
+        for number, container in enumerate(in_turns):
+            assert container["resources"] == {}
+            assert container["command"][2:5] == [
+                *("services.rollout.beside_trainer", "/tmp/trainer-0.ready", str(number))
+            ]
+            env = {each["name"]: each.get("value") for each in container["env"]}
+            assert env["SLIPSTREAM_ROLLOUT_GPU_NEIGHBOURS"] == '["trainer"]'
+        (alone,) = cluster.pods["run-01-rollout-2"]["spec"]["containers"]
+        assert "command" not in alone
+        assert alone["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+        # Whoever of them is lost, the pod is made anew, with both sides.
+        await launcher.end(RUN, "rollout-1")
+        await launcher.start(RUN, mixed)
+        assert len(cluster.pods[TRAINER]["spec"]["containers"]) == 3
+        assert {exit_.worker_id for exit_ in heard.exits} <= {"trainer-0", "rollout-0"}
+
+
+async def test_a_trainer_of_several_nodes_takes_no_turns(tmp_path: Path) -> None:
+    spread = parse_spec({**SPREAD, "topology": {"gpus_per_node": 1, "placement": "mixed"}, **MORE})
+    async with launching(FakeCluster(), write_templates(tmp_path)) as (launcher, _):
+        with pytest.raises(FailedPreconditionError, match=r"world_size \(2\).*gpus_per_node \(1\)"):
+            await launcher.start(RUN, spread)
 
 
 async def test_a_failed_container_is_told_once_with_its_last_lines(tmp_path: Path) -> None:
