@@ -144,12 +144,13 @@ class AlgorithmSpec(SpecPart):
     @property
     def loss_kind(self) -> LossKind:
         """What is known of the loss."""
-        return LOSSES.get(self.loss) or LossKind(function=self.loss)
+        return LOSSES.get(self.loss) or LossKind(function=self.loss, is_own=True)
 
     @property
     def advantage_kind(self) -> AdvantageKind:
         """What is known of the advantage."""
-        return ADVANTAGES.get(self.advantage) or AdvantageKind(function=self.advantage)
+        kind = ADVANTAGES.get(self.advantage)
+        return kind or AdvantageKind(function=self.advantage, is_own=True)
 
     @property
     def num_demonstrations(self) -> int:

@@ -20,6 +20,8 @@ class Formula:
     """``module:function``."""
     keys: tuple[str, ...] = ()
     """Keys of ``algorithm`` that it takes as arguments of these names."""
+    is_own: bool = False
+    """Whether it is the user's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

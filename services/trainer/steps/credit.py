@@ -1,6 +1,6 @@
 """From rewards to token advantages: the estimator of the specification, over all ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from services.common.spec.algorithm import AlgorithmSpec
 from services.trainer.algorithm.advantages import overlong_penalty
 from services.trainer.algorithm.estimators import ScoredBatch
 from services.trainer.algorithm.loss import kl_penalty
-from services.trainer.batch.samples import Cohort, Samples
+from services.trainer.algorithm.own import OwnFunction
+from services.trainer.batch.samples import Cohort, Samples, idle_samples
 from services.trainer.collectives import Ranks
 
 
@@ -43,9 +44,18 @@ class CreditAssigner:
         self._spec = spec
         self._ranks = ranks
         self._max_response_tokens = max_response_tokens
-        self._estimate = bind_callable(
-            spec.advantage_kind.function, spec.arguments_of_advantage, key="algorithm.advantage"
+        kind, arguments, key = (
+            spec.advantage_kind,
+            spec.arguments_of_advantage,
+            "algorithm.advantage",
         )
+        self._add_up = ranks.sum
+        if not kind.is_own:
+            self._estimate = bind_callable(kind.function, arguments, key=key)
+            return
+        own = OwnFunction(kind.function, arguments, key=key)
+        self._estimate, self._add_up = own, own.allowing(ranks.sum)
+        self._try()
 
     def __call__(self, samples: Samples, cohort: Cohort, *, kl_coefficient: float) -> Credit:
         """Advantages of this rank's tokens; each rank must call this.
@@ -75,6 +85,32 @@ class CreditAssigner:
             None if returns is None else returns.float(),
             samples.by_sample.spread(shaped).float(),
         )
+
+    def _try(self) -> None:
+        """See what the estimator says of a group of two, which the first rank has. Every rank calls it.
+
+        Raises:
+            ValueError: If these are no advantages.
+        """
+        both, no = idle_samples().select([0, 0]), torch.zeros(2, dtype=torch.bool)
+        both = replace(both, rows=torch.arange(2), rewards=torch.tensor([0.0, 1.0]))
+        both = both.with_tokens(loss_mask=~no, response_mask=~no)
+        cohort = Cohort(
+            groups=torch.zeros(2, dtype=torch.int64),
+            lengths=(2, 2),
+            prompt_lengths=(1, 1),
+            is_truncated=no,
+            is_member=~no,
+            is_greedy=no,
+            is_failed=no,
+        )
+        own = both if self._ranks.rank == 0 else both.select([])
+        found = self(own, cohort, kl_coefficient=0.0).advantages
+        if not bool(found.isfinite().all()):
+            raise ValueError(
+                f"algorithm.advantage {self._spec.advantage!r} is {found.tolist()} for a group with the "
+                "scores 0 and 1"
+            )
 
     def _scored(
         self, samples: Samples, cohort: Cohort, scores: Tensor, penalty: Tensor
@@ -110,7 +146,7 @@ class CreditAssigner:
             mask=mask,
             trained=samples.tokens["loss_mask"],
             values=None if values is None else values.to(torch.float64),
-            add_up=self._ranks.sum,
+            add_up=self._add_up,
         )
         return batch, shaped
 

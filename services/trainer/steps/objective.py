@@ -19,7 +19,8 @@ from torch import Tensor
 from services.common.callables import bind_callable
 from services.common.spec.algorithm import AlgorithmSpec
 from services.trainer.algorithm import correction, diagnostics, loss
-from services.trainer.batch.samples import Samples
+from services.trainer.algorithm.own import OwnFunction
+from services.trainer.batch.samples import Samples, idle_samples
 from services.trainer.batch.segments import Segments, on_device
 from services.trainer.collectives import Tally
 
@@ -53,15 +54,16 @@ class Objective:
         self._spec = spec
         self._correction = correction
         self._horizon = horizon
-        self._loss = bind_callable(
-            spec.loss_kind.function, spec.arguments_of_loss, key="algorithm.loss"
-        )
+        bind = OwnFunction if spec.loss_kind.is_own else bind_callable
+        self._loss = bind(spec.loss_kind.function, spec.arguments_of_loss, key="algorithm.loss")
         weighted = {
             "decoupled": {"decoupled"},
             "corrected": {"decoupled", "bypass"},
             "never": set(),
         }
         self._is_weighted = correction in weighted[spec.loss_kind.weighted]
+        if spec.loss_kind.is_own:
+            self._try()
 
     def denominators(self, tokens: Tensor, sequences: Tensor) -> loss.Denominators:
         """Denominators of an update from its counts over all ranks."""
@@ -122,6 +124,29 @@ class Objective:
         return loss.aggregate(
             values, mask, segments, mode=spec.aggregation, denominators=denominators
         )
+
+    def _try(self) -> None:
+        """See what the loss says of one token, and of one that does not train, as ranks without work have.
+
+        Raises:
+            ValueError: If that is no loss.
+        """
+        idle, one = idle_samples(), torch.ones(1)
+        for mask in (torch.tensor([True]), torch.tensor([False])):
+            logprobs = torch.tensor([-0.5], requires_grad=True)
+            value = self(
+                logprobs,
+                one,
+                idle.with_tokens(loss_mask=mask, advantages=one),
+                denominators=self.denominators(one, one),
+                kl_coefficient=0.0,
+                tally=Tally(),
+            )
+            if not value.isfinite():
+                raise ValueError(
+                    f"algorithm.loss {self._spec.loss!r} is {value.item()} for one token with a logprob of "
+                    f"-0.5, an old one of 0 and an advantage of 1{'' if mask else ' that does not train'}"
+                )
 
     def _compare(self, current: Tensor, samples: Samples, segments: Segments) -> _Comparison:
         spec, tokens = self._spec, samples.tokens

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
 from services.common.confinement import Allowance
 from services.common.spec.loader import SpecError, parse_spec
@@ -83,6 +84,56 @@ def test_a_loss_that_returns_something_else_is_told(tmp_path: Path) -> None:
     other.write_text("def other(batch):\n    return batch.rewards[:1]\n")
     with pytest.raises(ValueError, match=r"algorithm\.advantage .*one advantage for each"):
         trained({"advantage": f"{other}:other"})
+
+
+FAULTY = """
+import torch
+from torch import distributed
+from services.trainer.algorithm.loss import TokenLoss
+
+def waits(given):
+    distributed.all_reduce(torch.ones(1))
+def breaks(given):
+    return given.nothing
+def nan_loss(tokens):
+    return TokenLoss(tokens.logprobs / 0 * 0)
+def nan_advantage(batch):
+    return batch.rewards * float("nan")
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "told"),
+    [
+        ("loss", "breaks", "failed: AttributeError.*'nothing'"),
+        ("loss", "nan_loss", "is nan for one token"),
+        ("advantage", "breaks", "failed: AttributeError.*'nothing'"),
+        ("advantage", "nan_advantage", "is .*nan.* scores 0 and 1"),
+    ],
+)
+def test_what_is_wrong_is_told_before_the_first_step(
+    tmp_path: Path, key: str, name: str, told: str
+) -> None:
+    file = tmp_path / "faulty.py"
+    file.write_text(FAULTY)
+    spec = spec_of(algorithm={key: f"{file}:{name}"})
+    with pytest.raises(ValueError, match=rf"algorithm\.{key} .*{name}.*{told}"):
+        rank_of(spec, policy_of(spec), random_queue(policy_of(spec)))
+
+
+@pytest.mark.parametrize("key", ["loss", "advantage"])
+def test_a_collective_of_its_own_is_refused_instead_of_waited_for(tmp_path: Path, key: str) -> None:
+    file = tmp_path / "faulty.py"
+    file.write_text(FAULTY)
+    spec = spec_of(algorithm={key: f"{file}:waits"})
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(
+            ValueError, match=rf"algorithm\.{key} .*waits.*collective c10d\.allreduce"
+        ):
+            rank_of(spec, policy_of(spec), random_queue(policy_of(spec)))
+    finally:
+        distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("key", ["loss", "advantage"])
