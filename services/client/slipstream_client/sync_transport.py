@@ -17,6 +17,7 @@ _TIMEOUT_S = 30.0
 # The server writes something every 10 s.
 _SILENCE_S = 60.0
 _ASK_AGAIN_S = 0.5
+_CUT_OFF = (httpx.ReadError, httpx.RemoteProtocolError)
 
 
 class Transport:
@@ -123,6 +124,7 @@ class Transport:
                 names={"run_id": run_id},
                 headers={"last-event-id": str(after_seq)},
             )
+            asked = time.monotonic()
             try:
                 for kind, data in self.stream(request, silence_s=min(left, _SILENCE_S)):
                     yield kind, data
@@ -131,7 +133,12 @@ class Transport:
                     after_seq, last_heard = data.get("seq", after_seq), time.monotonic()
                     if timeout_s is not None and last_heard > begin + timeout_s:
                         break
+                last_heard = time.monotonic()
             except httpx.TransportError as error:
-                if time.monotonic() - last_heard > _SILENCE_S:
+                now = time.monotonic()
+                # A run that has nothing to tell is silent for long: what was cut off was there until now.
+                if isinstance(error, _CUT_OFF) and now - asked > _ASK_AGAIN_S:
+                    last_heard = now
+                elif now - last_heard > _SILENCE_S:
                     raise ApiError(f"the controller at {self.url} broke off: {error!r}") from error
             time.sleep(_ASK_AGAIN_S)

@@ -153,3 +153,54 @@ def test_whoever_waits_too_long_is_told():
 
     with client_of(answer) as client, pytest.raises(TimeoutError, match="has not ended within 0 s"):
         client.run(RUN_ID).wait(timeout_s=0)
+
+
+class Stream(httpx.SyncByteStream):
+    """Lines of an answer that comes bit by bit."""
+
+    def __init__(self, lines):
+        self.lines = lines
+
+    def __iter__(self):
+        yield from self.lines()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds, which pass as they are added."""
+    now = [0.0]
+    monkeypatch.setattr("slipstream_client.sync_transport.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(
+        "slipstream_client.sync_transport.time.sleep", lambda s: now.append(now.pop() + s)
+    )
+    return now
+
+
+def test_a_run_is_watched_through_a_restart_after_a_long_silence(clock):
+    def cut_off():
+        clock[0] += 500.0
+        yield b": alive\n"
+        raise httpx.ReadError("the controller was killed")
+
+    def end():
+        yield f"event: end\ndata: {json.dumps(RUN)}\n".encode()
+
+    answers = iter([cut_off, None, end])
+
+    def answer(request):
+        if (lines := next(answers)) is None:
+            raise httpx.ConnectError("not yet")
+        headers = {"content-type": "text/event-stream"}
+        return httpx.Response(200, headers=headers, stream=Stream(lines))
+
+    with client_of(answer) as client:
+        assert [kind for kind, _ in client.watch(RUN_ID)] == ["end"]
+
+
+def test_a_controller_that_stays_away_is_given_up_after_a_minute(clock):
+    def answer(request):
+        raise httpx.ConnectError("gone")
+
+    with client_of(answer) as client, pytest.raises(ApiError, match="broke off"):
+        list(client.watch(RUN_ID))
+    assert 60 <= clock[0] <= 62
