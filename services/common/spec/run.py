@@ -194,7 +194,11 @@ class RunSpec(SpecPart):
         rollout = values.get("rollout", {})
         if kind is None or not kind.num_demonstrations or not isinstance(rollout, Mapping):
             return values
-        defaults = {"group_size": kind.num_demonstrations, "replicas": 1, "partial_rollout": False}
+        defaults: dict[str, Any] = {
+            "group_size": kind.num_demonstrations,
+            "replicas": 1,
+            "partial_rollout": False,
+        }
         data = values.get("data")
         if isinstance(data, Mapping) and data.get("heldout") is None:
             defaults["engine"] = "none"

@@ -135,7 +135,7 @@ def advise(
         return found
     changes = sorted(_changes(rates, setting, now), key=lambda change: -change.gain)
     helpful = [change for change in changes if change.gain >= _LEAST_GAIN]
-    gains = {each.placement: _gain(rates, each, now) for each in others}
+    gains: dict[str, float] = {each.placement: _gain(rates, each, now) for each in others}
     return replace(found, changes=tuple(helpful[:_MOST_CHANGES]), others=gains)
 
 

@@ -36,8 +36,9 @@ def placed(spec: RunSpec, setting: Setting) -> RunSpec:
 
 
 def may_take_turns(spec: RunSpec, setting: Setting) -> bool:
-    """Whether a run may be placed so that rollouts are on the trainer's GPUs."""
-    return not [*placement(placed(spec, setting))]
+    """Whether a run may be placed so that rollouts are on the trainer's GPUs, and nobody else has any."""
+    others = [spec.topology.own_gpus(task) for task in ("logp", "ref_logp", "critic")]
+    return not any(others) and not [*placement(placed(spec, setting))]
 
 
 def trainer_unit(spec: RunSpec) -> int:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.cli.machine import shared_gpus
+from services.cli.machine import lacks, shared_gpus
 from services.common.spec.run import RunSpec
 
 
@@ -36,3 +36,15 @@ def test_workers_that_share_gpus_are_told_of(
     assert found.startswith(told)
     assert bool(found) == bool(told)
     assert ("rollout.replicas is 2" in found) == bool(told)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "told"), [("0", "needs 2 GPUs, but this machine has 1"), ("0,1", "")]
+)
+def test_gpus_of_their_own_are_not_shared_in_a_mixed_run(
+    monkeypatch: pytest.MonkeyPatch, gpus: str, told: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    found = " ".join(lacks(spec(placement="mixed")))
+    assert told in found
+    assert bool(found) == bool(told)
