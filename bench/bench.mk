@@ -34,6 +34,7 @@ bench-tails: $(READY) ## Responses of hours and of 100,000 tokens, killed and re
 bench-weightsync: $(READY) ## Weight sync against the raw wire (OPTIONS=--smoke on a machine without a GPU)
 	$(BIN)/python -m bench.weightsync $(OPTIONS)
 	$(BIN)/python -m bench.weightsync.end_to_end $(OPTIONS)
+	$(BIN)/python -m bench.weightsync.shared $(OPTIONS)
 
 bench-recovery: $(READY) ## Rollouts killed at random: how soon the others serve the new version
 	$(BIN)/python -m tests.faults.weight_kills

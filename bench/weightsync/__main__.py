@@ -77,7 +77,7 @@ def _report(
         print(
             f"  {row:16} {milliseconds:9.2f} ms {rate:8.1f} GB/s {raw_ms / milliseconds:6.1%} of raw"
         )
-    for row in ("ours", "decoding", "form"):
+    for row in ("ours", "decoding"):
         if row in rows:
             print(
                 f"  {row:16} "

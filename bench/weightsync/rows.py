@@ -33,7 +33,7 @@ def measure(number: int, arguments: Any, use_gpu: bool, port: int, queue: Any) -
     if use_gpu:
         torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    bench = _Bench(number, arguments, device, store)
+    bench = Bench(number, arguments, device, store)
     queue.put((number, bench.run()))
 
 
@@ -41,7 +41,7 @@ def _order(version: int) -> TransferOrder:
     return TransferOrder(epoch=1, version=version, timeout_s=60)
 
 
-class _Bench:
+class Bench:
     """One member's side of all rows."""
 
     def __init__(self, number: int, arguments: Any, device: torch.device, store: Any) -> None:
@@ -52,12 +52,14 @@ class _Bench:
         self._barriers = 0
         self._source = number if number < arguments.sources else None
         self._specs = SHAPES[arguments.model].tensors("bfloat16")
+        self._transport = "nccl" if device.type == "cuda" else "gloo"
+        self._way = "ours"
         self._rows: dict[str, dict[str, float]] = {}
 
     def run(self) -> dict[str, dict[str, float]]:
         """All rows: ``{row: {measure: value}}``."""
         self._usual_transports()
-        asyncio.run(self._ours())
+        asyncio.run(self._ours(backend=self._transport))
         return self._rows
 
     def _usual_transports(self) -> None:
@@ -67,7 +69,7 @@ class _Bench:
                 self._barrier()
             return
         group = form_group(
-            "nccl" if self._device.type == "cuda" else "gloo",
+            self._transport,
             Store(self._store, "usual"),
             Seat(
                 sources=(0,),
@@ -111,7 +113,7 @@ class _Bench:
                 assert torch.equal(tensor, expected), f"{spec.name} differs"
         group.abort()
 
-    async def _ours(self) -> None:
+    async def _ours(self, *, mode: str = "shadow", backend: str) -> None:
         arguments = self._arguments
         shards = fsdp_shards(self._specs, arguments.sources)
         trainer = rollout = None
@@ -131,6 +133,7 @@ class _Bench:
             arguments.bucket_mib << 20,
             num_sources=arguments.sources,
             source=self._source,
+            mode=mode,
         )
         plan = make_plan(self._specs, arguments.bucket_mib << 20, shards)
         begin = time.perf_counter()
@@ -138,21 +141,22 @@ class _Bench:
             1,
             receiver=max(self._number - arguments.sources, 0),
             num_receivers=arguments.receivers,
-            backend="nccl" if self._device.type == "cuda" else "gloo",
-            scope="ours",
+            backend=backend,
+            scope=self._way,
             timeout_s=120,
         )
-        self._rows["form"] = {"ms": (time.perf_counter() - begin) * 1000}
+        form_ms = (time.perf_counter() - begin) * 1000
         samples: dict[str, list[float]] = {}
         for version in range(arguments.rounds + 2):
             measured = await self._sync(member, trainer, rollout, plan_hash, version)
             if version >= 2:
                 for name, value in measured.items():
                     samples.setdefault(name, []).append(value)
-        self._rows["ours"] = {
+        self._rows[self._way] = {
             name: statistics.median(values) for name, values in samples.items()
-        } | {"gb": plan.num_bytes / 1e9}
-        await self._beside_decoding(member, trainer, rollout, plan_hash, arguments.rounds + 2)
+        } | {"form_ms": form_ms, "gb": plan.num_bytes / 1e9}
+        if backend == "nccl":
+            await self._beside_decoding(member, trainer, rollout, plan_hash, arguments.rounds + 2)
 
     async def _sync(
         self,
@@ -196,8 +200,6 @@ class _Bench:
         version: int,
     ) -> None:
         """Decode on the receivers before and during transfers."""
-        if self._device.type != "cuda":
-            return
         if rollout is None:
             for offset in range(5):
                 await self._sync(member, trainer, rollout, plan_hash, version + offset)
@@ -241,9 +243,9 @@ class _Bench:
     def _digests(self, version: int, digests: tuple[str, ...]) -> list[str]:
         """What the sources state, as the controller would hand it on."""
         if self._source is not None:
-            self._store.set(f"digest/{version}/{self._source}", digests[0])
+            self._store.set(f"digest/{self._way}/{version}/{self._source}", digests[0])
         return [
-            self._store.get(f"digest/{version}/{source}").decode()
+            self._store.get(f"digest/{self._way}/{version}/{source}").decode()
             for source in range(self._arguments.sources)
         ]
 

@@ -43,6 +43,7 @@ class Qwen2Shape:
 
 SHAPES = {
     "qwen2.5-3b": Qwen2Shape(2048, 36, 16, 2, 11008),
+    "qwen2.5-1.5b": Qwen2Shape(1536, 28, 12, 2, 8960),
     "qwen2.5-0.5b": Qwen2Shape(896, 24, 14, 2, 4864),
     "250m": Qwen2Shape(1024, 12, 16, 4, 4096, vocab=65_536),
     "smoke": Qwen2Shape(256, 4, 4, 2, 512, vocab=4096),

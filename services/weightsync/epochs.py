@@ -70,13 +70,14 @@ class Epochs:
         Args:
             epoch: Number of the group; higher than any before.
             seat: This member's place in it.
-            backend: ``gloo`` or ``nccl``.
+            backend: One of ``TRANSPORTS``.
             device: Where what travels lies.
             scope: Where the members meet.
             timeout_s: Deadline.
 
         Raises:
-            FailedPreconditionError: If a group of this or a newer epoch was formed or aborted before.
+            FailedPreconditionError: If a group of this or a newer epoch was formed or aborted before, or the
+                backend does not reach the other members.
             UnavailableError: If not all members came in time.
         """
         if epoch <= self._epoch:
@@ -116,7 +117,10 @@ class Epochs:
             _end(group)
             raise FailedPreconditionError(f"epoch {epoch} was aborted while it formed", epoch=epoch)
         self._group = group
-        logger.info("weight group formed", extra={"epoch": epoch, "receivers": seat.num_receivers})
+        logger.info(
+            "weight group formed",
+            extra={"epoch": epoch, "receivers": seat.num_receivers, "backend": backend},
+        )
 
     def leave(self, epoch: int | None = None) -> bool:
         """End the group of this epoch, or of all up to ``epoch``; returns whether there was one.

@@ -2,8 +2,7 @@
 
 A group has a channel for each source: the source and all receivers. Channels are separate communicators, so
 that several trainer ranks send at once, each over its own links. Members find each other through a key-value
-store that the controller serves over gRPC, so no rendezvous port is open to strangers. Gloo on CPUs and NCCL
-on GPUs take the same store.
+store that the controller serves over gRPC, so no rendezvous port is open to strangers.
 """
 
 from collections.abc import Sequence
@@ -122,16 +121,22 @@ class WeightGroup:
     """
 
     def __init__(
-        self, channels: dict[int, Channel], device: torch.device, store: RendezvousStore
+        self,
+        channels: dict[int, Channel],
+        device: torch.device,
+        store: RendezvousStore,
+        *,
+        ends_at_abort: bool,
     ) -> None:
         self.channels = channels
         self.device = device
+        self._ends_at_abort = ends_at_abort
         # NCCL's monitor asks it as long as the group lives, through a pointer that does not keep it.
         self._store = store
 
     def bound(self, plan: WeightPlan) -> None:
-        """Give each collective of the coming transfer a deadline; on a GPU, aborting ends them."""
-        if self.device.type == "cpu":
+        """Give each collective of the coming transfer a deadline, where aborting does not end them."""
+        if not self._ends_at_abort:
             longest = max(
                 bucket.stop - bucket.start for source in plan.sources for bucket in source.buckets
             )
@@ -175,7 +180,7 @@ def form_group(
     """Build a group. All members call this at once; it blocks until all are there.
 
     Args:
-        backend: ``gloo`` or ``nccl``.
+        backend: One of ``TRANSPORTS``.
         values: Where the members meet; fresh for each epoch.
         seat: This member's place in the group.
         host: Address of this host, as the other members reach it.
@@ -185,6 +190,7 @@ def form_group(
     Raises:
         ValueError: If the backend is unknown.
         RuntimeError: If not all members came in time.
+        FailedPreconditionError: If the backend does not reach from one member to another.
     """
     if backend not in TRANSPORTS:
         raise ValueError(
@@ -199,11 +205,13 @@ def form_group(
                 seat,
                 host=host,
                 timeout_s=timeout_s,
+                device=device,
             )
         )
         for source in seat.sources
     }
-    group = WeightGroup(channels, device, store)
+    ends_at_abort = TRANSPORTS[backend].ends_at_abort
+    group = WeightGroup(channels, device, store, ends_at_abort=ends_at_abort)
     # The first collective connects the members, so that a broken path fails here and not in a transfer.
     probe = torch.zeros(1, device=device)
     for channel in channels.values():
@@ -212,7 +220,7 @@ def form_group(
     return group
 
 
-def open_gloo(store: Any, seat: Seat, *, host: str, timeout_s: float) -> Any:
+def open_gloo(store: Any, seat: Seat, *, host: str, timeout_s: float, device: torch.device) -> Any:
     """A channel's process group between hosts' memories."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
@@ -220,7 +228,7 @@ def open_gloo(store: Any, seat: Seat, *, host: str, timeout_s: float) -> Any:
     return dist.ProcessGroupGloo(store, seat.rank, seat.num_receivers + 1, options)
 
 
-def open_nccl(store: Any, seat: Seat, *, host: str, timeout_s: float) -> Any:
+def open_nccl(store: Any, seat: Seat, *, host: str, timeout_s: float, device: torch.device) -> Any:
     """A channel's process group between GPUs."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _NCCL_TIMEOUT  # noqa: SLF001

@@ -30,6 +30,7 @@ from services.weightsync.group import KeyValueStore, Seat, WeightGroup
 from services.weightsync.modes.base import Receiver, Sender
 from services.weightsync.outcomes import TransferReport, explained
 from services.weightsync.plan import TensorSpec, fsdp_shards, make_plan, version_digest
+from services.weightsync.rooms import gpu_of
 from services.weightsync.transfer import TransferOrder, Transferred
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class WeightMember:
         """Where this member's weights lie: ``cpu``, or ``cuda:`` and which GPU of the world that is."""
         if self._device.type == "cpu":
             return "cpu"
-        return f"cuda:{torch.cuda.get_device_properties(self._device).uuid}"
+        return gpu_of(self._device)
 
     def describe(self) -> Sequence[TensorSpec]:
         """What this member can send.
@@ -151,7 +152,7 @@ class WeightMember:
             epoch: Number of the group; higher than any before.
             receiver: Number of this member among the receivers, from 0; ignored for a source.
             num_receivers: Receivers of the group.
-            backend: ``gloo`` or ``nccl``.
+            backend: One of ``TRANSPORTS``.
             scope: Where the members meet.
             timeout_s: Deadline.
         """

@@ -19,7 +19,7 @@ from services.common.grpc_client import open_channel
 from services.common.grpc_server import serve
 from services.common.logging import configure
 from services.controller.client import Rendezvous
-from services.weightsync import group
+from services.weightsync import group, rooms
 from services.weightsync.canary import Canary
 from services.weightsync.endpoints import Place
 from services.weightsync.member import WeightMember
@@ -60,6 +60,8 @@ class Options:
     """Where it falls."""
     claims: str = ""
     """Device that it says to be on; empty for the one that it is on."""
+    is_walled: bool = False
+    """Whether it cannot open what other processes lend, as in a container of its own."""
     patience_s: float | None = None
     """Of a collective on a busy machine; a stopped peer holds its buffers for as long. None for the usual."""
 
@@ -140,12 +142,19 @@ def fall_in_transfer(fall: Fall) -> None:
     group.Channel.broadcast = broadcast
 
 
+def wall(*_: object) -> Tensor:
+    """Open nothing."""
+    raise OSError("no such process")
+
+
 def run(options: Options, told: Connection) -> None:
     """Serve until killed."""
     torch.set_num_threads(1)
     configure(member=options.role)
     if options.patience_s is not None:
         group._GLOO_TIMEOUT_S = options.patience_s
+    if options.is_walled:
+        rooms._open_file = wall
     if options.fall is not None and options.fall.bucket > 0:
         fall_in_transfer(options.fall)
     asyncio.run(main(options, told))

@@ -122,10 +122,18 @@ class Cluster:
         bucket_bytes: Most bytes of one collective.
         specs: What is sent.
         sinks: The receivers' ends; None for two of :class:`Sink`.
+        backend: The transport.
     """
 
     def __init__(
-        self, num_sources=1, mode="shadow", bucket_bytes=8192, *, specs=SPECS, sinks=None
+        self,
+        num_sources=1,
+        mode="shadow",
+        bucket_bytes=8192,
+        *,
+        specs=SPECS,
+        sinks=None,
+        backend="gloo",
     ) -> None:
         stores: dict[str, MemoryStore] = {}
         first = Source(0, num_sources, specs=specs)
@@ -138,7 +146,7 @@ class Cluster:
         self.ready: list[int] = []
         self.plan_hash = ""
         self.held = [-1]
-        self._mode, self._bucket_bytes = mode, bucket_bytes
+        self._mode, self._bucket_bytes, self._backend = mode, bucket_bytes, backend
         self.senders, self.receivers = (
             [
                 WeightMember(
@@ -180,7 +188,7 @@ class Cluster:
                     epoch,
                     receiver=max(number - len(self.senders), 0),
                     num_receivers=len(self.receivers),
-                    backend="gloo",
+                    backend=self._backend,
                     scope=f"run/{epoch}",
                     timeout_s=10,
                 )

@@ -79,7 +79,7 @@ class Members:
         self._patience_s = patience_s
         self.all = []
 
-    def start(self, name, device=0, fall=None, claims=""):
+    def start(self, name, device=0, fall=None, claims="", *, is_walled=False):
         """Start a process; it is not up yet."""
         options = Options(
             role="trainer" if name == "trainer" else "rollout",
@@ -88,6 +88,7 @@ class Members:
             device=f"cuda:{device}" if self._use_gpu else "cpu",
             fall=fall,
             claims=claims,
+            is_walled=is_walled,
             patience_s=self._patience_s,
         )
         self.all.append(Member(name, options))
@@ -111,14 +112,22 @@ async def members_of(num_bytes, **options):
 
 @asynccontextmanager
 async def session_of(
-    *names, num_bytes, use_gpu=False, patience_s=None, falls=None, claims="", **spec
+    *names,
+    num_bytes,
+    use_gpu=False,
+    patience_s=None,
+    falls=None,
+    claims="",
+    walled=(),
+    devices=None,
+    **spec,
 ):
     """A formed session; yields it with its members by name, and what starts others."""
-    falls = falls or {}
+    falls, devices = falls or {}, devices or range(len(names))
     async with members_of(num_bytes, use_gpu=use_gpu, patience_s=patience_s) as started:
         members = {
-            name: started.start(name, device, falls.get(name), claims)
-            for device, name in enumerate(names)
+            name: started.start(name, device, falls.get(name), claims, is_walled=name in walled)
+            for device, name in zip(devices, names, strict=True)
         }
         for member in members.values():
             await member.started()

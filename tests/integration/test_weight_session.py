@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from services.common.errors import UnavailableError
+from services.common.errors import FailedPreconditionError, UnavailableError
 from tests.helpers.weight_member import Fall
 from tests.helpers.weight_session import open_session, session_of
 
@@ -114,12 +114,70 @@ async def test_every_mode_serves_and_recovers(mode):
         assert await members["rollout-1"].serves_version(2)
 
 
-async def test_members_that_share_a_gpu_sync_through_host_memory(caplog):
+async def test_members_that_share_a_gpu_take_weights_by_handle(caplog):
+    caplog.set_level("INFO")
     names = ("trainer", "rollout-0", "rollout-1")
     async with session_of(*names, claims="cuda:a", **MEMBERS, **PATIENT) as parts:
         session, members, _ = parts
-        assert "share GPUs" in caplog.text
+        assert [(one.mode, one.backend) for one in ways(caplog)] == [("shadow", "handle")]
         for version in range(2):
             assert (await session.publish(partial(int, version))).lost == ()
             served = {await members[name].serves() for name in names[1:]}
             assert len(served) == 1
+
+
+async def test_where_nothing_can_be_opened_weights_go_through_host_memory(caplog):
+    caplog.set_level("INFO")
+    names = ("trainer", "rollout-0", "rollout-1")
+    walled = ["rollout-1"]
+    async with session_of(*names, claims="cuda:a", walled=walled, **MEMBERS, **PATIENT) as parts:
+        session, members, _ = parts
+        assert [(one.mode, one.backend) for one in ways(caplog)] == [
+            ("shadow", "handle"),
+            ("cpu_async", "handle"),
+            ("cpu_async", "auto"),
+        ]
+        reasons = [one.why for one in caplog.records if "slower" in one.message]
+        assert ["no such process" in why for why in reasons] == [True, True]
+        await session.publish(partial(int, 0))
+        assert len({await members[name].serves() for name in names[1:]}) == 1
+
+
+async def test_a_handle_that_was_asked_for_and_cannot_be_opened_is_refused():
+    options = {**MEMBERS, **PATIENT, "backend": "handle", "walled": ["rollout-0"]}
+    with pytest.raises(FailedPreconditionError, match=r"no such process.*backend to auto"):
+        async with session_of("trainer", "rollout-0", **options):
+            pass
+
+
+@SIGNALS
+async def test_who_is_lost_in_a_transfer_by_handle_leaves_nothing_torn(how):
+    falls = {"rollout-0": Fall(how, bucket=NUM_BUCKETS + NUM_BUCKETS // 2)}
+    names = ("trainer", "rollout-0", "rollout-1")
+    options = {**MEMBERS, **PATIENT, "backend": "handle", "falls": falls}
+    async with session_of(*names, **options) as (session, members, _):
+        await session.publish(partial(int, 0))
+        report = await session.publish(partial(int, 1))
+        assert report.lost == ("rollout-0",)
+        assert await members["rollout-1"].serves_version(1)
+
+
+def ways(caplog):
+    """Modes and backends that were agreed on, one after the other."""
+    return [one for one in caplog.records if one.message == "trainer and rollouts share GPUs"]
+
+
+async def test_a_trainer_that_dies_in_a_transfer_by_handle_leaves_the_old_version():
+    falls = {"trainer": Fall(signal.SIGKILL, bucket=NUM_BUCKETS + NUM_BUCKETS // 2)}
+    options = {**MEMBERS, **PATIENT, "backend": "handle", "falls": falls}
+    async with session_of("trainer", "rollout-0", **options) as (session, members, started):
+        await session.publish(partial(int, 0))
+        assert (await members["rollout-0"].serves())[0] == 0
+        with pytest.raises(UnavailableError, match="trainer"):
+            await session.publish(partial(int, 1))
+        members["trainer"] = started.start("trainer")
+        await members["trainer"].started()
+        again = await open_session(members, attempt=2, backend="handle", **PATIENT)
+        await again.publish(partial(int, 1))
+        assert (await members["rollout-0"].serves())[0] == 1
+        await again.close()

@@ -1,7 +1,7 @@
 """How weights travel: what has to be known of a mode and of a transport before it starts. No torch here.
 
 A new mode is a module of ``services/weightsync/modes`` and a line in ``MODES``; a new transport is a function
-of ``services/weightsync/group.py`` and a line in ``TRANSPORTS``.
+like those of ``services/weightsync/group.py`` and a line in ``TRANSPORTS``.
 """
 
 from collections.abc import Mapping
@@ -14,27 +14,36 @@ class Transport:
     """A collective backend."""
 
     opener: str
-    """``module:function`` that takes a store, a seat, a host and a timeout, and returns a process group."""
-    device: str
-    """Type of the devices that it carries between."""
-    bucket_bytes: int
-    """Bytes of one collective, unless the run says so."""
+    """``module:function`` that takes a store, a seat, a host, a timeout and a device, and returns a process
+    group."""
+    device: str | None = None
+    """Type of the devices that it carries between; None for any that all members share."""
     least_rate: float
     """Slowest wire that a deadline still allows for, in bytes per second."""
+    ends_at_abort: bool = False
+    """Whether an abort ends what is pending; otherwise that has deadlines."""
 
 
+BUCKET_BYTES: Final[Mapping[str, int]] = {"cuda": 512 << 20, "cpu": 64 << 20}
+"""Bytes of one collective by the device that weights travel from, unless the run says so."""
+HANDLE: Final = "handle"
+"""What members take that share a device, between whose processes NCCL sends nothing."""
 TRANSPORTS: Final[Mapping[str, Transport]] = {
     "nccl": Transport(
         opener="services.weightsync.group:open_nccl",
         device="cuda",
-        bucket_bytes=512 << 20,
         least_rate=5e9,
+        ends_at_abort=True,
     ),
     "gloo": Transport(
         opener="services.weightsync.group:open_gloo",
         device="cpu",
-        bucket_bytes=64 << 20,
         least_rate=100e6,
+    ),
+    HANDLE: Transport(
+        opener="services.weightsync.handle:open_handle",
+        least_rate=1e9,
+        ends_at_abort=True,
     ),
 }
 

@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 
 from services.common.spec.run import RunSpec
-from services.common.spec.weight_modes import MODES, transport_of
+from services.common.spec.weight_modes import HANDLE, MODES, transport_of
 
 
 def weight_sync(spec: RunSpec) -> Iterator[str]:
     """What is wrong with the weight plane."""
     sync, lora = spec.weight_sync, spec.trainer.lora
     mode = MODES[sync.mode]
-    if mode.through_host and sync.backend not in ("auto", transport_of("cpu")):
+    if mode.through_host and sync.backend not in ("auto", HANDLE, transport_of("cpu")):
         yield (
             f"weight_sync.mode {sync.mode} goes through host memory, which {sync.backend} does not "
             "reach; set weight_sync.backend to auto"

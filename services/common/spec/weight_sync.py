@@ -10,8 +10,10 @@ from services.common.spec.base import SpecPart
 class WeightSyncSpec(SpecPart):
     """Transport, buckets and deadlines of the weight plane."""
 
-    backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """Collective backend; ``auto`` takes NCCL when every member has a GPU, and Gloo when none has."""
+    backend: Literal["auto", "nccl", "gloo", "handle"] = "auto"
+    """Transport; ``auto`` takes NCCL when every member has a GPU of its own, and Gloo when none has.
+    ``handle``: through memory that the trainer lends, of the GPU that all members share, or of their host if
+    weights are sent from there; ``auto`` takes it where GPUs are shared."""
     mode: Literal["shadow", "inplace", "cpu_async", "delta"] = "shadow"
     """How weights travel. ``shadow``: into a second copy while generation goes on. ``inplace``: straight into
     the live weights under a pause, where there is no memory for a second copy. ``cpu_async``: through host

@@ -14,7 +14,13 @@ from services.common.errors import (
     ServiceError,
 )
 from services.common.grpc_client import open_channel
-from services.common.spec.weight_modes import HOST_MODE, MODES, TRANSPORTS, transport_of
+from services.common.spec.weight_modes import (
+    BUCKET_BYTES,
+    HANDLE,
+    HOST_MODE,
+    MODES,
+    transport_of,
+)
 from services.common.spec.weight_sync import WeightSyncSpec
 from services.common.task_group import TaskGroup, unwrapped
 from services.controller.membership.registry import Worker
@@ -46,6 +52,9 @@ class WeightMembers:
         self._run_id = run_id
         self._spec = spec
         self._mode: str = spec.mode
+        self._backend: str = spec.backend
+        # What is tried if members cannot reach each other so, as (mode, backend).
+        self._other_ways: list[tuple[str, str]] = []
         self._stack = AsyncExitStack()
         self._tensors: tuple[TensorSpec, ...] = ()
         self._bucket_bytes = 0
@@ -65,6 +74,8 @@ class WeightMembers:
     async def open(self, trainer: Worker, rollouts: Sequence[Worker]) -> None:
         """Connect to all members and agree on a plan with them.
 
+        Where some share a GPU, between whose processes NCCL sends nothing, weights take other ways.
+
         Raises:
             DataLossError: If they made different plans.
             ServiceError: If a member does not answer or cannot take part.
@@ -79,14 +90,25 @@ class WeightMembers:
         self.rollouts = {w.worker_id: await self._connect(w.address) for w in rollouts}
         await self._agree(self.all())
         if not MODES[self._mode].through_host and self._share_gpus():
-            logger.warning(
-                "trainer and rollouts share GPUs, between which NCCL sends nothing: weights go through host "
-                "memory; give each a GPU of its own for speed",
-                extra={"run": self._run_id, "devices": str(self._devices)},
-            )
-            self._mode = HOST_MODE
-            self._make_plan(described.device)
-            await self._agree(self.all())
+            is_one_host = {worker.host_id for worker in rollouts} == {trainer.host_id}
+            self._other_ways = self._ways_of_shared_gpus(is_one_host=is_one_host)
+            if self._other_ways:
+                await self._take(*self._other_ways.pop(0))
+
+    async def go_another_way(self, error: ServiceError) -> None:
+        """Agree on what else reaches all members.
+
+        Raises:
+            ServiceError: ``error``, if nothing does.
+        """
+        if not self._other_ways:
+            raise error
+        mode, backend = self._other_ways.pop(0)
+        logger.warning(
+            "weights take a slower way",
+            extra={"run": self._run_id, "why": str(error), "mode": mode, "backend": backend},
+        )
+        await self._take(mode, backend)
 
     def dismiss(self, names: Sequence[str]) -> None:
         """Go on without rollouts."""
@@ -114,7 +136,7 @@ class WeightMembers:
         Raises:
             FailedPreconditionError: If there is none, saying who has what.
         """
-        wanted, mode = self._spec.backend, MODES[self._mode]
+        wanted, mode = self._backend, MODES[self._mode]
         found = {mode.wire_device(device) for device in self._devices.values()}
         if len(found) > 1:
             raise FailedPreconditionError(
@@ -122,6 +144,8 @@ class WeightMembers:
                 f"them a GPU or none, or set weight_sync.mode to {HOST_MODE}"
             )
         (device,) = found
+        if wanted == HANDLE and (device == "cpu" or len(set(self._devices.values())) == 1):
+            return HANDLE
         fitting = transport_of(device)
         if wanted not in ("auto", fitting):
             raise FailedPreconditionError(
@@ -179,10 +203,38 @@ class WeightMembers:
                     probes.create_task(_probe(name, member, timeout_s))
 
     def _make_plan(self, device: str) -> None:
-        transport = TRANSPORTS[transport_of(MODES[self._mode].wire_device(device))]
-        self._bucket_bytes = self._spec.bucket_bytes or transport.bucket_bytes
+        wire = MODES[self._mode].wire_device(device)
+        self._bucket_bytes = self._spec.bucket_bytes or BUCKET_BYTES[wire]
         shards = fsdp_shards(self._tensors, len(self.sources))
         self.plan = make_plan(self._tensors, self._bucket_bytes, shards)
+
+    def _ways_of_shared_gpus(self, *, is_one_host: bool) -> list[tuple[str, str]]:
+        """Best first: mode and backend."""
+        if self._spec.backend == HANDLE:
+            return []  # as it is, or not at all
+        if self._spec.backend != "auto":
+            return [(HOST_MODE, self._spec.backend)]
+        ways = [(HOST_MODE, "auto")]
+        if is_one_host:
+            ways.insert(0, (HOST_MODE, HANDLE))
+        if len(set(self._devices.values())) == 1:
+            ways.insert(0, (self._mode, HANDLE))
+        return ways
+
+    async def _take(self, mode: str, backend: str) -> None:
+        """Agree again."""
+        logger.info(
+            "trainer and rollouts share GPUs",
+            extra={
+                "run": self._run_id,
+                "devices": str(self._devices),
+                "mode": mode,
+                "backend": backend,
+            },
+        )
+        self._mode, self._backend = mode, backend
+        self._make_plan(next(iter(self._devices.values())))
+        await self._agree(self.all())
 
     def _share_gpus(self) -> bool:
         gpus = [device for device in self._devices.values() if device != "cpu"]

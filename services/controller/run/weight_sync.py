@@ -22,7 +22,12 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from services.common import tracing
-from services.common.errors import DeadlineExceededError, ServiceError, UnavailableError
+from services.common.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    ServiceError,
+    UnavailableError,
+)
 from services.common.spec.weight_modes import TRANSPORTS
 from services.common.spec.weight_sync import WeightSyncSpec
 from services.controller import metrics
@@ -108,12 +113,18 @@ class WeightSession:
             DataLossError: If they made different plans.
             ServiceError: If a member does not answer or the group is not formed.
         """
-        await self._members.open(trainer, rollouts)
-        self._backend = self._members.backend()
-        self._timeout_s = self._spec.transfer_timeout_s or (
-            _LEAST_TIMEOUT_S + self._members.plan.num_bytes / TRANSPORTS[self._backend].least_rate
-        )
-        await self._form()
+        members = self._members
+        await members.open(trainer, rollouts)
+        while not self._is_formed:
+            self._backend = members.backend()
+            self._timeout_s = self._spec.transfer_timeout_s or (
+                _LEAST_TIMEOUT_S + members.plan.num_bytes / TRANSPORTS[self._backend].least_rate
+            )
+            try:
+                await self._form()
+            except FailedPreconditionError as error:
+                await members.abort(self._epoch, str(error))
+                await members.go_another_way(error)
 
     async def close(self) -> None:
         """Close the connections."""

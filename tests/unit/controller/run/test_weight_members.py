@@ -71,11 +71,31 @@ async def test_members_on_cpus_use_gloo():
     assert (await open_on("cpu", "cpu", "cpu")).backend() == "gloo"
 
 
-@pytest.mark.parametrize("devices", [("cuda:a", "cuda:a"), ("cuda:a", "cuda:b", "cuda:b")])
-async def test_members_that_share_a_gpu_go_through_host_memory(devices):
-    members = await open_on(*devices)
-    assert members.backend() == "gloo"
+async def test_members_that_share_one_gpu_take_weights_by_handle():
+    members = await open_on("cuda:a", "cuda:a", "cuda:a")
+    assert members.backend() == "handle"
+    assert {tuple(member.modes) for member in members.all().values()} == {("shadow", "shadow")}
+
+
+async def test_members_that_share_several_gpus_go_through_host_memory():
+    members = await open_on("cuda:a", "cuda:b", "cuda:b")
+    assert members.backend() == "handle"
     assert {tuple(member.modes) for member in members.all().values()} == {("shadow", "cpu_async")}
+    await members.go_another_way(FailedPreconditionError("cannot be opened"))
+    assert members.backend() == "gloo"
+    with pytest.raises(FailedPreconditionError, match="again"):
+        await members.go_another_way(FailedPreconditionError("again"))
+
+
+async def test_a_handle_between_gpus_is_refused_with_the_fix():
+    members = await open_on("cuda:a", "cuda:b", backend="handle")
+    with pytest.raises(FailedPreconditionError, match=r"is handle.*backend to auto.*cpu_async"):
+        members.backend()
+
+
+async def test_gloo_on_a_shared_gpu_goes_through_host_memory():
+    members = await open_on("cuda:a", "cuda:a", backend="gloo")
+    assert members.backend() == "gloo"
 
 
 async def test_nccl_on_a_shared_gpu_is_refused_with_the_fix():

@@ -188,7 +188,7 @@ class FormGroupRequest(_message.Message):
     receiver_count: _builtins.int
     """Counts the receivers."""
     backend: _builtins.str
-    """Names the backend: "gloo" or "nccl"."""
+    """Names the backend: "gloo", "nccl" or "handle"."""
     scope: _builtins.str
     """Names the rendezvous scope."""
     timeout_s: _builtins.float

@@ -1,0 +1,242 @@
+"""The transport between processes that share a device: through a room in its memory that the source lends.
+
+    source      copies a chunk into one half of the room, tells the receivers, and waits before it uses that
+                half again until all of them have it
+    receiver    copies it out to where it belongs, and tells the source
+
+Bytes go from the trainer's memory to the engine's on the device itself; over the host goes who is next. The
+room is small whatever the model is. Nothing relies on what is in it: a transfer that somebody leaves in its
+middle ends at once, and what arrived is verified as with any transport.
+"""
+
+import json
+import secrets
+import socket
+import struct
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.common.errors import FailedPreconditionError
+from services.weightsync.group import Seat, Work
+from services.weightsync.rooms import Room, RoomError, lend, open_room
+
+_CHUNK_BYTES = 128 << 20
+_HALVES = 2
+_KEY, _VERDICT, _NOTHING = "room", "verdict", "nothing"
+_MESSAGE = struct.Struct("<qq")
+_SECRET_BYTES = 16
+
+# Rooms that this process lent and that no group uses any more: CUDA's memory is slow to take, and receivers
+# that were killed may still have it open.
+_FREE: dict[str, list[Room]] = {}
+
+
+def open_handle(
+    store: Any, seat: Seat, *, host: str, timeout_s: float, device: torch.device
+) -> "SharedRoom":
+    """A channel between processes that share a device.
+
+    Args:
+        store: Where its members meet.
+        seat: This member's place.
+        host: Address of this host.
+        timeout_s: Deadline.
+        device: Where what travels lies, the same for all.
+
+    Raises:
+        FailedPreconditionError: If the room cannot be lent, or not be opened by somebody.
+    """
+    opened = _lent if seat.rank == 0 else _opened
+    with opened(store, device) as met:
+        if why := _first_reason(store, seat, met.why):
+            raise FailedPreconditionError(
+                f"weights cannot go by handle: {why}; set weight_sync.backend to auto"
+            )
+        # A deadline of last resort: who waits for the others is aborted before.
+        met.line.settimeout(timeout_s)
+        is_source = seat.rank == 0
+        lines = _accepted(met, seat.num_receivers, timeout_s) if is_source else [met.line.dup()]
+    backend = SharedRoom(lines, met.room.memory, is_source=is_source)
+    if is_source:
+        weakref.finalize(backend, _FREE.setdefault(str(device), []).append, met.room)
+    return backend
+
+
+@dataclass(frozen=True, slots=True)
+class _Met:
+    """What a member has of the others before they agree."""
+
+    room: Room
+    line: socket.socket
+    """To the source; the source's listens."""
+    secret: bytes
+    """With which receivers begin."""
+    why: str
+    """Why room or line cannot be used, or nothing."""
+
+
+@contextmanager
+def _lent(store: Any, device: torch.device) -> Iterator[_Met]:
+    """A room of this process, a line that listens, and why they cannot be used."""
+    free, room, why = _FREE.setdefault(str(device), []), Room(torch.empty(0), ""), ""
+    secret = secrets.token_bytes(_SECRET_BYTES)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+        try:
+            line.bind("")  # to a name that Linux finds, without a file
+            line.listen()
+            room = free.pop() if free else lend(_HALVES * _CHUNK_BYTES, device)
+        except (RoomError, OSError) as error:
+            why = str(error)
+        address = bytes(line.getsockname() or b"")
+        store.set(_KEY, json.dumps([room.handle, address.hex(), secret.hex()]))
+        yield _Met(room, line, secret, why)
+
+
+@contextmanager
+def _opened(store: Any, device: torch.device) -> Iterator[_Met]:
+    """The source's room, a line to the source, and why they cannot be used."""
+    handle, address, secret = json.loads(store.get(_KEY))
+    room, why = Room(torch.empty(0), handle), ""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+        try:
+            room = Room(open_room(handle, device), handle)
+            line.connect(bytes.fromhex(address))
+            line.send(bytes.fromhex(secret))
+        except (RoomError, OSError) as error:
+            why = str(error)
+        yield _Met(room, line, b"", why)
+
+
+def _accepted(met: _Met, count: int, timeout_s: float) -> list[socket.socket]:
+    """Lines to those who know what was told in the store; strangers are left out."""
+    lines: list[socket.socket] = []
+    while len(lines) < count:
+        one, _ = met.line.accept()
+        one.settimeout(timeout_s)
+        if one.recv(_SECRET_BYTES) == met.secret:
+            lines.append(one)
+        else:
+            one.close()
+    return lines
+
+
+def _first_reason(store: Any, seat: Seat, why: str) -> str:
+    """What somebody says against the room: all members hear the same, so that none waits for the others."""
+    if seat.rank > 0:
+        store.set(f"said/{seat.rank}", why or _NOTHING)
+        heard = store.get(_VERDICT).decode()
+    else:
+        said = [store.get(f"said/{rank + 1}").decode() for rank in range(seat.num_receivers)]
+        heard = next((one for one in (why, *said) if one not in ("", _NOTHING)), _NOTHING)
+        store.set(_VERDICT, heard)
+    return "" if heard == _NOTHING else heard
+
+
+class SharedRoom:
+    """What a :class:`~services.weightsync.group.Channel` asks of a process group.
+
+    What was started is done in its order, when it is waited for.
+
+    Args:
+        lines: To all receivers; for a receiver, to the source.
+        room: The memory that all members have.
+        is_source: Whether this member sends.
+    """
+
+    def __init__(self, lines: Sequence[socket.socket], room: Tensor, *, is_source: bool) -> None:
+        self._lines = lines
+        self._is_source = is_source
+        self._halves = room.chunk(_HALVES)
+        self._pending: deque[Tensor] = deque()
+        self._num_started = self._num_done = 0
+        self._doing = threading.Lock()
+
+    def broadcast(self, tensors: Sequence[Tensor], options: Any) -> Work:
+        """Start to send (rank 0) or receive (others) a tensor."""
+        (tensor,) = tensors
+        self._pending.append(tensor.detach().reshape(-1).view(torch.uint8))
+        self._num_started += 1
+        return _Pending(self, self._num_started)
+
+    def abort(self) -> None:
+        """What is being done fails at once, here and at the other ends."""
+        for line in self._lines:
+            with suppress(OSError):  # the other end closed it
+                line.shutdown(socket.SHUT_RDWR)
+
+    def finish(self, count: int) -> None:
+        """Do the first so many of what was started.
+
+        Raises:
+            RuntimeError: If a member was lost, or the group aborted.
+        """
+        with self._doing:
+            try:
+                while self._num_done < count:
+                    (self._send if self._is_source else self._receive)(self._pending.popleft())
+                    self._num_done += 1
+            except (OSError, IndexError) as error:
+                raise RuntimeError(f"the others of the group are gone: {error}") from error
+
+    def _send(self, flat: Tensor) -> None:
+        chunks = flat.split(len(self._halves[0]))
+        for number, chunk in enumerate(chunks):
+            if number >= _HALVES:
+                self._hear(number - _HALVES, chunks[number - _HALVES])
+            self._half(number, chunk).copy_(chunk, non_blocking=True)
+            _settle(chunk)
+            self._tell(number, chunk)
+        for number in range(max(0, len(chunks) - _HALVES), len(chunks)):
+            self._hear(number, chunks[number])
+
+    def _receive(self, flat: Tensor) -> None:
+        for number, chunk in enumerate(flat.split(len(self._halves[0]))):
+            self._hear(number, chunk)
+            chunk.copy_(self._half(number, chunk), non_blocking=True)
+            _settle(chunk)
+            self._tell(number, chunk)
+
+    def _half(self, number: int, chunk: Tensor) -> Tensor:
+        return self._halves[number % _HALVES][: len(chunk)]
+
+    def _tell(self, number: int, chunk: Tensor) -> None:
+        """The chunk lies in the room; to the source: it is out of it."""
+        for line in self._lines:
+            line.sendall(_MESSAGE.pack(number, len(chunk)))
+
+    def _hear(self, number: int, chunk: Tensor) -> None:
+        """Everybody at the other ends says so of a chunk."""
+        for line in self._lines:
+            told = line.recv(_MESSAGE.size)
+            if told != _MESSAGE.pack(number, len(chunk)):
+                raise RuntimeError(
+                    f"expected to hear of chunk {number} of {len(chunk)} bytes, but "
+                    + (f"{told.hex()} came" if told else "the line was closed")
+                )
+
+
+class _Pending:
+    """A broadcast that was started."""
+
+    def __init__(self, room: SharedRoom, number: int) -> None:
+        self._room = room
+        self._number = number
+
+    def wait(self) -> bool:
+        """Return when the tensor may be used, or be changed."""
+        self._room.finish(self._number)
+        return True
+
+
+def _settle(chunk: Tensor) -> None:
+    """The copy is done, and other processes see it."""
+    if chunk.is_cuda:
+        torch.cuda.current_stream(chunk.device).synchronize()

@@ -1,0 +1,95 @@
+"""Weights go from a trainer to a rollout of the same GPU without leaving it, bit by bit."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.weightsync import rooms
+from services.weightsync.cuda_memory import CudaMemoryError, open_handle
+from tests.helpers.cli import SORT4, run_module, train
+from tests.helpers.ranks import PROCESSES
+from tests.helpers.weight_session import session_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device"),
+]
+
+
+def test_a_room_on_a_gpu_is_the_same_memory_in_another_process() -> None:
+    device = torch.device("cuda", 0)
+    room = rooms.lend(1 << 24, device)
+    room.memory.fill_(7)
+    torch.cuda.synchronize()
+    process = PROCESSES.Process(target=_write, args=(room.handle,))
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0
+    assert room.memory.eq(8).all()
+
+
+def _write(handle: str) -> None:
+    memory = rooms.open_room(handle, torch.device("cuda", 0))
+    assert memory.eq(7).all()
+    memory.fill_(8)
+    torch.cuda.synchronize()
+
+
+def test_a_handle_of_nothing_is_refused() -> None:
+    with pytest.raises(CudaMemoryError, match="cuIpcOpenMemHandle"):
+        open_handle(bytes(64), 1 << 20, torch.device("cuda", 0))
+
+
+def test_three_gigabytes_arrive_bit_by_bit_and_sooner_than_through_host_memory() -> None:
+    told = run_module("bench.weightsync.shared", "--rounds", "5")
+    print(told)
+    ((_, found),) = json.loads(told[told.index("{") :]).items()
+    assert found["by handle"]["gb"] > 3
+    assert found["by handle"]["total_ms"] < found["host memory, by sockets"]["total_ms"] / 3
+
+
+async def test_a_session_of_one_gpu_goes_on_without_who_is_killed() -> None:
+    options = {"num_bytes": 1 << 30, "use_gpu": True, "devices": [0, 0, 0]}
+    async with session_of("trainer", "rollout-0", "rollout-1", **options) as (session, members, _):
+        assert session._backend == "handle"
+        await session.publish(lambda: 0)
+        assert len({await members[name].serves() for name in ("rollout-0", "rollout-1")}) == 1
+        members["rollout-0"].process.kill()
+        report = await session.publish(lambda: 1)
+        assert report.lost == ("rollout-0",)
+        assert await members["rollout-1"].serves_version(1)
+        print(f"{report.num_bytes / 1e9:.2f} GB in {report.transfer_s * 1000:.1f} ms")
+
+
+@pytest.mark.parametrize("placement", ["disaggregated", "colocated"])
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_a_run_on_one_gpu_takes_weights_by_handle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, placement: str
+) -> None:
+    if engine != "torch" and importlib.util.find_spec(engine) is None:
+        pytest.skip(f"{engine} is not installed here")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    finished = train(
+        SORT4,
+        tmp_path / "runs",
+        # Its heads have 64 dimensions, which kernels ask for.
+        "model.path=tiny:qwen2-3m",
+        f"topology.placement={placement}",
+        f"rollout.engine={engine}",
+        "rollout.replicas=1",
+        "trainer.steps=4",
+        "trainer.dtype=bfloat16",
+        timeout=800,
+    )
+    assert finished.code == 0, finished.err[-4000:]
+    (log,) = (tmp_path / "runs").glob("*/logs/trainer-0.log")
+    formed = [line for line in log.read_text().splitlines() if "weight group formed" in line]
+    assert formed
+    assert all("backend=handle" in line for line in formed)
+    (metrics,) = (tmp_path / "runs").glob("*/metrics.jsonl")
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    print(engine, placement, "sync", [round(step["sync_ms"], 1) for step in steps])

@@ -1,0 +1,172 @@
+"""Weights go through a room that the source lends, on a CPU as on a GPU, and only where all can open it."""
+
+import asyncio
+import json
+import multiprocessing
+import os
+
+import pytest
+import torch
+
+from services.common.errors import DataLossError, FailedPreconditionError
+from services.weightsync import handle, rooms
+from services.weightsync.group import Channel
+from tests.helpers.weight_members import Cluster
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _small_rooms(monkeypatch):
+    monkeypatch.setattr(handle, "_CHUNK_BYTES", 4096)  # a bucket of a test is two chunks
+    monkeypatch.setattr(handle, "_FREE", {})
+
+
+@pytest.mark.parametrize("num_sources", [1, 2])
+@pytest.mark.parametrize("mode", ["shadow", "inplace", "cpu_async", "delta"])
+async def test_every_mode_brings_what_was_sent(mode, num_sources):
+    cluster = Cluster(num_sources, mode, backend="handle")
+    await cluster.form()
+    for version in range(3):
+        cluster.weights["embed"][version * 100, 3] = version
+        await cluster.publish(version)
+        assert cluster.serves_what_was_sent()
+    assert not any(sink.is_paused for sink in cluster.sinks)
+
+
+async def test_what_somebody_else_wrote_into_the_room_is_found(monkeypatch):
+    cluster = Cluster(backend="handle")
+    await cluster.form()
+    await cluster.publish(0)
+    cluster.weights["embed"].add_(1)
+    honest = handle.SharedRoom._tell
+
+    def overwritten(room, number, chunk):
+        if room._is_source and len(chunk) == 4096 and number == 1:
+            room._half(number, chunk)[77] ^= 1
+        honest(room, number, chunk)
+
+    monkeypatch.setattr(handle.SharedRoom, "_tell", overwritten)
+    await cluster.prepare(1)
+    results = await cluster.transfer(1)
+    assert all(isinstance(result, DataLossError) for result in results[1:])
+    assert [sink.version for sink in cluster.sinks] == [0, 0]
+    monkeypatch.undo()
+    await cluster.form(epoch=2)
+    await cluster.publish(1, epoch=2)
+    assert cluster.serves_what_was_sent()
+
+
+async def test_a_source_that_leaves_in_a_transfer_leaves_the_weights_as_they_were(monkeypatch):
+    cluster = Cluster(backend="handle")
+    await cluster.form()
+    await cluster.publish(0)
+    served = [sink.live["embed"].clone() for sink in cluster.sinks]
+    cluster.weights["embed"].add_(1)
+    honest, begun = Channel.broadcast, []
+
+    def broadcast(channel, tensor):
+        begun.append(tensor)
+        if len(begun) == 2:
+            cluster.senders[0]._epochs.leave()
+            raise RuntimeError("gone")
+        return honest(channel, tensor)
+
+    await cluster.prepare(1)
+    monkeypatch.setattr(Channel, "broadcast", broadcast)
+    results = await cluster.transfer(1)
+    assert all(isinstance(result, Exception) for result in results)
+    monkeypatch.undo()
+    for sink, before in zip(cluster.sinks, served, strict=True):
+        assert sink.version == 0
+        assert torch.equal(sink.live["embed"], before)
+    await cluster.form(epoch=2)
+    await cluster.publish(1, epoch=2)
+    assert cluster.serves_what_was_sent()
+
+
+async def test_a_later_group_uses_the_room_of_the_one_before():
+    cluster = Cluster(backend="handle")
+    await cluster.form()
+    await cluster.publish(0)
+    (channel,) = cluster.senders[0]._epochs.group(1).channels.values()
+    first = channel._backend._halves[0].data_ptr()
+    del channel
+    for member in cluster.members:
+        await member.abort(1, "a test")
+    await cluster.form(epoch=2)
+    (channel,) = cluster.senders[0]._epochs.group(2).channels.values()
+    assert channel._backend._halves[0].data_ptr() == first
+
+
+async def test_members_that_cannot_open_the_room_say_so_to_all(monkeypatch):
+    opened = []
+
+    def open_file(*_):
+        opened.append(1)
+        raise OSError("no such process")
+
+    monkeypatch.setattr(rooms, "_open_file", open_file)
+    cluster = Cluster(backend="handle")
+    cluster.agree()
+    seats = [(0, cluster.senders[0]), *enumerate(cluster.receivers)]
+    errors = await asyncio.gather(
+        *(
+            member.form(
+                1, receiver=number, num_receivers=2, backend="handle", scope="run/1", timeout_s=60
+            )
+            for number, member in seats
+        ),
+        return_exceptions=True,
+    )
+    assert len(opened) == 2
+    for error in errors:
+        assert isinstance(error, FailedPreconditionError)
+        assert "no such process; set weight_sync.backend to auto" in error.message
+
+
+async def test_a_source_that_has_no_memory_to_lend_says_so_to_all(monkeypatch):
+    def no_file(*_):
+        raise OSError("no memory")
+
+    monkeypatch.setattr(rooms, "_lend_file", no_file)
+    cluster = Cluster(backend="handle")
+    with pytest.raises(FailedPreconditionError, match="cannot be lent: no memory"):
+        await cluster.form()
+
+
+def test_a_room_is_the_same_memory_in_another_process():
+    room = rooms.lend(1 << 16, CPU)
+    room.memory[5] = 7
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=_write, args=(room.handle,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert room.memory[6] == 8
+
+
+def _write(handle: str) -> None:
+    memory = rooms.open_room(handle, CPU)
+    assert memory[5] == 7
+    memory[6] = 8
+
+
+def test_nothing_but_a_room_is_opened():
+    room = rooms.lend(1 << 12, CPU)
+    honest = json.loads(room.handle)
+    other = os.memfd_create("other")
+    try:
+        for change in (
+            {"file": other},
+            {"file": other, "name": "other"},
+            {"process": os.getppid()},
+            {"device": "cuda:a"},
+            {"num_bytes": None},
+        ):
+            with pytest.raises(rooms.RoomError, match="cannot be opened"):
+                rooms.open_room(json.dumps(honest | change), CPU)
+    finally:
+        os.close(other)
+    with pytest.raises(rooms.RoomError):
+        rooms.open_room("no JSON", CPU)
