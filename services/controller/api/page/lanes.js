@@ -7,12 +7,13 @@ export const TYPES = ["StepCommitted", "WeightsPublished", "Validated", "Checkpo
 const WAITS = [
   ["idle_seconds_no_data", "waits for data"], ["idle_seconds_barrier", "waits for stale groups"],
   ["idle_seconds_old_logprob", "waits for scores"], ["idle_seconds_values", "waits for values"],
-  ["idle_seconds_handover", "waits for weight sync"], ["idle_seconds_weight_sync", "waits for weight sync"],
+  ["idle_seconds_handover", "waits for GPUs"], ["idle_seconds_weight_sync", "waits for weight sync"],
 ];
 
 export const KINDS = [
   "training", "waits for data", "waits for stale groups", "waits for scores", "waits for values",
   "waits for weight sync", "checkpoint", "generates", "prepare", "transfer", "adopt", "evaluation", "event",
+  "waits for GPUs",
 ];
 
 /** Lanes by name; a piece is {kind, begin, end, part, says}: `part` of its height is filled. */
