@@ -6,7 +6,13 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from services.common.spec.base import SpecPart
-from services.common.spec.formulas import ADVANTAGES, LOSSES, AdvantageKind, LossKind
+from services.common.spec.formulas import (
+    ADVANTAGES,
+    LOSSES,
+    AdvantageKind,
+    Formula,
+    LossKind,
+)
 
 
 class KlSpec(SpecPart):
@@ -151,6 +157,14 @@ class AlgorithmSpec(SpecPart):
         """What is known of the advantage."""
         kind = ADVANTAGES.get(self.advantage)
         return kind or AdvantageKind(function=self.advantage, is_own=True)
+
+    @property
+    def own_functions(self) -> tuple[str, ...]:
+        """Loss and advantage where they are the user's, with their keys."""
+        kinds: dict[str, Formula] = {"loss": self.loss_kind, "advantage": self.advantage_kind}
+        return tuple(
+            f"algorithm.{key} {kind.function!r}" for key, kind in kinds.items() if kind.is_own
+        )
 
     @property
     def num_demonstrations(self) -> int:

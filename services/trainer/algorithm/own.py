@@ -28,7 +28,7 @@ class OwnFunction(TorchDispatchMode):
     """
 
     def __init__(self, reference: str, arguments: Mapping[str, Any], *, key: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._function = bind_callable(reference, arguments, key=key)
         self._name = f"{key} {reference!r}"
         self._may_wait = False

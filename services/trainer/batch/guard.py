@@ -22,9 +22,11 @@ class NonFiniteGuard:
 
     Args:
         max_in_a_row: Steps that may be skipped one after the other.
+        suspects: What else than the learning rate and rewards to look at.
     """
 
     max_in_a_row: int
+    suspects: tuple[str, ...] = ()
     in_a_row: int = 0
     has_rewound: bool = False
 
@@ -43,8 +45,8 @@ class NonFiniteGuard:
         if self.has_rewound:
             raise NotFiniteError(
                 f"step {step} has a number that is not finite, as had all steps since the newest "
-                "checkpoint was loaded; lower trainer.optimizer.learning_rate or look for a faulty "
-                "reward",
+                "checkpoint was loaded; lower trainer.optimizer.learning_rate, or look for a fault in "
+                f"{' or '.join((*self.suspects, 'a reward'))}",
                 step=step,
             )
         self.in_a_row, self.has_rewound = 0, True

@@ -101,7 +101,9 @@ class Rank:
         self._ranks = ranks
         self._cost = cost
         self._profiler = profiler
-        self._guard = NonFiniteGuard(spec.algorithm.max_nonfinite_steps)
+        self._guard = NonFiniteGuard(
+            spec.algorithm.max_nonfinite_steps, suspects=spec.algorithm.own_functions
+        )
         self._early: tuple[int, frozenset[_Sample]] = (-1, frozenset())
 
     def accumulate(self, meta: KVBatchMeta, *, weight_version: int) -> None:

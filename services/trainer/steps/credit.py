@@ -1,5 +1,6 @@
 """From rewards to token advantages: the estimator of the specification, over all ranks."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,7 +50,7 @@ class CreditAssigner:
             spec.arguments_of_advantage,
             "algorithm.advantage",
         )
-        self._add_up = ranks.sum
+        self._add_up: Callable[[Tensor], Tensor] = ranks.sum
         if not kind.is_own:
             self._estimate = bind_callable(kind.function, arguments, key=key)
             return

@@ -9,6 +9,7 @@ from torch import distributed
 
 from services.common.confinement import Allowance
 from services.common.spec.loader import SpecError, parse_spec
+from services.trainer.batch.guard import NotFiniteError
 from services.trainer.collectives import Ranks
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.objective import Objective
@@ -97,6 +98,8 @@ def breaks(given):
     return given.nothing
 def nan_loss(tokens):
     return TokenLoss(tokens.logprobs / 0 * 0)
+def later_nan(tokens):
+    return TokenLoss(tokens.logprobs * (float("nan") if len(tokens.mask) > 1 else 1))
 def nan_advantage(batch):
     return batch.rewards * float("nan")
 """
@@ -119,6 +122,21 @@ def test_what_is_wrong_is_told_before_the_first_step(
     spec = spec_of(algorithm={key: f"{file}:{name}"})
     with pytest.raises(ValueError, match=rf"algorithm\.{key} .*{name}.*{told}"):
         rank_of(spec, policy_of(spec), random_queue(policy_of(spec)))
+
+
+def test_a_number_that_is_not_finite_later_on_names_what_is_the_users(tmp_path: Path) -> None:
+    file = tmp_path / "faulty.py"
+    file.write_text(FAULTY)
+    spec = spec_of(algorithm={"loss": f"{file}:later_nan", "max_nonfinite_steps": 0})
+    policy = policy_of(spec)
+    queue = random_queue(policy)
+    rank = rank_of(spec, policy, queue, root=tmp_path)
+    rank.checkpointer.write(rank.snapshot(1))
+    assert rank.train(2, queue.meta).metrics["rewound_to_step"] == 1
+    with pytest.raises(
+        NotFiniteError, match=r"algorithm\.loss '.*faulty\.py:later_nan' or a reward"
+    ):
+        rank.train(2, queue.meta)
 
 
 @pytest.mark.parametrize("key", ["loss", "advantage"])
