@@ -11,7 +11,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 from torch.autograd import DeviceType
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
@@ -86,11 +85,7 @@ def _kind(name: str) -> str:
 @contextmanager
 def _rounded() -> Iterator[None]:
     """Logits as the output head's own dtype has them."""
-
-    def products(hidden: Tensor, weight: Tensor, *, in_float32: bool) -> Tensor:
-        return functional.linear(hidden, weight)
-
-    with patch.object(logprobs, "_products", products):
+    with patch.object(logprobs, "float32_products", functional.linear):
         yield
 
 

@@ -72,6 +72,8 @@ class SglangBackend:
             "max_running_requests": order.max_running,
             "custom_weight_loader": [_LOADER],
             "log_level": "error",
+            # The trainer's logits are float32 too.
+            "enable_fp32_lm_head": True,
             "enable_deterministic_inference": order.is_reproducible,
             **_kernels(order),
             **order.arguments,

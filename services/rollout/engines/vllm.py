@@ -193,6 +193,8 @@ class VllmBackend:
             "skip_tokenizer_init": True,
             "max_num_seqs": self._order.max_running,
             "logprobs_mode": "processed_logprobs",
+            # The trainer's logits are float32 too.
+            "hf_overrides": {"head_dtype": "float32"},
             "worker_extension_cls": _WORKER,
             "disable_log_stats": True,
             "stream_interval": _STREAM_INTERVAL,

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from services.common.models.head import float32_products
 
 _CHUNK_BYTES = 24 * (1 << 30) // 10
 """Most logits at once."""
@@ -30,9 +31,6 @@ class OutputHead:
     """Factor of the logits: Granite divides them, Cohere multiplies."""
     cap: float | None = None
     """Bound of the logits (Gemma 2); None is none."""
-    in_float32: bool = True
-    """Whether logits are never rounded to the dtype of hidden states and weight. Rounded to bfloat16, they
-    move a logprob by .02 in the mean (ScaleRL, arXiv:2510.13786; MiniMax-M1, arXiv:2506.13585)."""
 
 
 def token_logprobs(
@@ -53,16 +51,6 @@ def token_logprobs(
         hidden, head.weight, targets, head, temperature
     )
     return result
-
-
-def _products(hidden: Tensor, weight: Tensor, *, in_float32: bool) -> Tensor:
-    """``[C, V]`` products of ``[C, H]`` hidden states with the output embedding."""
-    if not in_float32 or hidden.dtype == torch.float32:
-        return functional.linear(hidden, weight)
-    if hidden.is_cuda:
-        # Sums are kept in float32 by the kernel anyway; here they are also stored so.
-        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-    return functional.linear(hidden.float(), weight.float())
 
 
 def _bounded(
@@ -141,12 +129,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         normalizer, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
         numbers = head.scale, head.cap, temperature
-        for part in _chunks(hidden, weight, head):
-            products = _products(hidden[part], weight, in_float32=head.in_float32)
+        for part in _chunks(hidden, weight):
+            products = float32_products(hidden[part], weight)
             reduced = _fused(_reduce, products)(products, targets[part], *numbers)
             logprobs[part], normalizer[part], entropy[part] = reduced
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
-        ctx.head, ctx.numbers = head, numbers
+        ctx.numbers = numbers
         return logprobs, entropy
 
     @staticmethod
@@ -157,8 +145,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         # Summed over chunks, so it is kept in float32 whatever the model's dtype is.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for part in _chunks(hidden, weight, ctx.head):
-            products = _products(hidden[part], weight, in_float32=ctx.head.in_float32)
+        for part in _chunks(hidden, weight):
+            products = float32_products(hidden[part], weight)
             grad = _fused(_gradient, products)(
                 products,
                 targets[part],
@@ -172,8 +160,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
-def _chunks(hidden: Tensor, weight: Tensor, head: OutputHead) -> list[slice]:
-    element_bytes = 4 if head.in_float32 else hidden.element_size()
-    size = max(1, _CHUNK_BYTES // (weight.shape[0] * element_bytes))
+def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    size = max(1, _CHUNK_BYTES // (weight.shape[0] * 4))
     size = size - size % _TILE or size
     return [slice(start, start + size) for start in range(0, hidden.shape[0], size)]
