@@ -5,6 +5,9 @@ A few are tested with every commit, all of them by ``make test-families``.
 
 import asyncio
 import importlib.util
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -23,6 +26,7 @@ from services.rollout.engines.build import build_engine, make_engine
 from services.rollout.engines.order import EngineOrder
 from services.trainer.batch.packing import pack
 from services.trainer.model.policy import Policy
+from tests.helpers.engines import running
 from tests.helpers.mixtures import mixture_shape
 
 pytestmark = pytest.mark.timeout(900)
@@ -44,7 +48,7 @@ _SHAPE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_MEAN_TOLERANCE = 1e-5
+_MEAN_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 
 
 def _cases() -> list[Any]:
@@ -65,31 +69,50 @@ def _marks(engine: str, family: str) -> list[Any]:
 async def test_logprobs_and_experts_are_those_of_the_trainer_after_every_adoption(
     engine_name: str, family: str
 ) -> None:
-    config = AutoConfig.for_model(family, **{**_SHAPE, **_extra(family)})
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
+    config = _config(family)
     # vLLM's build for CPUs has no Triton, without which it does not tell.
     tells_experts = engine_name == "sglang" and is_mixture(config.to_dict())
+    async with _serving(
+        engine_name, config, dtype=torch.float32, tells_experts=tells_experts
+    ) as engine:
+        for version in range(2):
+            await _check_version(
+                engine, version, _model(config, version), tells_experts=tells_experts
+            )
+
+
+@pytest.mark.parametrize(("engine_name", "family"), _cases())
+async def test_logprobs_in_bfloat16_are_those_of_the_trainer_in_the_mean(
+    engine_name: str, family: str
+) -> None:
+    config = _config(family)
+    async with _serving(engine_name, config, dtype=torch.bfloat16, tells_experts=False) as engine:
+        model = build_model(deepcopy(config), dtype=torch.bfloat16, device="cpu", seed=0)
+        await _check_version(engine, 0, model, tells_experts=False)
+
+
+def _config(family: str) -> Any:
+    config = AutoConfig.for_model(family, **{**_SHAPE, **_extra(family)})
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
+    return config
+
+
+@asynccontextmanager
+async def _serving(
+    engine_name: str, config: Any, *, dtype: torch.dtype, tells_experts: bool
+) -> AsyncIterator[Engine]:
     order = EngineOrder(
         config=config,
-        dtype=torch.float32,
+        dtype=dtype,
         device=torch.device("cpu"),
         max_running=4,
         arguments=_ARGUMENTS.get(engine_name, {}),
         returns_experts=tells_experts,
     )
     engine = make_engine(engine_name, order)
-    serving = asyncio.ensure_future(engine.run())
-    try:
-        async with asyncio.timeout(600):
-            ready = asyncio.ensure_future(engine.wait_ready())
-            await asyncio.wait([ready, serving], return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():
-                serving.result()
-            for version in range(2):
-                await _check_version(engine, version, config, tells_experts=tells_experts)
-    finally:
-        serving.cancel()
-        await asyncio.wait([serving])
+    async with asyncio.timeout(600), running(engine):
+        await engine.wait_ready()
+        yield engine
 
 
 @pytest.mark.parametrize("engine_name", COMPARED)
@@ -105,8 +128,9 @@ def test_experts_that_an_engine_would_not_tell_on_a_cpu_are_refused(engine_name:
         )
 
 
-async def _check_version(engine: Engine, version: int, config: Any, *, tells_experts: bool) -> None:
-    model = _model(config, version)
+async def _check_version(
+    engine: Engine, version: int, model: PreTrainedModel, *, tells_experts: bool
+) -> None:
     tensors = {name: value.detach().clone() for name, value in stored_tensors(model).items()}
     await engine.adopt_weights(version, tensors)
     request = GenerationRequest(
@@ -117,7 +141,7 @@ async def _check_version(engine: Engine, version: int, config: Any, *, tells_exp
     policy = Policy(model, temperature=1.0, routing_replay="compare")
     with torch.no_grad():
         expected, _ = policy(_packed(result, tells_experts=tells_experts))
-    assert (got - expected).abs().mean() <= _MEAN_TOLERANCE
+    assert (got - expected).abs().mean() <= _MEAN_TOLERANCES[model.dtype]
     if tells_experts:
         assert policy.routing is not None
         found = policy.routing.differences()
@@ -150,7 +174,7 @@ def _extra(family: str) -> dict[str, Any]:
 
 def _model(config: Any, version: int) -> PreTrainedModel:
     """The model that stands for a weight version; nothing in it is 0 or 1."""
-    model = build_model(config, dtype=torch.float32, device="cpu", seed=version)
+    model = build_model(deepcopy(config), dtype=torch.float32, device="cpu", seed=version)
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(version)
         for parameter in model.parameters():

@@ -4,9 +4,12 @@ Rounded to bfloat16, logits move a logprob by .02 in the mean (ScaleRL, arXiv:25
 arXiv:2506.13585), and by another amount in the trainer than in an engine.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 
 def float32_products(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -19,14 +22,17 @@ def float32_products(hidden: Tensor, weight: Tensor) -> Tensor:
     return functional.linear(hidden.float(), weight.float())
 
 
-class Float32Head(nn.Module):
-    """Stands in for a model's output embedding, whose weight it shares and whose bias, if any, it adds."""
+def use_float32_head(model: PreTrainedModel) -> None:
+    """Let a model's logits be float32; its tensors keep their names, and tied ones stay tied."""
+    untyped: Any = model
+    untyped.set_output_embeddings(_Float32Head(untyped.get_output_embeddings()))
 
+
+class _Float32Head(nn.Module):
     def __init__(self, head: nn.Linear) -> None:
         super().__init__()
         self.weight, self.bias = head.weight, head.bias
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Logits, float32."""
         products = float32_products(hidden, self.weight)
         return products if self.bias is None else products + self.bias.float()

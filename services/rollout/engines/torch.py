@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from services.common.models.families import check_trainer, has_plain_scores
-from services.common.models.head import Float32Head
+from services.common.models.head import use_float32_head
 from services.common.models.loading import build_model, stored_tensors
 from services.common.models.routing_shape import routing_shape
 from services.rollout.engines.base import (
@@ -102,7 +102,7 @@ class TorchEngine:
         if problems:
             raise ValueError("; ".join(problems))
         model.set_attn_implementation("sdpa" if has_plain_scores(config.to_dict()) else "eager")
-        model.set_output_embeddings(Float32Head(model.get_output_embeddings()))
+        use_float32_head(model)
         self._model = model.train(False).requires_grad_(False)
         # Found once: a search through all modules takes milliseconds, in which no token would be produced.
         self._parameters: dict[str, Tensor] = stored_tensors(model)
