@@ -12,6 +12,10 @@ In the environment of ``make test-vllm``, with ``OMP_NUM_THREADS=1``::
 
     python -m bench.rollout.episodes --engine vllm --episodes 64 --hour 0 \
         --out bench/results/rollout-episodes-vllm-cpu.json
+
+The hour of 2,000 alone takes half an hour of a processor::
+
+    python -m bench.rollout.episodes --episodes --out bench/results/rollout-episodes-hour.json
 """
 
 import argparse
@@ -104,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="fewer episodes, shorter tools")
     parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--episodes", type=int, nargs="+", default=[64, 2000])
+    parser.add_argument("--episodes", type=int, nargs="*", default=[64, 2000])
     parser.add_argument("--engine", default="fake")
     parser.add_argument(
         "--hour", type=int, default=2000, help="episodes in virtual time; 0 for none"
