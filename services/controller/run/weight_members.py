@@ -90,8 +90,7 @@ class WeightMembers:
         self.rollouts = {w.worker_id: await self._connect(w.address) for w in rollouts}
         await self._agree(self.all())
         if not MODES[self._mode].through_host and self._share_gpus():
-            is_one_host = {worker.host_id for worker in rollouts} == {trainer.host_id}
-            self._other_ways = self._ways_of_shared_gpus(is_one_host=is_one_host)
+            self._other_ways = self._ways_of_shared_gpus()
             if self._other_ways:
                 await self._take(*self._other_ways.pop(0))
 
@@ -208,18 +207,14 @@ class WeightMembers:
         shards = fsdp_shards(self._tensors, len(self.sources))
         self.plan = make_plan(self._tensors, self._bucket_bytes, shards)
 
-    def _ways_of_shared_gpus(self, *, is_one_host: bool) -> list[tuple[str, str]]:
+    def _ways_of_shared_gpus(self) -> list[tuple[str, str]]:
         """Best first: mode and backend."""
         if self._spec.backend == HANDLE:
             return []  # as it is, or not at all
-        if self._spec.backend != "auto":
-            return [(HOST_MODE, self._spec.backend)]
-        ways = [(HOST_MODE, "auto")]
-        if is_one_host:
-            ways.insert(0, (HOST_MODE, HANDLE))
-        if len(set(self._devices.values())) == 1:
-            ways.insert(0, (self._mode, HANDLE))
-        return ways
+        through_host = (HOST_MODE, self._spec.backend)
+        if self._spec.backend == "auto" and len(set(self._devices.values())) == 1:
+            return [(self._mode, HANDLE), through_host]
+        return [through_host]
 
     async def _take(self, mode: str, backend: str) -> None:
         """Agree again."""
