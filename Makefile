@@ -49,7 +49,7 @@ unit: $(READY) deploy-tools ## The fast tests: one part at a time, in this proce
 
 test: test-system check ## Everything that every commit must pass: check, then contracts, the API, running systems, a few kills
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m '$(EVERY_COMMIT) and not learning and not faults' --ignore tests/unit
-	$(BIN)/python -m pytest -m '$(EVERY_COMMIT)' tests/faults tests/learning
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m '$(EVERY_COMMIT)' tests/faults tests/learning
 
 test-system: # A browser, a sandbox, and what Mooncake Store links against: without them their tests are skipped
 	tests/system.sh --or-skip chromium bwrap=bubblewrap libibverbs.so.1=libibverbs1 libnuma.so.1=libnuma1 libcurl.so.4=libcurl4

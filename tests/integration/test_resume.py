@@ -52,6 +52,7 @@ def break_one_of_two(spec, folder, *overrides):
     return unbroken, broken
 
 
+@pytest.mark.nightly
 def test_a_run_of_several_sets_that_lost_everything_trains_the_same_samples(plumbing, tmp_path):
     unbroken, broken = break_one_of_two(plumbing, tmp_path, *SETS)
     assert [*trained(unbroken)] == [*range(1, 13)]

@@ -34,7 +34,7 @@ SHARDED = (*MINI_BATCHES, "weight_sync.mode=cpu_async")
 ROLES = [
     pytest.param("ref_logp", 2, KL, marks=pytest.mark.nightly),
     pytest.param("critic", 2, CRITIC),
-    pytest.param("logp", 1, MINI_BATCHES),
+    pytest.param("logp", 1, MINI_BATCHES, marks=pytest.mark.nightly),
     pytest.param("logp", 2, SHARDED, marks=pytest.mark.nightly),
     pytest.param("ref_logp", 1, KL, marks=pytest.mark.nightly),
 ]

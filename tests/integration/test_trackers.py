@@ -57,6 +57,7 @@ def evaluated(state: Path) -> list[int]:
     return sorted(data["version"] for data in told if data["num_samples"])
 
 
+@pytest.mark.nightly
 @needs("tensorboard", "trackio")
 @pytest.mark.timeout(400)
 def test_curves_are_whole_though_controller_and_trackers_were_killed(tmp_path):
