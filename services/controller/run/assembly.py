@@ -70,10 +70,12 @@ async def create_partitions(
     """Create what does not exist yet; if that is everything, first restore what a checkpoint kept.
 
     Returns:
-        Whether nothing existed: the run is new, or the transferqueue lost what it held.
+        Whether nothing was ever stored in what is there: the run is new, or the transferqueue lost what it
+        held, perhaps before somebody else created it again and died before that was told.
     """
-    known = {partition.partition_id for partition in (await queue.stats()).partitions}
-    if snapshot_id and partition_id(run_id, "train") not in known:
+    train = partition_id(run_id, "train")
+    known = {found.partition_id: found.revision for found in (await queue.stats()).partitions}
+    if snapshot_id and train not in known:
         try:
             restored = await queue.restore_snapshot(run_id, snapshot_id)
             logger.info("samples restored", extra={"run": run_id, "samples": restored})
@@ -92,7 +94,7 @@ async def create_partitions(
         await queue.keep_samples(
             run_id, max_bytes=spec.samples.max_bytes, max_steps=spec.samples.max_steps
         )
-    return partition_id(run_id, "train") not in known
+    return not known.get(train)
 
 
 async def drop_partitions(queue: TransferQueueClient, run_id: str) -> None:
