@@ -60,12 +60,13 @@ class Stage:
         algorithm: Mapping[str, Any] | None = None,
         trainer: Mapping[str, Any] | None = None,
         samples: Mapping[str, Any] | None = None,
+        topology: Mapping[str, Any] | None = None,
         fakes: Mapping[str, Any] | None = None,
     ) -> str:
         """Submit a run and bring up its workers; returns its id.
 
-        The last five are more of ``spec.rollout``, ``spec.algorithm``, ``spec.trainer`` and ``spec.samples``,
-        and of what the fakes are told.
+        The last six are more of ``spec.rollout``, ``spec.algorithm``, ``spec.trainer``, ``spec.samples`` and
+        ``spec.topology``, and of what the fakes are told.
         """
         spec = {
             "name": f"bench-{uuid.uuid4().hex[:8]}",
@@ -83,6 +84,7 @@ class Stage:
             "trainer": {"steps": steps, "prompts_per_step": prompts_per_step, **(trainer or {})},
             "validation": {"every": 0, "before_train": False, "at_end": False},
             "samples": samples or {},
+            "topology": topology or {},
         }
         self.num_runs += 1
         run = await self.client.submit(spec)

@@ -6,6 +6,7 @@ and step. The trainer sleeps; its weights are copied between two steps, as those
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from random import Random
 from statistics import fmean
@@ -13,6 +14,7 @@ from typing import Any
 
 from bench.controller.peers import FakeQueue, FakeRollouts, FakeTrainer, FakeWeights, MadeGroup
 from services.common.batch import KVBatchMeta
+from services.controller.client import GroupFailure
 from services.controller.planning.lengths import Geometric, Lengths, Lognormal
 from services.controller.planning.rates import DecodeTime, Rates
 from services.rollout.decode_times import DecodeTimes
@@ -49,6 +51,8 @@ class Pace:
     transfer_s: float = 0.05
     stall_s: float = 0.003
     """Pause of an engine for an adoption."""
+    handover_s: float = 0.8
+    """Of a step in turns, there and back; each side sleeps and wakes for a quarter of it."""
     is_partial: bool = False
     """Whether running responses go on under new weights."""
 
@@ -81,6 +85,7 @@ class Pace:
             copy_s=self.pack_s,
             transfer_s=self.transfer_s,
             stall_s=self.stall_s,
+            handover_s=self.handover_s,
         )
 
 
@@ -88,10 +93,22 @@ class PacedRollouts(FakeRollouts):
     """Decodes groups with a fake engine."""
 
     def __init__(
-        self, queue: FakeQueue, pace: Pace, *, places: int, tasks: asyncio.TaskGroup
+        self,
+        queue: FakeQueue,
+        pace: Pace,
+        *,
+        places: int,
+        tasks: asyncio.TaskGroup,
+        aside: "dict[str, dict[int, Part]]",
+        report: Callable[[Sequence[GroupFailure]], Awaitable[None]],
     ) -> None:
         super().__init__(queue, (0.0, 0.0))
         self._tasks = tasks
+        self._pace = pace
+        self._aside = aside
+        self._report = report
+        self._cut: set[str] = set()
+        self._parked: list[GroupFailure] = []
         self.engine = FakeEngine(
             max_running=places, step_seconds=pace.step_seconds, lengths=pace, vocab_size=256
         )
@@ -124,26 +141,84 @@ class PacedRollouts(FakeRollouts):
                 task.cancel()
         return rollout_pb2.CancelGroupsResponse()
 
+    async def InterruptGroups(self, request: Any, context: Any) -> Any:
+        found = {name: self._groups[name] for name in request.group_ids or [*self._groups]}
+        self._cut |= found.keys()
+        # It knows requests by their names only, and all of them are cut.
+        await self.engine.abort()
+        if found:
+            await asyncio.wait(found.values())
+            parked, self._parked = self._parked, []
+            await self._report(parked)
+        return rollout_pb2.InterruptGroupsResponse()
+
+    async def Sleep(self, request: Any, context: Any) -> Any:
+        await self.engine.sleep()
+        await asyncio.sleep(self._pace.handover_s / 4)
+        return rollout_pb2.SleepResponse()
+
+    async def Wake(self, request: Any, context: Any) -> Any:
+        await asyncio.sleep(self._pace.handover_s / 4)
+        await self.engine.wake()
+        return rollout_pb2.WakeResponse()
+
     async def _make(self, group: Any) -> None:
+        known = self._aside.pop(group.group_id, {})
         async with asyncio.TaskGroup() as tasks:
             members = [
-                tasks.create_task(
-                    self.engine.generate(
-                        GenerationRequest(
-                            request_id=f"{group.group_id}.{member}/{group.attempt}",
-                            context_ids=(2,) * 100,
-                            max_tokens=1 << 19,
-                            seed=seed,
-                        )
-                    )
-                )
+                tasks.create_task(self._sample(group, member, seed, known.get(member, Part())))
                 for member, seed in zip(group.members, group.seeds, strict=True)
             ]
-        results = [member.result() for member in members]
-        versions = [version for result in results for version, _ in result.version_runs]
-        lengths = [len(result.token_ids) for result in results]
+        parts = {m: task.result() for m, task in zip(group.members, members, strict=True)}
         self._groups.pop(group.group_id, None)
+        if group.group_id in self._cut:
+            self._cut.discard(group.group_id)
+            self._aside[group.group_id] = parts
+            self._parked.append(_interrupted(group, parts.values()))
+            return
+        versions = [version for part in parts.values() for version in part.versions]
+        lengths = [part.tokens for part in parts.values()]
         self._queue.add(MadeGroup(group, lengths, oldest=min(versions), newest=max(versions)))
+
+    async def _sample(self, group: Any, member: int, seed: int, part: "Part") -> "Part":
+        if part.is_whole:
+            return part
+        made = await self.engine.generate(
+            GenerationRequest(
+                request_id=f"{group.group_id}.{member}/{group.attempt}",
+                context_ids=(2,) * 100,
+                max_tokens=1 << 19,
+                seed=seed,
+                draw_offset=part.tokens,
+                oldest_version=min(part.versions, default=None),
+            )
+        )
+        return Part(
+            tokens=part.tokens + len(made.token_ids),
+            versions=part.versions | {version for version, _ in made.version_runs},
+            is_whole=made.finish_reason != "aborted",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What there is of a sample."""
+
+    tokens: int = 0
+    versions: frozenset[int] = frozenset()
+    is_whole: bool = False
+
+
+def _interrupted(group: Any, parts: Collection[Part]) -> GroupFailure:
+    return GroupFailure(
+        group_id=group.group_id,
+        attempt=group.attempt,
+        reason="interrupted",
+        message="",
+        retryable=True,
+        num_unfinished=sum(not part.is_whole for part in parts),
+        num_tokens=sum(part.tokens for part in parts),
+    )
 
 
 class PacedTrainer(FakeTrainer):
@@ -155,6 +230,14 @@ class PacedTrainer(FakeTrainer):
         self._known: set[str] = set()
         self.turn = asyncio.Lock()
         self._idle = IdleClock()
+
+    async def Sleep(self, request: Any, context: Any) -> Any:
+        await asyncio.sleep(self._pace.handover_s / 4)
+        return trainer_pb2.SleepResponse()
+
+    async def Wake(self, request: Any, context: Any) -> Any:
+        await asyncio.sleep(self._pace.handover_s / 4)
+        return trainer_pb2.WakeResponse()
 
     async def AccumulateStep(self, request: Any, context: Any) -> Any:
         async with self.turn:

@@ -1,6 +1,8 @@
 """The process of the paced fakes: ``python -m bench.pace.fleet``; told what to do on its standard input."""
 
 import asyncio
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import grpc
@@ -8,7 +10,10 @@ from grpc_health.v1 import health, health_pb2_grpc
 
 from bench.controller.fleet import OPTIONS, beat, serve
 from bench.controller.peers import FakeQueue
-from bench.pace.fakes import Pace, PacedRollouts, PacedSink, PacedSource, PacedTrainer
+from bench.pace.fakes import Pace, PacedRollouts, PacedSink, PacedSource, PacedTrainer, Part
+from services.common.wire import to_message
+from services.controller.client import GroupFailure
+from slipstream.controller.v1 import membership_pb2, membership_pb2_grpc
 from slipstream.rollout.v1 import rollout_pb2_grpc
 from slipstream.trainer.v1 import trainer_pb2_grpc
 from slipstream.weightsync.v1 import weightsync_pb2_grpc
@@ -23,15 +28,28 @@ async def populate(order: dict[str, Any], queue: FakeQueue, tasks: asyncio.TaskG
     trainer_pb2_grpc.add_TrainerServiceServicer_to_server(trainer, server)
     source = PacedSource(queue, pace, trainer.turn)
     await _join(server, source, tasks, channel, order, "trainer-0", queue)
+    aside: dict[str, dict[int, Part]] = {}
+    members = membership_pb2_grpc.MembershipServiceStub(channel)
     for number in range(order["rollouts"]):
-        rollouts = PacedRollouts(queue, pace, places=order["places"], tasks=tasks)
+        name = f"rollout-{number}"
+        report = partial(_report, members, order["run_id"], name)
+        rollouts = PacedRollouts(
+            queue, pace, places=order["places"], tasks=tasks, aside=aside, report=report
+        )
         tasks.create_task(rollouts.engine.run())
         tasks.create_task(rollouts.watch())
         server = grpc.aio.server(options=OPTIONS)
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(rollouts, server)
         sink = PacedSink(queue, pace, rollouts.engine)
-        name = f"rollout-{number}"
         await _join(server, sink, tasks, channel, order, name, queue, gauges=rollouts.gauges)
+
+
+async def _report(members: Any, run_id: str, name: str, failures: Sequence[GroupFailure]) -> None:
+    """Tell the controller of groups that were put aside."""
+    found = [to_message(failure, membership_pb2.GroupFailure) for failure in failures]
+    await members.ReportGroups(
+        membership_pb2.ReportGroupsRequest(run_id=run_id, worker_id=name, failures=found)
+    )
 
 
 async def _join(
