@@ -1,9 +1,9 @@
-"""What a plan says beside what is measured: ``python -m bench.pace.planned [SHAPE ...]``, ten minutes.
+"""What a plan says beside what is measured: ``python -m bench.pace.planned [SHAPE ...]``, twenty minutes.
 
-A real controller drives fakes that take the time of GPUs, in real time, over splits of two and three GPUs and
-several lags. As a user would, ``slipstream plan --from`` takes its rates from the first of them, on two GPUs.
-Printed and written to ``bench/results/plan.json`` are what it predicts for the others beside what they took,
-and whether the split that it would choose is the best that was measured.
+A real controller drives fakes that take the time of GPUs, in real time, over splits of one to three GPUs,
+turns on them, and several lags. As a user would, ``slipstream plan --from`` takes its rates from the first of
+them, on two GPUs. Printed and written to ``bench/results/plan.json`` are what it predicts for the others
+beside what they took, and whether the split that it would choose is the best that was measured.
 """
 
 import argparse
