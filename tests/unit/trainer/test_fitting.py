@@ -1,6 +1,7 @@
 """Micro-batches that outgrow memory are divided, and sequences left out, without a wrong gradient."""
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -13,6 +14,15 @@ from services.trainer.steps.fitting import Fitting, OutgrownError, fitting
 from services.trainer.steps.step import StepResult
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.shortage import limited
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_old_to_look_through() -> Iterator[None]:
+    """Each recovery collects garbage, and the process of all tests holds millions of objects."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Recorder:
