@@ -1,7 +1,7 @@
 """Micro-batches that outgrow memory are divided, and sequences left out, without a wrong gradient."""
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -17,12 +17,10 @@ from tests.helpers.shortage import limited
 
 
 @pytest.fixture(autouse=True, scope="module")
-def nothing_old_to_look_through() -> Iterator[None]:
-    """Each recovery collects garbage, and the process of all tests holds millions of objects."""
+def _little_to_look_through() -> None:
+    """Each recovery collects garbage, and what earlier tests left is much."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Recorder:
