@@ -123,6 +123,7 @@ def cut_off(process) -> None:
     process.communicate(timeout=ENDS_WITHIN_S)
 
 
+@pytest.mark.nightly
 def test_a_run_that_was_cut_off_goes_on_unless_its_specification_changed(plumbing, tmp_path):
     settings = ("trainer.steps=8", "trainer.checkpoint.every=2")
     changed = ("run", plumbing, "--state-directory", tmp_path, "--set", "trainer.steps=100000")
@@ -215,6 +216,7 @@ def message_sizes(port: int) -> tuple[Counter[str], Counter[str], float]:
     return sums, counts, small
 
 
+@pytest.mark.nightly
 def test_the_controllers_messages_stay_small_whatever_the_response_length(
     plumbing, tmp_path, monkeypatch
 ):

@@ -21,6 +21,7 @@ def test_two_ranks_train_what_one_trains(plumbing, system):
     assert rewards[0] == [pytest.approx(step, abs=1e-4) for step in rewards[1]]
 
 
+@pytest.mark.nightly
 def test_adapters_train_the_same_sent_merged_or_alone(plumbing, system):
     trained = []
     for ranks, sync in ((1, "merged"), (2, "adapter")):
