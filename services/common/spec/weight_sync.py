@@ -13,7 +13,7 @@ class WeightSyncSpec(SpecPart):
     backend: Literal["auto", "nccl", "gloo", "handle"] = "auto"
     """Transport; ``auto`` takes NCCL when every member has a GPU of its own, and Gloo when none has.
     ``handle``: through memory that the trainer lends, of the GPU that all members share, or of their host if
-    weights are sent from there; ``auto`` takes it where GPUs are shared."""
+    weights are sent from there; ``auto`` takes it where all members share one GPU."""
     mode: Literal["shadow", "inplace", "cpu_async", "delta"] = "shadow"
     """How weights travel. ``shadow``: into a second copy while generation goes on. ``inplace``: straight into
     the live weights under a pause, where there is no memory for a second copy. ``cpu_async``: through host
