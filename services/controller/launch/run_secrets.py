@@ -15,7 +15,12 @@ from services.common.credentials import current_identity
 from services.common.errors import ServiceError
 from services.common.tls import Certificate
 from services.controller.launch.pod_api import PodApi
-from services.controller.launch.worker_pods import RUN_LABEL, TLS_FILES, TOKEN_KEY, secret_name
+from services.controller.launch.worker_pods import (
+    TLS_FILES,
+    TOKEN_KEY,
+    run_metadata,
+    secret_name,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -100,11 +105,7 @@ def run_secret(
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": {
-            "name": secret_name(run_id),
-            "labels": {RUN_LABEL: run_id},
-            "ownerReferences": [dict(owner)],
-        },
+        "metadata": run_metadata(run_id, secret_name(run_id), owner=owner),
         "type": "Opaque",
         "stringData": data,
     }

@@ -14,7 +14,7 @@ from kubernetes.client import CustomObjectsApi
 from services.common.errors import NotFoundError, ServiceError
 from services.controller.launch.follow import Seen
 from services.controller.launch.pod_api import ask, delete
-from services.controller.launch.worker_pods import RUN_LABEL
+from services.controller.launch.worker_pods import RUN_LABEL, run_metadata
 
 logger = logging.getLogger(__name__)
 
@@ -99,11 +99,7 @@ class RolloutScales:
         try:
             await self._patch("spec", self._api.patch_namespaced_custom_object, _name(run_id), spec)
         except NotFoundError:
-            metadata = {
-                "name": _name(run_id),
-                "labels": {RUN_LABEL: run_id},
-                "ownerReferences": [dict(self._owner)],
-            }
+            metadata = run_metadata(run_id, _name(run_id), owner=self._owner)
             body = {
                 "apiVersion": f"{GROUP}/{VERSION}",
                 "kind": "RolloutScale",

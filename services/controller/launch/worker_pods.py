@@ -72,17 +72,18 @@ def secret_name(run_id: str) -> str:
     return f"{run_id.replace('_', '-')}-identity"
 
 
+def run_metadata(run_id: str, name: str, *, owner: Mapping[str, str]) -> dict[str, Any]:
+    """Metadata of what is made for a run: it goes with its owner."""
+    return {"name": name, "labels": {RUN_LABEL: run_id}, "ownerReferences": [dict(owner)]}
+
+
 def run_policy(run_id: str, *, owner: Mapping[str, str]) -> Pod:
     """The NetworkPolicy that lets the workers of a run reach each other, and nobody else them."""
     own = {"matchLabels": {WORKER_LABEL: "true", RUN_LABEL: run_id}}
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": {
-            "name": policy_name(run_id),
-            "labels": {RUN_LABEL: run_id},
-            "ownerReferences": [dict(owner)],
-        },
+        "metadata": run_metadata(run_id, policy_name(run_id), owner=owner),
         "spec": {
             "podSelector": own,
             "policyTypes": ["Ingress"],
