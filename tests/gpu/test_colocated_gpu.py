@@ -1,6 +1,5 @@
 """`slipstream run` in turns on one GPU: trainer and engine, each asleep while the other works."""
 
-import importlib.util
 import json
 import math
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from services.trainer.model.host_copy import HostCopy
-from tests.helpers.cli import SORT4, train
+from tests.helpers.gpu_runs import train_on_gpus
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,25 +22,15 @@ pytestmark = [
 def test_a_run_trains_in_turns_on_one_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, max_staleness: int
 ) -> None:
-    if engine != "torch" and importlib.util.find_spec(engine) is None:
-        pytest.skip(f"{engine} is not installed here")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    finished = train(
-        SORT4,
-        tmp_path / "runs",
-        # Its heads have 64 dimensions, which kernels ask for.
-        "model.path=tiny:qwen2-3m",
+    settings = (
         "topology.placement=colocated",
-        f"rollout.engine={engine}",
-        "rollout.replicas=1",
         f"algorithm.max_staleness={max_staleness}",
         "trainer.steps=6",
-        "trainer.dtype=bfloat16",
         "trainer.checkpoint.every=3",
         "validation.every=3",
-        timeout=800,
     )
-    assert finished.code == 0, finished.err[-4000:]
+    finished = train_on_gpus(tmp_path, engine, *settings, timeout=800)
     assert finished.summary["state"] == "SUCCEEDED"
     assert finished.summary["steps"] == 6
     assert finished.summary["staleness"]["max"] <= max_staleness

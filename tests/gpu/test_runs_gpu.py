@@ -1,22 +1,19 @@
 """`slipstream run` with another project's engine on GPUs, with nothing of the engine's in the environment."""
 
-import importlib.util
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers.cli import SORT4, train
+from tests.helpers.gpu_runs import train_on_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 _TENSOR_PARALLEL = {"vllm": "tensor_parallel_size", "sglang": "tp_size"}
 _PIPELINE_PARALLEL = {"vllm": "pipeline_parallel_size", "sglang": "pp_size"}
 
 
-def _needs(engine: str, num_gpus: int) -> None:
-    if importlib.util.find_spec(engine) is None:
-        pytest.skip(f"{engine} is not installed here")
+def _needs(num_gpus: int) -> None:
     # On a machine with no more than these, the trainer shares one of them.
     if torch.cuda.device_count() < num_gpus:
         pytest.skip(f"needs {num_gpus} CUDA devices")
@@ -46,24 +43,11 @@ def _train(
     *others: str,
 ) -> None:
     overrides = [f"rollout.engine_arguments.{arguments[engine]}=2"] if arguments else []
-    _needs(engine, 2 if arguments else 1)
+    _needs(2 if arguments else 1)
     for name in os.environ:
         if name.startswith(("VLLM_", "SGLANG_")):
             monkeypatch.delenv(name)
-    finished = train(
-        SORT4,
-        folder / "runs",
-        # Its heads have 64 dimensions, which kernels ask for.
-        "model.path=tiny:qwen2-3m",
-        f"rollout.engine={engine}",
-        "rollout.replicas=1",
-        "trainer.steps=4",
-        "trainer.dtype=bfloat16",
-        "validation.every=0",
-        *overrides,
-        *others,
-        timeout=500,
-    )
-    assert finished.code == 0, finished.err[-4000:]
+    settings = ("trainer.steps=4", "validation.every=0", *overrides, *others)
+    finished = train_on_gpus(folder, engine, *settings, timeout=500)
     assert finished.summary["state"] == "SUCCEEDED"
     assert finished.summary["steps"] == 4

@@ -1,6 +1,5 @@
 """Weights go from a trainer to a rollout of the same GPU without leaving it, bit by bit."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -9,7 +8,8 @@ import torch
 
 from services.weightsync import rooms
 from services.weightsync.cuda_memory import CudaMemoryError, open_handle
-from tests.helpers.cli import SORT4, run_module, train
+from tests.helpers.cli import run_module
+from tests.helpers.gpu_runs import train_on_gpus
 from tests.helpers.ranks import PROCESSES
 from tests.helpers.weight_session import session_of
 
@@ -70,22 +70,9 @@ async def test_a_session_of_one_gpu_goes_on_without_who_is_killed() -> None:
 def test_a_run_on_one_gpu_takes_weights_by_handle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, placement: str
 ) -> None:
-    if engine != "torch" and importlib.util.find_spec(engine) is None:
-        pytest.skip(f"{engine} is not installed here")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    finished = train(
-        SORT4,
-        tmp_path / "runs",
-        # Its heads have 64 dimensions, which kernels ask for.
-        "model.path=tiny:qwen2-3m",
-        f"topology.placement={placement}",
-        f"rollout.engine={engine}",
-        "rollout.replicas=1",
-        "trainer.steps=4",
-        "trainer.dtype=bfloat16",
-        timeout=800,
-    )
-    assert finished.code == 0, finished.err[-4000:]
+    settings = (f"topology.placement={placement}", "trainer.steps=4")
+    train_on_gpus(tmp_path, engine, *settings, timeout=800)
     (log,) = (tmp_path / "runs").glob("*/logs/trainer-0.log")
     formed = [line for line in log.read_text().splitlines() if "weight group formed" in line]
     assert formed
