@@ -22,6 +22,8 @@ from services.common.spec.weight_modes import MODES
 
 _GB: Final = 1e9
 _STATE: Final = ("weights, float32", "optimizer", "gradients", "reference")
+SPARE: Final = 1.05
+"""What a trainer's allocator holds for what is in use."""
 _FLOAT32: Final = 4
 _MOMENTS: Final = 2 * _FLOAT32
 # Chunks of logits with what is made of them; see ``trainer/algorithm/logprobs.py``.
@@ -132,6 +134,17 @@ def resting_memory(spec: RunSpec, config: PretrainedConfig) -> float:
     """Bytes that a trainer keeps on each of its GPUs while rollouts have them: what it sends, its context."""
     weights = float(sum(prod(shape) for shape in shapes_of(config).values()))
     return _sent(spec, weights, item=getattr(torch, spec.trainer.dtype).itemsize) + _CONTEXT
+
+
+def state_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> float:
+    """Bytes that a trainer has on each of its GPUs between two steps: weights, optimizer and reference."""
+    parts = trainer_memory(spec, config, gpu_bytes=gpu_bytes).parts
+    return sum(parts.get(name, 0.0) for name in _STATE if name != "gradients")
+
+
+def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> float:
+    """Bytes of all weights in the dtype in which they are sent."""
+    return float(dtype.itemsize * sum(prod(shape) for shape in shapes.values()))
 
 
 def shapes_of(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:

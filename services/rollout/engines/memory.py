@@ -6,13 +6,14 @@ engine has several GPUs, its weights, its KV cache and the shadow are divided am
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import floor, prod
+from math import floor, inf, prod
 from typing import Any, Final, Self
 
 import torch
 from transformers import PretrainedConfig
 
-from services.common.models.training_memory import resting_memory, trainer_memory
+from services.common.models.training_memory import SPARE, trainer_memory
+from services.common.models.turns_memory import kept_memory, kv_bytes_per_token, most_kv_tokens
 from services.common.spec.engines import EngineKind, engine_kind
 from services.common.spec.run import RunSpec
 from services.common.spec.weight_modes import HOST_MODE, MODES
@@ -23,8 +24,6 @@ _GB: Final = 1e9
 # engine needs beside weights and KV cache: activations, CUDA graphs, the allocator's remainders.
 _CONTEXTS: Final = 2.0e9
 _WORKING: Final = 4.0e9
-# What a trainer's allocator holds beyond what is in use.
-_SPARE: Final = 1.05
 _LARGEST_SHARE: Final = 0.9
 _BUCKET_BYTES: Final = 512 << 20
 _SLOTS: Final = 2
@@ -46,11 +45,10 @@ class ModelSize:
         """From the shape of a model."""
         text = config.get_text_config()
         heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-        width = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
         shapes = [spec.shape for spec in model_shape(config, dtype).specs]
         return cls(
             weights=dtype.itemsize * sum(prod(shape) for shape in shapes),
-            kv_per_token=2 * dtype.itemsize * heads * width * int(text.num_hidden_layers),
+            kv_per_token=kv_bytes_per_token(config, dtype),
             num_kv_heads=heads,
         )
 
@@ -112,6 +110,8 @@ class MemoryPlan:
     """Keys and values of one token."""
     others: float = 0.0
     """What other workers take of the same GPU."""
+    most_kv_tokens: float = inf
+    """Tokens of KV cache that are of use: where an engine takes turns, more would only take longer to map."""
 
     @property
     def plane(self) -> float:
@@ -126,7 +126,8 @@ class MemoryPlan:
     @property
     def kv_cache(self) -> float:
         """What is left for keys and values; negative if there is no room."""
-        return self.engine_share * self.total - self.weights - _WORKING
+        left = self.engine_share * self.total - self.weights - _WORKING
+        return min(left, self.most_kv_tokens * self.kv_per_token)
 
     @property
     def kv_tokens(self) -> int:
@@ -185,6 +186,7 @@ def plan_memory(
     kind: EngineKind,
     arguments: Mapping[str, Any],
     others: float = 0.0,
+    most_kv_tokens: float = inf,
 ) -> MemoryPlan:
     """Divide a model, its KV cache and the weight plane among the GPUs of one rollout.
 
@@ -195,6 +197,7 @@ def plan_memory(
         kind: The engine.
         arguments: Of the engine; they say how it is divided.
         others: Bytes that other workers take of that GPU.
+        most_kv_tokens: Tokens of KV cache that are of use.
     """
     num_gpus = kind.num_gpus(arguments)
     replicas = min(num_gpus, int(arguments.get(kind.replica_argument, 1)))
@@ -208,6 +211,7 @@ def plan_memory(
         slots=plane.slot_bytes,
         kv_per_token=model.kv_per_token / divided,
         others=others,
+        most_kv_tokens=most_kv_tokens,
     )
 
 
@@ -228,12 +232,11 @@ def memory_of_others(
         if role == "rollout":
             num_rollouts += 1
         elif role in {"trainer", "critic"}:
-            planned = (
-                resting_memory(spec, config)
+            taken += (
+                kept_memory(spec, config, gpu_bytes=gpu_bytes)
                 if spec.topology.takes_turns
-                else trainer_memory(spec, config, gpu_bytes=gpu_bytes).used
+                else SPARE * trainer_memory(spec, config, gpu_bytes=gpu_bytes).used
             )
-            taken += _SPARE * planned
         else:
             taken += size + _WORKING + _CONTEXTS
     return taken + max(0.0, gpu_bytes - taken) * (1 - 1 / num_rollouts)
@@ -254,6 +257,7 @@ def plan_of(
         ValueError: If that does not fit, or an engine argument leaves too little.
     """
     kind, arguments = engine_kind(spec.rollout.engine), spec.rollout.engine_arguments
+    is_in_turns = spec.topology.takes_turns and "trainer" in roles
     plan = plan_memory(
         ModelSize.of(config, getattr(torch, spec.trainer.dtype)),
         WeightPlane.of(spec),
@@ -261,6 +265,7 @@ def plan_of(
         kind=kind,
         arguments=arguments,
         others=memory_of_others(roles, spec, config, gpu_bytes=gpu_bytes),
+        most_kv_tokens=most_kv_tokens(spec, config) if is_in_turns else inf,
     )
     most_tokens = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
     plan.check(most_tokens=min(most_tokens, int(config.max_position_embeddings)))

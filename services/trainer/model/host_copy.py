@@ -1,7 +1,8 @@
 """The training state of a rank in host memory, while others have its GPU.
 
-Tensors stay the objects that they are, DTensors and the flat buffers of FSDP2 among them: what moves are the
-bytes that lie under them.
+Where there is room for it beside them it stays, and only what a step takes besides is given back. Tensors
+stay the objects that they are, DTensors and the flat buffers of FSDP2 among them: what moves are the bytes
+that lie under them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ class HostCopy:
         modules: What is trained or compared with.
         optimizers: Of what is trained.
         device: What is moved lies there.
+        stays: Whether there is room for the state beside what others put there.
     """
 
     def __init__(
@@ -29,35 +31,45 @@ class HostCopy:
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         device: torch.device,
+        stays: bool = False,
     ) -> None:
         self._modules = modules
         self._optimizers = optimizers
         self._device = device
+        self._stays = stays
         self._buffers: list[Tensor] = []
         self._moved: dict[int, tuple[UntypedStorage, Tensor]] = {}
+        self._is_away = False
 
     @property
     def is_away(self) -> bool:
-        """Whether the state is in host memory."""
-        return bool(self._moved)
+        """Whether others have the device."""
+        return self._is_away
 
     def check_here(self) -> None:
-        """See that the state is on the device.
+        """See that the device is this rank's.
 
         Raises:
-            FailedPreconditionError: If it is in host memory.
+            FailedPreconditionError: If others have it.
         """
         if self.is_away:
             raise FailedPreconditionError("the trainer sleeps; wake it first")
 
     @torch.no_grad()
     def put_away(self) -> None:
-        """Move everything to host memory, and give the device's memory back."""
+        """Move everything to host memory unless it stays, and give the device's memory back."""
         if self.is_away:
             return
+        self._is_away = True
         for module in self._modules:
             free_gathered(module)
         self._synchronize()  # with streams of their own, on which layers are gathered
+        if not self._stays:
+            self._move()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _move(self) -> None:
         found = {_key(tensor): tensor.untyped_storage() for tensor in self._tensors()}
         for number, (key, storage) in enumerate(found.items()):
             buffer = self._buffer(number, storage.nbytes())
@@ -66,8 +78,6 @@ class HostCopy:
         self._synchronize()
         for storage in found.values():
             storage.resize_(0)
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
 
     @torch.no_grad()
     def bring_back(self) -> None:
@@ -77,6 +87,7 @@ class HostCopy:
             _bytes(storage).copy_(buffer, non_blocking=True)
         self._synchronize()
         self._moved.clear()
+        self._is_away = False
 
     def read(self, tensor: Tensor) -> Tensor:
         """What this rank holds of a tensor of the state, where its values are now."""

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from services.common.models.loading import build_model, load_config
 from services.common.models.teachers import check_teacher
 from services.common.models.tokenizer import load_tokenizer
+from services.common.models.turns_memory import keeps_state
 from services.common.spec.run import RunSpec
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.checkpoint.manifest import STEP_PREFIX
@@ -108,7 +109,8 @@ def build_rank(
     teller = TrainingTeller(transfers.tell, spec) if is_told else None
     if teller is not None:
         runner.hear_of(teller.take)
-    state = _state(runner, [] if reference is None else [reference], topology)
+    frozen = [] if reference is None else [reference]
+    state = _state(runner, frozen, topology, stays=loader.state_stays())
     rank = Rank(
         runner,
         fetch=fetch,
@@ -181,10 +183,12 @@ def build_critic(
     return BuiltCritic(rank=rank, values=values, step=_resume(rank, root, folder, settings))
 
 
-def _state(runner: Runner, frozen: Sequence[Policy], topology: Topology) -> HostCopy:
-    """What is moved to host memory while others have the GPUs."""
+def _state(
+    runner: Runner, frozen: Sequence[Policy], topology: Topology, *, stays: bool
+) -> HostCopy:
+    """What is moved to host memory while others have the GPUs, unless there is room for both."""
     modules, optimizers = zip(*runner.parts().values(), strict=True)
-    return HostCopy([*modules, *frozen], optimizers, device=topology.device)
+    return HostCopy([*modules, *frozen], optimizers, device=topology.device, stays=stays)
 
 
 def _checkpointer(
@@ -301,6 +305,15 @@ class Loader:
         module = self._on_meta(make, dtype)
         materialize(module, device=device)
         return module
+
+    def state_stays(self) -> bool:
+        """Whether the training state stays on a GPU that others use in turns."""
+        device = self._topology.device
+        if device.type == "cpu":
+            return False
+        gpu_bytes = torch.cuda.get_device_properties(device).total_memory
+        config = load_config(self._spec.model, self._tokenizer)
+        return keeps_state(self._spec, config, gpu_bytes=gpu_bytes)
 
     def _on_meta(self, make: Callable[[PreTrainedModel], _Module], dtype: torch.dtype) -> _Module:
         config = load_config(self._spec.model, self._tokenizer)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
-from services.common.models.training_memory import trainer_memory
+from services.common.models.training_memory import state_memory, trainer_memory
+from services.common.models.turns_memory import keeps_state, most_kv_tokens
 from services.common.spec.engines import ENGINES
 from services.common.spec.run import RunSpec
 from services.rollout.engines.memory import (
@@ -146,16 +147,51 @@ def test_an_engine_without_a_share_has_its_cache_bounded() -> None:
     assert engine_share(plan, torch_engine, {"max_kv_tokens": 1000}) == {}
 
 
+def in_turns(**rollout: Any) -> RunSpec:
+    document = spec_of().model_dump(exclude_unset=True, mode="json")
+    document["topology"] = {"placement": "colocated"}
+    document["rollout"] |= rollout
+    document["algorithm"] = {"max_staleness": 0}
+    return RunSpec.model_validate(document)
+
+
 def test_an_engine_in_turns_has_the_gpu_but_for_what_a_sleeping_trainer_keeps() -> None:
-    apart, turns = spec_of(), spec_of()
-    turns = turns.model_copy(
-        update={"topology": turns.topology.model_copy(update={"placement": "colocated"})}
-    )
-    config, total = qwen_7b(), 300 * GB
+    apart, turns = spec_of(), in_turns()
+    config, total = qwen_7b(), 80 * GB
     beside = memory_of_others(["trainer"], apart, config, gpu_bytes=total)
     asleep = memory_of_others(["trainer"], turns, config, gpu_bytes=total)
     assert 15 * GB < asleep < 20 * GB < beside
+    assert not keeps_state(turns, config, gpu_bytes=total)
     trainer = trainer_memory(turns, config, gpu_bytes=total)
     assert trainer.used - trainer_memory(apart, config, gpu_bytes=total).used == pytest.approx(
         trainer.parts["rollouts that sleep"]
     )
+
+
+def test_a_trainers_state_stays_where_it_fits_beside_the_engine() -> None:
+    turns, config = in_turns(max_running_samples=64), qwen_7b()
+    state = state_memory(turns, config, gpu_bytes=300 * GB)
+    assert state == 3 * 4 * 7_615_616_512
+    assert [keeps_state(turns, config, gpu_bytes=gb * GB) for gb in (141, 300)] == [False, True]
+    sleeps, stays = (
+        memory_of_others(["trainer"], turns, config, gpu_bytes=gb * GB) for gb in (141, 300)
+    )
+    assert stays - sleeps == pytest.approx(1.05 * state)
+    plan = plan_of(turns, config, gpu_bytes=300 * GB, roles=["trainer"])
+    assert plan.kv_tokens == most_kv_tokens(turns, config)
+    assert not keeps_state(spec_of(), config, gpu_bytes=300 * GB)
+
+
+def test_an_engine_in_turns_maps_no_more_cache_than_its_places_can_fill() -> None:
+    config, total = qwen_7b(), 300 * GB
+    few, many = in_turns(max_running_samples=8), in_turns(max_running_samples=512)
+    longest = few.data.max_prompt_tokens + few.rollout.max_response_tokens
+    for spec in (few, many):
+        plan = plan_of(spec, config, gpu_bytes=total, roles=["trainer"])
+        share = engine_share(plan, VLLM, {})
+        assert share["kv_cache_memory_bytes"] == int(plan.kv_cache)
+        # An engine starts with room for the longest context that it takes.
+        least = max(spec.rollout.max_running_samples * longest, config.max_position_embeddings)
+        assert least <= plan.kv_tokens <= 1.2 * least
+    apart = plan_of(spec_of(), config, gpu_bytes=total)
+    assert apart.most_kv_tokens == float("inf")

@@ -21,9 +21,9 @@ SPEC = spec_of()
 QUEUE = random_queue(policy_of(SPEC))
 
 
-def _state_of(rank: Rank) -> HostCopy:
+def _state_of(rank: Rank, *, stays: bool = False) -> HostCopy:
     modules, optimizers = zip(*rank.runner.parts().values(), strict=True)
-    return HostCopy(modules, optimizers, device=CPU)
+    return HostCopy(modules, optimizers, device=CPU, stays=stays)
 
 
 def _trained(policy: Policy) -> Rank:
@@ -69,11 +69,25 @@ def test_a_snapshot_of_a_trainer_that_sleeps_has_its_state(tmp_path: Path) -> No
     assert all(torch.equal(rank.snapshot(1).tensors[k], v) for k, v in expected.items())
 
 
-async def test_a_trainer_that_sleeps_neither_trains_nor_sends() -> None:
+def test_a_state_that_stays_is_not_moved_and_not_used() -> None:
+    policy = policy_of(SPEC)
+    rank = _trained(policy)
+    state, places = _state_of(rank, stays=True), [p.data_ptr() for p in policy.parameters()]
+    state.put_away()
+    assert [p.data_ptr() for p in policy.parameters()] == places
+    assert all(state.read(p) is p for p in policy.parameters())
+    with pytest.raises(FailedPreconditionError, match="sleeps; wake it first"):
+        state.check_here()
+    state.bring_back()
+    state.check_here()
+
+
+@pytest.mark.parametrize("stays", [False, True])
+async def test_a_trainer_that_sleeps_neither_trains_nor_sends(stays: bool) -> None:
     policy = policy_of(SPEC)
     rank, leader = rank_of(SPEC, policy, QUEUE), Leader()
     weights = WeightExport(policy, dtype=torch.float32)
-    leader.attach(rank, Crew(1), weights=weights, state=_state_of(rank))
+    leader.attach(rank, Crew(1), weights=weights, state=_state_of(rank, stays=stays))
     await leader.sleep()
     for use in (leader.score_canary, lambda: next(leader.weight_tensors())):
         with pytest.raises(FailedPreconditionError, match="sleeps; wake it first"):
