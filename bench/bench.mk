@@ -1,5 +1,5 @@
 # Benchmarks; included by the Makefile.
-.PHONY: bench-abuse bench-page bench-samples bench-silence bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-one-gpu bench-trainer bench-rollout bench-episodes bench-weightsync bench-recovery
+.PHONY: bench-abuse bench-page bench-samples bench-silence bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-one-gpu bench-joins bench-trainer bench-rollout bench-episodes bench-weightsync bench-recovery
 bench-dataplane: $(READY) ## The data plane next to its peer, minutes (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.dataplane $(OPTIONS)
 
@@ -18,6 +18,9 @@ bench-trainer: $(READY) ## Packed against padded training steps (OPTIONS=--smoke
 
 bench-one-gpu: $(READY) ## A whole run on one GPU, with vLLM and without a setting for memory (OPTIONS=--smoke without any)
 	$(BIN)/python -m bench.one_gpu $(OPTIONS)
+
+bench-joins: $(READY) ## A rollout that joins a run which trains, and leaves it, on one GPU, minutes (OPTIONS=--smoke without any)
+	$(BIN)/python -m bench.joins $(OPTIONS)
 
 bench-rollout: $(READY) ## Engines, interruptions, failing rewards, learning; half an hour
 	$(BIN)/python -m bench.rollout.throughput

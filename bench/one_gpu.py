@@ -4,6 +4,9 @@ A model of 1.5 billion parameters trains through all services with vLLM, without
 each process's peak, as the driver counts it, stands what was planned for it before the start; the trainer's
 allocator holds more than is in use, so that is told as well. Results go to ``bench/results/one-gpu.json``.
 Bar: ten steps, and peaks within 5 % of the plan.
+
+With ``--set topology.placement=colocated`` they take turns, and where the time of a switch goes is told part
+by part, in ``bench/results/one-gpu-colocated.json``. Bar: a switch of 1.3 billion parameters within 1.0 s.
 """
 
 import argparse
@@ -24,12 +27,13 @@ from transformers import AutoConfig
 
 from bench.e2e.shapes import SHAPES, smoke
 from bench.e2e.timeline import facts, time_line
+from bench.switches import switches
 from bench.whole_run import REPOSITORY, run_for
 from services.common.models.training_memory import trainer_memory
 from services.common.spec.run import RunSpec
 from services.rollout.engines.memory import plan_of
 
-RESULTS = REPOSITORY / "bench" / "results" / "one-gpu.json"
+RESULTS = REPOSITORY / "bench" / "results"
 _TASKS = REPOSITORY / "bench" / "e2e" / "tasks.py"
 _POLL_S = 0.25
 _FIRST = 3
@@ -50,12 +54,16 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where run and logs stay; default: nowhere")
     arguments = parser.parse_args()
     shape = smoke(_SHAPE) if arguments.smoke else _SHAPE
+    is_in_turns = "topology.placement=colocated" in arguments.set
+    name = "one-gpu-colocated.json" if is_in_turns else "one-gpu.json"
     with tempfile.TemporaryDirectory() as temporary, _watched() as peaks:
         folder = (arguments.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         model, spec = folder / "model", folder / "spec.json"
         shape.save_model(model)
         document = shape.spec(model, steps=10_000)
+        if is_in_turns:
+            document["topology"] = {"placement": "colocated"}
         spec.write_text(json.dumps(document))
         run = run_for(arguments.steps, folder, arguments.set, spec=spec)
         print("\n".join(time_line(run, max_rate=20_000.0)))
@@ -63,6 +71,7 @@ def main() -> None:
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "settings": arguments.set,
             **facts(run, first=_FIRST),
+            **({"switch": switches(run.steps[_FIRST - 1 :], folder)} if is_in_turns else {}),
             "logprob_difference": median(step["rollout_logprob_abs_diff"] for step in run.steps),
             "trainer_allocated_gb": max(
                 step.get("gpu_memory_peak_bytes", 0.0) for step in run.steps
@@ -73,7 +82,7 @@ def main() -> None:
         }
     print(json.dumps(found, indent=1))
     if not arguments.smoke:
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        (RESULTS / name).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def _planned(spec: RunSpec, model: Path) -> dict[str, float]:

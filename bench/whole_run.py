@@ -5,8 +5,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +17,7 @@ REPOSITORY = Path(__file__).parents[1]
 _SORT4 = REPOSITORY / "examples" / "sort4.yaml"
 _POLL_S = 0.5
 _AGAIN_S = 3.0
+_OUTPUT = "output.log"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +74,46 @@ def run_for(num_steps: int, folder: Path, settings: Iterable[str], *, spec: Path
     Raises:
         SystemExit: If the run ends before, with what it said.
     """
-    command, began = _command(folder, settings, spec), time.time()
-    folder.mkdir(parents=True, exist_ok=True)
-    output = folder / "output.log"
-    with output.open("w") as said:
-        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=said, stderr=subprocess.STDOUT)
-    try:
+    began = time.time()
+    with running(folder, settings, spec=spec) as process:
         while process.poll() is None:
             time.sleep(_POLL_S)
-            steps = [step for path in folder.glob("run_*/metrics.jsonl") for step in _steps(path)]
+            steps = steps_in(folder)
             if len(steps) >= num_steps:
                 return WholeRun({}, steps[:num_steps], began=began)
+    raise SystemExit(f"{spec} ended too early:\n{output_of(folder)}")
+
+
+@contextmanager
+def running(
+    folder: Path, settings: Iterable[str], *, spec: Path, port: int = 0
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A run that is ended with the block.
+
+    Args:
+        folder: As in :func:`whole_run`; for this run alone.
+        settings: As there.
+        spec: As there.
+        port: Of the API; 0 for any.
+    """
+    command = [*_command(folder, settings, spec), "--port", str(port)]
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _OUTPUT).open("w") as said:
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=said, stderr=subprocess.STDOUT)
+    try:
+        yield process
     finally:
         _cancel(process)
-    raise SystemExit(f"{' '.join(command)} ended too early:\n{output.read_text()}")
+
+
+def steps_in(folder: Path) -> list[dict[str, Any]]:
+    """What the steps of the only run of a folder reported so far."""
+    return [step for path in folder.glob("run_*/metrics.jsonl") for step in _steps(path)]
+
+
+def output_of(folder: Path) -> str:
+    """What the command of a run said."""
+    return (folder / _OUTPUT).read_text(encoding="utf-8")
 
 
 def _cancel(process: subprocess.Popen[bytes]) -> None:

@@ -6,6 +6,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from services.cli.settings import MachineSettings
@@ -44,6 +45,34 @@ def lacks(spec: RunSpec) -> Iterator[str]:
             "weight_sync.backend is 'nccl', but this machine has no GPU; set it to 'auto' or 'gloo'"
         )
     yield from _too_many(spec, gpus)
+
+
+@dataclass(frozen=True, slots=True)
+class FewerRollouts:
+    """How many a run gets that does not say it."""
+
+    count: int
+    why: str
+
+
+def fewer_rollouts(spec: RunSpec) -> FewerRollouts | None:
+    """Rollouts of a run whose default is more than this machine has GPUs for; None where it is not.
+
+    Two engines on one GPU hold the weights twice and each half of a cache, for the same work.
+    """
+    gpus = len(host_gpus(MachineSettings().visible_gpus))
+    wanted = spec.rollout.replicas
+    if not 0 < gpus < total_gpus(spec):
+        return None
+    others = total_gpus(spec) - wanted * spec.engine_gpus
+    count = max(1, (gpus - others) // spec.engine_gpus)
+    if count >= wanted:
+        return None
+    why = (
+        f"rollout.replicas is not given: {count} in place of {wanted}, as this machine has {gpus} GPU(s); "
+        "set it to have more of them share one"
+    )
+    return FewerRollouts(count, why)
 
 
 def shared_gpus(spec: RunSpec) -> str:

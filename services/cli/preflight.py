@@ -6,10 +6,16 @@ reported together.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from services.cli.machine import go_offline_unless_reachable, hub_is_needed, lacks
+from services.cli.machine import (
+    fewer_rollouts,
+    go_offline_unless_reachable,
+    hub_is_needed,
+    lacks,
+)
 from services.common.callables import bind_callable, load_callable
 from services.common.models.configs import read_config
 from services.common.models.families import FAMILIES, check_trainer
@@ -43,6 +49,11 @@ def read_checked(path: Path, overrides: Sequence[str] = (), *, is_here: bool = T
         SpecError: With one line per problem.
     """
     draft = read_draft(path, overrides)
+    spec = draft.examined.spec
+    if is_here and spec is not None and not draft.says_replicas and (few := fewer_rollouts(spec)):
+        # Read again, since other keys follow from the number.
+        draft = read_draft(path, [*overrides, f"rollout.replicas={few.count}"])
+        draft = replace(draft, notes=(*draft.notes, few.why))
     found = draft.examined
     problems = list(found.problems)
     if found.spec is not None and is_here:

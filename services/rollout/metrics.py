@@ -54,6 +54,11 @@ PUBLISH_SECONDS = Histogram(
 ADOPT_STALL_SECONDS = Histogram(
     "slipstream_rollout_adopt_stall_seconds", "Time without tokens per weight update", buckets=RPC
 )
+FIRST_TOKEN_SECONDS = Histogram(
+    "slipstream_rollout_first_token_seconds",
+    "Time from a weight update to the next tokens of an engine of another project",
+    buckets=RPC,
+)
 ADOPT_PHASE_SECONDS = Histogram(
     "slipstream_rollout_adopt_phase_seconds",
     "Time of each phase of a weight update in an engine of another project: share, gate, freeze, copy, thaw",

@@ -35,6 +35,8 @@ class Draft:
     examined: Examined
     notes: tuple[str, ...] = ()
     """Other names of keys that it uses."""
+    says_replicas: bool = True
+    """Whether ``rollout.replicas`` is given, or follows from the topology."""
 
 
 def read_draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
@@ -62,7 +64,11 @@ def read_draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
     found = examine(renamed.document)
     spec = None if found.spec is None else resolve_paths(found.spec, path.resolve().parent)
     problems = (*renamed.problems, *found.problems)
-    return Draft(replace(found, spec=spec, problems=problems), tuple(renamed.notes))
+    return Draft(
+        replace(found, spec=spec, problems=problems),
+        tuple(renamed.notes),
+        says_replicas=found.spec is None or "replicas" in found.spec.rollout.model_fields_set,
+    )
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> RunSpec:

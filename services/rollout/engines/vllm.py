@@ -25,6 +25,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from services.common.models.routing_shape import routing_shape
 from services.rollout.engines.backend import EngineDiedError
 from services.rollout.engines.base import EngineCapabilities, RoutedExperts, VersionRun
+from services.rollout.engines.first_token import FirstToken
 from services.rollout.engines.order import EngineOrder
 from services.rollout.engines.parted import PartedEngine
 from services.rollout.engines.request_parts import Chunk, Part, as_told, part_seed
@@ -70,6 +71,7 @@ class VllmBackend:
         self._llm: AsyncLLM | None = None
         self._streams: dict[str, _Stream] = {}
         self._num_asked = 0
+        self.first_token = FirstToken()
         self._versions = [-1]
         """Weight version of each era."""
 
@@ -138,6 +140,7 @@ class VllmBackend:
                     reset_running_requests=True, reset_connector=False
                 )
             await self.llm.engine_core.resume_scheduler_async()
+        self.first_token.expect()
 
     async def sleep(self) -> None:
         """Give up cache and weights: those that come next replace all of them."""
@@ -334,6 +337,7 @@ class _Stream:
             raise EngineDiedError(f"vLLM could not go on with {self.part_id!r}; its log says why")
         if output.new_logprobs is None:
             return Chunk(token_ids=(), logprobs=(), finish_reason=reason)
+        self._backend.first_token.came()
         eras, logprobs = output.new_logprobs.logprob_token_ids, output.new_logprobs.logprobs
         return Chunk(
             token_ids=output.new_token_ids,

@@ -1,9 +1,14 @@
 """What this machine has for a run is told before the start."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from services.cli.machine import lacks, shared_gpus
-from services.common.spec.run import RunSpec
+from services.cli.preflight import read_checked
+from services.common.spec.run import RunSpec, default_places
 
 
 def spec(**topology: str) -> RunSpec:
@@ -48,3 +53,35 @@ def test_gpus_of_their_own_are_not_shared_in_a_mixed_run(
     found = " ".join(lacks(spec(placement="mixed")))
     assert told in found
     assert bool(found) == bool(told)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "given", "replicas"),
+    [("0", {}, 1), ("0,1", {}, 1), ("0,1,2", {}, 2), ("", {}, 2), ("0", {"replicas": 2}, 2)],
+)
+def test_a_run_that_does_not_say_how_many_rollouts_has_no_more_than_there_are_gpus_for(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    gpus: str,
+    given: dict[str, Any],
+    replicas: int,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    data, file = tmp_path / "data.jsonl", tmp_path / "run.yaml"
+    data.write_text(json.dumps({"prompt": "1+1", "answer": "2"}) + "\n")
+    document = spec().model_dump(mode="json", exclude_unset=True)
+    document["data"]["train"]["path"] = str(data)
+    document["rollout"] = {"rewards": document["rollout"]["rewards"], **given}
+    document["validation"] = {"every": 0}
+    file.write_text(json.dumps(document))
+    draft = read_checked(file)
+    found = draft.examined.spec
+    assert found is not None
+    assert found.rollout.replicas == replicas
+    # What follows from it follows: one rollout has the places of both.
+    assert found.rollout.max_running_samples == default_places(
+        found, max_staleness=found.algorithm.max_staleness, replicas=replicas
+    )
+    assert any("rollout.replicas" in note for note in draft.notes) == (
+        not given and gpus in {"0", "0,1"}
+    )

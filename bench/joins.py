@@ -1,0 +1,199 @@
+"""A rollout that joins a run which trains, and one that leaves it: ``python -m bench.joins [--smoke]``.
+
+A whole run of one rollout gets a second one over the API, as users ask for it, and loses it again. On one GPU
+all three share it, each with its part of the memory. Told is when the engine of the new one was up, when it
+had the current weights, and when its first tokens were there; and the longest time between two trained steps
+meanwhile, beside the median of those before. Results go to ``bench/results/joins.json``.
+Bar: within 10 s from the engine to the first token, and training does not stop.
+"""
+
+import argparse
+import json
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from bench.e2e.shapes import SHAPES, smoke
+from bench.whole_run import REPOSITORY, output_of, running, steps_in
+from slipstream_client import ApiError, Client, Run
+
+RESULTS = REPOSITORY / "bench" / "results" / "joins.json"
+_TASKS = REPOSITORY / "bench" / "e2e" / "tasks.py"
+_BAR_S = 10.0
+_LOOK_S = 0.1
+_START_S = 420.0
+_JOIN_S = 240.0
+_STEPS = 5
+_NEW = "rollout-1"
+# Short steps, so that a pause between two of them is seen.
+_SHAPE = replace(
+    SHAPES["geometric"],
+    prompts_per_step=16,
+    vocabulary=151_936,
+    workflow=f"{_TASKS}:Lognormal",
+    workflow_arguments={"least": 16, "most": 512, "median": 120.0, "sigma": 0.7},
+    trainer={"compile": True, "tokens_per_micro_batch": 16_384},
+)
+# What is free when an engine starts is not for it alone: the other one and the trainer come beside it.
+_ENGINE = {"gpu_memory_utilization": 0.18, "kv_cache_memory_bytes": 8_000_000_000}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, without a GPU")
+    parser.add_argument("--set", action="append", default=[], help="further settings of the run")
+    parser.add_argument("--folder", type=Path, help="where run and logs stay; default: nowhere")
+    arguments = parser.parse_args()
+    shape = smoke(_SHAPE) if arguments.smoke else _SHAPE
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (arguments.folder or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        model, spec = folder / "model", folder / "spec.json"
+        shape.save_model(model)
+        document = shape.spec(model, steps=100_000)
+        if shape.engine == "vllm":
+            document["rollout"]["engine_arguments"] = _ENGINE
+        spec.write_text(json.dumps(document))
+        found = {
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "settings": arguments.set,
+            "bar_s": _BAR_S,
+            **_joined_and_left(folder, arguments.set, spec=spec),
+        }
+    print(json.dumps(found, indent=1))
+    if not arguments.smoke:
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _joined_and_left(folder: Path, settings: list[str], *, spec: Path) -> dict[str, Any]:
+    port = _free_port()
+    url = f"http://127.0.0.1:{port}"
+    with running(folder, settings, spec=spec, port=port) as process:
+
+        def until(done: Callable[[], bool], what: str, *, timeout_s: float) -> None:
+            deadline = time.monotonic() + timeout_s
+            while not done():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise SystemExit(f"no {what} in time:\n{output_of(folder)}")
+                time.sleep(_LOOK_S)
+
+        def trained(more: int) -> None:
+            least = len(steps_in(folder)) + more
+            until(lambda: len(steps_in(folder)) >= least, f"step {least}", timeout_s=_START_S)
+
+        trained(_STEPS)
+        with Client(url, patience_s=30) as client:
+            (run,) = client.runs()
+            began = time.time()
+            _resize(client, run.id, 2)
+            watch = _Watch(client, run.id)
+            until(lambda: watch.look().has_tokens, f"token of {_NEW}", timeout_s=_JOIN_S)
+            trained(_STEPS)
+            leaves = time.time()
+            _resize(client, run.id, 1)
+            until(lambda: _told(run, "Resized") == 2, "smaller run", timeout_s=_JOIN_S)
+            left = time.time()
+            trained(_STEPS)
+            lost = _told(run, "WorkerLost")
+        return {
+            **watch.seen.facts(since=began),
+            "leaving_s": round(left - leaves, 2),
+            "between_steps": _gaps(folder, began=began, joined=watch.seen.token, leaves=leaves),
+            "workers_lost": lost,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """When something of the new rollout was first seen, in seconds of the epoch; 0 before."""
+
+    loaded: float = 0.0
+    weights: float = 0.0
+    token: float = 0.0
+
+    @property
+    def has_tokens(self) -> bool:
+        return self.token > 0
+
+    def facts(self, *, since: float) -> dict[str, Any]:
+        return {
+            "engine_up_after_s": round(self.loaded - since, 2),
+            "weights_after_engine_s": round(self.weights - self.loaded, 2),
+            # Workers tell their counters once a second.
+            "first_token_after_engine_s": round(self.token - self.loaded, 2),
+            # All members of a session receive from the trainer: no rollout sends to another one.
+            "weights_from": "trainer",
+        }
+
+
+class _Watch:
+    """Looks at the new rollout."""
+
+    def __init__(self, client: Client, run_id: str) -> None:
+        self._client = client
+        self._run_id = run_id
+        self.seen = _Seen()
+
+    def look(self) -> _Seen:
+        now, seen = time.time(), self.seen
+        workers = self._client.get_topology(self._run_id).items
+        new = next((worker for worker in workers if worker.worker_id == _NEW), None)
+        if new is None:
+            return seen
+        if not seen.loaded and new.state in {"loaded", "ready"}:
+            seen = replace(seen, loaded=now)
+        if not seen.weights and new.weight_version >= 0:
+            seen = replace(seen, weights=now)
+        if not seen.token and new.gauges.get("tokens_total", 0.0) > 0:
+            seen = replace(seen, token=now)
+        self.seen = seen
+        return seen
+
+
+def _gaps(folder: Path, *, began: float, joined: float, leaves: float) -> Mapping[str, float]:
+    """Seconds between steps: usual ones, and the longest while a rollout joined, or left."""
+    ends = [datetime.fromisoformat(step["time"]).timestamp() for step in steps_in(folder)]
+    gaps = list(pairwise(ends))
+    # The first steps compile.
+    usual = [end - start for start, end in gaps[1:] if end < began]
+    joining = [end - start for start, end in gaps if end > began and start < joined]
+    leaving = [end - start for start, end in gaps if end > leaves]
+    return {
+        "median_s": round(median(usual), 3),
+        "longest_while_joining_s": round(max(joining), 3),
+        "longest_while_leaving_s": round(max(leaving), 3),
+    }
+
+
+def _resize(client: Client, run_id: str, replicas: int) -> None:
+    while True:
+        revision = client.get_run(run_id).revision
+        try:
+            client.update_run(run_id, if_match=f'"{revision}"', rollout_replicas=replicas)
+        except ApiError as error:
+            if error.status == 412:  # the run took a step in between
+                continue
+            raise
+        return
+
+
+def _told(run: Run, kind: str) -> int:
+    return sum(1 for _ in run.events(kind))
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()

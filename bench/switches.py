@@ -1,0 +1,70 @@
+"""Where the time of a switch goes, of a run whose trainer and rollouts take turns."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+_BAR_S = 1.0
+# What rollouts write into their logs of each adoption, and vLLM of its own part of a handover.
+_LOGGED = {
+    **{
+        f"adopt: {phase}": re.compile(rf"weights adopted.* {phase}_ms=([0-9.]+)")
+        for phase in ("share", "gate", "freeze", "copy", "thaw")
+    },
+    "first token after": re.compile(r"first token .*after_ms=([0-9.]+)"),
+}
+_VLLM = {
+    "vLLM's sleep": re.compile(r"took ([0-9.]+) seconds to fall asleep"),
+    "vLLM's wake": re.compile(r"took ([0-9.]+) seconds to wake up"),
+}
+
+
+def switches(steps: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Any]:
+    """Milliseconds of the switches between steps, part by part, and of all parts.
+
+    Args:
+        steps: What they reported.
+        folder: Of the only run, with its workers' logs.
+    """
+    found = [part for step in steps if (part := _parts(step))]
+    logs = "\n".join(
+        path.read_text(errors="replace") for path in folder.glob("run_*/logs/rollout*")
+    )
+    logged = {name: list(map(float, one.findall(logs))) for name, one in _LOGGED.items()}
+    logged |= {name: [1e3 * float(s) for s in one.findall(logs)] for name, one in _VLLM.items()}
+    return {
+        "bar_ms": 1e3 * _BAR_S,
+        "ms": {
+            name: _spread([part[name] for part in found]) for name in (found[0] if found else ())
+        },
+        # Of the whole run, behind its first: they are parts of those above, but for the first token.
+        "logged_ms": {name: _spread(values[1:]) for name, values in logged.items() if values[1:]},
+    }
+
+
+def _parts(step: Mapping[str, Any]) -> dict[str, float]:
+    """Of the switch before a step, from rollouts to trainer, and of that before, back to rollouts."""
+    if not {"sync_ms", "rollouts_sleep_s", "rollouts_wake_s"} <= step.keys():
+        return {}
+    handed = {
+        "rollouts sleep": step["rollouts_sleep_s"],
+        "trainer wakes": step["trainer_wake_s"],
+        "trainer sleeps": step["trainer_sleep_s"],
+        "rollouts wake": step["rollouts_wake_s"],
+    }
+    parts = {name: 1e3 * seconds for name, seconds in handed.items()}
+    # Getting ready is: the trainer's copy, the handover back, and the rollouts' room for what comes.
+    ready = step["prepare_ms"] - step["copy_ms"] - parts["trainer sleeps"] - parts["rollouts wake"]
+    parts |= {
+        "trainer copies weights": step["copy_ms"],
+        "rollouts prepare": max(0.0, ready),
+        "weights travel": step["transfer_ms"],
+        "rollouts adopt": step["adopt_ms"],
+    }
+    return {**parts, "all": sum(parts.values())}
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"p50": round(median(values), 1), "longest": round(max(values), 1)} if values else {}

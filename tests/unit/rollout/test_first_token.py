@@ -1,0 +1,25 @@
+"""When an engine's first token under new weights came is told once for each update."""
+
+import logging
+
+import pytest
+
+from services.rollout import metrics
+from services.rollout.engines.first_token import FirstToken
+
+
+def num_told() -> float:
+    (told,) = metrics.FIRST_TOKEN_SECONDS.collect()
+    return next(one.value for one in told.samples if one.name.endswith("_count"))
+
+
+def test_the_first_token_of_each_update_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    first, before = FirstToken(), num_told()
+    first.came()  # random weights: nobody waits for their tokens
+    for _ in range(2):
+        first.expect()
+        first.came()
+        first.came()
+    assert num_told() == before + 2
+    assert [record.after_ms >= 0 for record in caplog.records] == [True, True]
