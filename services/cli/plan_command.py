@@ -95,6 +95,7 @@ def _known(
             active_weights=memory.active_weights,
             engine_gpus=spec.engine_gpus,
             max_response_tokens=spec.rollout.max_response_tokens,
+            moved_bytes=memory.moved,
         )
         sources = [f"assumed, of an H200: {text}" for text in ASSUMPTIONS]
     if path is not None:

@@ -8,8 +8,10 @@ from typing import Any
 from services.cli.preflight import model_config
 from services.common.spec.loader import SpecError
 from services.common.spec.run import RunSpec
+from services.common.spec.topology import TopologySpec
 
 _UNITS = {"": 1e9, "GB": 1e9, "G": 1e9, "GIB": 2.0**30, "MB": 1e6, "TB": 1e12}
+_H200 = 141e9
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -54,6 +56,26 @@ class Memory:
     def active_weights(self) -> float:
         """Those of them that a token passes."""
         return self._size[1]
+
+    @property
+    def moved(self) -> float:
+        """Bytes of the trainer's state that leave a GPU at a handover, and come back; none where they stay.
+
+        Without a size of the GPUs, of H200s.
+        """
+        from services.common.models.training_memory import state_memory
+        from services.common.models.turns_memory import keeps_state
+
+        spec = self._spec
+        engines = max(1, spec.trainer.world_size // spec.engine_gpus)
+        parts = {
+            "topology": TopologySpec(placement="colocated"),
+            "rollout": spec.rollout.model_copy(update={"replicas": engines}),
+        }
+        spec, total = spec.model_copy(update=parts), self._total or int(_H200)
+        if keeps_state(spec, self._config, gpu_bytes=total):
+            return 0.0
+        return float(state_memory(spec, self._config, gpu_bytes=total))
 
     def refused(self, trainer_gpus: int) -> str:
         """Why so many GPUs are too few for the trainer, or a GPU for a rollout; empty if they are not."""

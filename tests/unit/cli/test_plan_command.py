@@ -43,7 +43,7 @@ def test_a_plan_names_keys_and_where_its_rates_are_from(spec):
 
 def test_json_has_the_same_for_a_program(spec, tmp_path):
     rates = tmp_path / "rates.yaml"
-    rates.write_text("train_tokens_per_s: 1234\n")
+    rates.write_text("train_tokens_per_s: 1234\nhandover_s: 0.001\n")
     done = called(spec, "--gpus", "3", "--json", "--rates", str(rates))
     found = json.loads(done.stdout)
     assert found["rates"]["train_tokens_per_s"] == 1234
@@ -57,6 +57,18 @@ def test_json_has_the_same_for_a_program(spec, tmp_path):
     free = {(name, bound) for name in ("disaggregated", "mixed") for bound in (0, 1, 2, 4)}
     assert ways == free | {("colocated", 0), ("colocated", 1)}
     assert found["now"]["keys"]["rollout.replicas"] == 1
+
+
+def test_a_handover_is_assumed_to_move_what_does_not_fit_beside_the_engines(spec):
+    def handover_s(*arguments):
+        found = json.loads(called(spec, "--gpus", "2", "--json", *arguments).stdout)
+        assert any("0.75 s of handovers" in source for source in found["sources"])
+        return found["rates"]["handover_s"]
+
+    large = ("--set", "model.path=tiny:qwen2-3m", "--set", "rollout.max_running_samples=4096")
+    long = ("--set", "rollout.max_response_tokens=400", "--set", "data.max_prompt_tokens=100")
+    assert handover_s("--gpu-memory", "141GB") == handover_s() == 0.75
+    assert handover_s("--gpu-memory", "9GB", *large, *long) > 0.75
 
 
 def test_lags_stay_below_the_one_that_is_given(spec):

@@ -22,4 +22,4 @@ def test_the_first_token_of_each_update_is_told(caplog: pytest.LogCaptureFixture
         first.came()
         first.came()
     assert num_told() == before + 2
-    assert [record.after_ms >= 0 for record in caplog.records] == [True, True]
+    assert [vars(record)["after_ms"] >= 0 for record in caplog.records] == [True, True]
