@@ -8,14 +8,16 @@ from torch import Tensor
 from services.trainer.model.policy import Critic, Policy
 
 
-def limited(module: Policy | Critic, num_tokens: int, *, in_backward: bool) -> None:
-    """From now on passes with gradients over more tokens fail in the middle of the model."""
+def limited(
+    module: Policy | Critic, num_tokens: int, *, in_backward: bool = False, scores: bool = False
+) -> None:
+    """From now on passes over more tokens fail in the middle of the model: with gradients, or without."""
 
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
     def check(_: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if inputs[0].shape[1] > num_tokens and torch.is_grad_enabled():
+        if inputs[0].shape[1] > num_tokens and torch.is_grad_enabled() != scores:
             output.register_hook(fail) if in_backward else fail()
 
     model: Any = module.model

@@ -1,7 +1,9 @@
-"""A process whose pass broke in the middle trains on if it is alone; one of several ends, and is missed."""
+"""A process whose pass broke in the middle trains on if it is alone; several start again, and plan for it."""
 
 import asyncio
+import json
 import os
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,17 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 from services.common.errors import UnavailableError
+from services.common.jagged import Jagged
 from services.common.spec.run import RunSpec
+from services.trainer.batch.plan import Bounds
 from services.trainer.model.parallel import build_topology, distribute
 from services.trainer.ranks.crew import Crew
 from services.trainer.ranks.follower import Follower
 from services.trainer.ranks.leader import Leader
-from services.trainer.steps.fitting import OutgrownError
-from tests.helpers.batches import CPU, policy_of, random_queue, rank_of
+from services.trainer.steps.outgrown import OutgrownError
+from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of
+from tests.helpers.cli import train
+from tests.helpers.ledger_check import check_run
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shortage import limited
 from tests.integration.test_trainer_ranks import Recorder, spec_for
@@ -28,7 +34,13 @@ def _train(rank: int, folder: str, spec_json: str) -> None:
     spec = RunSpec.model_validate_json(spec_json)
     queue = random_queue(policy_of(spec, seed=1, scale=1.5), num_groups=4)
     found: list[Any] = []
-    for limit, in_backward in ((None, False), (40, False), (40, True)):
+    kinds: dict[str, dict[str, bool]] = {
+        "whole": {},
+        "forward": {"in_backward": False},
+        "backward": {"in_backward": True},
+        "scores": {"scores": True},
+    }
+    for kind, how in kinds.items():
         policy = policy_of(spec, scale=1.5)
         topology = build_topology(spec.trainer, device=CPU, rank=0, world_size=1)
         distribute(policy, spec.trainer, topology)
@@ -36,12 +48,14 @@ def _train(rank: int, folder: str, spec_json: str) -> None:
         recorder: Any = Recorder(policy)
         runner: Any = trained.runner
         runner.optimizer = recorder
-        if limit is not None:
-            limited(policy, limit, in_backward=in_backward)
+        if kind != "whole":
+            limited(policy, 40, **how)
         divided = trained.train(1, queue.meta).metrics["divided_micro_batches"]
         first = _flat(recorder.gradients)
         # Nothing of a pass that broke is left for the next step.
         trained.train(2, queue.meta)
+        if kind == "scores":
+            divided = float(runner.outgrown.has_learned)
         found.append((divided, first, _flat(recorder.gradients)))
         distributed.destroy_process_group()
     torch.save(found, f"{folder}/found.pt")
@@ -70,6 +84,35 @@ def _short_of_memory(rank: int, folder: str, spec_json: str) -> None:
         asyncio.run(leader.train_step(1, queue.meta))
 
 
+def _leave_out(rank: int, folder: str, spec_json: str) -> None:
+    """Both ranks know what did not fit, as after they started again."""
+    torch.set_num_threads(1)
+    spec = RunSpec.model_validate_json(spec_json)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
+    )
+    policy = policy_of(spec, scale=1.5)
+    queue = random_queue(policy_of(spec, seed=1, scale=1.5), num_groups=4)
+    topology = build_topology(spec.trainer, device=CPU, rank=rank, world_size=2)
+    distribute(policy, spec.trainer, topology)
+    trained = rank_of(spec, policy, queue, ranks=topology.data)
+    trained.runner.outgrown.learn(Bounds(max_tokens=40, too_long=_longest(queue)))
+    recorder: Any = Recorder(policy)
+    runner: Any = trained.runner
+    runner.optimizer = recorder
+    # No rank computes more at once than what is known to fit.
+    limited(policy, 40, in_backward=False)
+    result = trained.train(1, queue.meta)
+    if rank == 0:
+        found = {**result.metrics, "left_out": dict(result.left_out)}
+        torch.save((found, _flat(recorder.gradients)), f"{folder}/found.pt")
+    distributed.destroy_process_group()
+
+
+def _longest(queue: Queue) -> int:
+    return int((queue.fields["prompt_ids"].lengths + queue.fields["response_ids"].lengths).max())
+
+
 def _flat(gradients: dict[str, Any]) -> torch.Tensor:
     whole = (g.full_tensor() if isinstance(g, DTensor) else g for g in gradients.values())
     return torch.cat([gradient.flatten() for gradient in whole])
@@ -82,7 +125,10 @@ def _flat(gradients: dict[str, Any]) -> torch.Tensor:
     ids=["gathered", "offloaded"],
 )
 def test_a_pass_that_broke_leaves_nothing_behind(tmp_path: Path, options: dict[str, Any]) -> None:
-    spec = spec_for(dtype="bfloat16", tokens_per_micro_batch=90, **options)
+    # Of several updates each compares with the weights before the first, which score.
+    algorithm = {"loss": "ppo", "correction": "decoupled"}
+    options |= {"updates_per_step": 2, "tokens_per_micro_batch": 90}
+    spec = spec_for(algorithm=algorithm, dtype="bfloat16", **options)
     run_ranks(_train, str(tmp_path), spec.model_dump_json(), count=1)
     (whole, *expected), *broken = torch.load(tmp_path / "found.pt", weights_only=True)
     assert whole == 0
@@ -96,3 +142,77 @@ def test_a_pass_that_broke_leaves_nothing_behind(tmp_path: Path, options: dict[s
 def test_a_rank_that_outgrows_memory_leaves_nobody_waiting(tmp_path: Path) -> None:
     spec = spec_for(world_size=2)
     run_ranks(_short_of_memory, str(tmp_path), spec.model_dump_json(), count=2)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("context_parallel", [1, 2])
+def test_ranks_leave_out_what_is_known_not_to_fit(tmp_path: Path, context_parallel: int) -> None:
+    spec = spec_for(world_size=2, context_parallel=context_parallel)
+    run_ranks(_leave_out, str(tmp_path), spec.model_dump_json(), count=2)
+    metrics, actual = torch.load(tmp_path / "found.pt", weights_only=True)
+    alone = spec_for()
+    queue = random_queue(policy_of(alone, seed=1, scale=1.5), num_groups=4)
+    lengths = queue.fields["prompt_ids"].lengths + queue.fields["response_ids"].lengths
+    longest = (lengths == _longest(queue)).nonzero().flatten().tolist()
+    assert metrics["left_out"] == {queue.meta.keys[row]: _longest(queue) for row in longest}
+    assert metrics["left_out_sequences"] == len(longest)
+    rows = queue.fields["response_mask"].unbind()
+    for row in longest:
+        rows[row][:] = False
+    policy = policy_of(alone, scale=1.5)
+    trained = rank_of(alone, policy, queue.replaced(response_mask=Jagged.from_list(rows)))
+    recorder: Any = Recorder(policy)
+    runner: Any = trained.runner
+    runner.optimizer = recorder
+    expected = trained.train(1, queue.meta).metrics
+    wanted = _flat(recorder.gradients)
+    assert (actual - wanted).norm() <= 1e-6 * wanted.norm()
+    assert metrics["trained_tokens"] == expected["trained_tokens"]
+    assert metrics["reward_mean"] == pytest.approx(expected["reward_mean"])
+
+
+LOSS = """
+import torch
+
+from services.trainer.algorithm.loss import TokenLoss
+
+
+def short(tokens):
+    lengths = tokens.segments.lengths
+    if lengths.max() > 10 or lengths.sum() > 30:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return TokenLoss(-tokens.advantages * tokens.logprobs)
+"""
+"""Plays GPUs that have room for a response of 10 tokens, and for 30 of a micro-batch."""
+
+
+@pytest.mark.timeout(300)
+def test_a_run_of_several_ranks_goes_on_without_a_sequence_that_outgrows_them(
+    plumbing: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "loss.py").write_text(LOSS)
+    prompts = "".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(10, 42))
+    (tmp_path / "prompts.jsonl").write_text(prompts)
+    stops = json.dumps(list("aeioubcdfghjklmnprst"))
+    done = train(
+        plumbing,
+        tmp_path / "state",
+        "trainer.world_size=2",
+        "trainer.checkpoint.every=1",
+        f"algorithm.loss={tmp_path}/loss.py:short",
+        "rollout.max_response_tokens=14",
+        f"rollout.sampling.stop={stops}",
+        "limits.max_restarts=6",
+    )
+    assert done.code == 0, done.out + done.err
+    found = check_run(tmp_path / "state")
+    assert 1 <= found["losses"] <= 9
+    with sqlite3.connect(tmp_path / "state" / "slipstream.db") as connection:
+        events = connection.execute("SELECT type, message, data_json FROM events").fetchall()
+    causes = [text for kind, text, _ in events if kind == "WorkerLost"]
+    assert all("does not fit into memory" in text for text in causes)
+    told = [json.loads(data) for kind, _, data in events if kind == "SamplesLeftOut"]
+    assert told
+    # Prompts have 11 tokens.
+    assert all(tokens > 21 for event in told for tokens in event["samples"].values())
+    assert sum(len(event["samples"]) for event in told) < found["trained"] * 4

@@ -4,8 +4,9 @@ What each rank gets follows from the lengths of all samples, which every rank kn
 micro-batches follows from their tokens, which it alone has.
 """
 
+import sys
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
 
@@ -42,6 +43,31 @@ class StepPlan:
     updates: tuple[tuple[tuple[int, ...], ...], ...]
     """For each optimizer update its micro-batches, each a tuple of positions in the rank's sequences. All
     ranks have the same number of micro-batches; one without work has an empty one."""
+    left_out: tuple[int, ...] = ()
+    """Positions of the sequences that do not fit into memory."""
+
+    def without(self, positions: Collection[int]) -> "StepPlan":
+        """The same micro-batches without some sequences."""
+        dropped = set(positions)
+        updates = tuple(
+            tuple(tuple(i for i in micro if i not in dropped) for micro in micros)
+            for micros in self.updates
+        )
+        return StepPlan(updates, left_out=tuple(sorted(dropped.union(self.left_out))))
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How large what is computed at once may be."""
+
+    max_tokens: int = sys.maxsize
+    """Most tokens of a micro-batch of several sequences, without what they share."""
+    too_long: int = sys.maxsize
+    """Least tokens of a sequence, or of a group that stays together, which did not fit alone."""
+
+    def within(self, other: "Bounds") -> "Bounds":
+        """Both."""
+        return Bounds(min(self.max_tokens, other.max_tokens), min(self.too_long, other.too_long))
 
 
 def share_of(
@@ -89,29 +115,74 @@ def share_of(
 
 
 def plan_step(
-    share: Share, samples: Samples, *, max_tokens: int, ranks: Ranks, shares_prefixes: bool
+    share: Share,
+    samples: Samples,
+    *,
+    bounds: Bounds,
+    ranks: Ranks,
+    shares_prefixes: bool,
 ) -> StepPlan:
     """Divide a rank's samples into micro-batches. Every rank calls it.
 
     Args:
         share: Of this rank.
         samples: This rank's, in the order of ``share.rows``; those that are several sequences are divided.
-        max_tokens: Token budget of a micro-batch.
+        bounds: Token budget of a micro-batch, and what did not fit into memory before.
         ranks: Data-parallel ranks.
         shares_prefixes: Whether what samples of a micro-batch have in common counts once.
     """
-    sequences = joined(samples.prompts.unbind(), samples.responses.unbind())
-    divided, owners = [], samples.by_sample.ids.tolist()
+    sizes, owners = _undivided(samples), samples.by_sample.ids.tolist()
+    divided = []
     for members in map(set, share.updates):
-        own = [place for place, owner in enumerate(owners) if owner in members]
-        groups = None if samples.groups is None else samples.groups[own].tolist()
-        micros = micro_batches(
-            [sequences[i] for i in own], max_tokens, shares=shares_prefixes, groups=groups
-        )
-        divided.append([tuple(own[i] for i in micro) for micro in micros])
-    most = ranks.max(torch.tensor([len(micros) for micros in divided])).tolist()
+        own = [
+            place
+            for place, owner in enumerate(owners)
+            if owner in members and sizes[place] < bounds.too_long
+        ]
+        cuts = cut(samples.select(own), bounds.max_tokens, shares=shares_prefixes)
+        micros = [tuple(own[i] for i in micro) for micro in cuts]
+        # Ranks have like sizes at a time; and if one does not fit into memory, it is the least that does not.
+        divided.append(sorted(micros, key=lambda micro: num_tokens(samples.select(micro))))
+    # An update without work is one all the same.
+    most = ranks.max(torch.tensor([max(1, len(micros)) for micros in divided])).tolist()
     updates = zip(divided, most, strict=True)
-    return StepPlan(tuple((*micros, *[()] * (count - len(micros))) for micros, count in updates))
+    return StepPlan(
+        tuple((*micros, *[()] * (count - len(micros))) for micros, count in updates),
+        left_out=tuple(i for i, size in enumerate(sizes) if size >= bounds.too_long),
+    )
+
+
+def cut(part: Samples, max_tokens: int, *, shares: bool) -> list[list[int]]:
+    """Positions of the micro-batches that some sequences make, as :func:`micro_batches` has them."""
+    sequences = joined(part.prompts.unbind(), part.responses.unbind())
+    groups = None if part.groups is None else part.groups.tolist()
+    return micro_batches(sequences, max_tokens, shares=shares, groups=groups)
+
+
+def num_tokens(part: Samples) -> int:
+    """Tokens of all sequences, shared or not."""
+    return int(part.prompts.lengths.sum() + part.responses.lengths.sum())
+
+
+def bounds_of(part: Samples, *, shares: bool) -> Bounds:
+    """What is too large where a micro-batch is."""
+    tokens = num_tokens(part)
+    if len(cut(part, 1, shares=shares)) == 1:
+        return Bounds(too_long=tokens)
+    budget = max(1, tokens // 2)
+    while len(cut(part, budget, shares=shares)) == 1:
+        budget = max(1, budget // 2)
+    return Bounds(max_tokens=budget)
+
+
+def _undivided(samples: Samples) -> list[int]:
+    """For each sequence the tokens of what cannot be divided: it, or its group where that stays together."""
+    lengths = samples.prompts.lengths + samples.responses.lengths
+    if samples.groups is not None:
+        _, groups = torch.unique(samples.groups, return_inverse=True)
+        lengths = torch.bincount(groups, lengths).long()[groups] if len(groups) else lengths
+    sizes: list[int] = lengths.tolist()
+    return sizes
 
 
 def micro_batches(

@@ -31,6 +31,7 @@ from services.trainer.settings import TrainerSettings
 from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.critic_step import CriticStepRunner
 from services.trainer.steps.fields import FieldScoring
+from services.trainer.steps.outgrown import recall
 from services.trainer.steps.step import StepRunner
 from services.trainer.transfers import Transfers, of_vocabulary
 from services.trainer.weights import WeightExport
@@ -80,9 +81,8 @@ def build_rank(
         rank=settings.rank,
         world_size=settings.world_size,
     )
-
     loader = Loader(spec, settings, topology, progress)
-
+    outgrown = recall(settings, spec.trainer, ranks=topology.data)
     policy = load_policy(loader, spec)
     cost = sequence_cost(policy)
     reference = None
@@ -94,7 +94,9 @@ def build_rank(
     critic = None
     if spec.algorithm.advantage_kind.needs_critic and not spec.topology.own_gpus("critic"):
         module = loader.load(Critic)
-        critic = CriticRunner(module, spec=spec, ranks=topology.data, device=topology.device)
+        critic = CriticRunner(
+            module, spec=spec, ranks=topology.data, device=topology.device, outgrown=outgrown
+        )
     runner = StepRunner(
         policy,
         reference=reference,
@@ -102,6 +104,7 @@ def build_rank(
         spec=spec,
         ranks=topology.data,
         device=topology.device,
+        outgrown=outgrown,
     )
     root = checkpoint_root(spec, settings)
     fetch = of_vocabulary(transfers.fetch, policy.model.config.vocab_size)
@@ -154,7 +157,10 @@ def build_critic(
     )
     module = Loader(spec, settings, topology, progress).load(Critic)
     cost = sequence_cost(module)
-    critic = CriticRunner(module, spec=spec, ranks=topology.data, device=topology.device)
+    outgrown = recall(settings, spec.trainer, ranks=topology.data)
+    critic = CriticRunner(
+        module, spec=spec, ranks=topology.data, device=topology.device, outgrown=outgrown
+    )
     runner = CriticStepRunner(critic, spec=spec, ranks=topology.data)
     root = checkpoint_root(spec, settings) / _CRITIC
     fetch = of_vocabulary(transfers.fetch, module.model.config.vocab_size)
@@ -175,8 +181,8 @@ def build_critic(
         add=transfers.add,
         ranks=topology.data,
         cost=cost,
-        max_tokens=spec.trainer.tokens_per_micro_batch,
         shares_prefixes=spec.shares_prefixes,
+        outgrown=outgrown,
     )
     start_from = spec.trainer.checkpoint.start_from
     folder = Path(start_from).parent / _CRITIC / Path(start_from).name if start_from else None

@@ -14,7 +14,7 @@ from services.trainer.model.host_copy import HostCopy
 from services.trainer.ranks.crew import Crew, Kind, Order
 from services.trainer.ranks.rank import Rank
 from services.trainer.steps.fields import FieldScoring
-from services.trainer.steps.fitting import OutgrownError
+from services.trainer.steps.outgrown import OutgrownError
 from services.trainer.weights import WeightExport
 from services.weightsync.canary import Canary
 from services.weightsync.plan import TensorSpec

@@ -26,7 +26,7 @@ from services.trainer.collectives import Ranks
 from services.trainer.phases import PhaseTimer
 from services.trainer.ranks.profiling import NO_PROFILES, StepProfiler
 from services.trainer.ranks.teller import TrainingTeller
-from services.trainer.steps.fitting import OutgrownError
+from services.trainer.steps.outgrown import Outgrown, OutgrownError
 from services.trainer.steps.step import StepResult, StepRunner
 from services.trainer.transfers import Fetch
 
@@ -38,6 +38,8 @@ class Runner(Protocol):
 
     num_steps: int
     """Steps of the whole run, over which learning rates are scheduled."""
+    outgrown: Outgrown
+    """What did not fit into memory before."""
 
     def run(
         self, weight_version: int, samples: Samples, cohort: Cohort, plan: StepPlan
@@ -246,7 +248,6 @@ class Rank:
             self._teller.begin(meta)
         fields = wanted_fields(meta, self._spec)
         cohort = Cohort.from_meta(meta)
-        trainer = self._spec.trainer
         own = share_of(
             cohort,
             num_updates=num_updates,
@@ -274,9 +275,9 @@ class Rank:
         plan = plan_step(
             own,
             samples,
-            max_tokens=trainer.tokens_per_micro_batch * trainer.context_parallel,
             ranks=self._ranks,
             shares_prefixes=self._spec.shares_prefixes,
+            bounds=self.runner.outgrown.bounds,
         )
         return _Share(cohort, plan, samples)
 

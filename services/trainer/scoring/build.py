@@ -14,6 +14,7 @@ from services.trainer.model.warm_start import Progress
 from services.trainer.ranks.build import Loader, device_of, sequence_cost
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.fields import FieldScoring
+from services.trainer.steps.outgrown import recall
 from services.trainer.steps.scorer import Scorer
 from services.trainer.transfers import Transfers, of_vocabulary
 
@@ -52,7 +53,13 @@ def build_scorer(
 
     dtype = getattr(torch, spec.trainer.dtype)
     policy = loader.load(make, dtype=dtype) if is_reference else loader.shape(make, dtype=dtype)
-    scorer = Scorer(policy, device=topology.device, shares_prefixes=spec.shares_prefixes)
+    outgrown = recall(settings, spec.trainer, ranks=topology.data)
+    scorer = Scorer(
+        policy,
+        device=topology.device,
+        shares_prefixes=spec.shares_prefixes,
+        outgrown=outgrown,
+    )
     fields = FieldScoring(
         "ref_logprobs" if is_reference else "proximal_logprobs",
         scorer.logprobs,
@@ -60,8 +67,8 @@ def build_scorer(
         add=transfers.add,
         ranks=topology.data,
         cost=sequence_cost(policy),
-        max_tokens=spec.trainer.tokens_per_micro_batch,
         shares_prefixes=spec.shares_prefixes,
+        outgrown=outgrown,
     )
     return BuiltScorer(scorer, fields)
 

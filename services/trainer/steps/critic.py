@@ -16,6 +16,7 @@ from services.trainer.model.parallel import begin_micro_batch
 from services.trainer.model.policy import Critic, trainable
 from services.trainer.steps.fitting import Fitting, Micros, fitting
 from services.trainer.steps.gradients import num_trained
+from services.trainer.steps.outgrown import Outgrown, outgrown_in
 from services.trainer.steps.scores import score_tokens
 
 
@@ -27,10 +28,17 @@ class CriticRunner:
         spec: The run.
         ranks: Data-parallel ranks.
         device: Of the critic.
+        outgrown: What did not fit into memory before.
     """
 
     def __init__(
-        self, critic: Critic, *, spec: RunSpec, ranks: Ranks, device: torch.device
+        self,
+        critic: Critic,
+        *,
+        spec: RunSpec,
+        ranks: Ranks,
+        device: torch.device,
+        outgrown: Outgrown | None = None,
     ) -> None:
         self.critic = critic
         self._spec = spec
@@ -42,7 +50,8 @@ class CriticRunner:
         self._schedule = spec.trainer.optimizer.model_copy(update=changes)
         in_host = spec.trainer.cpu_offload == "optimizer"
         self.optimizer = optim.build_optimizer(self._parameters, self._schedule, in_host=in_host)
-        self._fitting = Fitting(critic, spec, device=device)
+        self.outgrown = outgrown or outgrown_in(spec.trainer)
+        self._fitting = Fitting(critic, spec, device=device, outgrown=self.outgrown)
         self.num_updates = 0
 
     def values(self, samples: Samples, plan: StepPlan) -> Tensor:
@@ -54,6 +63,7 @@ class CriticRunner:
             plan,
             device=self._device,
             shares_prefixes=self._spec.shares_prefixes,
+            outgrown=self.outgrown,
         )
 
     def update(

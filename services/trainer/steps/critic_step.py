@@ -12,6 +12,7 @@ from services.trainer.batch.samples import Cohort, Samples
 from services.trainer.collectives import Ranks, Tally
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.critic import CriticRunner
+from services.trainer.steps.scores import without_unscored
 from services.trainer.steps.step import StepResult
 
 
@@ -26,6 +27,7 @@ class CriticStepRunner:
 
     def __init__(self, critic: CriticRunner, *, spec: RunSpec, ranks: Ranks) -> None:
         self.critic = critic
+        self.outgrown = critic.outgrown
         self.num_steps = spec.trainer.steps or 1
         self._spec = spec
         self._ranks = ranks
@@ -45,6 +47,9 @@ class CriticStepRunner:
             plan: What this rank does.
         """
         begin, tally = time.perf_counter(), Tally()
+        samples, plan = without_unscored(samples, plan)
+        left_out = torch.tensor([float(len(plan.left_out))])
+        tally.max("critic_left_out_sequences", left_out, torch.ones(1, dtype=torch.bool))
         credit = self._credit(samples, cohort, kl_coefficient=0.0)
         assert credit.returns is not None, "an advantage with a critic gives its targets"
         samples = samples.with_tokens(returns=credit.returns)

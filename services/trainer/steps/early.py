@@ -9,6 +9,7 @@ from services.trainer.batch.packing import Work
 from services.trainer.batch.samples import Cohort, Samples
 from services.trainer.collectives import Tally
 from services.trainer.phases import PhaseTimer
+from services.trainer.steps.fitting import LeftOut
 
 
 @dataclass(slots=True)
@@ -30,6 +31,8 @@ class Early:
     """Samples of all ranks."""
     work: Work = field(default_factory=Work)
     """What this rank's forward and backward passes took."""
+    left_out: LeftOut = field(default_factory=LeftOut)
+    """What did not fit into memory, on all ranks."""
     seconds: float = 0.0
     """Time that they took."""
 

@@ -13,6 +13,7 @@ from services.trainer.batch.plan import StepPlan, plan_step, share_of
 from services.trainer.batch.samples import Cohort, Samples
 from services.trainer.batch.sequences import sequences_of
 from services.trainer.collectives import Ranks
+from services.trainer.steps.outgrown import Outgrown
 from services.trainer.transfers import Add, Fetch
 
 Score = Callable[[Samples, StepPlan], Tensor]
@@ -35,7 +36,7 @@ class FieldScoring:
         add: Takes the field there.
         ranks: The worker's data-parallel ranks.
         cost: Cost of a sequence by its length, for balancing.
-        max_tokens: Packed tokens of one forward pass.
+        outgrown: Packed tokens of one forward pass, and what did not fit into memory before.
         shares_prefixes: Whether tokens that samples have in common are computed once.
     """
 
@@ -48,7 +49,7 @@ class FieldScoring:
         add: Add,
         ranks: Ranks,
         cost: Callable[[int], float],
-        max_tokens: int,
+        outgrown: Outgrown,
         shares_prefixes: bool,
     ) -> None:
         self.field = field
@@ -57,8 +58,8 @@ class FieldScoring:
         self._add = add
         self._ranks = ranks
         self._cost = cost
-        self._max_tokens = max_tokens
         self._shares_prefixes = shares_prefixes
+        self._outgrown = outgrown
 
     def add(self, meta: KVBatchMeta, *, version: int = 0) -> None:
         """Add the field to samples that do not have it. Blocks; runs in a thread.
@@ -99,9 +100,9 @@ class FieldScoring:
         plan = plan_step(
             share,
             samples,
-            max_tokens=self._max_tokens,
             ranks=self._ranks,
             shares_prefixes=self._shares_prefixes,
+            bounds=self._outgrown.bounds,
         )
         scored = found.joined(self._score(samples, plan))
         scores = Jagged(scored, inputs["response_ids"].lengths)

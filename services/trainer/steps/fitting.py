@@ -2,43 +2,33 @@
 
 A pass that failed may have added a part of its gradients, so all of its update begins anew, with other
 micro-batches and with counts of what is left. Where several processes exchange in each pass nothing can begin
-anew, because the others wait in the middle of theirs: there the step fails, and says what did not fit.
+anew, because the others wait in the middle of theirs: there all start again, and plan for what did not fit.
 """
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from services.common.errors import InternalError
 from services.common.spec.run import RunSpec
-from services.trainer.batch.plan import micro_batches
-from services.trainer.batch.prefixes import joined
+from services.trainer.batch.plan import Bounds, bounds_of, cut, num_tokens
 from services.trainer.batch.samples import Cohort, Samples, idle_samples, pack_samples
+from services.trainer.collectives import Ranks
 from services.trainer.model.compiling import parts_of
 from services.trainer.model.parallel import begin_micro_batch
 from services.trainer.model.policy import Critic, Policy
+from services.trainer.steps.outgrown import Outgrown, OutgrownError
 
 logger = logging.getLogger(__name__)
 
 Micros = tuple[tuple[int, ...], ...]
 """Micro-batches of an update, each of positions in a rank's sequences."""
 _T = TypeVar("_T")
-_REMEDY = (
-    "with several processes, or groups that were trained early, an update cannot go on without it; lower "
-    "trainer.tokens_per_micro_batch or rollout.max_response_tokens, or set trainer.activation_checkpointing, "
-    "trainer.activation_offloading or trainer.context_parallel"
-)
-
-
-class OutgrownError(InternalError):
-    """A micro-batch does not fit into memory, and its update cannot begin anew."""
-
-    reason = "OUT_OF_MEMORY"
 
 
 class _TooLargeError(Exception):
@@ -58,6 +48,18 @@ def fitting(number: int) -> Iterator[None]:
         raise _TooLargeError(number, str(error).partition("\n")[0]) from None
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """What a step left out."""
+
+    num_sequences: int = 0
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    """By key of their sample."""
+
+    def __add__(self, other: "LeftOut") -> "LeftOut":
+        return LeftOut(self.num_sequences + other.num_sequences, {**self.tokens, **other.tokens})
+
+
 class Fitting:
     """Begins updates of a policy or critic anew until all of their micro-batches fit.
 
@@ -65,37 +67,46 @@ class Fitting:
         module: Is trained.
         spec: The run.
         device: Of its passes.
+        outgrown: What did not fit before.
     """
 
-    def __init__(self, module: Policy | Critic, spec: RunSpec, *, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: Policy | Critic,
+        spec: RunSpec,
+        *,
+        device: torch.device,
+        outgrown: Outgrown,
+    ) -> None:
         self._module = module
         self._spec = spec
         self._device = device
         can_recover = not isinstance(module, FSDPModule) or hasattr(module, "reset_iter_state")
         self._can_begin_anew = spec.trainer.world_size == 1 and can_recover
-        self._budget: int | None = None
+        self._outgrown = outgrown
         self.left_out: set[int] = set()
         """Positions of the sequences that the step leaves out."""
         self._num_divided = 0
 
-    def begin(self) -> None:
-        """A step begins."""
-        self.left_out, self._num_divided = set(), 0
+    def begin(self, left_out: Collection[int] = ()) -> None:
+        """A step begins, or a part of it, for which its plan leaves some sequences out."""
+        self.left_out, self._num_divided = set(left_out), 0
 
     def metrics(self) -> dict[str, float]:
         """Of the step."""
-        return {
-            "left_out_sequences": float(len(self.left_out)),
-            "divided_micro_batches": float(self._num_divided),
-        }
+        return {"divided_micro_batches": float(self._num_divided)}
 
-    def left_out_of(self, samples: Samples, cohort: Cohort) -> dict[str, int]:
-        """Tokens that the step left out, by key of their sample."""
-        found: dict[str, int] = {}
-        for position in sorted(self.left_out):
-            key = cohort.keys[int(samples.rows[position])]
-            found[key] = found.get(key, 0) + _num_tokens(samples.select([position]))
-        return found
+    def left_out_of(self, samples: Samples, cohort: Cohort, ranks: Ranks) -> LeftOut:
+        """What the step left out on all ranks, each of which calls it."""
+        counts = torch.zeros(len(cohort.keys), 2, dtype=torch.int64)
+        for position in self.left_out:
+            tokens = num_tokens(samples.select([position]))
+            counts[int(samples.rows[position])] += torch.tensor([1, tokens])
+        counts = ranks.sum(counts)
+        tokens_of = dict(zip(cohort.keys, counts[:, 1].tolist(), strict=True))
+        return LeftOut(
+            int(counts[:, 0].sum()), {k: count for k, count in tokens_of.items() if count}
+        )
 
     def kept(self, samples: Samples) -> Samples:
         """Samples whose loss has no token that the step left out."""
@@ -116,7 +127,7 @@ class Fitting:
             once: Whether other gradients are there already, which would be lost.
 
         Raises:
-            OutgrownError: If one does not fit, and the update cannot begin anew.
+            OutgrownError: If one does not fit, and neither the update nor the process can begin anew.
         """
         work = self._within_budget(samples, work)
         while True:
@@ -128,38 +139,39 @@ class Fitting:
             self._recover()
             told = _described(samples, work[number])
             if once or not self._can_begin_anew or not work[number]:
-                raise OutgrownError(
-                    f"a micro-batch of {told} does not fit into memory: {why}; {_REMEDY}"
-                )
+                if work[number]:
+                    self._outgrown.give_up(self._bounds(samples, work[number]), told, why)
+                raise OutgrownError(told, why)
             logger.warning("micro-batch outgrew memory", extra={"holds": told, "why": why})
             work = self._smaller(samples, work, number)
 
     def _smaller(self, samples: Samples, work: Micros, number: int) -> Micros:
         micro = work[number]
-        part = samples.select(micro)
-        if len(self._cut(part, micro, 1)) == 1:
+        bounds = self._bounds(samples, micro)
+        if bounds.max_tokens == Bounds().max_tokens:
             self.left_out.update(micro)
             # A step without any work still has its one update.
             return (*work[:number], *work[number + 1 :]) or ((),)
         self._num_divided += 1
-        self._budget = max(1, _num_tokens(part) // 2)
-        while len(self._cut(part, micro, self._budget)) == 1:
-            self._budget = max(1, self._budget // 2)
+        self._outgrown.learn(bounds)
         # Others of its size would fail as well.
         return self._within_budget(samples, work)
 
+    def _bounds(self, samples: Samples, micro: Sequence[int]) -> Bounds:
+        return bounds_of(samples.select(micro), shares=self._spec.shares_prefixes)
+
     def _within_budget(self, samples: Samples, work: Micros) -> Micros:
         """Micro-batches that are known to be too large are divided before they fail."""
-        if self._budget is None:
+        if not self._outgrown.has_learned:
             return work
-        cut = [self._cut(samples.select(micro), micro, self._budget) for micro in work if micro]
-        return tuple(part for parts in cut for part in parts) or ((),)
-
-    def _cut(self, part: Samples, micro: Sequence[int], budget: int) -> list[tuple[int, ...]]:
-        sequences = joined(part.prompts.unbind(), part.responses.unbind())
-        groups = None if part.groups is None else part.groups.tolist()
-        cut = micro_batches(sequences, budget, shares=self._spec.shares_prefixes, groups=groups)
-        return [tuple(micro[index] for index in indexes) for indexes in cut]
+        most, shares = self._outgrown.bounds.max_tokens, self._spec.shares_prefixes
+        parts = (
+            tuple(micro[index] for index in indexes)
+            for micro in work
+            if micro
+            for indexes in cut(samples.select(micro), most, shares=shares)
+        )
+        return tuple(parts) or ((),)
 
     def _recover(self) -> None:
         """Forget the passes that broke, and all gradients of the update."""
@@ -177,9 +189,5 @@ class Fitting:
             self._module.zero_grad(set_to_none=True)
 
 
-def _num_tokens(part: Samples) -> int:
-    return int(part.prompts.lengths.sum() + part.responses.lengths.sum())
-
-
 def _described(samples: Samples, micro: Sequence[int]) -> str:
-    return f"{_num_tokens(samples.select(micro)):,} tokens in {len(micro)} sequence(s)"
+    return f"{num_tokens(samples.select(micro)):,} tokens in {len(micro)} sequence(s)"

@@ -1,8 +1,8 @@
-"""What is reported of a batch besides its loss."""
+"""What is reported of a step."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import astuple
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 
 import torch
 from transformers import PretrainedConfig
@@ -13,6 +13,34 @@ from services.trainer.batch.samples import Cohort, Samples
 from services.trainer.collectives import Ranks, Tally
 from services.trainer.model.flops import peak_flops, training_flops
 from services.trainer.steps.early import Early
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One optimizer update."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    applied: bool
+    is_empty: bool = False
+    critic_applied: bool = True
+
+
+def describe_updates(updates: Sequence[Update]) -> dict[str, float]:
+    """Metrics of a step's updates."""
+    unapplied = sum(not update.applied for update in updates)
+    nonfinite_losses = sum(not math.isfinite(update.loss) for update in updates)
+    return {
+        "loss": sum(update.loss for update in updates) / len(updates),
+        "grad_norm": max(update.grad_norm for update in updates),
+        "learning_rate": updates[-1].learning_rate,
+        "nonfinite_updates": float(unapplied),
+        "nonfinite_loss": float(nonfinite_losses),
+        "nonfinite_grad": float(unapplied - nonfinite_losses),
+        "empty_updates": float(sum(update.is_empty for update in updates)),
+        "nonfinite_critic": float(sum(not update.critic_applied for update in updates)),
+    }
 
 
 def describe_batch(weight_version: int, samples: Samples, cohort: Cohort, tally: Tally) -> None:

@@ -13,6 +13,7 @@ from services.trainer.batch.plan import StepPlan
 from services.trainer.batch.samples import Samples
 from services.trainer.model.parallel import free_gathered
 from services.trainer.model.policy import Policy
+from services.trainer.steps.outgrown import Outgrown
 from services.trainer.steps.scores import score_tokens
 
 
@@ -23,12 +24,21 @@ class Scorer:
         policy: Frozen, on its device, sharded or not.
         device: Of the policy.
         shares_prefixes: Whether tokens that samples have in common are computed once.
+        outgrown: What did not fit into memory before.
     """
 
-    def __init__(self, policy: Policy, *, device: torch.device, shares_prefixes: bool) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        device: torch.device,
+        shares_prefixes: bool,
+        outgrown: Outgrown,
+    ) -> None:
         self._policy = policy
         self._device = device
         self._shares_prefixes = shares_prefixes
+        self._outgrown = outgrown
 
     def logprobs(self, samples: Samples, plan: StepPlan) -> Tensor:
         """``[R]`` float32 logprobs of this rank's response tokens, on the CPU."""
@@ -39,6 +49,7 @@ class Scorer:
             plan,
             device=self._device,
             shares_prefixes=self._shares_prefixes,
+            outgrown=self._outgrown,
         )
 
     @torch.no_grad()

@@ -33,8 +33,15 @@ from services.trainer.steps.early import Early
 from services.trainer.steps.fitting import Fitting, Micros
 from services.trainer.steps.gradients import Added, Gradients, OnTrained
 from services.trainer.steps.objective import Objective
-from services.trainer.steps.report import derive, describe_batch, utilization
-from services.trainer.steps.scores import score_tokens
+from services.trainer.steps.outgrown import Outgrown, outgrown_in
+from services.trainer.steps.report import (
+    Update,
+    derive,
+    describe_batch,
+    describe_updates,
+    utilization,
+)
+from services.trainer.steps.scores import score_tokens, without_unscored
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +56,6 @@ class StepResult:
     """Tokens of each sample of which a sequence did not fit into memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Update:
-    """One optimizer update."""
-
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    applied: bool
-    is_empty: bool = False
-    critic_applied: bool = True
-
-
 class StepRunner:
     """Trains the policy on one batch after another.
 
@@ -71,6 +66,7 @@ class StepRunner:
         spec: The run.
         ranks: Data-parallel ranks.
         device: Of the model.
+        outgrown: What did not fit into memory before.
     """
 
     def __init__(
@@ -82,6 +78,7 @@ class StepRunner:
         spec: RunSpec,
         ranks: Ranks,
         device: torch.device,
+        outgrown: Outgrown | None = None,
     ) -> None:
         self._policy = policy
         self._reference = reference
@@ -109,7 +106,8 @@ class StepRunner:
         self.kl_coefficient = kl.coefficient
         self.num_updates, self.num_steps = 0, spec.trainer.steps or 1
         self._early = Early()
-        self._fitting = Fitting(policy, spec, device=device)
+        self.outgrown = outgrown or outgrown_in(spec.trainer)
+        self._fitting = Fitting(policy, spec, device=device, outgrown=self.outgrown)
         self._gradients = Gradients(
             policy,
             self._objective,
@@ -138,12 +136,13 @@ class StepRunner:
             OutgrownError: If a micro-batch does not fit into memory; :meth:`forget` the others then.
         """
         begin, early = time.perf_counter(), self._early
-        samples = self._prepared(weight_version, samples, cohort, plan)
+        samples, plan = self._prepared(weight_version, samples, cohort, plan)
         (work,) = plan.updates
         added, _ = self._add(samples, work, early, once=True)
         early.unit, early.counts = added.unit, added.counts
         early.loss += added.loss
         early.add(samples, cohort, seconds=time.perf_counter() - begin)
+        early.left_out += self._fitting.left_out_of(samples, cohort, self._ranks)
 
     def forget(self) -> None:
         """Take back what was accumulated."""
@@ -165,14 +164,14 @@ class StepRunner:
             OutgrownError: If a micro-batch does not fit into memory, and its update cannot go on without it.
         """
         begin, early = time.perf_counter(), self._early
-        self._fitting.begin()
-        samples = self._prepared(weight_version, samples, cohort, plan)
+        samples, plan = self._prepared(weight_version, samples, cohort, plan)
         trains_policy = weight_version >= self._spec.critic.warmup_steps
         updates = [
             self._update(samples, work, early, trains_policy=trains_policy) for work in plan.updates
         ]
         self._early = Early()
         early.add(self._fitting.kept(samples), cohort, seconds=time.perf_counter() - begin)
+        early.left_out += self._fitting.left_out_of(samples, cohort, self._ranks)
         with early.timer("metrics"):
             metrics = self._summary(updates, early)
         self.kl_coefficient = adapted_kl(
@@ -193,7 +192,7 @@ class StepRunner:
         return StepResult(
             metrics=metrics,
             skipped=not any(update.applied for update in updates),
-            left_out=self._fitting.left_out_of(samples, cohort),
+            left_out=early.left_out.tokens,
         )
 
     def parts(self) -> dict[str, tuple[nn.Module, torch.optim.AdamW]]:
@@ -217,17 +216,19 @@ class StepRunner:
 
     def _prepared(
         self, weight_version: int, samples: Samples, cohort: Cohort, plan: StepPlan
-    ) -> Samples:
-        """Samples with all columns that their loss needs."""
+    ) -> tuple[Samples, StepPlan]:
+        """Samples with all columns that their loss needs, and the plan for those that fit into memory."""
         timer, tally = self._early.timer, self._early.tally
         samples = self._with_frozen_logprobs(samples, plan, timer)
+        samples, plan = without_unscored(samples, plan)
+        self._fitting.begin(plan.left_out)
         if self._spec.interpolates_proximal:
             age = (weight_version - samples.tokens["token_versions"]).clamp(min=0)
             samples = samples.with_tokens(age=age.float())
         with timer("advantage"):
             samples = self._with_advantages(samples, cohort, tally)
         describe_batch(weight_version, samples, cohort, tally)
-        return samples
+        return samples, plan
 
     def _with_frozen_logprobs(self, samples: Samples, plan: StepPlan, timer: PhaseTimer) -> Samples:
         """Add what the step compares with and no update changes."""
@@ -253,6 +254,7 @@ class StepRunner:
             plan,
             device=self._device,
             shares_prefixes=self._spec.shares_prefixes,
+            outgrown=self.outgrown,
         )
 
     def _with_advantages(self, samples: Samples, cohort: Cohort, tally: Tally) -> Samples:
@@ -282,7 +284,7 @@ class StepRunner:
         early: Early,
         *,
         trains_policy: bool,
-    ) -> _Update:
+    ) -> Update:
         timer, tally = early.timer, early.tally
         added, work = self._add(samples, work, early, once=early.unit is not None)
         loss = early.loss + added.loss
@@ -317,7 +319,7 @@ class StepRunner:
         early.work += added.work
         return added, work
 
-    def _apply(self, share: Tensor, *, moves: bool) -> _Update:
+    def _apply(self, share: Tensor, *, moves: bool) -> Update:
         """Clip the gradients and update the weights, unless a number is not finite.
 
         Args:
@@ -340,21 +342,15 @@ class StepRunner:
             optim.clip_gradients(self._parameters, norm, spec.optimizer.max_grad_norm)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return _Update(loss=loss, grad_norm=norm.item(), learning_rate=rate, applied=applied)
+        return Update(loss=loss, grad_norm=norm.item(), learning_rate=rate, applied=applied)
 
-    def _summary(self, updates: Sequence[_Update], early: Early) -> dict[str, float]:
+    def _summary(self, updates: Sequence[Update], early: Early) -> dict[str, float]:
         names = ("samples", "tokens", "response_tokens", "trained_tokens")
         metrics = dict(zip(names, map(float, self._ranks.sum(early.sizes)), strict=True))
         metrics |= early.tally.reduce(self._ranks)
         metrics = derive(metrics, self._spec) | self._balancer.metrics()
-        metrics["loss"] = sum(update.loss for update in updates) / len(updates)
-        metrics["grad_norm"] = max(update.grad_norm for update in updates)
-        metrics["learning_rate"] = updates[-1].learning_rate
+        metrics |= describe_updates(updates)
         metrics["kl_coefficient"] = self.kl_coefficient
-        metrics["nonfinite_updates"] = float(sum(not update.applied for update in updates))
-        metrics["nonfinite_loss"] = float(sum(not math.isfinite(u.loss) for u in updates))
-        metrics["nonfinite_grad"] = metrics["nonfinite_updates"] - metrics["nonfinite_loss"]
         metrics |= self._fitting.metrics()
-        metrics["empty_updates"] = float(sum(update.is_empty for update in updates))
-        metrics["nonfinite_critic"] = float(sum(not update.critic_applied for update in updates))
+        metrics["left_out_sequences"] = float(early.left_out.num_sequences)
         return metrics

@@ -7,6 +7,7 @@ import torch
 
 from services.common.errors import FailedPreconditionError
 from services.common.jagged import Jagged
+from services.trainer.batch.plan import Bounds
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.collectives import Ranks
 from services.trainer.model.parallel import Topology
@@ -17,6 +18,7 @@ from services.trainer.ranks.rank import Rank
 from services.trainer.steps.critic import CriticRunner
 from services.trainer.steps.critic_step import CriticStepRunner
 from services.trainer.steps.fields import FieldScoring
+from services.trainer.steps.outgrown import Outgrown
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
 
 GAE = {"advantage": "gae", "gae_lambda": 0.9}
@@ -48,7 +50,7 @@ class Apart:
             add=self._add,
             ranks=Ranks(),
             cost=float,
-            max_tokens=50,
+            outgrown=Outgrown(Bounds(50)),
             shares_prefixes=True,
         )
 

@@ -1,16 +1,24 @@
 """Micro-batches that outgrow memory are divided, and sequences left out, without a wrong gradient."""
 
 import gc
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from services.common.jagged import Jagged
 from services.common.spec.run import RunSpec
+from services.trainer.batch.plan import Bounds
+from services.trainer.collectives import Ranks
 from services.trainer.model.policy import Policy
-from services.trainer.steps.fitting import Fitting, OutgrownError, fitting
+from services.trainer.settings import TrainerSettings
+from services.trainer.steps.fitting import Fitting, fitting
+from services.trainer.steps.outgrown import Outgrown, OutgrownError, outgrown_in, recall
+from services.trainer.steps.scores import UNSCORED
 from services.trainer.steps.step import StepResult
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.shortage import limited
@@ -119,6 +127,107 @@ def test_a_sequence_that_is_too_long_alone_is_left_out(aggregation: str, in_back
     assert result.metrics["samples"] == without.metrics["samples"] == len(lengths)
 
 
+_SCORED: tuple[dict[str, Any], ...] = (
+    {"correction": "decoupled", "loss": "ppo"},
+    {"kl": {"coefficient": 0.1, "placement": "reward"}},
+    {"kl": {"coefficient": 0.1, "placement": "loss"}},
+    {"advantage": "gae"},
+)
+
+
+@pytest.mark.parametrize("algorithm", _SCORED, ids=str)
+@pytest.mark.parametrize("limit", ["divided", "left out"])
+def test_what_cannot_be_scored_is_left_out(algorithm: dict[str, Any], limit: str) -> None:
+    # Several updates compare with the weights before the first.
+    spec = spec_for(algorithm, updates_per_step=2 if "correction" in algorithm else 1)
+    queue = queue_for(spec)
+    lengths = queue.fields["prompt_ids"].lengths + queue.fields["response_ids"].lengths
+    longest = int(lengths.max())
+    too_long = (lengths == longest).nonzero().flatten().tolist() if limit == "left out" else []
+    rows = queue.fields["response_mask"].unbind()
+    for row in too_long:
+        rows[row][:] = False
+    masked = queue.replaced(response_mask=Jagged.from_list(rows))
+    result, actual = scored(spec, queue, limit=longest - 2 if too_long else 40)
+    without, expected = scored(spec, masked)
+    assert result.left_out == {queue.meta.keys[row]: longest for row in too_long}
+    assert result.metrics["left_out_sequences"] == len(too_long)
+    assert_same(actual, expected)
+    assert result.metrics["loss"] == pytest.approx(without.metrics["loss"], rel=1e-5)
+    assert result.metrics["reward_mean"] == pytest.approx(without.metrics["reward_mean"])
+
+
+def scored(
+    spec: RunSpec, queue: Queue, *, limit: int | None = None
+) -> tuple[StepResult, list[Tensor]]:
+    """A step whose every pass without gradients is short of memory."""
+    policy, reference = policy_of(spec, scale=1.5), policy_of(spec, seed=2, scale=1.5)
+    rank = rank_of(spec, policy, queue, reference=reference if spec.needs_reference else None)
+    recorder: Any = Recorder(policy)
+    runner: Any = rank.runner
+    runner.optimizer = recorder
+    if limit is not None:
+        modules = [policy, reference]
+        modules += [runner.critic.critic] if runner.critic is not None else []
+        for module in modules:
+            limited(module, limit, scores=True)
+    return rank.train(1, queue.meta), recorder.gradients
+
+
+def test_what_another_worker_could_not_score_is_left_out() -> None:
+    spec = spec_for({"kl": {"coefficient": 0.1, "placement": "reward"}})
+    queue = queue_for(spec)
+    logprobs = queue.fields["rollout_logprobs"]
+    rows = [row.clone() for row in logprobs.unbind()]
+    rows[3][:] = UNSCORED
+    result, gradients = scored(spec, queue.replaced(ref_logprobs=Jagged.from_list(rows)))
+    assert list(result.left_out) == [queue.meta.keys[3]]
+    assert not result.skipped
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_processes_that_start_again_know_what_did_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_for(world_size=2, tokens_per_micro_batch=1000)
+    queue = queue_for(spec)
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+
+    def known(rank: int = 0, **changes: Any) -> Outgrown:
+        settings = TrainerSettings(
+            controller_address="none",
+            run_id="run",
+            worker_id="trainer-0",
+            state_directory=tmp_path,
+            rank=rank,
+        )
+        return recall(settings, spec.trainer.model_copy(update=changes), ranks=Ranks())
+
+    def fail(outgrown: Outgrown, rows: tuple[int, ...]) -> None:
+        def attempt(work: Any) -> None:
+            with fitting(0):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        samples = rank_of(spec, policy_of(spec), queue)._share(queue.meta, 0, num_updates=1).samples
+        with pytest.raises(OutgrownError):
+            Fitting(policy_of(spec), spec, device=CPU, outgrown=outgrown).fitted(
+                attempt, samples, (rows,)
+            )
+
+    assert known().bounds == Bounds(1000)
+    lengths = (queue.fields["prompt_ids"].lengths + queue.fields["response_ids"].lengths).tolist()
+    fail(known(), (0, 1, 2, 3))
+    assert known().bounds == Bounds(sum(lengths[:4]) // 2)
+    fail(known(rank=1), (0, 1, 2))
+    assert known().bounds == Bounds(sum(lengths[:3]) // 2 // 2)
+    fail(known(), (5,))
+    assert known().bounds.too_long == lengths[5]
+    # With other settings more may fit.
+    assert known(activation_checkpointing=True).bounds == Bounds(1000)
+    assert ended == [1, 1, 1]
+
+
 def test_a_step_of_which_nothing_fits_leaves_the_weights() -> None:
     spec = spec_for()
     queue = queue_for(spec)
@@ -168,7 +277,9 @@ def test_where_others_wait_the_step_fails_and_says_what_did_not_fit() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
     with pytest.raises(OutgrownError, match=r"tokens in 2 sequence\(s\) .*2\.00 GiB") as failed:
-        Fitting(policy_of(spec), spec, device=CPU).fitted(attempt, samples, ((0,), (1, 2)))
+        Fitting(policy_of(spec), spec, device=CPU, outgrown=outgrown_in(spec.trainer)).fitted(
+            attempt, samples, ((0,), (1, 2))
+        )
     assert "trainer.activation_offloading" in str(failed.value)
     assert failed.value.reason == "OUT_OF_MEMORY"
 

@@ -5,19 +5,24 @@ import torch
 
 from services.common.errors import FailedPreconditionError
 from services.common.jagged import Jagged
+from services.trainer.batch.plan import Bounds
 from services.trainer.collectives import Ranks
 from services.trainer.model.policy import freeze
 from services.trainer.scoring.leader import ScoringLeader
 from services.trainer.steps.fields import FieldScoring
+from services.trainer.steps.outgrown import Outgrown
 from services.trainer.steps.scorer import Scorer
+from services.trainer.steps.scores import UNSCORED
 from tests.helpers.batches import CPU, policy_of, queue_of, random_queue, rank_of, spec_of
+from tests.helpers.shortage import limited
 
 
 class Apart:
     """A worker beside a queue in memory; keeps what it adds."""
 
     def __init__(self, policy, queue, *, field="proximal_logprobs", version, max_tokens=100):
-        scorer = Scorer(freeze(policy), device=CPU, shares_prefixes=True)
+        outgrown = self.outgrown = Outgrown(Bounds(max_tokens))
+        scorer = Scorer(freeze(policy), device=CPU, shares_prefixes=True, outgrown=outgrown)
         self.added = {}
         fields = FieldScoring(
             field,
@@ -26,7 +31,7 @@ class Apart:
             add=self._add,
             ranks=Ranks(),
             cost=float,
-            max_tokens=max_tokens,
+            outgrown=outgrown,
             shares_prefixes=True,
         )
         self.leader = ScoringLeader(scorer, fields, version=version)
@@ -50,6 +55,23 @@ def test_scores_are_the_policys_whatever_the_micro_batches():
     assert lengths == expected.lengths.tolist()
     torch.testing.assert_close(apart.scores(queue), expected.values, atol=1e-5, rtol=0)
     assert {int(row) for row in apart.added["proximal_version"].values()} == {3}
+
+
+def test_what_does_not_fit_is_divided_and_has_no_score_alone():
+    policy = policy_of(spec_of())
+    queue = random_queue(policy)
+    lengths = queue.fields["prompt_ids"].lengths + queue.fields["response_ids"].lengths
+    longest = int(lengths.max())
+    # The last token of a sequence is not computed.
+    limited(policy, longest - 2, scores=True)
+    apart = Apart(policy, queue, version=3, max_tokens=100)
+    apart.leader.add(queue.meta, version=3)
+    expected = queue.fields["rollout_logprobs"].unbind()
+    for key, length, wanted in zip(queue.meta.keys, lengths.tolist(), expected, strict=True):
+        wanted = torch.full_like(wanted, UNSCORED) if length == longest else wanted
+        torch.testing.assert_close(apart.added["proximal_logprobs"][key], wanted, atol=1e-5, rtol=0)
+    # The next batch is divided before it fails.
+    assert apart.outgrown.bounds.max_tokens <= 50
 
 
 def test_other_weights_than_those_in_service_are_refused():

@@ -14,11 +14,13 @@ from services.rollout.rewards.base import Score
 from services.rollout.samples import Sample, prompt_fields, sample_fields
 from services.rollout.workflows.conversations import flattened
 from services.rollout.workflows.turns import Turn, observed, token_ids
+from services.trainer.batch.plan import Bounds
 from services.trainer.batch.samples import Cohort, build_samples
 from services.trainer.batch.sequences import sequences_of
 from services.trainer.collectives import Ranks
 from services.trainer.steps.credit import CreditAssigner
 from services.trainer.steps.fields import FieldScoring
+from services.trainer.steps.outgrown import Outgrown
 from tests.helpers.batches import policy_of, rank_of, spec_of
 from tests.helpers.episodes import branched_episodes
 
@@ -84,7 +86,7 @@ def test_scores_of_sequences_come_back_as_those_of_samples() -> None:
         add=lambda _, fields: added.update(fields),
         ranks=Ranks(),
         cost=float,
-        max_tokens=50,
+        outgrown=Outgrown(Bounds(50)),
         shares_prefixes=True,
     )
     scoring.add(queue.meta)
