@@ -2,10 +2,12 @@
 
 import asyncio
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
 
 if sys.version_info >= (3, 13):
     TaskGroup = asyncio.TaskGroup
@@ -47,6 +49,17 @@ async def until_first(*works: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any
         for task in running:
             task.cancel()
     return running
+
+
+async def together(works: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+    """Results of works that run at once. The first that fails ends the others, and its error is raised."""
+    first, *others = works
+    if not others:
+        return [await first]  # needs no task of its own
+    with unwrapped():
+        async with TaskGroup() as tasks:
+            running = [tasks.create_task(work) for work in (first, *others)]
+    return [task.result() for task in running]
 
 
 @contextmanager

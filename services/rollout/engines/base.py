@@ -1,5 +1,6 @@
 """What every engine offers: token ids in; token ids, logprobs and weight versions out."""
 
+from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -345,10 +346,13 @@ def check_tensors(expected: Mapping[str, Sequence[int]], tensors: "Mapping[str, 
 
 
 def _check_ids(token_ids: Sequence[int], vocab_size: int) -> None:
-    if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+    # Of an array, because this looks at each token of each context: a third of the time.
+    ids = np.frombuffer(array("q", token_ids), np.int64)
+    low, high = int(ids.min()), int(ids.max())
+    if not 0 <= low <= high < vocab_size:
         raise ValueError(
-            f"token ids must be in 0..{vocab_size - 1}, but there are "
-            f"{min(token_ids)}..{max(token_ids)}; is the tokenizer the model's?"
+            f"token ids must be in 0..{vocab_size - 1}, but there are {low}..{high}; is the tokenizer the "
+            "model's?"
         )
 
 

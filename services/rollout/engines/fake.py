@@ -79,9 +79,11 @@ def build_none(order: EngineOrder) -> "FakeEngine":
 @dataclass(slots=True)
 class _Row:
     request: GenerationRequest
-    num_left: int
+    num_tokens: int
+    """Of the whole response."""
     is_cut_by_limit: bool
-    num_tokens: int = 0
+    num_counted: int = 0
+    """The engine's steps up to those that are in ``version_runs``, or before it was admitted."""
     version_runs: list[VersionRun] = field(default_factory=list)
     future: asyncio.Future[GenerationResult] = field(default_factory=asyncio.Future)
 
@@ -127,8 +129,11 @@ class FakeEngine:
         self._waiting: list[tuple[float, int, _Row]] = []
         self._num_arrived = 0
         self._running: dict[str, _Row] = {}
+        self._num_steps = self._num_admitted = 0
+        # After how many steps they end, soonest first; those that were aborted are skipped.
+        self._ends: list[tuple[int, int, _Row]] = []
         self._changed = asyncio.Event()
-        self._drained = asyncio.Condition()
+        self._drained = asyncio.Event()
         self._may_step = self._may_admit = True
         self._is_asleep = self._is_blank = False
         self._weight_version = -1
@@ -141,14 +146,11 @@ class FakeEngine:
         while True:
             self._settle()
             self._admit()
-            async with self._drained:
-                self._drained.notify_all()
             self._changed.clear()
-            try:
-                async with asyncio.timeout(self._seconds_to_next_end()):
-                    await self._changed.wait()
-            except TimeoutError:
-                """A response ends now."""
+            timer = self._wake_at_next_end()
+            await self._changed.wait()
+            if timer is not None:
+                timer.cancel()
 
     async def wait_ready(self) -> None:
         """Nothing to wait for."""
@@ -185,20 +187,21 @@ class FakeEngine:
         heapq.heapify(self._waiting)
         for name in [*self._running]:
             if request_ids is None or name in request_ids:
-                self._end(self._running.pop(name), "aborted")
+                self._end(self._running[name], "aborted")
         self._changed.set()
 
     async def peek(self) -> dict[str, GenerationResult]:
         """What the running requests have so far."""
         self._settle()
+        self._count()
         return {name: self._result(row, "aborted") for name, row in self._running.items()}
 
     async def pause(self, *, drain: bool = False) -> None:
         """Stop making tokens."""
         self._may_admit = False
-        if drain:
-            async with self._drained:
-                await self._drained.wait_for(lambda: not self._running)
+        if drain and self._running:
+            self._drained.clear()
+            await self._drained.wait()
         self._settle()
         self._may_step = False
         self._changed.set()
@@ -227,6 +230,7 @@ class FakeEngine:
         """Count further tokens to a version; takes no time."""
         assert not self._is_asleep, "an engine that sleeps has no room for weights; wake it first"
         self._settle()
+        self._count()
         self._weight_version, self._is_blank = version, False
         return 0.0
 
@@ -259,47 +263,66 @@ class FakeEngine:
         self._since = now
 
     def _steps_to_next_end(self) -> int:
-        return min(row.num_left for row in self._running.values())
+        while self._running.get(self._ends[0][2].request.request_id) is not self._ends[0][2]:
+            heapq.heappop(self._ends)
+        return self._ends[0][0] - self._num_steps
 
-    def _seconds_to_next_end(self) -> float | None:
+    def _wake_at_next_end(self) -> asyncio.TimerHandle | None:
         if not self._running or not self._may_step:
             return None
         step_s = self._step_seconds(len(self._running))
-        passed_s = asyncio.get_running_loop().time() - (self._since or 0.0)
-        return max(self._steps_to_next_end() * step_s - passed_s, 0.0)
+        end = (self._since or 0.0) + self._steps_to_next_end() * step_s
+        return asyncio.get_running_loop().call_at(end, self._changed.set)
 
     def _admit(self) -> None:
         while self._may_admit and self._waiting and len(self._running) < self._max_running:
             _, _, row = heapq.heappop(self._waiting)
             self._running[row.request.request_id] = row
+            self._num_admitted += 1
+            row.num_counted = self._num_steps
+            end = self._num_steps + row.num_tokens
+            heapq.heappush(self._ends, (end, self._num_admitted, row))
 
     def _step(self, num_steps: int) -> None:
         assert not (num_steps and self._is_blank), "an engine without weights decodes nothing"
         self._tokens_total += num_steps * len(self._running)
-        for name, row in [*self._running.items()]:
-            row.num_tokens += num_steps
-            row.num_left -= num_steps
-            append_version(row.version_runs, self._weight_version, num_steps)
-            if row.num_left == 0:
-                self._end(self._running.pop(name), "length" if row.is_cut_by_limit else "stop")
+        self._num_steps += num_steps
+        while self._running and self._steps_to_next_end() == 0:
+            row = self._ends[0][2]
+            self._end(row, "length" if row.is_cut_by_limit else "stop")
+
+    def _count(self) -> None:
+        """Give running requests the steps since the last time, under the live version."""
+        for row in self._running.values():
+            append_version(
+                row.version_runs, self._weight_version, self._num_steps - row.num_counted
+            )
+            row.num_counted = self._num_steps
 
     def _end(self, row: _Row, reason: FinishReason) -> None:
+        if self._running.pop(row.request.request_id, None) is row:
+            append_version(
+                row.version_runs, self._weight_version, self._num_steps - row.num_counted
+            )
+        if not self._running:
+            self._drained.set()
         if not row.future.done():
             row.future.set_result(self._result(row, reason))
 
     def _result(self, row: _Row, reason: FinishReason) -> GenerationResult:
-        seed, first = row.request.seed, row.request.draw_offset
-        places = range(first, first + row.num_tokens)
-        tokens = [self._stop_token + 1 + (seed * 31 + place) for place in places]
-        tokens = [token % self._vocab_size for token in tokens]
+        first = row.request.draw_offset
+        drawn = self._stop_token + 1 + row.request.seed * 31
+        num_tokens = sum(count for _, count in row.version_runs)
+        places = range(drawn + first, drawn + first + num_tokens)
+        tokens = [place % self._vocab_size for place in places]
         if reason == "stop":
             tokens[-1] = self._stop_token
-        logprobs = [
-            -1 - version / 1000 for version, count in row.version_runs for _ in range(count)
-        ]
+        logprobs: tuple[float, ...] = ()
+        for version, count in row.version_runs:
+            logprobs += (-1 - version / 1000,) * count
         return GenerationResult(
             token_ids=tuple(tokens),
-            logprobs=tuple(logprobs),
+            logprobs=logprobs,
             version_runs=tuple(row.version_runs),
             finish_reason=reason,
         )

@@ -160,10 +160,11 @@ class Endpoint:
         """The ASGI application."""
         return Starlette(
             routes=[
-                Route("/v1/models", self._answers(self._models)),
-                Route("/v1/models/{name}", self._answers(self._models)),
+                # What is asked for most comes first: each route looks at the path.
                 Route("/v1/chat/completions", self._answers(self._chat), methods=["POST"]),
                 Route("/v1/completions", self._answers(self._complete), methods=["POST"]),
+                Route("/v1/models", self._answers(self._models)),
+                Route("/v1/models/{name}", self._answers(self._models)),
             ]
         )
 

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from services.common.task_group import TaskGroup
+from services.common.task_group import together
 from services.rollout.failures import GroupError
 from services.rollout.openai.chat import first_tokens, following_tokens, reply, visible_text
 from services.rollout.openai.errors import invalid, too_long
@@ -21,6 +21,9 @@ from services.rollout.openai.requests import ChatRequest, CompletionRequest, Mes
 from services.rollout.workflows.base import Episode, Interrupted
 from services.rollout.workflows.limits import Draw
 from services.rollout.workflows.turns import Turn, num_tokens, observed, token_ids
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
 Listen = Callable[[int, Sequence[int], Sequence[float]], None]
 """Hears of new tokens, and their logprobs, of the reply with a number."""
@@ -61,6 +64,8 @@ class _Conversation:
     """Recorded turns, and what the agent saw of them."""
 
     turns: tuple[Turn, ...]
+    asked: "_Hash"
+    """Of the tokens before the last turn."""
     meanings: tuple[bytes, ...] = ()
     """Of a chat: its tools, then the meaning of each message."""
     text: str = ""
@@ -91,7 +96,8 @@ class Record:
         added = request.messages[len(earlier.meanings) - 1 if earlier else 0 :]
         self._episode.num_rewritten += any(message.role == "assistant" for message in added)
         turns = self._chat_turns(request, earlier)
-        sampled = await self._sample(turns, request, request.reply_tokens, listen)
+        asked = _hash(turns, earlier)
+        sampled = await self._sample(turns, asked, request, request.reply_tokens, listen)
         choices = [
             Choice(
                 turn=turn,
@@ -106,7 +112,11 @@ class Record:
             for index, turn in enumerate(sampled)
         ]
         self._chats += [
-            _Conversation(turns=(*turns, choice.turn), meanings=(*meanings, choice.message.meaning))
+            _Conversation(
+                turns=(*turns, choice.turn),
+                asked=asked,
+                meanings=(*meanings, choice.message.meaning),
+            )
             for choice in choices
         ]
         return Replies(num_prompt_tokens=num_tokens(turns), choices=tuple(choices))
@@ -123,7 +133,8 @@ class Record:
             earlier = _longest(known, lambda seen: _begins(prompt, token_ids(seen.turns)))
             added = list(prompt[num_tokens(earlier.turns) :] if earlier else prompt)
         turns = self._extended(earlier, added)
-        sampled = await self._sample(turns, request, request.max_tokens, listen)
+        asked = _hash(turns, earlier)
+        sampled = await self._sample(turns, asked, request, request.max_tokens, listen)
         tokenizer = self._episode.tokenizer
         choices = [
             Choice(
@@ -138,6 +149,7 @@ class Record:
         self._texts += [
             _Conversation(
                 turns=(*turns, choice.turn),
+                asked=asked,
                 text=text + choice.message.text,
                 has_visible_reply=bool(choice.message.text),
             )
@@ -184,22 +196,30 @@ class Record:
     async def _sample(
         self,
         turns: tuple[Turn, ...],
+        asked: "_Hash",
         request: ChatRequest | CompletionRequest,
         max_tokens: int | None,
         listen: Listen | None,
     ) -> list[Turn]:
         """Sample all replies at once.
 
+        Args:
+            turns: What comes before them.
+            asked: Of its tokens.
+            request: What was asked.
+            max_tokens: Of a reply.
+            listen: Hears of new tokens.
+
         Raises:
             Interrupted: If the episode was interrupted.
         """
         room = self._room(turns)
-        asked = hashlib.sha256(array("q", token_ids(turns))).digest()
-        number = self._num_asked[asked]
-        self._num_asked[asked] += request.n
+        context = asked.digest()
+        number = self._num_asked[context]
+        self._num_asked[context] += request.n
         draws = [
             Draw(
-                seed=self._seed(asked, request.seed, number=number, index=index),
+                seed=self._seed(context, request.seed, number=number, index=index),
                 offset=0,
                 max_tokens=room if max_tokens is None else min(room, max_tokens),
                 stop_texts=(*self._episode.limits.stop_texts, *request.stop_texts),
@@ -208,21 +228,17 @@ class Record:
         ]
         begun = [self._episode.replayed(turns, number=number + index) for index in range(request.n)]
         try:
-            async with TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(
-                        self._episode.sample_after(
-                            turns,
-                            draw,
-                            started=started,
-                            on_tokens=partial(listen, index) if listen is not None else None,
-                        )
-                    )
-                    for index, (draw, started) in enumerate(zip(draws, begun, strict=True))
-                ]
-        except* GroupError as errors:
-            raise invalid(str(errors.exceptions[0])) from None
-        sampled = [task.result() for task in running]
+            sampled = await together(
+                self._episode.sample_after(
+                    turns,
+                    draw,
+                    started=started,
+                    on_tokens=partial(listen, index) if listen is not None else None,
+                )
+                for index, (draw, started) in enumerate(zip(draws, begun, strict=True))
+            )
+        except GroupError as error:
+            raise invalid(str(error)) from None
         self._episode.keep(turns, sampled)
         if any(turn.is_cut for turn in sampled):
             raise Interrupted
@@ -247,6 +263,17 @@ def _longest(
     """The longest conversation that a request continues."""
     fitting = [conversation for conversation in conversations if fits(conversation)]
     return max(fitting, key=lambda found: num_tokens(found.turns), default=None)
+
+
+def _hash(turns: Sequence[Turn], earlier: _Conversation | None) -> "_Hash":
+    """Hash of the tokens of some turns, from that of the conversation that they continue."""
+    found = hashlib.sha256() if earlier is None else earlier.asked.copy()
+    try:
+        for turn in turns[0 if earlier is None else len(earlier.turns) - 1 :]:
+            found.update(array("q", turn.token_ids))
+    except OverflowError as error:
+        raise invalid("prompt: a token id has more than 64 bits", param="prompt") from error
+    return found
 
 
 def _begins(whole: Sequence[Any], part: Sequence[Any]) -> bool:

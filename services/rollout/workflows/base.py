@@ -269,8 +269,7 @@ class Episode:
         if self.is_interrupted or not started.is_cut:
             return started
         wanted = draw.max_tokens - len(started.token_ids)
-        request = self._request(tuple(turns), started, draw, wanted)
-        request = replace(request, on_tokens=on_tokens)
+        request = self._request(tuple(turns), started, draw, wanted, on_tokens)
         self._active[request.request_id] = (tuple(turns), started)
         begin = time.perf_counter()
         try:
@@ -284,14 +283,19 @@ class Episode:
         return started.continued(result, time.perf_counter() - begin)
 
     def _request(
-        self, turns: tuple[Turn, ...], started: Turn, draw: Draw, wanted: int
+        self,
+        turns: tuple[Turn, ...],
+        started: Turn,
+        draw: Draw,
+        wanted: int,
+        on_tokens: OnTokens | None,
     ) -> GenerationRequest:
         before = () if self.is_served else self.prompt.token_ids
         versions = sampled_versions((*turns, started))
         known = routed_experts((*turns, started))
         return GenerationRequest(
             request_id=f"{self._request_id}#{next(self._numbers)}",
-            context_ids=(*before, *token_ids(turns), *started.token_ids),
+            context_ids=before + token_ids((*turns, started)),
             max_tokens=self._within_segment(wanted, num_sampled((*turns, started))),
             seed=draw.seed,
             draw_offset=draw.offset + len(started.token_ids),
@@ -300,6 +304,7 @@ class Episode:
             temperature=self.limits.temperature,
             stop_token_ids=self.tokenizer.stop_ids | self.limits.stop_token_ids,
             stop_texts=draw.stop_texts,
+            on_tokens=on_tokens,
         )
 
     def _within_segment(self, wanted: int, done: int) -> int:

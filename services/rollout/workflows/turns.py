@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 
 import numpy as np
 
@@ -90,7 +89,10 @@ def _joined(parts: Sequence[RoutedExperts | None]) -> RoutedExperts | None:
 
 def token_ids(turns: Iterable[Turn]) -> tuple[int, ...]:
     """Tokens of all turns."""
-    return tuple(chain.from_iterable(turn.token_ids for turn in turns))
+    found: list[int] = []
+    for turn in turns:
+        found += turn.token_ids  # copies; taking one after the other costs ten times as much
+    return tuple(found)
 
 
 def num_tokens(turns: Iterable[Turn]) -> int:

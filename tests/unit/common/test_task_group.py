@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from services.common.task_group import TaskGroup, until_first, unwrapped
+from services.common.task_group import TaskGroup, together, until_first, unwrapped
 
 
 async def _fail() -> None:
@@ -61,6 +61,27 @@ async def test_a_group_whose_first_error_is_of_another_kind_stays_whole() -> Non
     with pytest.RaisesGroup(ValueError), unwrapped(KeyError):
         async with TaskGroup() as tasks:
             tasks.create_task(_fail())
+
+
+async def test_works_run_together_and_their_results_keep_their_order() -> None:
+    second = asyncio.Event()
+
+    async def first() -> int:
+        await second.wait()
+        return 1
+
+    async def other() -> int:
+        second.set()
+        return 2
+
+    assert await together([first(), other()]) == [1, 2]
+    assert await together([other()]) == [2]
+
+
+async def test_the_first_of_several_works_that_fails_ends_the_others() -> None:
+    for works in ([_fail()], [asyncio.Event().wait(), _fail()]):
+        with pytest.raises(ValueError, match="lost"):
+            await together(works)
 
 
 async def test_the_first_that_is_done_ends_the_others() -> None:

@@ -66,6 +66,25 @@ def test_an_event_loop_that_comes_late_slows_no_request() -> None:
     simulate(work())
 
 
+def test_a_request_that_was_cancelled_ends_nothing_else_and_a_drain_waits_for_the_last() -> None:
+    async def work() -> None:
+        lengths = LongTail(median=100, sigma=0.0)
+        engine = FakeEngine(max_running=3, step_seconds=lambda _: 1.0, lengths=lengths)
+        async with running(engine):
+            cancelled = asyncio.ensure_future(engine.generate(request("a", (1,), max_tokens=50)))
+            await asyncio.sleep(10)
+            other = asyncio.ensure_future(engine.generate(request("b", (1,), max_tokens=1000)))
+            await asyncio.sleep(10.5)
+            cancelled.cancel()
+            assert engine.stats().tokens_total == 30
+            await engine.pause(drain=True)
+            assert engine.stats().num_running == 0
+            assert asyncio.get_running_loop().time() == 110
+            assert len((await other).token_ids) == 100
+
+    simulate(work())
+
+
 def test_an_interrupted_sample_has_the_same_tokens_and_the_true_versions() -> None:
     async def work() -> None:
         lengths = LongTail(median=100, sigma=0.0)

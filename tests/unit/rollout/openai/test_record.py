@@ -93,6 +93,33 @@ async def test_choices_differ_in_their_seeds_and_the_one_that_is_continued_count
     assert len({seeds[0], seeds[1], seeds[3]}) == 3
 
 
+async def test_the_same_tokens_get_the_same_seed_however_they_were_asked():
+    engine = Scripted(["one", "two", "three", "four"])
+    async with client_of(make_episode(engine)) as client:
+        first = await chat(client, user("x"))
+        second = await chat(client, user("x"), first["choices"][0]["message"], user("y"))
+        await chat(
+            client,
+            *(user("x"), first["choices"][0]["message"]),
+            *(user("y"), second["choices"][0]["message"], user("z")),
+        )
+    asked = engine.requests[2]
+    async with client_of(make_episode(engine)) as client:
+        body = {"model": "policy", "prompt": list(asked.context_ids)}
+        assert (await client.post("/completions", json=body)).status_code == 200
+    assert engine.requests[3].context_ids == asked.context_ids
+    assert engine.requests[3].seed == asked.seed
+
+
+async def test_a_token_of_more_bits_than_there_are_is_refused_and_the_episode_goes_on():
+    async with client_of(make_episode(Scripted(["ok"]))) as client:
+        body = {"model": "policy", "prompt": [1 << 70]}
+        response = await client.post("/completions", json=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "prompt"
+        await chat(client, user("x"))
+
+
 async def test_an_asked_seed_gives_the_same_draws_again():
     engine = Scripted(["a", "a", "b"])
     async with client_of(make_episode(engine)) as client:
