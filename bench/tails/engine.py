@@ -44,8 +44,11 @@ class CachingEngine(FakeEngine):
         stall_s = 0.0
         if self._recomputes:
             self._held.clear()
-            rows = self._running.values()
-            num_tokens = sum(row.request.draw_offset + row.num_tokens for row in rows)
+            made = await self.peek()
+            num_tokens = sum(
+                self._running[name].request.draw_offset + len(result.token_ids)
+                for name, result in made.items()
+            )
             self.again_tokens_total += num_tokens
             stall_s = num_tokens / self._prefill_tokens_per_s
             await asyncio.sleep(stall_s)

@@ -79,8 +79,8 @@ def build_none(order: EngineOrder) -> "FakeEngine":
 @dataclass(slots=True)
 class _Row:
     request: GenerationRequest
-    num_tokens: int
-    """Of the whole response."""
+    length: int
+    """Tokens of the whole response."""
     is_cut_by_limit: bool
     num_counted: int = 0
     """The engine's steps up to those that are in ``version_runs``, or before it was admitted."""
@@ -280,7 +280,7 @@ class FakeEngine:
             self._running[row.request.request_id] = row
             self._num_admitted += 1
             row.num_counted = self._num_steps
-            end = self._num_steps + row.num_tokens
+            end = self._num_steps + row.length
             heapq.heappush(self._ends, (end, self._num_admitted, row))
 
     def _step(self, num_steps: int) -> None:
