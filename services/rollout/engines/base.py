@@ -349,7 +349,7 @@ def _check_ids(token_ids: Sequence[int], vocab_size: int) -> None:
     ids = np.frombuffer(array("q", token_ids), np.int64)  # a third of the time of min(token_ids)
     if not 0 <= ids.min() <= ids.max() < vocab_size:
         raise ValueError(
-            f"token ids must be in 0..{vocab_size - 1}, but are {ids.min()}..{ids.max()}; is the tokenizer the model's?"
+            f"token ids must be in 0..{vocab_size - 1}, not {ids.min()}..{ids.max()}: is the tokenizer the model's?"
         )
 
 
