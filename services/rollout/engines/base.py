@@ -347,9 +347,9 @@ def check_tensors(expected: Mapping[str, Sequence[int]], tensors: "Mapping[str, 
 
 def _check_ids(token_ids: Sequence[int], vocab_size: int) -> None:
     ids = np.frombuffer(array("q", token_ids), np.int64)  # a third of the time of min(token_ids)
-    if not 0 <= ids.min() <= ids.max() < vocab_size:
+    if not 0 <= (low := ids.min()) <= (high := ids.max()) < vocab_size:
         raise ValueError(
-            f"token ids must be in 0..{vocab_size - 1}, not {ids.min()}..{ids.max()}: is the tokenizer the model's?"
+            f"token ids must be in 0..{vocab_size - 1}, but are {low}..{high}; is the tokenizer the model's?"
         )
 
 
