@@ -21,7 +21,7 @@ class Setting:
     kills: int = 0
     kills_oldest: bool = False
     """Whether it is always the rollout with the oldest group that dies; else any."""
-    stale_wait_timeout_s: float = 600.0
+    stale_wait_timeout_s: float = 180.0
     """Longest wait for groups that would grow too old; their oldest tokens are masked then."""
     replicas: int = 4
     places: int = 32

@@ -96,6 +96,7 @@ class SimulatedRun:
         self._version = self._published = 0
         self._found: dict[str, list[_Made]] = {}
         self._staleness: list[int] = []
+        self._masked = 0
         self._trained: list[_Made] = []
         self._ends: list[float] = []
 
@@ -146,7 +147,9 @@ class SimulatedRun:
             batch = self._ledger.in_state(GroupState.TRAINING)
             for group in batch:
                 self._staleness.append(self._version - group.oldest_version)
-                self._trained += self._found.pop(group.group_id)
+                made = self._found.pop(group.group_id)
+                self._trained += made
+                self._masked += sum(self._num_stale(sample) for _, sample in made)
             self._ledger.consume(batch)
             await self._generation.release(batch)
             self._version += 1
@@ -272,11 +275,17 @@ class SimulatedRun:
                 / len(self._staleness),
                 3,
             ),
+            "masked": round(self._masked / sum(lengths), 4),
             "staleness_max": max(self._staleness),
             "versions_max": max(len(sample.sampled_versions) for sample in samples),
             "stalls": sum("stalled" in note for note in self._journal.notes),
             "hours": round(self._ends[-1] / 3600, 2),
         }
+
+    def _num_stale(self, sample: Sample) -> int:
+        """Tokens that are too old to be trained now."""
+        oldest = self._version - self.setting.lag
+        return sum(length for version, length in sample.version_runs if version < oldest)
 
     async def _num_unfinished(self) -> int:
         """Tokens of groups that are not trained yet, each once."""

@@ -141,8 +141,9 @@ class AlgorithmSpec(SpecPart):
     mask_older_tokens: bool = False
     """Whether only those tokens of a response train that its newest weight version sampled; what an earlier
     version sampled before an interruption is then context."""
-    stale_wait_timeout_s: float = Field(600.0, gt=0)
-    """Seconds that ``wait`` holds the trainer before it falls back to ``mask``."""
+    stale_wait_timeout_s: float = Field(180.0, gt=0)
+    """Seconds that ``wait`` holds the trainer in a step before it falls back to ``mask``: longer masks fewer
+    tokens of long responses and trains fewer samples per second."""
     max_nonfinite_steps: int = Field(3, ge=0)
     """Steps in a row that may be skipped because a number was not finite; one more goes back to the newest
     checkpoint, or ends the run if there is none or that did not help."""
