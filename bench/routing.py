@@ -1,8 +1,11 @@
 """Experts that an engine chose, replayed by the trainer: ``python -m bench.routing [WAY...] [--smoke]``.
 
-A random mixture of experts trains through all services, rollout and trainer on the same GPU: how far logprobs
-of engine and trainer are apart, and for how many tokens their experts differ. Results go to
-``bench/results/routing.json``. Bar: ``replay`` has at most half of the difference of ``compare``.
+A random mixture of experts in bfloat16 trains through all services, one step off, rollout and trainer on
+the same GPU: how far logprobs of engine and trainer are apart, and for how many tokens their experts differ.
+A way is an engine and a value of ``rollout.routing_replay``, such as ``vllm,replay``; ``off`` says the
+difference of an engine that does not tell its experts. Without a GPU the model is small. Results go to
+``bench/results/routing-gpu.json`` or ``routing-cpu.json``, beside those of other ways.
+Bar: with ``replay`` at most half of the difference that there is without.
 """
 
 import argparse
@@ -18,57 +21,75 @@ from transformers import AutoConfig
 from bench.whole_run import REPOSITORY, run_for
 from services.common.models.loading import build_model
 
-RESULTS = REPOSITORY / "bench" / "results" / "routing.json"
 _TASKS = REPOSITORY / "bench" / "e2e" / "tasks.py"
 _FIRST = 2
-_WAYS = {
-    "torch, compare": ("torch", "compare"),
-    "torch, replay": ("torch", "replay"),
-    "vllm, off": ("vllm", "off"),
-    # Where it tells of them: from vLLM 0.32 on.
-    "vllm, replay": ("vllm", "replay"),
-}
-_NUMBERS = ("rollout_logprob_abs_diff", "routing_differs", "sync_ms", "expert_load_max")
+_WAYS = [
+    f"{engine},{replay}"
+    for engine in ("torch", "vllm", "sglang")
+    for replay in ("off", "compare", "replay")
+]
+_NUMBERS = (
+    "rollout_logprob_abs_diff",
+    "routing_differs",
+    "staleness_mean",
+    "sync_ms",
+    "expert_load_max",
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("ways", nargs="*", help=f"some of: {'; '.join(_WAYS)}")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model, without a GPU")
+    parser.add_argument("ways", nargs="*", help=f"some of: {' '.join(_WAYS)}")
+    parser.add_argument("--smoke", action="store_true", help="small, and nothing is written")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--chosen", type=int, default=2, help="experts of a token, of 32")
+    parser.add_argument("--out", type=Path, help="where results go")
     arguments = parser.parse_args()
-    ways = (
-        arguments.ways
-        or ["torch, compare", "torch, replay", "vllm, off"][: 2 if arguments.smoke else 3]
-    )
-    found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "torch": torch.__version__,
-        "steps": arguments.steps,
-    }
+    ways = [way.replace(" ", "") for way in arguments.ways] or ["torch,compare", "torch,replay"]
+    if unknown := set(ways) - set(_WAYS):
+        parser.error(f"{sorted(unknown)} are no ways; use some of {' '.join(_WAYS)}")
+    is_small = arguments.smoke or not torch.cuda.is_available()
+    kind = "gpu" if torch.cuda.is_available() else "cpu"
+    default = REPOSITORY / "bench" / "results" / f"routing-{kind}.json"
+    out = arguments.out or (None if arguments.smoke else default)
     with tempfile.TemporaryDirectory() as temporary:
         model = Path(temporary) / "model"
-        dtype = torch.float32 if arguments.smoke else torch.bfloat16
-        config = _config(is_smoke=arguments.smoke)
-        build_model(config, dtype=dtype, device="cpu", seed=0).save_pretrained(model)
+        build_model(
+            _config(is_small=is_small, num_chosen=arguments.chosen),
+            dtype=torch.bfloat16,
+            device="cpu",
+            seed=0,
+        ).save_pretrained(model)
         for way in ways:
-            engine, replay = _WAYS[way]
-            spec = Path(temporary) / f"{engine}-{replay}.json"
-            document = _spec(model, engine=engine, replay=replay, is_smoke=arguments.smoke)
+            engine, replay = way.split(",")
+            folder = Path(temporary) / f"{engine}-{replay}"
+            spec = folder.with_suffix(".json")
+            document = _spec(model, engine=engine, replay=replay, is_small=is_small)
             spec.write_text(json.dumps(document))
-            folder = Path(temporary) / spec.stem
             run = run_for(arguments.steps, folder, (), spec=spec)
-            found[way] = {
+            found = {
                 name: round(mean(step[name] for step in run.steps[_FIRST:]), 6)
                 for name in _NUMBERS
                 if name in run.steps[-1]
             }
-            print(way, json.dumps(found[way]), flush=True)
-            if not arguments.smoke:
-                RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            print(way, json.dumps(found), flush=True)
+            if out is not None:
+                _note(out, way, found, steps=arguments.steps, chosen=arguments.chosen)
 
 
-def _spec(model: Path, *, engine: str, replay: str, is_smoke: bool) -> dict[str, Any]:
+def _note(out: Path, way: str, found: dict[str, float], *, steps: int, chosen: int) -> None:
+    """Write a way's results beside those of the others."""
+    known = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    facts = {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+        "steps": steps,
+        "chosen": chosen,
+    }
+    out.write_text(json.dumps(known | facts | {way: found}, indent=1) + "\n", encoding="utf-8")
+
+
+def _spec(model: Path, *, engine: str, replay: str, is_small: bool) -> dict[str, Any]:
     return {
         "name": "routing",
         "model": {"path": str(model), "tokenizer": "bytes"},
@@ -82,22 +103,23 @@ def _spec(model: Path, *, engine: str, replay: str, is_smoke: bool) -> dict[str,
             "replicas": 1,
             "routing_replay": replay,
             "group_size": 8,
-            "max_response_tokens": 16 if is_smoke else 512,
+            "max_response_tokens": 32 if is_small else 512,
             "rewards": [{"name": f"{_TASKS}:reward"}],
         },
+        "algorithm": {"max_staleness": 1},
         "trainer": {
             "steps": 10_000,
-            "prompts_per_step": 4 if is_smoke else 16,
-            "dtype": "float32" if is_smoke else "bfloat16",
+            "prompts_per_step": 4 if is_small else 16,
+            "dtype": "bfloat16",
             "optimizer": {"learning_rate": 1e-9},
         },
         "validation": {"every": 0},
     }
 
 
-def _config(*, is_smoke: bool) -> Any:
-    """Of 0.9 billion parameters; wide weights, so that experts matter."""
-    hidden, layers, heads = (64, 2, 2) if is_smoke else (1024, 12, 16)
+def _config(*, is_small: bool, num_chosen: int) -> Any:
+    """Of 0.7 billion parameters, or small; wide weights, so that experts matter."""
+    hidden, layers, heads = (256, 4, 4) if is_small else (1024, 12, 16)
     return AutoConfig.for_model(
         "qwen3_moe",
         vocab_size=258,
@@ -108,10 +130,10 @@ def _config(*, is_smoke: bool) -> Any:
         num_key_value_heads=2,
         head_dim=hidden // heads,
         moe_intermediate_size=hidden // 2,
-        num_experts=8 if is_smoke else 32,
-        num_experts_per_tok=2 if is_smoke else 8,
+        num_experts=32,
+        num_experts_per_tok=num_chosen,
         norm_topk_prob=True,
-        initializer_range=0.06,
+        initializer_range=0.06 if is_small else 0.03,
         max_position_embeddings=4096,
         tie_word_embeddings=False,
         eos_token_id=1,

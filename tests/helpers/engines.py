@@ -1,9 +1,11 @@
 """Tiny models and engines."""
 
 import asyncio
+import importlib.util
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
@@ -12,6 +14,19 @@ from services.rollout.engines.base import Engine, GenerationRequest
 from services.rollout.engines.torch import TorchEngine
 
 VOCAB_SIZE = 24
+
+
+def installed(*names: str) -> list[object]:
+    """Those that are installed; the others are skipped."""
+    return [
+        pytest.param(
+            name,
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec(name) is None, reason=f"{name} is not installed here"
+            ),
+        )
+        for name in names
+    ]
 
 
 def make_model(seed: int) -> PreTrainedModel:

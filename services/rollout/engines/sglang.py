@@ -52,6 +52,15 @@ def _kernels(order: EngineOrder) -> dict[str, str]:
     return chosen
 
 
+def _pins_memory() -> bool:
+    """Whether SGLang can pin the memory where it keeps chosen experts, which it does on a CPU too."""
+    try:
+        torch.cuda.cudart()
+    except (AssertionError, RuntimeError):  # torch without CUDA; no driver
+        return False
+    return True
+
+
 class SglangBackend:
     """One SGLang engine, in child processes of this one."""
 
@@ -85,8 +94,8 @@ class SglangBackend:
             stop_texts=True,
             truncation=True,
             seeds=bool(self._arguments["enable_deterministic_inference"]),
-            # It pins the memory where it keeps them, which takes CUDA.
-            routed_experts=_TELLS_EXPERTS in _OPTIONS and order.device.type != "cpu",
+            routed_experts=_TELLS_EXPERTS in _OPTIONS
+            and (order.device.type != "cpu" or _pins_memory()),
         )
         self.routing = routing_shape(order.config.to_dict()) if order.returns_experts else None
         if self.routing is not None:

@@ -17,7 +17,6 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
-from vllm.triton_utils import HAS_TRITON
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -36,7 +35,6 @@ _PLAIN_WORKER = "services.rollout.engines.vllm_plain_worker.PlainWeightLoader"
 _DIED = "the vLLM engine died; its own log lines above say why"
 # Steps whose tokens travel together: few enough that who reads along gets several pieces a second.
 _STREAM_INTERVAL = 16
-_TELLS_EXPERTS = "enable_return_routed_experts"
 
 
 def build(order: EngineOrder) -> PartedEngine:
@@ -62,9 +60,8 @@ class VllmBackend:
             stop_texts=True,
             truncation=False,
             seeds=order.is_reproducible,
-            # Versions before this parameter told everything at the end, also what was computed again. Only
-            # the V2 model runner tells, which needs Triton: CPU builds have none.
-            routed_experts=HAS_TRITON and hasattr(SamplingParams(), "routed_experts_prompt_start"),
+            # Versions before this parameter told everything at the end, also what was computed again.
+            routed_experts=hasattr(SamplingParams(), "routed_experts_prompt_start"),
         )
         self.routing = routing_shape(order.config.to_dict()) if order.returns_experts else None
         self._order = order
@@ -91,7 +88,9 @@ class VllmBackend:
         """Start vLLM and serve until cancelled."""
         with tempfile.TemporaryDirectory() as folder:
             self._order.config.save_pretrained(folder)
-            llm = await asyncio.to_thread(start, self.engine_args(folder))
+            llm = await asyncio.to_thread(
+                start, self.engine_args(folder), tells_experts=self.routing is not None
+            )
         try:
             self._llm = llm
             await self._warm_up()
@@ -204,8 +203,6 @@ class VllmBackend:
             # Replicas that drew from one stream would give the same prompt the same responses.
             "seed": secrets.randbits(31),
         }
-        if self.routing is not None:
-            arguments[_TELLS_EXPERTS] = True
         if self._order.sleeps and not current_platform.is_cpu():
             arguments["enable_sleep_mode"] = True
         if current_platform.is_cpu():

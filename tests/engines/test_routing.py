@@ -1,0 +1,44 @@
+"""Experts that a real engine chose are replayed in whole runs, which brings trainer and engine together."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.whole_run import REPOSITORY
+from tests.helpers.cli import run_module
+from tests.helpers.engines import installed
+
+pytestmark = pytest.mark.timeout(600)
+_MEASURED = REPOSITORY / "bench" / "results" / "routing-cpu.json"
+
+
+def _measured(folder: Path, *ways: str) -> dict[str, Any]:
+    out = folder / "routing.json"
+    run_module("bench.routing", *ways, "--steps", "4", "--out", out)
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def _difference(found: dict[str, Any], way: str) -> float:
+    assert found[way]["staleness_mean"] == 1
+    assert 0 < found[way].get("routing_differs", 0) < 0.3
+    return float(found[way]["rollout_logprob_abs_diff"])
+
+
+@pytest.mark.parametrize("engine", installed("vllm"))
+def test_a_run_with_replay_has_half_of_the_difference_that_was_measured_without(
+    tmp_path: Path, engine: str
+) -> None:
+    found = _measured(tmp_path, f"{engine},replay")
+    without = json.loads(_MEASURED.read_text())[f"{engine},compare"]["rollout_logprob_abs_diff"]
+    assert _difference(found, f"{engine},replay") <= without / 2
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("engine", installed("vllm", "sglang"))
+def test_replay_halves_the_difference(tmp_path: Path, engine: str) -> None:
+    found = _measured(tmp_path, f"{engine},compare", f"{engine},replay")
+    without = _difference(found, f"{engine},compare")
+    assert _difference(found, f"{engine},replay") <= without / 2
