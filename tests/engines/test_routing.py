@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.whole_run import REPOSITORY
-from tests.helpers.cli import run_module
+from tests.helpers.cli import REPOSITORY, run_module
 from tests.helpers.engines import installed
 
 pytestmark = pytest.mark.timeout(600)
