@@ -159,6 +159,7 @@ def _open_parted(
         decode=decode,
         arguments=arguments,
         is_written_in_place=in_place,
+        sleeps=True,
     )
     return _shared(f"{name} tied={tied} {in_place}", lambda: make_engine(name, order))
 

@@ -17,13 +17,22 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("engine", ["torch", "vllm"])
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize(
+    ("engine", "max_staleness", "cache"),
+    [("torch", 0, 0.0), ("torch", 1, 0.0), ("vllm", 0, 0.0), ("vllm", 1, 0.86)],
+)
 def test_a_run_trains_in_turns_on_one_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, max_staleness: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: str,
+    max_staleness: int,
+    cache: float,
 ) -> None:
+    """With a cache of so much of the GPU both sides give up what they have; else a small model stays."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    own = int(cache * torch.cuda.get_device_properties(0).total_memory)
     settings = (
+        *((f"rollout.engine_arguments.kv_cache_memory_bytes={own}",) if cache else ()),
         "topology.placement=colocated",
         f"algorithm.max_staleness={max_staleness}",
         "trainer.steps=6",

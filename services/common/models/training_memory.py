@@ -22,6 +22,8 @@ from services.common.spec.weight_modes import MODES
 
 _GB: Final = 1e9
 _STATE: Final = ("weights, float32", "optimizer", "gradients", "reference")
+SLEEPING: Final = "rollouts that sleep"
+"""Part of a trainer's GPU that is theirs."""
 SPARE: Final = 1.05
 """What a trainer's allocator holds for what is in use."""
 _FLOAT32: Final = 4
@@ -117,7 +119,7 @@ def trainer_memory(
         "context": _CONTEXT,
     }
     if spec.topology.takes_turns:
-        parts["rollouts that sleep"] = item * weights / spec.engine_gpus + _SLEEPING
+        parts[SLEEPING] = item * weights / spec.engine_gpus + _SLEEPING
     if spec.needs_reference and not spec.topology.own_gpus("ref_logp"):
         parts["reference"] = _FLOAT32 * weights / ranks
     moved = {False: (), "optimizer": ("optimizer",), True: _STATE}[trainer.cpu_offload]

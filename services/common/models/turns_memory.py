@@ -4,20 +4,25 @@ Whatever moves at a handover takes time in proportion to its bytes: the trainer'
 host memory, and KV cache that an engine maps anew. So neither moves more than it must.
 """
 
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from transformers import PretrainedConfig
 
 from services.common.models.training_memory import (
+    SLEEPING,
     SPARE,
     resting_memory,
     shapes_of,
     state_memory,
+    trainer_memory,
     weight_bytes,
 )
 from services.common.spec.engines import engine_kind
 from services.common.spec.run import RunSpec
+
+Stays = Literal["all", "state", "nothing"]
+"""Of a trainer: whatever it holds, its state between two steps, or what is on its way to rollouts alone."""
 
 # What an engine has beside weights, their shadow and its KV cache: activations, graphs, contexts, buckets.
 _ENGINE: Final = 8.0e9
@@ -49,10 +54,10 @@ def most_kv_tokens(spec: RunSpec, config: PretrainedConfig) -> int:
     return int(_BLOCKS_SPARE * most)
 
 
-def keeps_state(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> bool:
-    """Whether the trainer's state stays on the GPU while rollouts decode: where it fits beside them.
+def what_stays(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> Stays:
+    """What a trainer in turns leaves on the GPU while rollouts decode: as much as fits beside them.
 
-    Both sides reckon it, from the same numbers.
+    Where all of it does, engines give up nothing either. Both sides reckon it, from the same numbers.
 
     Args:
         spec: The run.
@@ -60,20 +65,39 @@ def keeps_state(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> b
         gpu_bytes: Memory of one GPU.
     """
     if not spec.rollouts_in_turns:
-        return False
+        return "nothing"
     dtype = getattr(torch, spec.trainer.dtype)
     weights, size = weight_bytes(shapes_of(config), dtype), spec.engine_gpus
-    kv_cache = most_kv_tokens(spec, config) * kv_bytes_per_token(config, dtype)
     # Keys and values of few heads are on all GPUs of an engine.
-    engine = 2 * weights / size + kv_cache + _ENGINE
+    engine = 2 * weights / size + _kv_bytes(spec, config, dtype) + _ENGINE
     engines = spec.rollouts_in_turns * size / spec.trainer.world_size
-    trainer = state_memory(spec, config, gpu_bytes=gpu_bytes) + resting_memory(spec, config)
-    return SPARE * trainer + engines * engine <= _LARGEST_SHARE * gpu_bytes
+    for stays in ("all", "state"):
+        kept = _kept(stays, spec, config, gpu_bytes=gpu_bytes)
+        if kept + engines * engine <= _LARGEST_SHARE * gpu_bytes:
+            return stays
+    return "nothing"
 
 
 def kept_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> float:
     """Bytes that a trainer in turns keeps on each of its GPUs while rollouts decode."""
+    stays = what_stays(spec, config, gpu_bytes=gpu_bytes)
+    return _kept(stays, spec, config, gpu_bytes=gpu_bytes)
+
+
+def _kept(stays: Stays, spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> float:
+    if stays == "all":
+        parts = trainer_memory(spec, config, gpu_bytes=gpu_bytes).parts
+        return SPARE * sum(size for name, size in parts.items() if name != SLEEPING)
     kept = resting_memory(spec, config)
-    if keeps_state(spec, config, gpu_bytes=gpu_bytes):
+    if stays == "state":
         kept += state_memory(spec, config, gpu_bytes=gpu_bytes)
     return SPARE * kept
+
+
+def _kv_bytes(spec: RunSpec, config: PretrainedConfig, dtype: torch.dtype) -> float:
+    kind, arguments = engine_kind(spec.rollout.engine), spec.rollout.engine_arguments
+    given = arguments.get(kind.cache_argument or "")
+    if given is not None and kind.cache_in_bytes:
+        return float(given)
+    tokens = most_kv_tokens(spec, config) if given is None else int(given)
+    return float(tokens * kv_bytes_per_token(config, dtype))

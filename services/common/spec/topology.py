@@ -18,12 +18,12 @@ class TopologySpec(SpecPart):
     """
 
     placement: Literal["disaggregated", "colocated", "mixed"] = "disaggregated"
-    """Where trainer and rollouts are. ``disaggregated``: each has GPUs of its own, and they work at the same
-    time. ``colocated``: all are on the trainer's GPUs, and take turns: while one side works, the other keeps
-    nothing there. The GPUs of all rollouts must be a multiple of ``trainer.world_size``, and
-    ``algorithm.max_staleness`` 0 or 1. ``mixed``: the first rollouts fill the trainer's GPUs and take turns
-    with it; the others, one if ``rollout.replicas`` is left out, have GPUs of their own and never stop:
-    what is unfinished when training begins goes on there."""
+    """Where trainer and rollouts are. ``disaggregated``: each has GPUs of its own, and they work at the
+    same time. ``colocated``: all are on the trainer's GPUs, and take turns: while one side works, the other
+    keeps there what fits beside it, at most. The GPUs of all rollouts must be a multiple of
+    ``trainer.world_size``, and ``algorithm.max_staleness`` 0 or 1. ``mixed``: the first rollouts fill the
+    trainer's GPUs and take turns with it; the others, one if ``rollout.replicas`` is left out, have GPUs of
+    their own and never stop: what is unfinished when training begins goes on there."""
     task_groups: tuple[tuple[str, ...], ...] = ()
     """Tasks of each group: a name, or a list of names that share GPUs, among ``train``, ``generate``,
     ``logp``, ``ref_logp``, ``critic`` and ``reward``. What is not listed belongs to ``train``, and

@@ -61,6 +61,7 @@ def build_engine(
         memory = plan(config, gpu_bytes=torch.cuda.get_device_properties(device).total_memory)
         logger.info("memory planned", extra={"table": memory.table()})
         arguments |= engine_share(memory, engine_kind(spec.engine), arguments)
+        sleeps = sleeps and not memory.stays_awake
     order = EngineOrder(
         config=config,
         dtype=dtype,

@@ -13,7 +13,12 @@ import torch
 from transformers import PretrainedConfig
 
 from services.common.models.training_memory import SPARE, trainer_memory
-from services.common.models.turns_memory import kept_memory, kv_bytes_per_token, most_kv_tokens
+from services.common.models.turns_memory import (
+    kept_memory,
+    kv_bytes_per_token,
+    most_kv_tokens,
+    what_stays,
+)
 from services.common.spec.engines import EngineKind, engine_kind
 from services.common.spec.run import RunSpec
 from services.common.spec.weight_modes import HOST_MODE, MODES
@@ -112,6 +117,8 @@ class MemoryPlan:
     """What other workers take of the same GPU."""
     most_kv_tokens: float = inf
     """Tokens of KV cache that are of use: where an engine takes turns, more would only take longer to map."""
+    stays_awake: bool = False
+    """Whether it keeps its memory in others' turns: there is room for all."""
 
     @property
     def plane(self) -> float:
@@ -187,6 +194,7 @@ def plan_memory(
     arguments: Mapping[str, Any],
     others: float = 0.0,
     most_kv_tokens: float = inf,
+    stays_awake: bool = False,
 ) -> MemoryPlan:
     """Divide a model, its KV cache and the weight plane among the GPUs of one rollout.
 
@@ -198,6 +206,7 @@ def plan_memory(
         arguments: Of the engine; they say how it is divided.
         others: Bytes that other workers take of that GPU.
         most_kv_tokens: Tokens of KV cache that are of use.
+        stays_awake: Whether the engine keeps its memory in others' turns.
     """
     num_gpus = kind.num_gpus(arguments)
     replicas = min(num_gpus, int(arguments.get(kind.replica_argument, 1)))
@@ -212,6 +221,7 @@ def plan_memory(
         kv_per_token=model.kv_per_token / divided,
         others=others,
         most_kv_tokens=most_kv_tokens,
+        stays_awake=stays_awake,
     )
 
 
@@ -266,6 +276,7 @@ def plan_of(
         arguments=arguments,
         others=memory_of_others(roles, spec, config, gpu_bytes=gpu_bytes),
         most_kv_tokens=most_kv_tokens(spec, config) if is_in_turns else inf,
+        stays_awake=is_in_turns and what_stays(spec, config, gpu_bytes=gpu_bytes) == "all",
     )
     most_tokens = spec.data.max_prompt_tokens + spec.rollout.max_response_tokens
     plan.check(most_tokens=min(most_tokens, int(config.max_position_embeddings)))

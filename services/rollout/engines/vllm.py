@@ -144,12 +144,14 @@ class VllmBackend:
     async def sleep(self) -> None:
         """Give up cache and weights: those that come next replace all of them."""
         with _alive():
-            await self.llm.engine_core.sleep_async(level=2)
+            if self._order.sleeps:
+                await self.llm.engine_core.sleep_async(level=2)
 
     async def wake(self) -> None:
         """Take the memory back."""
         with _alive():
-            await self.llm.engine_core.wake_up_async()
+            if self._order.sleeps:
+                await self.llm.engine_core.wake_up_async()
 
     async def score(self, name: str, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Ask for the logprobs of a prompt; vLLM then reads no cached prefix."""
@@ -199,12 +201,11 @@ class VllmBackend:
             "hf_overrides": {"head_dtype": "float32"},
             "worker_extension_cls": _WORKER,
             "disable_log_stats": True,
+            "enable_sleep_mode": self._order.sleeps and not current_platform.is_cpu(),
             "stream_interval": _STREAM_INTERVAL,
             # Replicas that drew from one stream would give the same prompt the same responses.
             "seed": secrets.randbits(31),
         }
-        if self._order.sleeps and not current_platform.is_cpu():
-            arguments["enable_sleep_mode"] = True
         if current_platform.is_cpu():
             # A seeded request whose prompt is prefilled in parts kills vLLM's engine on a CPU: it rewinds
             # the request's random generator, which CPU generators cannot do.
@@ -265,8 +266,7 @@ class VllmBackend:
     async def _deliver(self) -> None:
         """Take what vLLM sends next to those that wait for it."""
         for output in (await self.llm.engine_core.get_output_async()).outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is None:
+            if (stream := self._streams.get(output.request_id)) is None:
                 continue
             if output.finish_reason is not None:
                 del self._streams[output.request_id]

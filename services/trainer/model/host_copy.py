@@ -1,8 +1,8 @@
 """The training state of a rank in host memory, while others have its GPU.
 
-Where there is room for it beside them it stays, and only what a step takes besides is given back. Tensors
-stay the objects that they are, DTensors and the flat buffers of FSDP2 among them: what moves are the bytes
-that lie under them.
+Where there is room for it beside them it stays, and at most what a step takes besides is given back.
+Tensors stay the objects that they are, DTensors and the flat buffers of FSDP2 among them: what moves are the
+bytes that lie under them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from services.common.errors import FailedPreconditionError
+from services.common.models.turns_memory import Stays
 from services.trainer.model.local_parts import local_part
 from services.trainer.model.parallel import free_gathered
 
@@ -22,7 +23,7 @@ class HostCopy:
         modules: What is trained or compared with.
         optimizers: Of what is trained.
         device: What is moved lies there.
-        stays: Whether there is room for the state beside what others put there.
+        stays: What has room there beside what others have.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class HostCopy:
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         device: torch.device,
-        stays: bool = False,
+        stays: Stays = "nothing",
     ) -> None:
         self._modules = modules
         self._optimizers = optimizers
@@ -61,10 +62,13 @@ class HostCopy:
         if self.is_away:
             return
         self._is_away = True
+        if self._stays == "all":
+            self._synchronize()
+            return
         for module in self._modules:
             free_gathered(module)
         self._synchronize()  # with streams of their own, on which layers are gathered
-        if not self._stays:
+        if self._stays == "nothing":
             self._move()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

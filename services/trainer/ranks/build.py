@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from services.common.models.loading import build_model, load_config
 from services.common.models.teachers import check_teacher
 from services.common.models.tokenizer import load_tokenizer
-from services.common.models.turns_memory import keeps_state
+from services.common.models.turns_memory import Stays, what_stays
 from services.common.spec.run import RunSpec
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.checkpoint.manifest import STEP_PREFIX
@@ -113,7 +113,7 @@ def build_rank(
     if teller is not None:
         runner.hear_of(teller.take)
     frozen = [] if reference is None else [reference]
-    state = _state(runner, frozen, topology, stays=loader.state_stays())
+    state = _state(runner, frozen, topology, stays=loader.what_stays())
     rank = Rank(
         runner,
         fetch=fetch,
@@ -190,7 +190,7 @@ def build_critic(
 
 
 def _state(
-    runner: Runner, frozen: Sequence[Policy], topology: Topology, *, stays: bool
+    runner: Runner, frozen: Sequence[Policy], topology: Topology, *, stays: Stays
 ) -> HostCopy:
     """What is moved to host memory while others have the GPUs, unless there is room for both."""
     modules, optimizers = zip(*runner.parts().values(), strict=True)
@@ -312,14 +312,14 @@ class Loader:
         materialize(module, device=device)
         return module
 
-    def state_stays(self) -> bool:
-        """Whether the training state stays on a GPU that others use in turns."""
+    def what_stays(self) -> Stays:
+        """What stays on a GPU that others use in turns."""
         device = self._topology.device
         if device.type == "cpu":
-            return False
+            return "nothing"
         gpu_bytes = torch.cuda.get_device_properties(device).total_memory
         config = load_config(self._spec.model, self._tokenizer)
-        return keeps_state(self._spec, config, gpu_bytes=gpu_bytes)
+        return what_stays(self._spec, config, gpu_bytes=gpu_bytes)
 
     def _on_meta(self, make: Callable[[PreTrainedModel], _Module], dtype: torch.dtype) -> _Module:
         config = load_config(self._spec.model, self._tokenizer)

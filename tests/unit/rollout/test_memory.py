@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
 from services.common.models.training_memory import state_memory, trainer_memory
-from services.common.models.turns_memory import keeps_state, most_kv_tokens
+from services.common.models.turns_memory import most_kv_tokens, what_stays
 from services.common.spec.engines import ENGINES
 from services.common.spec.run import RunSpec
 from services.rollout.engines.memory import (
@@ -161,25 +161,35 @@ def test_an_engine_in_turns_has_the_gpu_but_for_what_a_sleeping_trainer_keeps() 
     beside = memory_of_others(["trainer"], apart, config, gpu_bytes=total)
     asleep = memory_of_others(["trainer"], turns, config, gpu_bytes=total)
     assert 15 * GB < asleep < 20 * GB < beside
-    assert not keeps_state(turns, config, gpu_bytes=total)
+    assert what_stays(turns, config, gpu_bytes=total) == "nothing"
     trainer = trainer_memory(turns, config, gpu_bytes=total)
     assert trainer.used - trainer_memory(apart, config, gpu_bytes=total).used == pytest.approx(
         trainer.parts["rollouts that sleep"]
     )
 
 
-def test_a_trainers_state_stays_where_it_fits_beside_the_engine() -> None:
+def test_what_fits_beside_an_engine_in_turns_stays() -> None:
     turns, config = in_turns(max_running_samples=64), qwen_7b()
     state = state_memory(turns, config, gpu_bytes=300 * GB)
     assert state == 3 * 4 * 7_615_616_512
-    assert [keeps_state(turns, config, gpu_bytes=gb * GB) for gb in (141, 300)] == [False, True]
-    sleeps, stays = (
-        memory_of_others(["trainer"], turns, config, gpu_bytes=gb * GB) for gb in (141, 300)
-    )
-    assert stays - sleeps == pytest.approx(1.05 * state)
-    plan = plan_of(turns, config, gpu_bytes=300 * GB, roles=["trainer"])
-    assert plan.kv_tokens == most_kv_tokens(turns, config)
-    assert not keeps_state(spec_of(), config, gpu_bytes=300 * GB)
+    totals = [gb * GB for gb in (141, 300, 600)]
+    found = [what_stays(turns, config, gpu_bytes=total) for total in totals]
+    assert found == ["nothing", "state", "all"]
+    kept = [memory_of_others(["trainer"], turns, config, gpu_bytes=total) for total in totals]
+    peak = trainer_memory(spec_of(), config, gpu_bytes=600 * GB).used
+    assert kept[1:] == [pytest.approx(kept[0] + 1.05 * state), pytest.approx(1.05 * peak)]
+    plans = [plan_of(turns, config, gpu_bytes=total, roles=["trainer"]) for total in totals]
+    assert [plan.stays_awake for plan in plans] == [False, False, True]
+    assert {plan.kv_tokens for plan in plans} == {most_kv_tokens(turns, config)}
+    # Turns are what it is for: elsewhere each has its memory all the time.
+    assert what_stays(spec_of(), config, gpu_bytes=600 * GB) == "nothing"
+
+
+def test_a_cache_that_is_given_counts_as_it_is() -> None:
+    own = in_turns(engine_arguments={"kv_cache_memory_bytes": 350 * GB})
+    assert what_stays(own, qwen_7b(), gpu_bytes=600 * GB) == "state"
+    tokens = in_turns(engine="torch", engine_arguments={"max_kv_tokens": 6_000_000})
+    assert what_stays(tokens, qwen_7b(), gpu_bytes=600 * GB) == "state"
 
 
 def test_an_engine_in_turns_maps_no_more_cache_than_its_places_can_fill() -> None:

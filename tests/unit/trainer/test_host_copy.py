@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from services.common.errors import FailedPreconditionError
+from services.common.models.turns_memory import Stays
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.collectives import Ranks
 from services.trainer.model.host_copy import HostCopy
@@ -21,7 +22,7 @@ SPEC = spec_of()
 QUEUE = random_queue(policy_of(SPEC))
 
 
-def _state_of(rank: Rank, *, stays: bool = False) -> HostCopy:
+def _state_of(rank: Rank, *, stays: Stays = "nothing") -> HostCopy:
     modules, optimizers = zip(*rank.runner.parts().values(), strict=True)
     return HostCopy(modules, optimizers, device=CPU, stays=stays)
 
@@ -69,10 +70,11 @@ def test_a_snapshot_of_a_trainer_that_sleeps_has_its_state(tmp_path: Path) -> No
     assert all(torch.equal(rank.snapshot(1).tensors[k], v) for k, v in expected.items())
 
 
-def test_a_state_that_stays_is_not_moved_and_not_used() -> None:
+@pytest.mark.parametrize("stays", ["state", "all"])
+def test_a_state_that_stays_is_not_moved_and_not_used(stays: Stays) -> None:
     policy = policy_of(SPEC)
     rank = _trained(policy)
-    state, places = _state_of(rank, stays=True), [p.data_ptr() for p in policy.parameters()]
+    state, places = _state_of(rank, stays=stays), [p.data_ptr() for p in policy.parameters()]
     state.put_away()
     assert [p.data_ptr() for p in policy.parameters()] == places
     assert all(state.read(p) is p for p in policy.parameters())
@@ -82,8 +84,8 @@ def test_a_state_that_stays_is_not_moved_and_not_used() -> None:
     state.check_here()
 
 
-@pytest.mark.parametrize("stays", [False, True])
-async def test_a_trainer_that_sleeps_neither_trains_nor_sends(stays: bool) -> None:
+@pytest.mark.parametrize("stays", ["nothing", "state", "all"])
+async def test_a_trainer_that_sleeps_neither_trains_nor_sends(stays: Stays) -> None:
     policy = policy_of(SPEC)
     rank, leader = rank_of(SPEC, policy, QUEUE), Leader()
     weights = WeightExport(policy, dtype=torch.float32)
