@@ -60,9 +60,17 @@ class Backend(Protocol):
         """Log-probability of every token but the first; reads no cached prefix."""
         ...
 
+    async def sleep(self) -> None:
+        """Give up the KV cache and what the weights hold; no part is there, or comes before weights."""
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory back."""
+        ...
+
 
 class Freezer(Protocol):
-    """A backend that can hold what runs while weights change, and give its memory up for others."""
+    """A backend that can hold what runs while weights change."""
 
     async def freeze(self) -> None:
         """Stop between two steps; parts keep their place, their tokens and their cache."""
@@ -75,12 +83,4 @@ class Freezer(Protocol):
             version: Of the weights that were loaded meanwhile.
             recompute: Whether caches are computed anew under them.
         """
-        ...
-
-    async def sleep(self) -> None:
-        """Give up the KV cache and what the weights hold; no part is there, or comes before weights."""
-        ...
-
-    async def wake(self) -> None:
-        """Take the memory back."""
         ...

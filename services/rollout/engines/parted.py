@@ -69,7 +69,7 @@ class PartedEngine:
             model: The model that it decodes.
             max_running: Most requests decoded at once.
             kv_policy: Whether an adoption recomputes the KV prefix of running requests.
-            freezer: The backend, if it can freeze and sleep.
+            freezer: The backend, if it can freeze.
             decode: Token ids to text; needed for stop texts.
         """
         self.capabilities = backend.capabilities
@@ -108,7 +108,7 @@ class PartedEngine:
             backend: The engine.
             order: What was ordered.
             length_argument: The engine's name for its longest context with the response.
-            freezer: The backend, if it can freeze and sleep.
+            freezer: The backend, if it can freeze.
         """
         return cls(
             backend,
@@ -211,20 +211,19 @@ class PartedEngine:
 
     async def sleep(self) -> None:
         """Cut what runs, and have the engine give its memory up."""
-        assert self._freezer is not None, "a run whose engine cannot sleep is refused"
         await self._started.wait()
         await self.pause()
         async with self._gate.closed():
             if not self._is_asleep:
                 self._busy.end()
                 self._is_asleep = self._is_blank = True
-                await self._freezer.sleep()
+                await self.backend.sleep()
 
     async def wake(self) -> None:
         """Have the engine take its memory back."""
         async with self._gate.closed():
-            if self._is_asleep and self._freezer is not None:
-                await self._freezer.wake()
+            if self._is_asleep:
+                await self.backend.wake()
                 self._is_asleep = False
 
     def weight_specs(self) -> list[TensorSpec]:

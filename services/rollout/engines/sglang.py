@@ -2,14 +2,12 @@
 
 import asyncio
 import base64
-import importlib.util
 import inspect
 import os
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,40 +23,20 @@ from services.rollout.engines.base import EngineCapabilities, RoutedExperts
 from services.rollout.engines.order import EngineOrder
 from services.rollout.engines.parted import PartedEngine
 from services.rollout.engines.request_parts import Chunk, Part, as_told
+from services.rollout.engines.sglang_packages import kernels, memory_saver, pins_memory
 
 _LOADER = "services.rollout.engines.sglang_worker.load"
 _TELLS_EXPERTS = "enable_return_routed_experts"
 # Newer releases have no dataclass, and all have a signature.
 _OPTIONS = frozenset(inspect.signature(ServerArgs).parameters)
+_SLEEPING = ["kv_cache", "weights"]
+_IDLE_TIMEOUT_S = 30.0
 _DIED = "the SGLang engine died; its own log lines above say why"
 
 
 def build(order: EngineOrder) -> PartedEngine:
     """The engine, which starts with its :meth:`PartedEngine.run`."""
     return PartedEngine.ordered(SglangBackend(order), order, length_argument="context_length")
-
-
-def _kernels(order: EngineOrder) -> dict[str, str]:
-    """Arguments that keep SGLang from kernels whose packages are not installed or were cut down."""
-    if order.device.type == "cpu":
-        return {}
-    kernels = importlib.util.find_spec("sgl_kernel")
-    folders = (kernels and kernels.submodule_search_locations) or ()
-    chosen: dict[str, str] = {}
-    if not any(True for folder in folders for _ in Path(folder).glob("**/flash_ops*")):
-        chosen["attention_backend"] = "triton"
-    if importlib.util.find_spec("flashinfer") is None:
-        chosen["sampling_backend"] = "pytorch"
-    return chosen
-
-
-def _pins_memory() -> bool:
-    """Whether SGLang can pin the memory where it keeps chosen experts, which it does on a CPU too."""
-    try:
-        torch.cuda.cudart()
-    except (AssertionError, RuntimeError):  # torch without CUDA; no driver
-        return False
-    return True
 
 
 class SglangBackend:
@@ -84,7 +62,8 @@ class SglangBackend:
             # The trainer's logits are float32 too.
             "enable_fp32_lm_head": True,
             "enable_deterministic_inference": order.is_reproducible,
-            **_kernels(order),
+            **kernels(order),
+            **memory_saver(order),
             **order.arguments,
         }
         # Outside its deterministic mode, SGLang has one random stream for all requests.
@@ -95,7 +74,7 @@ class SglangBackend:
             truncation=True,
             seeds=bool(self._arguments["enable_deterministic_inference"]),
             routed_experts=_TELLS_EXPERTS in _OPTIONS
-            and (order.device.type != "cpu" or _pins_memory()),
+            and (order.device.type != "cpu" or pins_memory()),
         )
         self.routing = routing_shape(order.config.to_dict()) if order.returns_experts else None
         if self.routing is not None:
@@ -207,6 +186,23 @@ class SglangBackend:
             await manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None)
         if not is_loaded:
             raise EngineDiedError(f"SGLang refused the weights: {message}")
+
+    async def sleep(self) -> None:
+        """Give up cache and weights: those that come next replace all of them."""
+        manager = self.engine.tokenizer_manager
+        # Its scheduler dies of a release while a step is under way, such as that of a part just ended.
+        flushed = await manager.flush_cache(timeout_s=_IDLE_TIMEOUT_S)
+        if not flushed.success:
+            raise EngineDiedError(f"SGLang was not idle within {_IDLE_TIMEOUT_S:.0f} s")
+        await manager.release_memory_occupation(
+            io_struct.ReleaseMemoryOccupationReqInput(tags=_SLEEPING), None
+        )
+
+    async def wake(self) -> None:
+        """Take the memory back."""
+        await self.engine.tokenizer_manager.resume_memory_occupation(
+            io_struct.ResumeMemoryOccupationReqInput(tags=_SLEEPING), None
+        )
 
     async def score(self, name: str, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Ask for the logprobs of a prompt; SGLang then reads no cached prefix."""

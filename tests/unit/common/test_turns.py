@@ -56,7 +56,7 @@ def test_every_gpu_may_have_several_rollouts():
             colocated(rollout={"engine": "vllm", "engine_arguments": {"tensor_parallel_size": 2}}),
             ["rollout.replicas (1) of 2 GPU(s)", "trainer.world_size (1)", "a multiple of 2"],
         ),
-        (colocated(rollout={"engine": "sglang"}), ["'sglang'", "one of torch, vllm, fake"]),
+        (colocated(rollout={"engine": "none"}), ["'none'", "one of torch, vllm, sglang, fake"]),
         (colocated(algorithm={"max_staleness": 2}), ["algorithm.max_staleness 2", "0 or 1"]),
         (colocated(rollout={"kv_policy": "keep"}), ["rollout.kv_policy", "'recompute'"]),
         (
