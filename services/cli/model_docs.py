@@ -8,8 +8,8 @@ Written by `make docs` from `services/common/models/families.py`.
 
 A family is accepted because tests compare it with its own forward and backward pass, to 1e-5 in float32:
 packed training (`tests/unit/trainer/test_families.py`), the torch engine's decoding
-(`tests/unit/rollout/test_torch.py`), divided layers (`tests/integration/test_family_ranks.py`) and, for every
-dense family, packs that ranks share (`trainer.context_parallel`, `tests/integration/test_context_ranks.py`).
+(`tests/unit/rollout/test_torch.py`), divided layers (`tests/integration/test_family_ranks.py`) and packs that
+ranks share (`trainer.context_parallel`, `tests/integration/test_context_ranks.py`).
 `slipstream validate` judges a model by its `config.json`, before anything is loaded: layers of another kind
 than full or sliding attention, and rotary frequencies that depend on the longest sequence of a batch
 (`dynamic`, `longrope`), are refused. Windows, capped scores and logits, and scales of logits are computed.

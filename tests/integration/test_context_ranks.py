@@ -21,6 +21,7 @@ from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.model.parallel import build_topology, distribute
 from services.trainer.model.policy import Critic, Policy
 from tests.helpers.batches import Queue, policy_of, random_queue, rank_of
+from tests.helpers.mixtures import mixture_shape
 from tests.helpers.ranks import run_ranks
 from tests.integration.test_trainer_ranks import assert_same, spec_for, train_once
 
@@ -30,6 +31,7 @@ _USUAL = ("llama", "mistral", "gemma2")
 _OTHERS = tuple(
     name for name, family in FAMILIES.items() if family.routing is None and name not in _USUAL
 )
+_MIXTURES = tuple(name for name, family in FAMILIES.items() if family.routing is not None)
 
 
 def _join(rank: int, store: str, ranks: int) -> None:
@@ -40,8 +42,10 @@ def _join(rank: int, store: str, ranks: int) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("names", [_USUAL, pytest.param(_OTHERS, marks=pytest.mark.nightly)])
-def test_packs_of_every_dense_family_are_exact(names: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names", [_USUAL, pytest.param(_OTHERS, marks=pytest.mark.nightly), _MIXTURES]
+)
+def test_packs_of_every_family_are_exact(names: tuple[str, ...], tmp_path: Path) -> None:
     run_ranks(_families, str(tmp_path / "store"), names, count=2)
 
 
@@ -78,6 +82,12 @@ def _shapes(rank: int, store: str) -> None:
         _compare(
             str(options), lambda: _policy("qwen3", 2), _packs(), tolerance=tolerance, **options
         )
+    for options in (
+        {"context_parallel": 2, "expert_parallel": 2},
+        {"context_parallel": 2, "expert_parallel": 4, "activation_checkpointing": True},
+        {"context_parallel": 4, "expert_parallel": 2},
+    ):
+        _compare(str(options), lambda: _policy("qwen3_moe", 2), _packs(), **options)
     _compare("critic", lambda: _critic(), _packs(), context_parallel=4)
     distributed.destroy_process_group()
 
@@ -162,21 +172,21 @@ def _packs() -> list[PackedTokens]:
 
 
 def _model(name: str, heads: int) -> PreTrainedModel:
-    config = AutoConfig.for_model(
-        name,
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=heads,
-        head_dim=8,
-        max_position_embeddings=128,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        sliding_window=6,
-    )
+    shape = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": heads,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "sliding_window": 6,
+    }
+    config = AutoConfig.for_model(name, **{**shape, **mixture_shape(name)})
     return build_model(config, dtype=torch.float32, device=_CPU, seed=3)
 
 

@@ -142,19 +142,14 @@ def check_trainer(
 def _context_problems(
     config: Mapping[str, Any], context_parallel: int, tensor_parallel: int
 ) -> Iterator[str]:
-    begins = f"trainer.context_parallel is {context_parallel}, but"
-    if is_mixture(config):
-        yield (
-            f"{begins} {config['model_type']!r} is a mixture of experts, whose balance is counted over whole "
-            "micro-batches; set it to 1"
-        )
     heads = config.get("num_attention_heads") or 0
     own = heads // tensor_parallel
     if own % context_parallel:
         divided = f", {own} of them on each of {tensor_parallel} tensor-parallel processes"
         yield (
-            f"{begins} layers of model.path have {heads} attention heads"
-            f"{divided if tensor_parallel > 1 else ''}, which must be a multiple of it; set it to a divisor"
+            f"trainer.context_parallel is {context_parallel}, but layers of model.path have {heads} "
+            f"attention heads{divided if tensor_parallel > 1 else ''}, which must be a multiple of it; set "
+            "it to a divisor"
         )
 
 

@@ -244,11 +244,6 @@ def _parallelism(spec: RunSpec) -> Iterator[str]:
             f"trainer.tensor_parallel ({trainer.tensor_parallel})"
             + (also if trainer.context_parallel > 1 else "")
         )
-    if trainer.context_parallel > 1 and trainer.expert_parallel > 1:
-        yield (
-            f"trainer.context_parallel {trainer.context_parallel} cannot be combined with "
-            f"trainer.expert_parallel {trainer.expert_parallel}; set one of them to 1"
-        )
     data_parallel = trainer.world_size // trainer.tensor_parallel
     if data_parallel % trainer.expert_parallel:
         yield (

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import lcm
 
 from services.common.spec.placement_rules import placement
 from services.common.spec.run import RunSpec
@@ -44,7 +45,7 @@ def may_take_turns(spec: RunSpec, setting: Setting) -> bool:
 def trainer_unit(spec: RunSpec) -> int:
     """GPUs of which the trainer has a multiple."""
     trainer = spec.trainer
-    return trainer.tensor_parallel * trainer.expert_parallel * trainer.context_parallel
+    return trainer.tensor_parallel * lcm(trainer.expert_parallel, trainer.context_parallel)
 
 
 def otherwise(spec: RunSpec) -> Iterator[Setting]:

@@ -32,11 +32,16 @@ class ContextRanks:
         """Tokens of each rank, those that fill up among them."""
         return -(-num_tokens // self.size)
 
-    def own(self, tokens: Tensor) -> Tensor:
-        """``[T]`` to ``[C]``: this rank's tokens, filled up with zeros."""
+    def num_own(self, num_tokens: int) -> int:
+        """This rank's tokens without those that fill up."""
+        size = self.chunk(num_tokens)
+        return min(size, max(0, num_tokens - self.rank * size))
+
+    def own(self, tokens: Tensor, *, filler: int = 0) -> Tensor:
+        """``[T, ...]`` to ``[C, ...]``: this rank's tokens, filled up."""
         size = self.chunk(len(tokens))
         part = tokens[self.rank * size :][:size]
-        return functional.pad(part, (0, size - len(part)))
+        return torch.cat([part, part.new_full((size - len(part), *part.shape[1:]), filler)])
 
     def own_heads(self, of_heads: Tensor) -> Tensor:
         """``[heads]`` to those of this rank."""
@@ -77,6 +82,18 @@ class ContextRanks:
         """
         result: Tensor = _Gathered.apply(values, counts, self)  # type: ignore[no-untyped-call]
         return result
+
+    def summed(self, values: Tensor) -> Tensor:
+        """The sum over ranks of what each has of its own tokens. Each then computes the same loss of it."""
+        result: Tensor = _Summed.apply(values, self)  # type: ignore[no-untyped-call]
+        return result
+
+    def whole(self, flags: Tensor, num_tokens: int) -> Tensor:
+        """``[C]`` bool of this rank's tokens to ``[T]`` of all."""
+        mine = flags.to(torch.uint8)
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        distributed.all_gather(parts, mine, group=self.group)
+        return torch.cat(parts)[:num_tokens].bool()
 
 
 def exchanged(
@@ -139,3 +156,17 @@ class _Gathered(torch.autograd.Function):
         # Every rank has the gradient of the same loss. FSDP takes the mean of what they make of it, each of
         # its own tokens, and wanted is the sum.
         return gradients[0].split(counts)[ranks.rank] * ranks.size, None, None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, ranks: ContextRanks) -> Tensor:
+        ctx.size = ranks.size
+        total = values.clone()
+        distributed.all_reduce(total, group=ranks.group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        # As of what is gathered.
+        return gradients[0] * ctx.size, None

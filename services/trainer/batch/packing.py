@@ -79,6 +79,7 @@ class PackedTokens:
             self,
             input_ids=ranks.own(self.input_ids),
             position_ids=ranks.own(self.position_ids),
+            experts=None if self.experts is None else ranks.own(self.experts, filler=-1),
             predictors=self.predictors[own] - ranks.rank * size,
             targets=self.targets[own],
             context=ranks,

@@ -2,7 +2,8 @@
 
 mesh   dp x tp; FSDP2 shards over dp, tensor-parallel ranks share layers. Where experts are shared, dp is
        copies x experts: each of the inner ranks holds a part of the experts of every layer. Where packs are,
-       dp is data x context: each of the inner ranks computes a part of the tokens of every pack
+       dp is data x context: each of the inner ranks computes a part of the tokens of every pack. Where both
+       are, weights have the former and packs the latter
 order  tensor and expert parallelism -> what layers keep (``activations.py``) -> FSDP2, from the inside out
 """
 
@@ -109,8 +110,8 @@ def build_topology(
         if spec.dtype == "float32" and not spec.offloads_weights:
             return Topology(device=device, data=Ranks())
         join_processes(device=device, rank=0, world_size=1)
-    mesh = _mesh(spec, device)
-    data = mesh["dp" if spec.context_parallel == 1 else "data"]
+    mesh, packs = _meshes(spec, device)
+    data = mesh["dp"] if packs is None else packs["data"]
     everyone = Ranks(rank=rank, size=world_size, group=distributed.group.WORLD)
     return Topology(
         device=device,
@@ -124,28 +125,34 @@ def build_topology(
         world_size=world_size,
         mesh=mesh,
         experts=mesh["copies", "experts"] if spec.expert_parallel > 1 else None,
-        context=_context(mesh) if spec.context_parallel > 1 else None,
+        context=None if packs is None else _context(packs),
     )
 
 
-def _mesh(spec: TrainerSpec, device: torch.device) -> DeviceMesh:
+def _meshes(spec: TrainerSpec, device: torch.device) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The mesh of weights, and that of packs where ranks compute these together."""
     tensor = spec.tensor_parallel
+    found = []
     for names, inner in (
         (("copies", "experts"), spec.expert_parallel),
         (("data", "context"), spec.context_parallel),
     ):
         if inner > 1:
             shape = (spec.world_size // (inner * tensor), inner, tensor)
-            mesh = init_device_mesh(device.type, shape, mesh_dim_names=(*names, "tp"))
-            mesh[names]._flatten("dp")  # noqa: SLF001 -- torch has no other name for it
-            return mesh
-    return init_device_mesh(
-        device.type, (spec.world_size // tensor, tensor), mesh_dim_names=("dp", "tp")
-    )
+            found.append(init_device_mesh(device.type, shape, mesh_dim_names=(*names, "tp")))
+            if len(found) == 1:
+                found[0][names]._flatten("dp")  # noqa: SLF001 -- torch has no other name for it
+    if not found:
+        found = [
+            init_device_mesh(
+                device.type, (spec.world_size // tensor, tensor), mesh_dim_names=("dp", "tp")
+            )
+        ]
+    return found[0], found[-1] if spec.context_parallel > 1 else None
 
 
-def _context(mesh: DeviceMesh) -> ContextRanks:
-    context = mesh["context"]
+def _context(packs: DeviceMesh) -> ContextRanks:
+    context = packs["context"]
     return ContextRanks(context.get_group(), context.get_local_rank(), context.size())
 
 

@@ -59,12 +59,9 @@ class Policy(nn.Module):
         Returns:
             ``[R]`` float32 logprobs and ``[R]`` float32 entropies, both with gradients.
         """
-        if self.routing is not None:
-            is_told = self._routing_replay != "off"
-            self.routing.begin(
-                packed.experts if is_told else None, replays=self._routing_replay == "replay"
-            )
         packed = packed if self.context is None else packed.shared_with(self.context)
+        if self.routing is not None:
+            self.routing.begin(packed, self._routing_replay)
         hidden = decoder_states(self.model, packed)[packed.predictors]
         logprobs, entropy = token_logprobs(
             hidden,

@@ -15,6 +15,8 @@ from torch.nn import functional
 
 from services.common.models.families import FAMILIES, num_experts
 from services.common.models.routers import routers_of
+from services.trainer.batch.context import ContextRanks
+from services.trainer.batch.packing import PackedTokens
 
 _BIAS = "e_score_correction_bias"
 _LEAST_SUM = 1e-20
@@ -32,6 +34,8 @@ class Routing:
         self._kind = FAMILIES[str(config["model_type"])].routing
         self._num_experts = num_experts(config)
         self._replayed: Tensor | None = None
+        self._context: ContextRanks | None = None
+        self._num_tokens = 0
         self._is_replaying = False
         self._logits: dict[int, Tensor] = {}
         self._chosen: dict[int, Tensor] = {}
@@ -40,19 +44,24 @@ class Routing:
         for place, router in enumerate(self._routers):
             router.register_forward_hook(partial(self._route, place))
 
-    def begin(self, replayed: Tensor | None, *, replays: bool) -> None:
+    def begin(self, packed: PackedTokens, replay: str) -> None:
         """Before a forward pass; holds until its backward pass is done, which may compute it again.
 
         Args:
-            replayed: ``[T, layers, K]`` int64 experts of the engine, -1 where they are not known.
-            replays: Whether they are chosen, or only compared with.
+            packed: The tokens, or those of this rank where ranks compute them together.
+            replay: What is done with the engine's choices: value of ``rollout.routing_replay``.
         """
-        self._replayed, self._is_replaying = replayed, replays
+        self._replayed = None if replay == "off" else packed.experts
+        self._is_replaying = replay == "replay"
+        self._context, self._num_tokens = packed.context, len(packed.layout.depths)
         self._logits, self._chosen, self._differs = {}, {}, {}
 
     def counts(self) -> Tensor:
-        """``[layers, E]`` int64: how often each expert was chosen."""
-        chosen = torch.stack([self._chosen[place].flatten() for place in sorted(self._chosen)])
+        """``[layers, E]`` int64: how often each expert was chosen, for tokens of this rank."""
+        own = self._num_own
+        chosen = torch.stack(
+            [self._chosen[place][:own].flatten() for place in sorted(self._chosen)]
+        )
         counts = chosen.new_zeros(len(chosen), self._num_experts)
         return counts.scatter_add_(1, chosen, torch.ones_like(chosen))
 
@@ -61,7 +70,11 @@ class Routing:
         if self._replayed is None:
             return None
         known = (self._replayed >= 0).flatten(1).any(1)
-        return torch.stack(list(self._differs.values())).any(0), known
+        differs = torch.stack(list(self._differs.values())).any(0)
+        if self._context is not None:
+            differs = self._context.whole(differs, self._num_tokens)
+            known = self._context.whole(known, self._num_tokens)
+        return differs, known
 
     def balance_loss(self) -> Tensor:
         """Auxiliary loss of the Switch Transformer (arXiv:2101.03961, equations 4 to 6) over all layers.
@@ -70,14 +83,25 @@ class Routing:
         all are chosen equally often. Where each expert has a score of its own, probabilities are shares of
         their sum (arXiv:2412.19437, equation 18).
         """
-        logits = torch.cat([self._logits[place] for place in sorted(self._logits)]).float()
+        own = self._num_own
+        logits = torch.cat([self._logits[place][:own] for place in sorted(self._logits)]).float()
         if self._kind == "sigmoid":
             scores = logits.sigmoid()
             probabilities = scores / (scores.sum(1, keepdim=True) + _LEAST_SUM)
         else:
             probabilities = logits.softmax(1)
-        chosen = self.counts().sum(0).float()
-        return self._num_experts * (chosen / len(logits) * probabilities.mean(0)).sum()
+        chosen, probability = self.counts().sum(0).float(), probabilities.sum(0)
+        if self._context is not None:
+            chosen, probability = self._context.summed(torch.stack([chosen, probability])).unbind()
+        num_choices = len(self._logits) * self._num_tokens
+        return self._num_experts * (chosen / num_choices * probability / num_choices).sum()
+
+    @property
+    def _num_own(self) -> int:
+        """Tokens of this rank, without those that fill its chunk up."""
+        if self._context is None:
+            return self._num_tokens
+        return self._context.num_own(self._num_tokens)
 
     @torch.no_grad()
     def move_biases(self, counts: Tensor, rate: float) -> None:

@@ -25,7 +25,8 @@ class Balancer:
     def __init__(self, policy: Policy, spec: RunSpec, ranks: Ranks) -> None:
         self._routing = policy.routing
         self._spec = spec.trainer.balancing
-        self._ranks = ranks
+        # Where ranks compute packs together each counts its own tokens.
+        self._ranks = ranks.everyone or ranks
         self._compares = spec.rollout.routing_replay != "off"
         config: Mapping[str, Any] = policy.model.config.to_dict()
         self._coefficient = self._spec.coefficient or config.get("router_aux_loss_coef") or 0.0

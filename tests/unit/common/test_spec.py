@@ -72,10 +72,6 @@ def changed(**parts):
             changed(trainer={"world_size": 4, "tensor_parallel": 2, "context_parallel": 4}),
             ["world_size (4)", "multiple", "trainer.context_parallel (4)"],
         ),
-        (
-            changed(trainer={"world_size": 4, "expert_parallel": 2, "context_parallel": 2}),
-            ["trainer.context_parallel 2", "trainer.expert_parallel 2", "set one"],
-        ),
         (changed(trainer={"zero_stage": 1, "cpu_offload": True}), ["zero_stage", "cpu_offload"]),
         (changed(validation={"only": True}), ["data.heldout"]),
         (

@@ -1,0 +1,139 @@
+"""Steps of mixtures of experts whose packs ranks share are those of one rank: balance, replay, biases."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+from transformers import AutoConfig
+
+from services.common.jagged import Jagged
+from services.common.models.loading import build_model, stored_tensors
+from services.common.spec.run import RunSpec
+from services.trainer.batch.packing import pack
+from services.trainer.model.parallel import build_topology, distribute
+from services.trainer.model.policy import Policy
+from tests.helpers.batches import CPU, Queue, random_queue, rank_of, spec_of
+from tests.helpers.mixtures import mixture_shape
+from tests.helpers.ranks import run_ranks
+from tests.integration.test_trainer_ranks import Recorder
+
+_LOSS = {"balancing": {"kind": "loss", "coefficient": 0.5}}
+_BIAS = {"balancing": {"kind": "bias", "bias_rate": 0.01}}
+_CASES: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("qwen3_moe", _LOSS, "off"),
+    ("qwen3_moe", _LOSS, "replay"),
+    ("mixtral", {}, "off"),
+    ("gpt_oss", {}, "replay"),
+    ("deepseek_v3", _BIAS, "off"),
+    ("deepseek_v3", _BIAS, "compare"),
+)
+_TOLD = ("loss", "grad_norm", "entropy", "balance_loss", "routing_differs", "expert_load_worst")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {"context_parallel": 2}),
+        (2, {"context_parallel": 2, "expert_parallel": 2}),
+        (4, {"context_parallel": 2, "expert_parallel": 2}),
+    ],
+    ids=str,
+)
+def test_steps_of_mixtures_are_those_of_one_rank(
+    tmp_path: Path, ranks: int, options: dict[str, Any]
+) -> None:
+    run_ranks(_compare, str(tmp_path / "store"), ranks, options, count=ranks)
+
+
+def _compare(rank: int, store: str, ranks: int, options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks
+    )
+    for family, trainer, replay in _CASES:
+        if ranks > 2:
+            # Micro-batches are others than on one rank: balance is counted over the tokens of each.
+            if trainer is _LOSS:
+                continue
+            trainer = {**trainer, "share_prefixes": False}
+        told = f"{family}, {trainer}, {replay}"
+        expected = _train(family, _spec(trainer, replay))
+        actual = _train(family, _spec({**trainer, **options, "world_size": ranks}, replay), rank)
+        for name in _TOLD:
+            wanted = expected["metrics"].get(name, -1.0)
+            found = actual["metrics"].get(name, -1.0)
+            assert found == pytest.approx(wanted, rel=2e-6, abs=1e-7), f"{told}: {name}"
+        if replay != "off":
+            assert 0.1 < actual["metrics"]["routing_differs"] < 1.0
+        norm = torch.stack([value.norm() for value in expected["gradients"].values()]).norm()
+        for key, value in expected["gradients"].items():
+            error = (actual["gradients"][key] - value).norm() / norm
+            assert error <= 1e-6, f"{told}: gradient of {key} differs by {error}"
+        for key, value in expected["biases"].items():
+            assert value.norm() > 0
+            assert torch.equal(actual["biases"][key], value), f"{told}: {key}"
+    distributed.destroy_process_group()
+
+
+def _spec(trainer: dict[str, Any], replay: str) -> RunSpec:
+    optimizer = {"max_grad_norm": 1e9}
+    return spec_of(trainer={"optimizer": optimizer, **trainer}, rollout={"routing_replay": replay})
+
+
+def _train(family: str, spec: RunSpec, rank: int = 0) -> dict[str, Any]:
+    """A step; returns what it reports, its gradients, and the biases of routers behind it."""
+    policy = _policy(family, spec)
+    queue = _queue(policy)
+    topology = build_topology(
+        spec.trainer, device=CPU, rank=rank, world_size=spec.trainer.world_size
+    )
+    distribute(policy, spec.trainer, topology)
+    trained = rank_of(spec, policy, queue, ranks=topology.data)
+    recorder: Any = Recorder(policy)
+    runner: Any = trained.runner
+    runner.optimizer = recorder
+    metrics = trained.train(1, queue.meta).metrics
+    biases = {
+        name: value.clone()
+        for name, value in stored_tensors(policy.model).items()
+        if name.endswith("e_score_correction_bias")
+    }
+    return {"metrics": metrics, "gradients": recorder.gradients, "biases": biases}
+
+
+def _policy(family: str, spec: RunSpec) -> Policy:
+    shape = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.3,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    config = AutoConfig.for_model(family, **{**shape, **mixture_shape(family)})
+    model = build_model(config, dtype=torch.float32, device=CPU, seed=3)
+    return Policy(model, temperature=1.0, routing_replay=spec.rollout.routing_replay)
+
+
+def _queue(policy: Policy) -> Queue:
+    """Random samples, and experts of an engine, of which some differ and some are not known."""
+    queue = random_queue(policy, num_groups=3)
+    prompts, responses = queue.fields["prompt_ids"], queue.fields["response_ids"]
+    with torch.no_grad():
+        policy(pack(prompts, responses, device=CPU))
+    assert policy.routing is not None
+    chosen = policy.routing._chosen
+    experts = torch.stack([chosen[place] for place in sorted(chosen)], 1)
+    experts[::2] = (experts[::2] + 1) % 8
+    experts[::5] = 255
+    lengths = prompts.lengths + responses.lengths - 1
+    return queue.replaced(routed_experts=Jagged(experts.to(torch.uint8), lengths))
