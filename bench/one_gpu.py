@@ -29,7 +29,7 @@ from bench.e2e.shapes import SHAPES, smoke
 from bench.e2e.timeline import facts, time_line
 from bench.switches import switches
 from bench.whole_run import REPOSITORY, run_for
-from services.common.models.training_memory import trainer_memory
+from services.common.models.training_memory import SLEEPING, trainer_memory
 from services.common.spec.run import RunSpec
 from services.rollout.engines.memory import plan_of
 
@@ -89,12 +89,12 @@ def _planned(spec: RunSpec, model: Path) -> dict[str, float]:
     """GB of the trainer and of the engine with its weight plane."""
     config = AutoConfig.from_pretrained(model)
     total = int(_query("memory.total")[0]) << 20
-    trainer = trainer_memory(spec, config, gpu_bytes=total).used
-    rollout = plan_of(spec, config, gpu_bytes=total, roles=["trainer"])
-    engine = rollout.engine_share * total + rollout.plane
-    return {
-        name: round(size / 1e9, 2) for name, size in (("trainer", trainer), ("rollout", engine))
+    parts = trainer_memory(spec, config, gpu_bytes=total).parts
+    planned = {
+        "trainer": sum(size for name, size in parts.items() if name != SLEEPING),
+        "rollout": plan_of(spec, config, gpu_bytes=total, roles=["trainer"]).used,
     }
+    return {name: round(size / 1e9, 2) for name, size in planned.items()}
 
 
 @contextmanager

@@ -6,7 +6,7 @@ engine has several GPUs, its weights, its KV cache and the shadow are divided am
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import floor, inf, prod
+from math import ceil, floor, inf, prod
 from typing import Any, Final, Self
 
 import torch
@@ -135,6 +135,17 @@ class MemoryPlan:
         """What is left for keys and values; negative if there is no room."""
         left = self.engine_share * self.total - self.weights - _WORKING
         return min(left, self.most_kv_tokens * self.kv_per_token)
+
+    @property
+    def wanted_share(self) -> float:
+        """Part of the memory that it has to find free when it starts, in steps of .01."""
+        needed = (self.weights + _WORKING + self.kv_cache) / self.total
+        return min(self.engine_share, ceil(100 * needed) / 100)
+
+    @property
+    def used(self) -> float:
+        """Bytes of the engine and of the weight plane."""
+        return self.weights + _WORKING + self.kv_cache + self.plane
 
     @property
     def kv_tokens(self) -> int:
@@ -309,10 +320,10 @@ def _checked_share(
 ) -> Mapping[str, Any]:
     name = kind.memory_argument
     assert name is not None
-    most = plan.engine_share - (_WORKING / plan.total if kind.memory_excludes_working else 0)
-    given = arguments.get(name)
+    excluded = _WORKING / plan.total if kind.memory_excludes_working else 0
+    most, given = plan.engine_share - excluded, arguments.get(name)
     if given is None:
-        return {name: round(most, 2)}
+        return {name: round(plan.wanted_share - excluded, 2)}
     if given > most:
         beside = f" and other workers {plan.others / _GB:.1f}" if plan.others else ""
         raise ValueError(
