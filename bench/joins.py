@@ -107,7 +107,7 @@ def _joined_and_left(folder: Path, settings: list[str], *, spec: Path) -> dict[s
         return {
             **watch.seen.facts(since=began),
             "leaving_s": round(left - leaves, 2),
-            "between_steps": _gaps(folder, began=began, joined=watch.seen.token, leaves=leaves),
+            "between_steps": _gaps(folder, watch.seen, began=began, leaves=leaves),
             "workers_lost": lost,
         }
 
@@ -159,18 +159,21 @@ class _Watch:
         return seen
 
 
-def _gaps(folder: Path, *, began: float, joined: float, leaves: float) -> Mapping[str, float]:
-    """Seconds between steps: usual ones, and the longest while a rollout joined, or left."""
+def _gaps(folder: Path, seen: _Seen, *, began: float, leaves: float) -> Mapping[str, float]:
+    """Seconds between steps: usual ones, and the longest while a rollout loaded, joined, or left."""
     ends = [datetime.fromisoformat(step["time"]).timestamp() for step in steps_in(folder)]
     gaps = list(pairwise(ends))
+
+    def longest(since: float, until: float) -> float:
+        return round(max(end - start for start, end in gaps if end > since and start < until), 3)
+
     # The first steps compile.
     usual = [end - start for start, end in gaps[1:] if end < began]
-    joining = [end - start for start, end in gaps if end > began and start < joined]
-    leaving = [end - start for start, end in gaps if end > leaves]
     return {
         "median_s": round(median(usual), 3),
-        "longest_while_joining_s": round(max(joining), 3),
-        "longest_while_leaving_s": round(max(leaving), 3),
+        "longest_while_loading_s": longest(began, seen.loaded),
+        "longest_while_joining_s": longest(seen.loaded, seen.token),
+        "longest_while_leaving_s": longest(leaves, time.time()),
     }
 
 
