@@ -33,6 +33,8 @@ _LOGITS: Final = 5.0e9
 _CONTEXT: Final = 1.5e9
 # What an engine that sleeps keeps beside received weights: contexts, graphs, the buffers of its collectives.
 _SLEEPING: Final = 6.0e9
+ROOM: Final = 256 << 20
+"""What is lent for a weight handover by ``weightsync/handle.py``."""
 # Of the hidden size, of all queries and of all keys: what a layer keeps of each token beside its feed-forward
 # part, which keeps gate, up and their product.
 _HIDDENS, _QUERIES, _KEY_VALUES, _FEED_FORWARD = 4, 2, 2, 3
@@ -274,4 +276,11 @@ def _sent(spec: RunSpec, weights: float, *, item: int) -> float:
         or trainer.lora is not None
         or trainer.tensor_parallel > 1
     )
-    return item * weights / (1 if is_whole else trainer.world_size)
+    return item * weights / (1 if is_whole else trainer.world_size) + _lent(spec)
+
+
+def _lent(spec: RunSpec) -> int:
+    """The room that a trainer lends to rollouts with which it shares its only GPU."""
+    backend, num_here = spec.weight_sync.backend, spec.rollouts_in_turns
+    share_one = spec.trainer.world_size == 1 and 0 < num_here == spec.rollout.replicas
+    return ROOM if backend == "handle" or (backend == "auto" and share_one) else 0

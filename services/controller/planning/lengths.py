@@ -3,11 +3,13 @@
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from random import Random
 from statistics import NormalDist
 from typing import Protocol
+
+from services.controller.rules.histograms import least_of
 
 _MOST_SIGMA = 5.0
 
@@ -90,12 +92,16 @@ class Lognormal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Counts by bucket, spread evenly inside each."""
+    """Counts by bucket, spread evenly inside each, or around its mean."""
 
     bounds: tuple[int, ...]
     """Longest response of each bucket, in order."""
     counts: tuple[int, ...]
     """Responses in each."""
+    lowest: tuple[int, ...] = ()
+    """Shortest response of each; empty where each begins behind the one before."""
+    lean: float = 0.5
+    """Where the mean of each lies, from 0, its shortest response, to 1, its longest."""
 
     def __post_init__(self) -> None:
         is_rising = all(low < high for low, high in zip(self.bounds, self.bounds[1:], strict=False))
@@ -118,22 +124,35 @@ class Measured:
         bounds = tuple(sorted(histogram))
         return cls(bounds=bounds, counts=tuple(histogram[bound] for bound in bounds))
 
+    @classmethod
+    def of_run(cls, histogram: Mapping[int, int], *, mean_tokens: float) -> "Measured":
+        """From counts by upper bound, as runs have them, and the mean of all responses."""
+        found = replace(cls.of(histogram), lowest=tuple(map(least_of, sorted(histogram))))
+        least, most = (replace(found, lean=lean).mean() for lean in (0.0, 1.0))
+        # Beyond them it is of something else: a run's sequences, where its samples are several.
+        if not least <= mean_tokens <= most or least == most:
+            return found
+        return replace(found, lean=(mean_tokens - least) / (most - least))
+
     def draws(self, rng: Random) -> Iterator[int]:
         """Tokens of one response after the other, for ever."""
         upto, buckets = list(accumulate(self.counts)), list(self._buckets())
         while True:
             low, high = buckets[bisect_right(upto, rng.random() * upto[-1])]
-            yield low + int(rng.random() * (high - low + 1))
+            width = 2 * min(self.lean, 1 - self.lean) * (high - low)
+            first = low if self.lean <= 0.5 else high - width
+            # The second number rounds, up as often as the fraction says.
+            yield int(first + rng.random() * width + rng.random())
 
     def mean(self) -> float:
         """Of all."""
-        middles = ((low + high) / 2 for low, high in self._buckets())
-        total = sum(m * count for m, count in zip(middles, self.counts, strict=True))
+        means = (low + self.lean * (high - low) for low, high in self._buckets())
+        total = sum(m * count for m, count in zip(means, self.counts, strict=True))
         return total / sum(self.counts)
 
     def _buckets(self) -> Iterator[tuple[int, int]]:
         """Shortest and longest response of each."""
-        below = 0
-        for bound in self.bounds:
-            yield max(1, min(below + 1, bound)), max(1, bound)
-            below = bound
+        behind = (0, *self.bounds)
+        lowest = self.lowest or (below + 1 for below in behind)
+        for low, bound in zip(lowest, self.bounds, strict=False):
+            yield max(1, min(low, bound)), max(1, bound)

@@ -100,13 +100,19 @@ def rates_of(steps: Sequence[Step], lengths: Mapping[int, int], *, setting: Sett
     return Rates(
         train_tokens_per_s=a_gpu / together(setting.trainer_gpus),
         decode=DecodeTime(fixed_s=fixed_s, sample_s=sample_s, most_samples=max(1.0, most)),
-        lengths=Measured.of(lengths),
+        lengths=Measured.of_run(lengths, mean_tokens=_mean_tokens(trained)),
         step_s=median(_number(step, "idle_seconds_control") for step in found),
         copy_s=ms["copy"] / 1000,
         transfer_s=(prepared_ms + ms["transfer"] + waiting_ms) / 1000,
         stall_s=ms["stall"] / 1000,
         **handover,
     )
+
+
+def _mean_tokens(trained: Sequence[Step]) -> float:
+    """Tokens of a response."""
+    tokens = sum(_number(step, "response_tokens") for step in trained)
+    return tokens / max(1.0, sum(_number(step, "samples") for step in trained))
 
 
 def measured_step_s(steps: Sequence[Step]) -> float:

@@ -15,6 +15,14 @@ def histogram(values: Iterable[int]) -> Histogram:
     return {str(bound): counts[bound] for bound in sorted(counts)}
 
 
+def least_of(bound: int) -> int:
+    """Lowest number of the bucket with an upper bound."""
+    if bound < 3:
+        return bound
+    is_power = bound & (bound - 1) == 0
+    return (bound * 3 // 4 if is_power else bound * 2 // 3) + 1
+
+
 def bound_of(value: int) -> int:
     """Upper bound of a number's bucket."""
     if value < 3:

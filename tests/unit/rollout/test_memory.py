@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
-from services.common.models.training_memory import state_memory, trainer_memory
+from services.common.models.training_memory import ROOM, state_memory, trainer_memory
 from services.common.models.turns_memory import most_kv_tokens, what_stays
 from services.common.spec.engines import ENGINES
 from services.common.spec.run import RunSpec
@@ -19,6 +19,7 @@ from services.rollout.engines.memory import (
     plan_memory,
     plan_of,
 )
+from services.weightsync import handle
 
 GB = 10**9
 VLLM = ENGINES["vllm"]
@@ -164,8 +165,22 @@ def test_an_engine_in_turns_has_the_gpu_but_for_what_a_sleeping_trainer_keeps() 
     assert what_stays(turns, config, gpu_bytes=total) == "nothing"
     trainer = trainer_memory(turns, config, gpu_bytes=total)
     assert trainer.used - trainer_memory(apart, config, gpu_bytes=total).used == pytest.approx(
-        trainer.parts["rollouts that sleep"]
+        trainer.parts["rollouts that sleep"] + ROOM
     )
+
+
+def test_the_room_of_a_handover_is_counted_where_one_gpu_has_all() -> None:
+    assert ROOM == handle._HALVES * handle._CHUNK_BYTES
+    config, total = qwen_7b(), 80 * GB
+
+    def sent(spec: RunSpec, **sync: Any) -> float:
+        sync_spec = spec.weight_sync.model_copy(update=sync)
+        changed = spec.model_copy(update={"weight_sync": sync_spec})
+        return trainer_memory(changed, config, gpu_bytes=total).parts["weights on their way"]
+
+    apart = sent(spec_of())
+    assert sent(in_turns()) == sent(spec_of(), backend="handle") == apart + ROOM
+    assert sent(in_turns(), backend="gloo") == apart
 
 
 def test_what_fits_beside_an_engine_in_turns_stays() -> None:
@@ -177,7 +192,7 @@ def test_what_fits_beside_an_engine_in_turns_stays() -> None:
     assert found == ["nothing", "state", "all"]
     kept = [memory_of_others(["trainer"], turns, config, gpu_bytes=total) for total in totals]
     peak = trainer_memory(spec_of(), config, gpu_bytes=600 * GB).used
-    assert kept[1:] == [pytest.approx(kept[0] + 1.05 * state), pytest.approx(1.05 * peak)]
+    assert kept[1:] == [pytest.approx(kept[0] + 1.05 * state), pytest.approx(1.05 * (peak + ROOM))]
     plans = [plan_of(turns, config, gpu_bytes=total, roles=["trainer"]) for total in totals]
     assert [plan.stays_awake for plan in plans] == [False, False, True]
     assert {plan.kv_tokens for plan in plans} == {most_kv_tokens(turns, config)}

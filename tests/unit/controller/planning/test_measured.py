@@ -22,6 +22,7 @@ def steps(count=12, **changes):
         "trainer_wait_s": 1.2,
         "seconds_total": 0.8,
         "response_tokens": 6_000.0,
+        "samples": 50.0,
         "idle_seconds_control": 0.02,
         "decode_fixed_s": 0.006,
         "decode_sample_s": 2e-5,
@@ -43,7 +44,8 @@ def test_rates_are_those_of_the_steps():
     assert rates.copy_s == pytest.approx(0.01)
     assert rates.transfer_s == pytest.approx(0.08)
     assert rates.stall_s == pytest.approx(0.03)
-    assert rates.lengths == Measured.of(LENGTHS)
+    assert rates.lengths == Measured.of_run(LENGTHS, mean_tokens=120)
+    assert rates.lengths.mean() == pytest.approx(120)
 
 
 def test_the_rate_of_one_gpu_counts_what_several_lose():

@@ -180,12 +180,22 @@ def test_beyond_the_measured_concurrency_no_gain_is_assumed():
         Lognormal(median_tokens=40, sigma=0.0, max_tokens=300),
         Measured.of({32: 5, 64: 10, 96: 1}),
         Measured.of({0: 1, 1: 1}),
+        Measured.of_run({12: 10, 48: 3}, mean_tokens=16.0),
+        Measured.of_run({12: 10, 48: 3}, mean_tokens=20.0),
+        Measured.of_run({12: 10, 48: 3}, mean_tokens=400.0),
     ],
 )
 def test_the_mean_is_that_of_what_is_drawn(lengths):
     drawn = list(islice(lengths.draws(Random(1)), 20_000))
     assert min(drawn) >= 1
     assert sum(drawn) / len(drawn) == pytest.approx(lengths.mean(), rel=0.03)
+
+
+def test_what_a_run_measured_has_its_mean_and_lies_in_its_buckets():
+    lengths = Measured.of_run({12: 10, 48: 3}, mean_tokens=16.0)
+    assert lengths.mean() == pytest.approx(16.0)
+    drawn = set(islice(lengths.draws(Random(1)), 20_000))
+    assert {9, 10, 33} < drawn <= {*range(9, 13), *range(33, 49)}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.controller.rules.histograms import bound_of, histogram
+from services.controller.rules.histograms import bound_of, histogram, least_of
 
 
 @pytest.mark.parametrize(
@@ -10,6 +10,13 @@ from services.controller.rules.histograms import bound_of, histogram
 )
 def test_a_number_is_in_the_bucket_that_reaches_up_to_the_next_bound(value, bound):
     assert bound_of(value) == bound
+
+
+def test_a_bucket_begins_behind_the_one_before():
+    buckets = {}
+    for value in range(1000):
+        buckets.setdefault(bound_of(value), value)
+    assert {bound: least_of(bound) for bound in buckets} == buckets
 
 
 def test_every_number_is_counted_once_and_is_within_a_third_of_its_bound():
