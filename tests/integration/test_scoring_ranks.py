@@ -1,7 +1,10 @@
 """A policy that scores is the same one sharded over two processes: its scores, its weights, its end."""
 
+import json
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,8 +16,11 @@ from services.trainer.ranks.crew import Crew
 from services.trainer.scoring.build import BuiltScorer, build_scorer
 from services.trainer.scoring.leader import ScoringLeader, follow
 from services.trainer.settings import TrainerSettings
+from services.trainer.steps import outgrown
+from services.trainer.steps.scores import UNSCORED
 from tests.helpers.batches import Queue, policy_of, random_queue, spec_of
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shortage import limited
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -74,6 +80,7 @@ def built(
             "worker_id": "worker-0",
             "device": "cpu",
             "model_cache": folder / "models",
+            "state_directory": folder,
         }
     )
     transfers: Any = Transfers(queue_for(spec), folder)
@@ -107,6 +114,31 @@ def _rank(rank: int, ranks: int, folder: str, spec_json: str, role: str) -> None
         leader.add(queue_for(spec).meta.select([0]))
         leader.stop()
     distributed.destroy_process_group()
+
+
+def _outgrow(rank: int, folder: str, spec_json: str, limit: int) -> None:
+    """Rank 1 alone is short of memory, and ends."""
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
+    )
+    spec = RunSpec.model_validate_json(spec_json)
+    scorer = built(spec, Path(folder), role="ref_logp", rank=rank)
+    if rank > 0:
+        limited(scorer.scorer._policy, limit, scores=True)
+        with patch.object(outgrown, "os", Ending()):
+            follow(Crew(2), scorer.scorer, scorer.fields)
+    leader = ScoringLeader(scorer.scorer, scorer.fields, crew=Crew(2), version=0)
+    with pytest.raises(UnavailableError, match="a rank is gone"):
+        leader.add(queue_for(spec).meta)
+
+
+class Ending:
+    """The end of a process, which the test takes for a good one."""
+
+    def _exit(self, code: int) -> None:
+        assert code == 1
+        os._exit(0)
 
 
 def _lose(rank: int, ranks: int, folder: str, spec_json: str) -> None:
@@ -162,3 +194,21 @@ def test_a_rank_that_is_gone_is_an_outage_and_not_a_fault(tmp_path: Path) -> Non
 def test_other_processes_than_the_run_says_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="2 processes for this worker, but 1 were started"):
         built(spec_with(2), tmp_path, role="ref_logp", world_size=1)
+
+
+def test_ranks_that_outgrow_memory_start_again_and_leave_it_unscored(tmp_path: Path) -> None:
+    spec = spec_with(2)
+    queue = queue_for(spec)
+    lengths = (queue.fields["prompt_ids"].lengths + queue.fields["response_ids"].lengths).tolist()
+    # A micro-batch first, and then a sequence.
+    for limit in (30, 15):
+        (tmp_path / "store").unlink(missing_ok=True)
+        run_ranks(_outgrow, str(tmp_path), spec.model_dump_json(), limit, count=2)
+    (note,) = (tmp_path / "outgrown").glob("worker-0-1.json")
+    known = json.loads(note.read_text())
+    assert min(lengths) < known["too_long"] <= max(lengths)
+    (tmp_path / "store").unlink()
+    run_ranks(_rank, 2, str(tmp_path), spec.model_dump_json(), "ref_logp", count=2)
+    for key, length in zip(queue.meta.keys, lengths, strict=True):
+        scores = torch.load(tmp_path / f"ref_logprobs-{key}.pt")
+        assert (scores == UNSCORED).all() == (length >= known["too_long"])

@@ -21,9 +21,9 @@ from services.trainer.settings import TrainerSettings
 logger = logging.getLogger(__name__)
 
 _REMEDY = (
-    "with several processes, or groups that were trained early, an update cannot go on without it; lower "
-    "trainer.tokens_per_micro_batch or rollout.max_response_tokens, or set trainer.activation_checkpointing, "
-    "trainer.activation_offloading or trainer.context_parallel"
+    "what it is a part of cannot go on without it; lower trainer.tokens_per_micro_batch or "
+    "rollout.max_response_tokens, or set trainer.activation_checkpointing, trainer.activation_offloading or "
+    "trainer.context_parallel"
 )
 
 
@@ -90,6 +90,7 @@ class Outgrown:
             # Each start takes time, and a run may have few of them in a row.
             bounds = Bounds(max(1, bounds.max_tokens // 2), bounds.too_long)
         self.learn(bounds)
+        self._note.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self._note.with_suffix(".unfinished")
         sizes = {"max_tokens": self.bounds.max_tokens, "too_long": self.bounds.too_long}
         unfinished.write_text(json.dumps({"memory": self._memory, **sizes}), encoding="utf-8")
@@ -118,7 +119,6 @@ def recall(settings: TrainerSettings, trainer: TrainerSpec, *, ranks: Ranks) -> 
         return Outgrown(budget_of(trainer))
     memory, bounds = trainer.model_dump_json(exclude={"steps"}), budget_of(trainer)
     folder = settings.state_directory / "outgrown"
-    folder.mkdir(parents=True, exist_ok=True)
     for file in folder.glob(f"{settings.worker_id}-*.json"):
         noted = json.loads(file.read_text(encoding="utf-8"))
         if noted["memory"] == memory:
