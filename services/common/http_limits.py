@@ -98,6 +98,7 @@ class LimitedProtocol(HttpToolsProtocol):
     header_deadline_s: float
     _peer = ""
     _deadline: asyncio.TimerHandle | None = None
+    _is_in_headers = False
 
     def connection_made(self, transport: Any) -> None:
         """Wait for the first request."""
@@ -110,9 +111,15 @@ class LimitedProtocol(HttpToolsProtocol):
         self._headers_are_here()
         super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        """Wait for the rest of the headers: most requests bring all of them at once, and need no timer."""
+        super().data_received(data)
+        if self._is_in_headers:
+            self._wait_for_headers()
+
     def on_message_begin(self) -> None:
-        """Wait for the rest of a request."""
-        self._wait_for_headers()
+        """Take in a request."""
+        self._is_in_headers = True
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -125,6 +132,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._deadline = self.loop.call_later(self.header_deadline_s, self._is_late)
 
     def _headers_are_here(self) -> None:
+        self._is_in_headers = False
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

@@ -185,7 +185,7 @@ class Tokenizer:
             )
         try:
             return self._inner.apply_chat_template(
-                [dict(message) for message in messages],
+                list(messages),
                 tools=[dict(tool) for tool in tools] or None,
                 **options,
                 **self._template_arguments,

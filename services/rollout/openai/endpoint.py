@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.http_server import serve_http
 from services.common.task_group import TaskGroup, leaves
@@ -36,6 +37,7 @@ from services.rollout.workflows.base import Episode, Interrupted
 MODEL_NAME = "policy"
 """The one model that the endpoint has."""
 
+_CHAT_PATH = "/v1/chat/completions"
 # Longer than clients keep theirs, so that none is closed under a request, and than most tools take.
 _KEEP_ALIVE_S = 75
 _Answer = asyncio.Task[Replies | ApiError]
@@ -156,17 +158,27 @@ class Endpoint:
             endpoint._base_url = f"http://{host}:{port}/v1"
             yield endpoint
 
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         """The ASGI application."""
-        return Starlette(
+        chat = self._answers(self._chat)
+        others = Starlette(
             routes=[
-                # What is asked for most comes first: each route looks at the path.
-                Route("/v1/chat/completions", self._answers(self._chat), methods=["POST"]),
+                Route(_CHAT_PATH, chat, methods=["POST"]),
                 Route("/v1/completions", self._answers(self._complete), methods=["POST"]),
                 Route("/v1/models", self._answers(self._models)),
                 Route("/v1/models/{name}", self._answers(self._models)),
             ]
         )
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            # Turns of agents: the way through Starlette's layers takes as long as to read what is asked.
+            if scope["path"] == _CHAT_PATH and scope["method"] == "POST":
+                response = await chat(Request(scope, receive))
+                await response(scope, receive, send)
+            else:
+                await others(scope, receive, send)
+
+        return serve
 
     @asynccontextmanager
     async def open(self, episode: Episode) -> AsyncIterator[Access]:

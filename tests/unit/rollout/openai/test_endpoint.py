@@ -105,6 +105,12 @@ async def test_keys_open_their_own_episode_while_it_lasts_and_nothing_else():
     assert late.json()["error"]["code"] == "invalid_api_key"
 
 
+async def test_other_methods_and_paths_are_refused():
+    async with client_of(make_episode(Scripted([]))) as client:
+        assert (await client.get("/chat/completions")).status_code == 405
+        assert (await client.post("/embeddings", json={})).status_code == 404
+
+
 async def test_streams_are_server_sent_events_that_add_up_to_the_reply():
     async with client_of(make_episode(Scripted(["hi", "yo"]))) as client:
         body = {
