@@ -86,6 +86,9 @@ def without_unscored(samples: Samples, plan: StepPlan) -> tuple[Samples, StepPla
         left_out |= samples.segments.count(column == UNSCORED) > 0
     if not left_out.any():
         return samples, plan
+    if samples.groups is not None:
+        # Of members that are compared none is trained without the others.
+        left_out = torch.isin(samples.groups, samples.groups[left_out])
     gone = samples.segments.spread(left_out)
     # Numbers by which nobody differs from anybody: no penalty is taken, and their reward counts all the same.
     wiped = {

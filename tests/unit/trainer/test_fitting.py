@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from services.trainer.model.policy import Policy
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.fitting import Fitting, fitting
 from services.trainer.steps.outgrown import Outgrown, OutgrownError, outgrown_in, recall
-from services.trainer.steps.scores import UNSCORED
+from services.trainer.steps.scores import UNSCORED, without_unscored
 from services.trainer.steps.step import StepResult
 from tests.helpers.batches import CPU, Queue, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.shortage import limited
@@ -184,6 +185,24 @@ def test_what_another_worker_could_not_score_is_left_out() -> None:
     assert list(result.left_out) == [queue.meta.keys[3]]
     assert not result.skipped
     assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_members_that_are_compared_are_left_out_together() -> None:
+    spec = spec_for()
+    queue = queue_for(spec)
+    share = rank_of(spec, policy_of(spec), queue)._share(queue.meta, 0, num_updates=1)
+    scores = torch.zeros(len(share.samples.responses.values))
+    scores[share.samples.places([5])] = UNSCORED
+    groups = share.samples.rows // 4
+    samples = replace(share.samples, groups=groups).with_tokens(ref_logprobs=scores)
+    found, plan = without_unscored(samples, share.plan)
+    gone = (groups == groups[5]).nonzero().flatten().tolist()
+    assert list(plan.left_out) == gone
+    assert len(gone) == 4
+    left = sorted(i for micros in plan.updates for micro in micros for i in micro)
+    assert left == [i for i in range(len(groups)) if i not in gone]
+    assert not found.tokens["ref_logprobs"].any()
+    assert not found.tokens["loss_mask"][found.places(gone)].any()
 
 
 def test_processes_that_start_again_know_what_did_not_fit(
