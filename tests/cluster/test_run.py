@@ -212,6 +212,27 @@ def test_a_trainer_on_two_nodes_is_a_job_set_where_asked(installed: Installed) -
     installed.upgrade("workers.jobSet.enabled=false")
 
 
+def test_a_run_in_turns_is_one_pod_that_holds_both_sides(installed: Installed) -> None:
+    run_id = installed.submit(
+        topology={"placement": "colocated"},
+        algorithm={"max_staleness": 1},
+        rollout={"replicas": 1},
+        trainer={"steps": 20, "checkpoint": {"every": 5}},
+        limits={"max_restarts": 5},
+    )
+    installed.wait(run_id, lambda run: run["step"] >= 6, timeout_s=300)
+    (pod,) = installed.pods(run_id)
+    assert {one.name for one in pod.spec.containers} == {"trainer-0", "rollout-0"}
+    # Whoever of them is lost, the pod is made anew.
+    installed.cluster.core.delete_namespaced_pod(pod.metadata.name, WORKERS, grace_period_seconds=0)
+    run = installed.wait(run_id, lambda run: run["state"] == "SUCCEEDED", timeout_s=400)
+    assert run["step"] == 20
+    assert_ledger_closes(run)
+    steps = installed.api.get(f"/v1/runs/{run_id}/metrics").raise_for_status().json()
+    handovers = {item["name"]: item["values"] for item in steps["items"]}["handover_s"]
+    assert all(seconds is not None for seconds in handovers)
+
+
 def test_an_upgrade_in_the_middle_does_not_disturb_a_run(installed: Installed) -> None:
     run_id = installed.submit(**_SURVIVES)
     installed.wait(run_id, lambda run: run["step"] >= 5, timeout_s=300)
