@@ -32,20 +32,31 @@ class OwnFunction(TorchDispatchMode):
         self._function = bind_callable(reference, arguments, key=key)
         self._name = f"{key} {reference!r}"
         self._may_wait = False
+        self._add_up: Callable[[Tensor], Tensor] | None = None
+        self._num_ranks = 1
+        self._parted: _PartedError | None = None
 
     def __call__(self, given: Any) -> Any:
         """Call it.
 
         Raises:
-            ValueError: If it fails; the message names it.
+            ValueError: If it fails, or adds up on other ranks only; the message names it.
         """
+        failure: Exception | None = None
         try:
             with self:
-                return self._function(given)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise ValueError(f"{self._name} failed: {type(error).__name__}: {error}") from error
+                found = self._function(given)
+        except Exception as error:  # noqa: BLE001 -- of the user's; the other ranks hear of it first
+            failure = error
+        if self._parted is not None:  # whatever the function made of it
+            raise self._parted
+        self._agree(has_failed=failure is not None)
+        if isinstance(failure, torch.OutOfMemoryError):
+            raise failure
+        if failure is not None:
+            told = f"{self._name} failed: {type(failure).__name__}: {failure}"
+            raise ValueError(told) from failure
+        return found
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -58,14 +69,61 @@ class OwnFunction(TorchDispatchMode):
             )
         return operation(*args, **(kwargs or {}))
 
-    def allowing(self, collective: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """The same collective, as the function may call it."""
+    def adding_up(
+        self, add_up: Callable[[Tensor], Tensor], *, num_ranks: int
+    ) -> Callable[[Tensor], Tensor]:
+        """The same sum over all ranks, as the function may call it: the ranks agree before each that all do.
 
-        def allowed(value: Tensor) -> Tensor:
+        Every rank must call the function then.
+
+        Args:
+            add_up: Sums a small tensor over the ranks.
+            num_ranks: How many there are.
+        """
+        self._add_up, self._num_ranks = add_up, num_ranks
+
+        def added_up(value: Tensor) -> Tensor:
             self._may_wait = True
             try:
-                return collective(value)
+                self._agree(numbers=value.numel())
+                return add_up(value)
             finally:
                 self._may_wait = False
 
-        return allowed
+        return added_up
+
+    def _agree(self, *, numbers: int | None = None, has_failed: bool = False) -> None:
+        """Hear what the function does on all ranks, and go on only if it is the same.
+
+        Args:
+            numbers: How many it adds up on this rank; None if it has ended.
+            has_failed: Whether it has failed.
+
+        Raises:
+            _PartedError: If it does something else on another rank.
+        """
+        if self._add_up is None:
+            return
+        count = numbers or 0
+        mine = torch.tensor([numbers is not None, has_failed, count, count * count])
+        adding, failed, total, squares = self._add_up(mine).tolist()
+        if failed and not has_failed:
+            self._part("failed on another rank, which says why")
+        if not failed and adding not in (0, self._num_ranks):
+            self._part(
+                f"calls batch.whiten or batch.add_up on {adding} of {self._num_ranks} ranks, which would "
+                "wait for the others for ever; call it equally often on each, also on one without tokens"
+            )
+        if not failed and total * total != self._num_ranks * squares:
+            self._part(
+                f"calls batch.add_up with {count} numbers on this rank, and not as many on others; give it "
+                "as many on each"
+            )
+
+    def _part(self, told: str) -> None:
+        self._parted = _PartedError(f"{self._name} {told}")
+        raise self._parted
+
+
+class _PartedError(ValueError):
+    """The function does on one rank what it does not do on another; every rank knows, and none waits."""

@@ -55,7 +55,7 @@ class CreditAssigner:
             self._estimate = bind_callable(kind.function, arguments, key=key)
             return
         own = OwnFunction(kind.function, arguments, key=key)
-        self._estimate, self._add_up = own, own.allowing(ranks.sum)
+        self._estimate, self._add_up = own, own.adding_up(ranks.sum, num_ranks=ranks.size)
         self._try()
 
     def __call__(self, samples: Samples, cohort: Cohort, *, kl_coefficient: float) -> Credit:

@@ -1,5 +1,7 @@
 """A loss and an advantage of the user's own, as docs/adding.md shows them."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from torch import distributed
 
 from services.common.confinement import Allowance
 from services.common.spec.loader import SpecError, parse_spec
+from services.common.spec.run import RunSpec
 from services.trainer.batch.guard import NotFiniteError
 from services.trainer.collectives import Ranks
 from services.trainer.steps.credit import CreditAssigner
@@ -152,6 +155,80 @@ def test_a_collective_of_its_own_is_refused_instead_of_waited_for(tmp_path: Path
             rank_of(spec, policy_of(spec), random_queue(policy_of(spec)))
     finally:
         distributed.destroy_process_group()
+
+
+PARTED = """
+def on_some(batch):
+    return batch.whiten(batch.rewards) if len(batch.rewards) else batch.rewards
+def twice_on_some(batch):
+    values = batch.whiten(batch.rewards)
+    return batch.whiten(values) if len(values) else values
+def other_sizes(batch):
+    return batch.rewards + batch.add_up(batch.rewards).sum()
+def hidden(batch):
+    try:
+        return on_some(batch)
+    except Exception:
+        return batch.rewards
+def fails_on_some(batch):
+    return batch.whiten(batch.rewards) if len(batch.rewards) else batch.nothing
+def everywhere(batch):
+    return batch.whiten(batch.rewards)
+"""
+
+
+class TwoRanks(Ranks):
+    """Threads that wait for one another at each sum, as processes do."""
+
+    def meet(self, barrier: threading.Barrier, told: list[torch.Tensor]) -> "TwoRanks":
+        object.__setattr__(self, "_meeting", (barrier, told))
+        return self
+
+    def _reduce(self, values: torch.Tensor, operation: Any) -> torch.Tensor:
+        barrier, told = self._meeting  # type: ignore[attr-defined]
+        told[self.rank] = values.clone()
+        barrier.wait()
+        total: torch.Tensor = told[0] + told[1]
+        barrier.wait()
+        return total
+
+
+def tried_on_two_ranks(spec: RunSpec) -> list[str]:
+    """What each of two ranks says before the run."""
+    barrier, told = threading.Barrier(2, timeout=60), [torch.zeros(0)] * 2
+
+    def said(rank: int) -> str:
+        ranks = TwoRanks(rank=rank, size=2).meet(barrier, told)
+        try:
+            CreditAssigner(spec.algorithm, ranks, max_response_tokens=16)
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(said, range(2)))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("on_some", ["calls batch.whiten or batch.add_up on 1 of 2 ranks"] * 2),
+        ("twice_on_some", ["calls batch.whiten or batch.add_up on 1 of 2 ranks"] * 2),
+        ("other_sizes", ["with 2 numbers on this rank", "with 0 numbers on this rank"]),
+        ("hidden", ["calls batch.whiten or batch.add_up on 1 of 2 ranks"] * 2),
+        ("fails_on_some", ["failed on another rank", "failed: AttributeError"]),
+        ("everywhere", ["nothing"] * 2),
+    ],
+)
+def test_a_sum_on_some_ranks_only_is_told_on_all_of_them_instead_of_waited_for(
+    tmp_path: Path, name: str, told: list[str]
+) -> None:
+    file = tmp_path / "parted.py"
+    file.write_text(PARTED)
+    spec = spec_of(algorithm={"advantage": f"{file}:{name}"})
+    for said, words in zip(tried_on_two_ranks(spec), told, strict=True):
+        assert words in said
+        assert words == "nothing" or f"algorithm.advantage '{file}:{name}'" in said
 
 
 @pytest.mark.parametrize("key", ["loss", "advantage"])
