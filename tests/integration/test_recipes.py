@@ -6,7 +6,10 @@ from tests.helpers.pages import recipes
 
 RECIPES = [
     pytest.param("tools"),
-    *(pytest.param(n, marks=pytest.mark.nightly) for n in ("math", "code", "lora", "sft")),
+    *(
+        pytest.param(n, marks=pytest.mark.nightly)
+        for n in ("math", "code", "lora", "sft", "preferences")
+    ),
 ]
 
 
