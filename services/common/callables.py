@@ -5,11 +5,15 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+_LOADING = threading.RLock()
+"""Held while a user's file is executed: another thread must not see half of the module."""
 
 
 def load_callable(reference: str) -> Callable[..., Any]:
@@ -105,7 +109,12 @@ def _load_file(location: str, reference: str) -> ModuleType:
     path = Path(location).resolve()
     if not path.is_file():
         raise ValueError(f"{reference!r}: there is no file {location}; check the path")
-    # One module per file, however often it is named, so that its state and classes exist once.
+    with _LOADING:
+        return _loaded_once(path)
+
+
+def _loaded_once(path: Path) -> ModuleType:
+    """One module per file, however often it is named, so that its state and classes exist once."""
     module_name = (
         f"slipstream_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     )

@@ -1,5 +1,6 @@
 """User code is found by reference, and a wrong reference says what to do."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,14 @@ def test_a_file_is_imported_once(tmp_path: Path) -> None:
     first, second = load_callable(f"{file}:first"), load_callable(f"{file}:second")
     assert (first(), second()) == (1, 2)
     assert first.__module__ == second.__module__
+
+
+def test_a_thread_waits_for_the_file_that_another_one_imports(tmp_path: Path) -> None:
+    file = tmp_path / "slow.py"
+    file.write_text("import time\ntime.sleep(0.05)\ndef function():\n    return 1\n")
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(load_callable, [f"{file}:function"] * 4))
+    assert [function() for function in found] == [1] * 4
 
 
 @pytest.mark.parametrize(
