@@ -105,7 +105,10 @@ async def run(settings: RolloutSettings) -> None:
         servicer.attach(sampler)
         receiver.attach(engine, sampler, is_partial=session.spec.rollout.partial_rollout)
         announce(settings.ready_file, {"grpc": f"{settings.advertise_host}:{port}"})
-        session.report(state="loaded", activity="")
+        if session.spec.has_engine:
+            session.report(state="loaded", activity="")
+        else:  # no weights come, and none are waited for
+            session.report(state="ready", activity="", weight_version=0)
         await _serve_until_stopped(session, sampler, drain_timeout_s=settings.drain_timeout_s)
         for task in background:
             task.cancel()

@@ -32,6 +32,18 @@ def test_a_model_is_fine_tuned_exported_and_reinforced(system, plumbing, tmp_pat
     assert reinforced.summary["steps"] == 3
 
 
+def test_a_run_that_samples_nothing_sends_weights_to_nobody(system, tmp_path):
+    path = write_sft(tmp_path)
+    spec = yaml.safe_load(path.read_text())
+    del spec["data"]["heldout"], spec["validation"]
+    path.write_text(yaml.safe_dump({**spec, "trainer": {**spec["trainer"], "steps": 3}}))
+    done = system.train(path)
+    assert done.code == 0, done.out + done.err
+    assert (done.summary["steps"], done.summary["weight_version"]) == (3, 3)
+    told = slipstream("events", done.folder.name, "--url", system.url)
+    assert "weight version 3 is sent to nobody" in told.out
+
+
 def test_pairs_of_answers_teach_which_is_preferred(system, tmp_path):
     done = system.train(write_dpo(tmp_path))
     assert done.code == 0, done.out + done.err

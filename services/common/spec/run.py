@@ -145,6 +145,11 @@ class RunSpec(SpecPart):
         return engine_kind(self.rollout.engine).num_gpus(self.rollout.engine_arguments)
 
     @property
+    def has_engine(self) -> bool:
+        """Whether rollouts sample: those that only encode rows need no GPU and get no weights."""
+        return self.rollout.engine != "none"
+
+    @property
     def rollouts_in_turns(self) -> int:
         """Rollouts on the trainer's GPUs, the first ones of all: one side sleeps while the other works."""
         if self.topology.placement == "mixed":

@@ -85,7 +85,9 @@ def num_ranks(role: WorkerRole, spec: RunSpec) -> int:
 
 def num_gpus(role: WorkerRole, spec: RunSpec) -> int:
     """GPUs of one worker of a role, where there are GPUs."""
-    return spec.engine_gpus if role == "rollout" else num_ranks(role, spec)
+    if role == "rollout":
+        return spec.engine_gpus if spec.has_engine else 0
+    return num_ranks(role, spec)
 
 
 def gpu_needs(spec: RunSpec) -> dict[str, int]:

@@ -46,13 +46,13 @@ class Assembly:
     trained: int
     """Newest step that the trainer's weights have."""
     served: int
-    """Newest weight version that all rollouts and logp workers serve; -1 if one has none."""
+    """Newest weight version that all who receive weights serve; -1 if one has none, or nobody does."""
     replicas: Replicas
     scoring: BatchScoring
     critic: CriticCalls
     weights: WeightSession
     serving: Sequence[Worker]
-    """Who receives the trainer's weights."""
+    """Who receives the trainer's weights: nobody, if nothing is sampled or scored."""
     train_rows: Mapping[str, int]
     """Rows of each set of training prompts, by split."""
     heldout_rows: Mapping[str, int]
@@ -159,7 +159,8 @@ async def assemble(
     drains = not spec.rollout.partial_rollout
     weights = WeightSession(spec.weight_sync, run_id, drains=drains, first_epoch=attempt << 20)
     stack.push_async_callback(weights.close)
-    await weights.open(trainer, [*rollouts, *logp])
+    serving = [*(rollouts if spec.has_engine else ()), *logp]
+    await weights.open(trainer, serving)
     scoring = BatchScoring(queue, run_id)
     stack.push_async_callback(scoring.close)
     await scoring.open(logp)
@@ -176,12 +177,12 @@ async def assemble(
         is_queue_empty=is_queue_empty,
         trainer=client,
         trained=await client.newest_step(timeout_s=spec.limits.step_timeout_s),
-        served=min(map(_served, [*rollouts, *logp])),
+        served=min(map(_served, serving), default=-1),
         replicas=replicas,
         scoring=scoring,
         critic=critic,
         weights=weights,
-        serving=[*rollouts, *logp],
+        serving=serving,
         train_rows=_agreed_rows(rollouts, spec.data.train_sets),
         heldout_rows=_agreed_rows(rollouts, spec.data.heldout_sets),
     )

@@ -83,6 +83,8 @@ class Publishing:
         replicas.bring_back()
         self.progress.synced(report)
         message = f"weight version {version} is served by every rollout"
+        if not self.parts.serving:
+            message = f"weight version {version} is sent to nobody: the run samples nothing"
         summary = self.progress.summary(self.ledger)
         note = Note("WeightsPublished", message, sync_facts(report), None, version, summary)
         await self.journal.note(note, self.ledger)

@@ -49,23 +49,23 @@ _MAX_TRIES = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """One published version."""
+    """One published version; of one that nobody receives, no more than its number."""
 
     version: int
-    digest: str
-    num_bytes: int
+    digest: str = ""
+    num_bytes: int = 0
     """On the wire, from all sources."""
-    copy_s: float
+    copy_s: float = 0.0
     """Until the trainer had copied its weights and scored the canary: what its next step waits for."""
-    prepare_s: float
+    prepare_s: float = 0.0
     """Until everybody was ready, the copy included."""
-    transfer_s: float
+    transfer_s: float = 0.0
     """Until every rollout had verified what it received."""
-    adopt_s: float
+    adopt_s: float = 0.0
     """Until every rollout served the version."""
-    check_s: float
+    check_s: float = 0.0
     """Until every rollout had scored the canary like the trainer."""
-    stall_s: float
+    stall_s: float = 0.0
     """Longest time in which a rollout produced no token."""
     lost: tuple[str, ...] = ()
     """Rollouts that were lost on the way; they do not serve the version."""
@@ -107,13 +107,15 @@ class WeightSession:
         """Held while the trainer's weights change, and while they are copied."""
 
     async def open(self, trainer: Worker, rollouts: list[Worker]) -> None:
-        """Agree on a plan with the members and form their first group.
+        """Agree on a plan with the members and form their first group; without rollouts there is none.
 
         Raises:
             DataLossError: If they made different plans.
             ServiceError: If a member does not answer or the group is not formed.
         """
         members = self._members
+        if not rollouts:
+            return
         await members.open(trainer, rollouts)
         while not self._is_formed:
             self._backend = members.backend()
@@ -165,6 +167,8 @@ class WeightSession:
             newest: As there.
             on_copied: Called once the trainer is not needed any more, before rollouts take anything.
         """
+        if not self._members.sources:
+            return await self._keep(newest)
         lost: list[str] = []
         tries, version = 0, -1
 
@@ -198,6 +202,12 @@ class WeightSession:
                     _observe(self._run_id, report)
                     self.version = version
                     return report
+
+    async def _keep(self, newest: Callable[[], int]) -> SyncReport:
+        """A version that nobody receives."""
+        async with self.turn:
+            self.version = newest()
+        return SyncReport(version=self.version)
 
     async def _publish(
         self, version: int, lost: tuple[str, ...], copied: Callable[[], Awaitable[None]]

@@ -3,7 +3,9 @@
 import pytest
 
 from services.common.errors import FailedPreconditionError
+from services.common.spec.loader import parse_spec
 from services.controller.launch.gpus import HostGpus, host_gpus
+from services.controller.launch.launcher import gpu_needs, total_gpus
 
 
 def test_every_worker_has_gpus_of_its_own_while_they_last():
@@ -89,3 +91,20 @@ def test_gpus_that_are_had_in_turns_are_nobody_elses():
     }
     with pytest.raises(FailedPreconditionError, match="rollout-1 needs 1 GPUs but this host has 0"):
         HostGpus(["0"]).assign("run", needs, hosts=hosts)
+
+
+def test_a_rollout_that_samples_nothing_has_no_gpu():
+    rows = {"source": "jsonl", "path": "rows.jsonl"}
+    spec = {
+        "name": "sft",
+        "model": {"path": "tiny:qwen2-0.4m"},
+        "data": {"train": rows, "prompt_column": "question"},
+        "algorithm": "sft",
+        "trainer": {"steps": 1, "world_size": 2},
+    }
+    found = parse_spec(spec)
+    assert gpu_needs(found) == {"trainer-0": 2, "rollout-0": 0}
+    assert total_gpus(found) == 2
+    assert HostGpus(["0", "1"]).assign("run", gpu_needs(found))["rollout-0"] == ()
+    evaluated = parse_spec({**spec, "data": {**spec["data"], "heldout": rows}})
+    assert gpu_needs(evaluated) == {"trainer-0": 2, "rollout-0": 1}

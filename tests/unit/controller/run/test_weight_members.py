@@ -8,6 +8,7 @@ from services.common.errors import DeadlineExceededError, FailedPreconditionErro
 from services.common.spec.weight_sync import WeightSyncSpec
 from services.controller.membership.registry import Worker
 from services.controller.run.weight_members import WeightMembers
+from services.controller.run.weight_sync import WeightSession
 from services.weightsync.client import Agreed, Described
 from services.weightsync.plan import TensorSpec, fsdp_shards, make_plan
 
@@ -141,3 +142,11 @@ async def test_a_member_that_does_not_answer_in_time_is_named():
         "never": Late(times=9, stands_still_s=0.05),
     }
     assert await absent(**silent) == ["in_time", "never"]
+
+
+async def test_weights_that_nobody_receives_are_counted_and_sent_nowhere():
+    session = WeightSession(WeightSyncSpec(), "run")
+    await session.open(worker("trainer-0", "an address that nobody has"), [])
+    report = await session.publish(lambda: 5)
+    await session.close()
+    assert (report.version, session.version, report.num_bytes, report.lost) == (5, 5, 0, ())
