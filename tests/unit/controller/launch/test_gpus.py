@@ -100,7 +100,7 @@ def test_a_rollout_that_samples_nothing_has_no_gpu():
         "model": {"path": "tiny:qwen2-0.4m"},
         "data": {"train": rows, "prompt_column": "question"},
         "algorithm": "sft",
-        "trainer": {"steps": 1, "world_size": 2},
+        "trainer": {"steps": 1, "prompts_per_step": 2, "world_size": 2},
     }
     found = parse_spec(spec)
     assert gpu_needs(found) == {"trainer-0": 2, "rollout-0": 0}
