@@ -1,10 +1,11 @@
 """Attention over packed sequences, each of which sees itself: what it shares with others, and its own branch.
 
 Registered with transformers under :data:`PACKED`, so any model with that implementation takes the
-layout of the pack as the keyword ``layout`` of its forward pass. On a GPU in half precision torch's
-variable-length kernel takes the boundaries of branches and of their keys, copied to each branch; a flex
-kernel takes over where scores are capped, heads have sinks, or copies would be too many. Elsewhere branches
-of similar length run as one batch, whose padding is not attended to.
+layout of the pack as the keyword ``layout`` of its forward pass. On a GPU in half precision a
+variable-length kernel (torch's, or FlashAttention 4 where it is installed) takes the boundaries of branches
+and of their keys, copied to each branch; a flex kernel takes over where scores are capped, heads have sinks,
+or copies would be too many. Elsewhere branches of similar length run as one batch, whose padding is not
+attended to.
 """
 
 import inspect
@@ -20,6 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from services.trainer.batch import flash
 from services.trainer.batch.context import ContextRanks
 from services.trainer.batch.layout import AttentionBatch, AttentionLayout
 
@@ -206,11 +208,26 @@ def _varlen(
     width = value.shape[-1]
     # The kernel takes values as wide as keys, of a multiple of its own; those of latent attention are not.
     size = -(-key.shape[-1] // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
+    query, key, value = (
+        functional.pad(states, (0, size - states.shape[-1])).contiguous()
+        for states in (query, key, value)
+    )
+    if flash.takes(size):
+        return flash.flash_attention(
+            query,
+            key,
+            value,
+            cu_queries=layout.cu_lengths,
+            cu_keys=cu_lengths,
+            max_queries=layout.max_length,
+            max_keys=max_length,
+            scaling=scores.scaling,
+            window=scores.window,
+        )[..., :width]
     output: Tensor = _varlen_kernel(
-        *(
-            functional.pad(states, (0, size - states.shape[-1])).contiguous()
-            for states in (query, key, value)
-        ),
+        query,
+        key,
+        value,
         layout.cu_lengths,
         cu_lengths,
         layout.max_length,

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import (
 )
 
 from services.common.spec.trainer import TrainerSpec
+from services.trainer.batch import flash
 from services.trainer.model.local_parts import local_part
 
 _Forward = Callable[..., Any]
@@ -45,6 +46,7 @@ _COSTLY: Final = frozenset(
             )
         ),
         varlen._varlen_attn._opoverload,  # noqa: SLF001
+        flash.FORWARD,
     }
 )
 """What ``selective`` never computes twice."""

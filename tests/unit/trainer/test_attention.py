@@ -1,6 +1,7 @@
 """Packed attention: its kernels, and compiled layers."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import flex_attention
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from services.trainer.batch import attention
+from services.trainer.batch import attention, flash
 from services.trainer.batch.layout import build_layout
 from services.trainer.batch.packing import pack
 from services.trainer.batch.prefixes import branches, unshared
@@ -69,12 +70,85 @@ def _aligned_at_the_end(
     return torch.cat(outputs)
 
 
+class _FlashPasses:
+    """The two passes of FlashAttention 4, by the kernel above."""
+
+    @staticmethod
+    def _attend(states: tuple[Tensor, ...], options: dict[str, Any]) -> Tensor:
+        assert options.get("causal") or options["window_size_right"] == 0
+        reach = -1 if options.get("causal") else options["window_size_left"]
+        lengths = (options["cu_seqlens_q"], options["cu_seqlens_k"])
+        for offsets, name in zip(lengths, ("max_seqlen_q", "max_seqlen_k"), strict=True):
+            assert options[name] == int(offsets.diff().max())
+        return _aligned_at_the_end(
+            *states, *lengths, scale=options["softmax_scale"], window_size=(reach, 0)
+        )
+
+    def _flash_attn_fwd(
+        self, *states: Tensor, return_lse: bool, **options: Any
+    ) -> tuple[Tensor | None, ...]:
+        assert return_lse
+        output = self._attend(states, options)
+        return output, output.new_zeros(output.shape[1], output.shape[0]), None
+
+    def _flash_attn_bwd(
+        self,
+        *tensors: Tensor,
+        deterministic: bool,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        **options: Any,
+    ) -> None:
+        assert not deterministic
+        # Inside an operator autograd is off, but not in another thread.
+        with ThreadPoolExecutor(1) as pool:
+            grads = pool.submit(self._differentiate, tensors, options).result()
+        for ours, grad in zip((dq, dk, dv), grads, strict=True):
+            ours.copy_(grad)
+
+    def _differentiate(
+        self, tensors: tuple[Tensor, ...], options: dict[str, Any]
+    ) -> tuple[Tensor, ...]:
+        states = tuple(each.detach().requires_grad_() for each in tensors[:3])
+        output = self._attend(states, options)
+        assert torch.equal(output, tensors[3])
+        return torch.autograd.grad(output, states, tensors[4])
+
+
+def test_flash_attention_is_one_operator_of_compiled_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flash, "_kernels", _FlashPasses)
+    monkeypatch.setattr(flash, "takes", lambda _: True)
+
+    def attend(query: Tensor, key: Tensor, layout: Any) -> Tensor:
+        states = (query * 2.0, key * 2.0, key)
+        return attention._varlen(*states, scores=attention.Scores(0.3), layout=layout)
+
+    compiled = torch.compile(attend, dynamic=True, fullgraph=True, backend="aot_eager")
+    for lengths in ([5, 9], [7, 12, 3]):
+        layout = build_layout(branches(unshared(len(lengths)), lengths), torch.device("cpu"))
+        states = [torch.randn(sum(lengths), heads, 12).requires_grad_() for heads in (4, 2)]
+        actual, expected = (each(*states, layout) for each in (compiled, attend))
+        assert torch.equal(actual, expected)
+        factors = torch.randn_like(expected)
+        for ours, plain in zip(
+            torch.autograd.grad((actual * factors).sum(), states),
+            torch.autograd.grad((expected * factors).sum(), states),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, plain)
+
+
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("kernel", ["_varlen", "_flex"])
+@pytest.mark.parametrize("kernel", ["_varlen", "_flash", "_flex"])
 def test_kernels_of_gpus_see_the_same_paths(
     kernel: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "_varlen_kernel", _aligned_at_the_end)
+    monkeypatch.setattr(flash, "_kernels", _FlashPasses)
+    monkeypatch.setattr(flash, "takes", lambda _: kernel == "_flash")
     monkeypatch.setattr(attention, "_flex_kernel", lambda: flex_attention)
     is_flex = kernel == "_flex"
     scores = attention.Scores(

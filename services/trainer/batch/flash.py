@@ -1,0 +1,179 @@
+"""FlashAttention 4 over the sequences of a pack, as operators that torch can compile and need not recompute.
+
+The package (extra ``flash-attention``; Dao et al., https://github.com/Dao-AILab/flash-attention) makes its
+kernels for the card when they are first asked for, and keeps them on disk. It is a beta whose autograd
+function torch's compiler cannot look into, so its two passes are operators of our own here.
+"""
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_HOPPER = 9
+_WIDEST = 128
+"""Of the heads for which it was measured."""
+_NO_WINDOW = -1
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def takes(head_size: int) -> bool:
+    """Whether the kernels are installed, and for this card and heads of this size."""
+    return _is_here() and head_size <= _WIDEST
+
+
+@cache
+def _is_here() -> bool:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != _HOPPER:
+        return False
+    return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
+
+
+@cache
+def _kernels() -> Any:
+    return import_module("flash_attn.cute.interface")
+
+
+def flash_attention(  # noqa: PLR0913 -- as the kernels
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cu_queries: Tensor,
+    cu_keys: Tensor,
+    max_queries: int,
+    max_keys: int,
+    scaling: float,
+    window: int | None,
+) -> Tensor:
+    """Causal attention inside each sequence, whose last query stands at its last key.
+
+    Args:
+        query: ``[T, heads, D]`` in bfloat16 or float16, D a multiple of 8.
+        key: ``[K, kv_heads, D]``.
+        value: ``[K, kv_heads, D]``.
+        cu_queries: ``[N + 1]`` int32 offsets of the sequences' queries, and the total.
+        cu_keys: ``[N + 1]`` int32, of their keys.
+        max_queries: Of a sequence.
+        max_keys: Of a sequence.
+        scaling: Factor of the products.
+        window: Tokens that are attended to, itself included; None is all earlier ones.
+
+    Returns:
+        ``[T, heads, D]``.
+    """
+    width = _NO_WINDOW if window is None else window
+    output: Tensor = _forward(
+        query, key, value, cu_queries, cu_keys, max_queries, max_keys, scaling, width
+    )[0]
+    return output
+
+
+@torch.library.custom_op("slipstream::flash_forward", mutates_args=())
+def _forward(  # noqa: PLR0913, PLR0917 -- an operator takes tensors and numbers, one by one
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_queries: Tensor,
+    cu_keys: Tensor,
+    max_queries: int,
+    max_keys: int,
+    scaling: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """``[T, heads, D]`` and the logarithm of each softmax's divisor, ``[heads, T]`` float32."""
+    output, normalizer, *_ = _kernels()._flash_attn_fwd(  # noqa: SLF001 -- it has no other name
+        query,
+        key,
+        value,
+        cu_seqlens_q=cu_queries,
+        cu_seqlens_k=cu_keys,
+        max_seqlen_q=max_queries,
+        max_seqlen_k=max_keys,
+        softmax_scale=scaling,
+        return_lse=True,
+        **_masks(window),
+    )
+    return output, normalizer
+
+
+@_forward.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    num_tokens, num_heads, _size = query.shape
+    return (
+        torch.empty(query.shape, dtype=query.dtype, device=query.device),
+        query.new_empty((num_heads, num_tokens), dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("slipstream::flash_backward", mutates_args=())
+def _backward(  # noqa: PLR0913, PLR0917
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    normalizer: Tensor,
+    cu_queries: Tensor,
+    cu_keys: Tensor,
+    max_queries: int,
+    max_keys: int,
+    scaling: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values."""
+    grads = [
+        torch.empty(states.shape, dtype=states.dtype, device=states.device)
+        for states in (query, key, value)
+    ]
+    _kernels()._flash_attn_bwd(  # noqa: SLF001
+        query,
+        key,
+        value,
+        output,
+        grad,
+        normalizer,
+        softmax_scale=scaling,
+        cu_seqlens_q=cu_queries,
+        cu_seqlens_k=cu_keys,
+        max_seqlen_q=max_queries,
+        max_seqlen_k=max_keys,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        dq=grads[0],
+        dk=grads[1],
+        dv=grads[2],
+        **_masks(window),
+    )
+    return grads[0], grads[1], grads[2]
+
+
+@_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(
+        torch.empty(states.shape, dtype=states.dtype, device=states.device)
+        for states in (query, key, value)
+    )
+
+
+def _masks(window: int) -> dict[str, Any]:
+    if window == _NO_WINDOW:
+        return {"causal": True}
+    return {"window_size_left": window - 1, "window_size_right": 0}
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, cu_queries, cu_keys, *ctx.numbers = inputs
+    ctx.save_for_backward(query, key, value, *output, cu_queries, cu_keys)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    grads = _backward(grad.contiguous(), *ctx.saved_tensors, *ctx.numbers)
+    return (*grads, *[None] * 6)
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)
+FORWARD = _forward._opoverload  # noqa: SLF001 -- torch has no other name for it
+"""What recomputation compares with."""
