@@ -58,7 +58,8 @@ def main() -> None:
         folder = (arguments.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         model, spec = folder / "model", folder / "spec.json"
-        shape.save_model(model)
+        if not model.exists():
+            shape.save_model(model)
         document = shape.spec(model, steps=100_000)
         if shape.engine == "vllm":
             document["rollout"]["engine_arguments"] = _ENGINE
