@@ -34,7 +34,7 @@ from bench.trainer.workload import (
 from services.common.models.loading import build_model
 from services.trainer.algorithm.logprobs import OutputHead, token_logprobs
 from services.trainer.batch.packing import pack
-from services.trainer.batch.plan import StepPlan, plan_step, share_of
+from services.trainer.batch.plan import Bounds, StepPlan, plan_step, share_of
 from services.trainer.batch.samples import Samples
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.model.flops import peak_flops
@@ -174,7 +174,7 @@ def prepare(
     plan = plan_step(
         rows,
         share,
-        max_tokens=spec.trainer.tokens_per_micro_batch,
+        bounds=Bounds(max_tokens=spec.trainer.tokens_per_micro_batch),
         ranks=topology.data,
         shares_prefixes=shares,
     )

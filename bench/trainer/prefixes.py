@@ -20,7 +20,7 @@ from bench.trainer.workload import Scale, full_scale, smoke_scale, spec_of
 from services.common.jagged import Jagged
 from services.common.models.loading import build_model
 from services.trainer.batch import flash
-from services.trainer.batch.plan import plan_step, share_of
+from services.trainer.batch.plan import Bounds, plan_step, share_of
 from services.trainer.batch.samples import Cohort, Samples
 from services.trainer.model.compiling import compile_ahead
 from services.trainer.model.parallel import Topology, build_topology, distribute
@@ -57,17 +57,13 @@ def main() -> None:
     results = {
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "torch": torch.__version__,
-        "attention": "FlashAttention 4" if flash.takes(_head_size(scale)) else "torch",
+        "attention": "FlashAttention 4" if flash.is_here() else "torch",
         **trainer,
         "shapes": measure_shapes(scale, trainer, device, arguments.groups, shrink),
     }
     print(json.dumps(results, indent=1))
     if not arguments.smoke:
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def _head_size(scale: Scale) -> int:
-    return int(scale.config.hidden_size // scale.config.num_attention_heads)
 
 
 def measure_shapes(
@@ -137,7 +133,7 @@ class _Step:
         self.plan = plan_step(
             share,
             self._samples,
-            max_tokens=spec.trainer.tokens_per_micro_batch,
+            bounds=Bounds(max_tokens=spec.trainer.tokens_per_micro_batch),
             ranks=ranks,
             shares_prefixes=shares,
         )

@@ -212,7 +212,7 @@ def _varlen(
         functional.pad(states, (0, size - states.shape[-1])).contiguous()
         for states in (query, key, value)
     )
-    if flash.takes(size):
+    if flash.is_here() and size in flash.HEAD_SIZES:
         return flash.flash_attention(
             query,
             key,

@@ -120,7 +120,8 @@ def test_flash_attention_is_one_operator_of_compiled_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(flash, "_kernels", _FlashPasses)
-    monkeypatch.setattr(flash, "takes", lambda _: True)
+    monkeypatch.setattr(flash, "is_here", lambda: True)
+    monkeypatch.setattr(flash, "HEAD_SIZES", (16,))
 
     def attend(query: Tensor, key: Tensor, layout: Any) -> Tensor:
         states = (query * 2.0, key * 2.0, key)
@@ -148,7 +149,8 @@ def test_kernels_of_gpus_see_the_same_paths(
 ) -> None:
     monkeypatch.setattr(attention, "_varlen_kernel", _aligned_at_the_end)
     monkeypatch.setattr(flash, "_kernels", _FlashPasses)
-    monkeypatch.setattr(flash, "takes", lambda _: kernel == "_flash")
+    monkeypatch.setattr(flash, "is_here", lambda: kernel == "_flash")
+    monkeypatch.setattr(flash, "HEAD_SIZES", (8,))
     monkeypatch.setattr(attention, "_flex_kernel", lambda: flex_attention)
     is_flex = kernel == "_flex"
     scores = attention.Scores(
