@@ -2,16 +2,20 @@
 #
 # BASE is an image with Python 3.11 or newer, pip and venv. PIP_OPTIONS goes to pip, for example
 # "--no-index --find-links /wheels" to install from a folder that the build mounts.
+#
+# EXTRAS are those of pyproject.toml; "trainer,tracing,flash-attention" adds kernels for Hopper GPUs.
 ARG BASE=docker.io/library/python:3.12-slim-bookworm
+ARG EXTRAS=trainer,tracing
 
 FROM ${BASE} AS dependencies
 ARG PIP_OPTIONS=""
+ARG EXTRAS
 WORKDIR /build
 COPY pyproject.toml constraints.txt LICENSE ./
 # An empty package brings the dependencies, so that a change of code does not install them again.
 RUN mkdir -p services proto/gen/slipstream && touch README.md services/__init__.py proto/gen/slipstream/py.typed \
     && python3 -m venv /opt/venv \
-    && /opt/venv/bin/pip install --no-cache-dir ${PIP_OPTIONS} -c constraints.txt torch==2.13.0 ".[trainer,tracing]"
+    && /opt/venv/bin/pip install --no-cache-dir ${PIP_OPTIONS} -c constraints.txt torch==2.13.0 ".[${EXTRAS}]"
 
 FROM ${BASE}
 COPY --from=dependencies /opt/venv /opt/venv

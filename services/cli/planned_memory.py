@@ -58,10 +58,10 @@ class Memory:
         return self._size[1]
 
     @property
-    def moved(self) -> float:
+    def moved(self) -> float | None:
         """Bytes of the trainer's state that leave a GPU at a handover, and come back; none where they stay.
 
-        Without a size of the GPUs, of H200s.
+        None where engines have room beside them too. Without a size of the GPUs, of H200s.
         """
         from services.common.models.training_memory import state_memory
         from services.common.models.turns_memory import what_stays
@@ -73,8 +73,9 @@ class Memory:
             "rollout": spec.rollout.model_copy(update={"replicas": engines}),
         }
         spec, total = spec.model_copy(update=parts), self._total or int(_H200)
-        if what_stays(spec, self._config, gpu_bytes=total) != "nothing":
-            return 0.0
+        stays = what_stays(spec, self._config, gpu_bytes=total)
+        if stays != "nothing":
+            return None if stays == "all" else 0.0
         return float(state_memory(spec, self._config, gpu_bytes=total))
 
     def refused(self, trainer_gpus: int) -> str:

@@ -70,4 +70,4 @@ def test_compiled_layers_have_it_as_one_operator() -> None:
             _differentiated(each(*states, layout), states) for each in (compiled, attend)
         )
         for one, other in zip(ours, plain, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+            assert (one - other).norm() <= 1e-2 * other.norm(), seed

@@ -1,6 +1,7 @@
 """Whole runs on GPUs."""
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,5 +24,12 @@ def train_on_gpus(folder: Path, engine: str, *settings: str, timeout: float) -> 
         *settings,
         timeout=timeout,
     )
-    assert finished.code == 0, finished.err[-4000:]
+    assert finished.code == 0, "\n".join(_told(folder, finished))
     return finished
+
+
+def _told(folder: Path, finished: Finished) -> Iterator[str]:
+    """The end of what the command and each of its workers said."""
+    yield finished.out[-2000:] + finished.err[-4000:]
+    for log in sorted(folder.rglob("*.log")):
+        yield f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}"

@@ -10,8 +10,9 @@ _ENGINE_TOKENS_PER_S = 45_000.0
 _DECODE_S = 0.005
 _BYTES_PER_S = 4.8e12
 _COPY_S, _TRANSFER_S, _STALL_S = 0.01, 0.08, 0.035
-# With a model of 3 million parameters, which engine and trainer drop and take back in no time.
-_HANDOVER_S = 0.75
+# Where nobody drops anything (``bench/results/one-gpu-colocated.json``); and with a model of 3 million
+# parameters, which engine and trainer drop and take back in no time.
+_KEPT_S, _HANDOVER_S = 0.01, 0.75
 _HOST_BYTES_PER_S = 5e10
 # Part of the longest response that a response has on average.
 _MEAN_LENGTH = 0.25
@@ -23,7 +24,7 @@ def assumed_rates(
     active_weights: float,
     engine_gpus: int,
     max_response_tokens: int,
-    moved_bytes: float = 0.0,
+    moved_bytes: float | None = None,
 ) -> Rates:
     """What an H200 would do with a model, scaled from one that was measured.
 
@@ -32,9 +33,13 @@ def assumed_rates(
         active_weights: Those of them that a token passes.
         engine_gpus: GPUs of one rollout.
         max_response_tokens: Of the run.
-        moved_bytes: Of a trainer's GPU, which a handover moves to host memory, and another one back.
+        moved_bytes: Of a trainer's GPU, which a handover moves to host memory, and another one back; None
+            where engines give up nothing either.
     """
     size = weights / _WEIGHTS
+    handover_s = _KEPT_S
+    if moved_bytes is not None:
+        handover_s = _HANDOVER_S + 2 * moved_bytes / _HOST_BYTES_PER_S
     fixed_s = _DECODE_S + 2 * weights / _BYTES_PER_S / engine_gpus
     return Rates(
         train_tokens_per_s=_TRAIN_TOKENS_PER_S * _WEIGHTS / active_weights,
@@ -47,7 +52,7 @@ def assumed_rates(
         copy_s=_COPY_S * size,
         transfer_s=_TRANSFER_S * size,
         stall_s=_STALL_S * size,
-        handover_s=_HANDOVER_S + 2 * moved_bytes / _HOST_BYTES_PER_S,
+        handover_s=handover_s,
     )
 
 
@@ -57,8 +62,9 @@ ASSUMPTIONS = (
     "generation: 45,000 tokens/s of a rollout at most, a decode step of 5 ms and the time to read the "
     "weights at 4.8 TB/s",
     "responses: geometric, a quarter of rollout.max_response_tokens on average",
-    "turns on the same GPUs: 0.75 s of handovers in each step, measured with 3 million parameters, and the "
-    "trainer's state to host memory and back at 50 GB/s, where it does not fit beside the engines",
+    "turns on the same GPUs: 0.01 s of handovers in each step where all of both sides fits; else 0.75 s, "
+    "measured with 3 million parameters, and the trainer's state to host memory and back at 50 GB/s, where it "
+    "does not fit beside the engines",
     "weights: copied in 10 ms, received in 80, adopted in 35, at 1.31 billion parameters",
 )
 """What is taken for true without a measurement; all of it of H200s (``bench/results/e2e-geometric.json``)."""
