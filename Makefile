@@ -38,7 +38,7 @@ $(READY): $(RUNS)
 	touch $@
 
 constraints: $(READY) ## Write the newest versions that fit together into constraints.txt
-	report=$$(mktemp) && $(BIN)/pip install --quiet --dry-run --ignore-installed --report $$report pip '.[dev]' '$(TORCH)' \
+	report=$$(mktemp) && $(BIN)/pip install --quiet --dry-run --ignore-installed --report $$report pip '.[dev,flash-attention]' '$(TORCH)' \
 		&& $(BIN)/python -m deploy.constraints < $$report > constraints.txt && rm $$report
 
 run: $(RUNS) ## Train the example end to end (SPEC=examples/sort4.yaml)

@@ -4,8 +4,8 @@ import json
 import re
 import sys
 
-# Its build is chosen where it is installed: TORCH of the Makefile, and the Dockerfiles.
-_CHOSEN_ELSEWHERE = {"torch", "slipstream"}
+# Torch's build is chosen where it is installed, by TORCH of the Makefile and the Dockerfiles, and says which CUDA it needs.
+_CHOSEN_ELSEWHERE = {"torch", "slipstream", "cuda-bindings", "cuda-pathfinder"}
 
 
 def main() -> None:

@@ -2,14 +2,12 @@
 #
 # BASE is an image with Python 3.11 or newer, pip and venv. PIP_OPTIONS goes to pip, for example
 # "--no-index --find-links /wheels" to install from a folder that the build mounts.
-#
-# EXTRAS are those of pyproject.toml; "trainer,tracing,flash-attention" adds kernels for Hopper GPUs.
 ARG BASE=docker.io/library/python:3.12-slim-bookworm
-ARG EXTRAS=trainer,tracing
 
 FROM ${BASE} AS dependencies
 ARG PIP_OPTIONS=""
-ARG EXTRAS
+# `trainer,tracing,flash-attention` adds kernels of attention for Hopper GPUs.
+ARG EXTRAS=trainer,tracing
 WORKDIR /build
 COPY pyproject.toml constraints.txt LICENSE ./
 # An empty package brings the dependencies, so that a change of code does not install them again.

@@ -63,8 +63,8 @@ ASSUMPTIONS = (
     "weights at 4.8 TB/s",
     "responses: geometric, a quarter of rollout.max_response_tokens on average",
     "turns on the same GPUs: 0.01 s of handovers in each step where all of both sides fits; else 0.75 s, "
-    "measured with 3 million parameters, and the trainer's state to host memory and back at 50 GB/s, where it "
-    "does not fit beside the engines",
+    "measured with 3 million parameters, and where the trainer's state does not fit beside the engines its "
+    "way to host memory and back at 50 GB/s",
     "weights: copied in 10 ms, received in 80, adopted in 35, at 1.31 billion parameters",
 )
 """What is taken for true without a measurement; all of it of H200s (``bench/results/e2e-geometric.json``)."""
