@@ -4,7 +4,7 @@ import json
 import re
 import sys
 
-# Torch's build is chosen where it is installed, by TORCH of the Makefile and the Dockerfiles, and says which CUDA it needs.
+# Torch is chosen where it is installed, by TORCH of the Makefile and the Dockerfiles, and names its CUDA.
 _CHOSEN_ELSEWHERE = {"torch", "slipstream", "cuda-bindings", "cuda-pathfinder"}
 
 
