@@ -1,5 +1,6 @@
 """The model, the sequences and the specification that are measured."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +61,7 @@ def long_tailed_lengths(scale: Scale) -> list[int]:
     return [int(length) for length in lengths]
 
 
-def spec_of(scale: Scale, **trainer: Any) -> RunSpec:
+def spec_of(scale: Scale, *, algorithm: Mapping[str, Any] | None = None, **trainer: Any) -> RunSpec:
     """A specification with the step that is measured."""
     return RunSpec.model_validate(
         {
@@ -68,7 +69,7 @@ def spec_of(scale: Scale, **trainer: Any) -> RunSpec:
             "model": {"path": "tiny:qwen2-0.4m"},
             "data": {"train": {"source": "jsonl", "path": "none"}},
             "rollout": {"max_response_tokens": scale.longest, "rewards": [{"name": "exact_match"}]},
-            "algorithm": {"max_staleness": 1},
+            "algorithm": {"max_staleness": 1, **(algorithm or {})},
             "trainer": {
                 "steps": 100,
                 "prompts_per_step": scale.num_sequences // 8,

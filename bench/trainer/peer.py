@@ -1,0 +1,330 @@
+"""Measure prefix-shared training beside TRL's: ``python -m bench.trainer.peer [--smoke] [--out FILE]``.
+
+The same groups are trained in turns, in one process, by our step and by TRL's (``trl_tree.py``): same
+weights, loss, optimizer, attention kernel and budget of a micro-batch. Both plan and pack inside of the time
+that counts; ``trl_packed`` is TRL's step over micro-batches that were made before. That both sides compute
+the same is seen from the logprobs, the loss and the gradients of their last steps.
+
+TRL's weights are kept in bfloat16 here, the fastest that it offers, and ours in float32, from which each step
+computes in bfloat16. TRL's trainer compiles no layers; ``--no-compile`` takes that from ours too.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from bench.trainer.prefixes import make_groups
+from bench.trainer.timing import peak_gib, reset_peak, timed
+from bench.trainer.trl_tree import TrlStep, begin_trl, trl_version
+from bench.trainer.workload import Scale, full_scale, smoke_scale, spec_of
+from services.common.models.loading import build_model
+from services.common.settings import set_defaults
+from services.common.spec.run import RunSpec
+from services.trainer.batch import flash
+from services.trainer.batch.packing import Work
+from services.trainer.batch.plan import StepPlan, plan_step, share_of
+from services.trainer.batch.samples import Cohort, Samples, pack_samples
+from services.trainer.model.flops import active_weights, peak_flops, training_flops
+from services.trainer.model.parallel import Topology, build_topology, distribute
+from services.trainer.model.policy import Policy
+from services.trainer.ranks.build import sequence_cost
+from services.trainer.steps.credit import CreditAssigner
+from services.trainer.steps.step import StepRunner
+
+RESULTS = Path(__file__).parents[1] / "results" / "trainer-peer.json"
+_SHAPES = {"long prompts": (2048, 512), "long responses": (512, 2048)}
+"""Tokens of a prompt, and of a response in the mean."""
+_TOKENS = 20_480
+"""What a micro-batch of layers that are not compiled leaves room for beside two models."""
+_CLIP = 0.2
+_TOLERANCES = {"bfloat16": (0.05, 0.05), "float32": (1e-4, 1e-3)}
+"""Mean distance of logprobs, and distance of the gradients' norms as a share."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="small sizes, for any machine")
+    parser.add_argument("--groups", type=int, default=8, help="groups of 8 samples in a step")
+    parser.add_argument("--rounds", type=int, default=3, help="steps that count, of each side")
+    parser.add_argument("--tokens", type=int, help="token budget of a micro-batch, on both sides")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="our layers without torch.compile"
+    )
+    parser.add_argument("--recompute", action="store_true", help="layers keep only their inputs")
+    parser.add_argument("--out", type=Path, help=f"file of the results; default {RESULTS.name}")
+    arguments = parser.parse_args()
+    # Both sides leave gaps of other sizes in memory; our trainer asks for this too.
+    set_defaults({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    on_gpu = torch.cuda.is_available() and not arguments.smoke
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    scale = smoke_scale() if arguments.smoke else full_scale()
+    budget = scale.tokens_per_micro_batch if arguments.smoke else _TOKENS
+    trainer: dict[str, Any] = {
+        "dtype": "bfloat16" if on_gpu else "float32",
+        "compile": on_gpu and not arguments.no_compile,
+        "activation_checkpointing": arguments.recompute,
+        "tokens_per_micro_batch": arguments.tokens or budget,
+        # Both sides keep the weights that they begin with, so that they can be compared at any time.
+        "optimizer": {"learning_rate": 1e-12},
+    }
+    results: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "trl": trl_version(),
+        "attention": "FlashAttention 4" if flash.is_here() else "torch",
+        **trainer,
+        "shapes": {},
+    }
+    out = arguments.out or (None if arguments.smoke else RESULTS)
+    sides = _Sides(scale, trainer, device)
+    shrink = 16 if arguments.smoke else 1
+    for name, (prompt, response) in _SHAPES.items():
+        groups = make_groups(scale, arguments.groups, prompt // shrink, response // shrink)
+        results["shapes"][name] = sides.measure(*groups, rounds=arguments.rounds)
+        print(name, json.dumps(results["shapes"][name], indent=1), flush=True)
+        if out is not None:
+            out.write_text(json.dumps(results, indent=1) + "\n")
+    if not all(found["agreement"]["agrees"] for found in results["shapes"].values()):
+        raise SystemExit("the two sides do not compute the same: see agreement")
+
+
+class _Sides:
+    """Two models of the same weights, ours and TRL's.
+
+    Args:
+        scale: The model.
+        trainer: Part of the specification.
+        device: Of both.
+    """
+
+    def __init__(self, scale: Scale, trainer: dict[str, Any], device: torch.device) -> None:
+        algorithm = {"clip_low": _CLIP, "clip_high": _CLIP, "dual_clip": None}
+        self._spec = spec_of(scale, algorithm=algorithm, **trainer)
+        self._config = scale.config
+        self._device = device
+        model = build_model(scale.config, dtype=torch.float32, device=device)
+        self._theirs = deepcopy(model)
+        begin_trl(
+            self._theirs,
+            getattr(torch, trainer["dtype"]),
+            recomputes=trainer["activation_checkpointing"],
+        )
+        self._policy = Policy(model, temperature=1.0)
+        self._cost = sequence_cost(self._policy)
+        self._weights = active_weights(self._policy, scale.config)
+        self._topology = build_topology(self._spec.trainer, device=device, rank=0, world_size=1)
+        distribute(self._policy, self._spec.trainer, self._topology)
+
+    def measure(self, samples: Samples, cohort: Cohort, *, rounds: int) -> dict[str, Any]:
+        """Both sides, at one shape."""
+        ours = _OurStep(
+            self._policy, self._spec, self._topology, self._cost, samples=samples, cohort=cohort
+        )
+        theirs = TrlStep(
+            self._theirs,
+            samples,
+            ours.advantages(),
+            groups=cohort.groups,
+            optimizer=self._spec.trainer.optimizer,
+            clip=_CLIP,
+            max_tokens=self._spec.trainer.tokens_per_micro_batch,
+            device=self._device,
+        )
+        batches = theirs.packed()
+        ways: dict[str, Callable[[], tuple[float, float]]] = {
+            "ours": ours.run,
+            "trl": theirs.run,
+            "trl_packed": lambda: theirs.run(batches),
+        }
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        peaks: dict[str, float] = {}
+        sums: dict[str, tuple[float, float]] = {}
+        for turn in range(rounds + 1):
+            for way, run in ways.items():
+                reset_peak(self._device)
+                spent, sums[way] = _timed(run, self._device)
+                peaks[way] = peak_gib(self._device)
+                print(f"{way} {turn}: {spent:.3f} s", flush=True)
+                if turn:  # the first one warms up
+                    seconds[way].append(spent)
+        work = ours.work(samples)
+        found: dict[str, dict[str, Any]] = {
+            way: {
+                "step_s": median(seconds[way]),
+                "steps_s": seconds[way],
+                "samples_per_s": len(samples.rows) / median(seconds[way]),
+                "mfu_of_unique_tokens": self._utilization(work, median(seconds[way])),
+                "loss": sums[way][0],
+                "grad_norm": sums[way][1],
+                # Beside the weights and moments of both sides.
+                "peak_memory_gib": peaks[way],
+            }
+            for way in ways
+        }
+        tokens = {"ours": ours.num_tokens(), "trl": sum(batch.num_tokens for batch in batches)}
+        return {
+            "samples": len(samples.rows),
+            "tokens": sum(cohort.lengths),
+            "unique_tokens": work.tokens,
+            "computed_tokens": tokens,
+            "micro_batches": {"ours": ours.num_micro_batches, "trl": len(batches)},
+            "divided_micro_batches": ours.num_divided,
+            # On the CPU, of a step.
+            "packing_s": {"ours": _seconds(ours.pack), "trl": _seconds(theirs.packed)},
+            **found,
+            "speedup": found["trl"]["step_s"] / found["ours"]["step_s"],
+            "speedup_over_packed": found["trl_packed"]["step_s"] / found["ours"]["step_s"],
+            "agreement": _agreement(
+                ours.logprobs(), theirs.logprobs(), sums, dtype=self._spec.trainer.dtype
+            ),
+        }
+
+    def _utilization(self, work: Work, seconds: float) -> float | None:
+        peak = peak_flops(self._device)
+        if peak is None:
+            return None
+        flops = training_flops(
+            self._config,
+            self._weights,
+            tokens=work.tokens,
+            squares=work.squares,
+            predictions=work.predictions,
+        )
+        return flops / seconds / peak
+
+
+class _OurStep:
+    """Our step over groups, its plan included."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        spec: RunSpec,
+        topology: Topology,
+        cost: Any,
+        *,
+        samples: Samples,
+        cohort: Cohort,
+    ) -> None:
+        self._runner = StepRunner(
+            policy, reference=None, spec=spec, ranks=topology.data, device=topology.device
+        )
+        self._runner.hear_of(self._hear)
+        self._spec = spec
+        self._ranks = topology.data
+        self._cost = cost
+        self._samples = samples
+        self._cohort = cohort
+        self._heard: list[tuple[Samples, Tensor]] = []
+        self.num_micro_batches = self.num_divided = 0
+
+    def advantages(self) -> Tensor:
+        """``[R]`` those that the step computes."""
+        credit = CreditAssigner(
+            self._spec.algorithm,
+            self._ranks,
+            max_response_tokens=self._spec.rollout.max_response_tokens,
+        )
+        return credit(self._samples, self._cohort, kl_coefficient=0.0).advantages
+
+    def plan(self) -> tuple[Samples, StepPlan]:
+        """The samples in the order of their plan, as a rank has them."""
+        share = share_of(
+            self._cohort,
+            num_updates=1,
+            rank=0,
+            num_ranks=1,
+            cost=self._cost,
+            shares_prefixes=self._spec.shares_prefixes,
+        )
+        samples = self._samples.select(share.rows)
+        plan = plan_step(
+            share,
+            samples,
+            bounds=self._runner.outgrown.bounds,
+            ranks=self._ranks,
+            shares_prefixes=self._spec.shares_prefixes,
+        )
+        return samples, plan
+
+    def run(self) -> tuple[float, float]:
+        """Train the samples once; returns loss and norm of the gradients."""
+        self._heard = []
+        samples, plan = self.plan()
+        metrics = self._runner.run(1, samples, self._cohort, plan).metrics
+        self.num_micro_batches = len(self._heard)
+        self.num_divided = int(metrics["divided_micro_batches"])
+        return metrics["loss"], metrics["grad_norm"]
+
+    def pack(self) -> list[Work]:
+        """Plan and pack the micro-batches, on the CPU; returns what they cost."""
+        samples, plan = self.plan()
+        (micros,) = plan.updates
+        return [self.work(samples.select(micro)) for micro in micros]
+
+    def num_tokens(self) -> int:
+        """Tokens that the model computes."""
+        return sum(work.tokens for work in self.pack())
+
+    def work(self, samples: Samples) -> Work:
+        """What samples cost as one micro-batch."""
+        cpu = torch.device("cpu")
+        return pack_samples(samples, cpu, shares_prefixes=self._spec.shares_prefixes).work
+
+    def logprobs(self) -> Tensor:
+        """``[R]`` those of the last step, before its update, in the order of the samples."""
+        found: dict[int, Tensor] = {}
+        for part, logprobs in self._heard:
+            own = logprobs.cpu().split(part.responses.lengths.tolist())
+            found |= dict(zip(part.rows.tolist(), own, strict=True))
+        return torch.cat([found[row] for row in sorted(found)])
+
+    def _hear(self, part: Samples, logprobs: Tensor) -> None:
+        self._heard.append((part, logprobs.detach()))
+
+
+def _timed(
+    run: Callable[[], tuple[float, float]], device: torch.device
+) -> tuple[float, tuple[float, float]]:
+    """Seconds of a step, and what it returns."""
+    returned: list[tuple[float, float]] = []
+    spent = timed(lambda: returned.append(run()), 0, device)
+    return spent, returned[0]
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _agreement(
+    ours: Tensor, theirs: Tensor, sums: dict[str, tuple[float, float]], *, dtype: str
+) -> dict[str, Any]:
+    """Whether both sides compute the same, from their last steps, whose weights are the first."""
+    distance = (ours - theirs).abs()
+    norms = sums["ours"][1], sums["trl"][1]
+    of_norms = abs(norms[0] - norms[1]) / norms[0]
+    most, most_of_norms = _TOLERANCES[dtype]
+    mean = float(distance.mean())
+    return {
+        "logprob_distance_mean": mean,
+        "logprob_distance_max": float(distance.max()),
+        "loss_distance": abs(sums["ours"][0] - sums["trl"][0]),
+        "grad_norm_distance": of_norms,
+        "agrees": mean <= most and of_norms <= most_of_norms,
+    }
+
+
+if __name__ == "__main__":
+    main()

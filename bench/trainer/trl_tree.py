@@ -1,0 +1,309 @@
+"""A training step of TRL (https://github.com/huggingface/trl) over its prefix trie, by TRL's own code.
+
+Planner, packing, attention, output head and loss are those of its asynchronous trainer; around them is what
+transformers' trainer does in a step: micro-batches are made, then moved and trained one by one, gradients
+clipped, weights updated. Rollouts and the trainer's own bookkeeping are left out. TRL's attention kernel is
+one of a hub; here it is the one that ours computes with, torch's or FlashAttention 4 where that is installed.
+"""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.metadata import version
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
+from transformers import PreTrainedModel
+
+from services.common.spec.trainer import OptimizerSpec
+from services.trainer.batch import flash
+from services.trainer.batch.samples import Samples
+
+_LEAST_VERSION = "1.16"
+_takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
+_torch_kernel: Any = partial(varlen_attn, enable_gqa=True) if _takes_gqa else varlen_attn
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A micro-batch as TRL's collator makes it."""
+
+    inputs: dict[str, Tensor]
+    """Of its ``compute_loss``."""
+    numbers: tuple[int, ...]
+    """Its samples."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the model computes."""
+        return self.inputs["input_ids"].numel()
+
+
+class TrlStep:
+    """A step over groups.
+
+    Args:
+        model: By :func:`begin_trl`. Trained in place.
+        samples: Trained whole.
+        advantages: ``[R]`` of the response tokens, one number for each sample.
+        groups: ``[n]`` the group of each sample.
+        optimizer: As ours.
+        clip: Distance at which the ratio is clipped.
+        max_tokens: Unique tokens of a micro-batch (``token_budget``).
+        device: Of the model.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        samples: Samples,
+        advantages: Tensor,
+        *,
+        groups: Tensor,
+        optimizer: OptimizerSpec,
+        clip: float,
+        max_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self._trainer = _module("async_grpo_trainer")
+        self._model: Any = model
+        self._samples = list(_samples(samples, advantages, groups))
+        self._num_trained = float(len(samples.responses.values))
+        self._max_tokens = max_tokens
+        self._device = device
+        self._max_norm = optimizer.max_grad_norm
+        self._parameters = list(model.parameters())
+        self._optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=optimizer.learning_rate,
+            betas=optimizer.betas,
+            weight_decay=optimizer.weight_decay,
+            fused=True,
+        )
+        self._state = SimpleNamespace(
+            accelerator=SimpleNamespace(
+                num_processes=1,
+                reduce=lambda values, reduction: values,
+                gather=lambda values: values,
+            ),
+            epsilon_low=clip,
+            epsilon_high=clip,
+            aux_loss_enabled=False,
+            # The loss is divided by the tokens of the whole update, as ours.
+            current_gradient_accumulation_steps=1,
+            _metrics={"train": defaultdict(list)},
+            **dict.fromkeys(_COUNTERS, 0.0),
+        )
+        self._heard: list[tuple[Batch, Tensor]] = []
+
+    def packed(self) -> list[Batch]:
+        """Plan and pack the micro-batches, on the CPU."""
+        # The planner waits for more samples until one fits no longer: the last of these is that one.
+        filler = {**self._samples[-1], "group_id": -1, "number": -1}
+        filler["input_ids"] = torch.zeros(self._max_tokens, dtype=torch.int64)
+        filler["completion_mask"] = torch.zeros(self._max_tokens, dtype=torch.int64)
+        planner = self._trainer.TokenBudgetBatcher(
+            [*self._samples, filler], 1, self._max_tokens, defaultdict(list)
+        )
+        collator = self._trainer.DataCollatorForRollout(0, 1, token_budget=self._max_tokens)
+        batches = []
+        for rows in planner:
+            inputs = collator.torch_call([rows])
+            inputs["global_n_tokens"] = torch.full((1,), self._num_trained)
+            numbers = tuple(sample["number"] for row in rows for sample in row.samples)
+            batches.append(Batch(inputs, numbers))
+        trained = sorted(number for batch in batches for number in batch.numbers)
+        assert trained == list(range(len(self._samples))), "TRL's planner left samples out"
+        return batches
+
+    def run(self, batches: list[Batch] | None = None) -> tuple[float, float]:
+        """Train the samples once.
+
+        Args:
+            batches: Micro-batches that are made; None to make them, before the first is trained, as
+                transformers' trainer does.
+
+        Returns:
+            Loss and norm of the gradients.
+        """
+        self._heard, losses = [], []
+        for batch in self.packed() if batches is None else batches:
+            inputs = {name: values.to(self._device) for name, values in batch.inputs.items()}
+            forward = partial(self._forward, batch)
+            loss = self._trainer.AsyncGRPOTrainer.compute_loss(self._state, forward, inputs)
+            loss.backward()
+            losses.append(loss.detach())
+        norm = nn.utils.clip_grad_norm_(self._parameters, self._max_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return float(torch.stack(losses).sum()), float(norm)
+
+    def logprobs(self) -> Tensor:
+        """``[R]`` those of the last step, before its update, in the order of the samples."""
+        found: dict[int, Tensor] = {}
+        for batch, values in self._heard:
+            terms = values.cpu()[batch.inputs["token_index"].flatten()]
+            owners = batch.inputs["segment_id"].flatten()
+            for place, number in enumerate(batch.numbers):
+                found[number] = terms[owners == place]
+        return torch.cat([found[number] for number in sorted(found)])
+
+    def _forward(self, batch: Batch, **inputs: Any) -> Any:
+        outputs = self._model(**inputs)
+        self._heard.append((batch, outputs.log_probs.detach().flatten()))
+        return outputs
+
+
+_COUNTERS = (
+    "_last_forward_time_s",
+    "_step_forward_tokens",
+    "_step_trained_tokens",
+    "_step_seq_len_weighted",
+    "_step_samples",
+    "_step_forward_s",
+)
+"""What the loss adds to the trainer's numbers."""
+
+
+def trl_version() -> str:
+    """Of the package.
+
+    Raises:
+        SystemExit: If it is not there, or has no tree packing.
+    """
+    _module("packing")
+    return version("trl")
+
+
+def begin_trl(model: PreTrainedModel, dtype: torch.dtype, *, recomputes: bool) -> None:
+    """Give a model TRL's attention and output head, in place.
+
+    Args:
+        model: With any attention.
+        dtype: Of its weights, in which it then computes; frequencies of rotary embeddings stay float32.
+        recomputes: Whether layers keep only their inputs.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    packing, kernels = _module("packing"), SimpleNamespace(flash_attn_varlen_func=_attention)
+    packing._flash_attn = lambda: kernels  # noqa: SLF001 -- there is no other way to name a kernel
+    packing.register_tree_attention()
+    model.set_attn_implementation(packing.TREE_ATTENTION)
+    import_module("trl.trainer.utils").add_fused_lm_head(
+        model, temperature=1.0, outputs=("log_probs", "entropy")
+    )
+    if recomputes:
+        untyped: Any = model
+        untyped.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+
+
+def _module(name: str) -> Any:
+    try:
+        return import_module(f"trl.experimental.async_grpo.{name}")
+    except ImportError as error:
+        raise SystemExit(
+            f"the peer is TRL from {_LEAST_VERSION} on, which does not load here: {error}; "
+            f"pip install 'trl>={_LEAST_VERSION}'"
+        ) from error
+
+
+def _samples(samples: Samples, advantages: Tensor, groups: Tensor) -> Iterator[dict[str, Any]]:
+    """What TRL's rollouts give its trainer."""
+    lengths = samples.responses.lengths.tolist()
+    parts = zip(
+        samples.prompts.unbind(),
+        samples.responses.unbind(),
+        samples.tokens["rollout_logprobs"].split(lengths),
+        advantages.split(lengths),
+        strict=True,
+    )
+    for number, (prompt, response, logprobs, own) in enumerate(parts):
+        nothing = torch.zeros(len(prompt))
+        yield {
+            "number": number,
+            "group_id": int(groups[number]),
+            "input_ids": torch.cat([prompt, response]).long(),
+            "completion_mask": torch.cat([nothing, torch.ones(len(response))]).long(),
+            "old_log_probs": torch.cat([nothing, logprobs]),
+            "advantage": float(own[0]),
+            "metrics": {},
+        }
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_queries: Tensor,
+    cu_keys: Tensor,
+    max_queries: int,
+    max_keys: int,
+    *,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+) -> Tensor:
+    """``[T, heads, D]`` of queries that stand at the ends of their keys."""
+    assert causal, "TRL asks for attention to later tokens"
+    if not query.is_cuda:
+        return _exact_attention(query, key, value, cu_queries, cu_keys, scale=softmax_scale)
+    query, key, value = (each.contiguous() for each in (query, key, value))
+    if flash.is_here() and query.shape[-1] in flash.HEAD_SIZES:
+        return flash.flash_attention(
+            query,
+            key,
+            value,
+            cu_queries=cu_queries,
+            cu_keys=cu_keys,
+            max_queries=max_queries,
+            max_keys=max_keys,
+            scaling=query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+            window=None if window_size[0] < 0 else window_size[0] + 1,
+        )
+    output: Tensor = _torch_kernel(
+        query,
+        key,
+        value,
+        cu_queries,
+        cu_keys,
+        max_queries,
+        max_keys,
+        scale=softmax_scale,
+        window_size=(window_size[0], 0),
+    )
+    return output
+
+
+def _exact_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_queries: Tensor,
+    cu_keys: Tensor,
+    *,
+    scale: float | None,
+) -> Tensor:
+    """The same on any device, sequence by sequence and without windows."""
+    parts = []
+    bounds = (pairwise(each.tolist()) for each in (cu_queries, cu_keys))
+    for (begin, end), (first, last) in zip(*bounds, strict=True):
+        q, k, v = (
+            states.transpose(0, 1)[None]
+            for states in (query[begin:end], key[first:last], value[first:last])
+        )
+        visible = torch.ones(end - begin, last - first, dtype=torch.bool, device=query.device)
+        visible = visible.tril(last - first - (end - begin))
+        output = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, scale=scale, enable_gqa=True
+        )
+        parts.append(output[0].transpose(0, 1))
+    return torch.cat(parts)
