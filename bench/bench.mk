@@ -1,5 +1,5 @@
 # Benchmarks; included by the Makefile.
-.PHONY: bench-abuse bench-page bench-samples bench-silence bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-one-gpu bench-joins bench-trainer bench-rollout bench-episodes bench-weightsync bench-recovery
+.PHONY: bench-abuse bench-page bench-samples bench-silence bench-controller bench-dataplane bench-e2e bench-learning bench-pace bench-tails bench-one-gpu bench-joins bench-trainer bench-trainer-peer bench-rollout bench-episodes bench-weightsync bench-recovery
 bench-dataplane: $(READY) ## The data plane next to its peer, minutes (OPTIONS=--smoke for seconds)
 	$(BIN)/python -m bench.dataplane $(OPTIONS)
 
@@ -15,6 +15,9 @@ bench-trainer: $(READY) ## Packed against padded training steps (OPTIONS=--smoke
 	$(BIN)/python -m bench.trainer.prefixes $(OPTIONS)
 	$(BIN)/python -m bench.trainer.mixtures $(OPTIONS)
 	$(BIN)/python -m bench.trainer.memory $(OPTIONS)
+
+bench-trainer-peer: $(READY) ## Shared prefixes beside TRL's trie; needs trl (OPTIONS=--smoke without a GPU)
+	$(BIN)/python -m bench.trainer.peer $(OPTIONS)
 
 bench-one-gpu: $(READY) ## A whole run on one GPU, with vLLM and without a setting for memory (OPTIONS=--smoke without any)
 	$(BIN)/python -m bench.one_gpu $(OPTIONS)

@@ -219,13 +219,15 @@ class _OurStep:
         self._runner = StepRunner(
             policy, reference=None, spec=spec, ranks=topology.data, device=topology.device
         )
-        self._runner.hear_of(self._hear)
+        heard: list[tuple[Samples, Tensor]] = []
+        # Not a method, so that the runner and its moments go as soon as this step does.
+        self._runner.hear_of(lambda part, logprobs: heard.append((part, logprobs.detach())))
         self._spec = spec
         self._ranks = topology.data
         self._cost = cost
         self._samples = samples
         self._cohort = cohort
-        self._heard: list[tuple[Samples, Tensor]] = []
+        self._heard = heard
         self.num_micro_batches = self.num_divided = 0
 
     def advantages(self) -> Tensor:
@@ -259,7 +261,7 @@ class _OurStep:
 
     def run(self) -> tuple[float, float]:
         """Train the samples once; returns loss and norm of the gradients."""
-        self._heard = []
+        self._heard.clear()
         samples, plan = self.plan()
         metrics = self._runner.run(1, samples, self._cohort, plan).metrics
         self.num_micro_batches = len(self._heard)
@@ -288,9 +290,6 @@ class _OurStep:
             own = logprobs.cpu().split(part.responses.lengths.tolist())
             found |= dict(zip(part.rows.tolist(), own, strict=True))
         return torch.cat([found[row] for row in sorted(found)])
-
-    def _hear(self, part: Samples, logprobs: Tensor) -> None:
-        self._heard.append((part, logprobs.detach()))
 
 
 def _timed(
