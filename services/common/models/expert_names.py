@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from services.common.models.families import FAMILIES, ExpertParts, Family
+from services.common.models.families import FAMILIES, ExpertParts, Family, is_mixture
 
 
 def checkpoint_names(
@@ -47,6 +47,11 @@ def checkpoint_names(
 def is_fused(name: str, config: Mapping[str, Any]) -> bool:
     """Whether a tensor has other names in the checkpoint, one for each expert."""
     return _parts(config) is not None and ".mlp.experts." in name
+
+
+def is_fused_on_hub(config: Mapping[str, Any]) -> bool:
+    """Whether checkpoints of a mixture have the experts of a layer in one tensor too."""
+    return is_mixture(config) and _parts(config) is None
 
 
 def _parts(config: Mapping[str, Any]) -> ExpertParts | None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from services.common.models.expert_names import checkpoint_names
+from services.common.models.expert_names import checkpoint_names, is_fused_on_hub
 from services.rollout.engines.in_place import obey
 from services.rollout.engines.layout import UnknownLayoutError, copy_weights
 from services.rollout.engines.shared_tensors import open_shared
+from services.rollout.engines.vllm_copied import DeferredCopies
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +71,8 @@ class WeightLoader:
             _forget_kernels(model)
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
-            model.load_weights(loaded)
+            with DeferredCopies(model) if is_fused_on_hub(config) else nullcontext():
+                model.load_weights(loaded)
             finalize_layerwise_reload(model, self.vllm_config.model_config)
         if self.device.type == "cpu":
             _check_kernels(model)
