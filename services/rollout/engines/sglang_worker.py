@@ -31,6 +31,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     if not obey(description, model, rank=rank, ranks=ranks):
         _load_all(model, open_shared(description), rank=rank, ranks=ranks)
+    _derive(model)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -49,3 +50,10 @@ def _load_all(model: Any, tensors: Mapping[str, Tensor], *, rank: int, ranks: in
                     for part in checkpoint_names(name, tensor, config)
                 ]
             )
+
+
+def _derive(model: Any) -> None:
+    """Compute again what SGLang derives of a parameter as it loads: Gemma's norms keep weights plus 1."""
+    for module in model.modules():
+        if (derived := getattr(module, "gemma_weight", None)) is not None:
+            torch.add(module.weight.data, 1.0, out=derived)
