@@ -1,6 +1,8 @@
 """Writes ``docs/models.md``: which model families do what, from the table that the code uses."""
 
-from services.common.models.families import COMPARED, FAMILIES
+from collections.abc import Iterator
+
+from services.common.models.families import COMPARED, FAMILIES, TELLS_NOT, UNEQUAL
 
 _HEAD = """# Models
 
@@ -19,26 +21,54 @@ than full or sliding attention, and rotary frequencies that depend on the longes
 
 vLLM and SGLang are "compared" where `make test-families` (`tests/engines/test_families.py`) has sent two
 versions of a tiny model's weights to the engine on a CPU, and its logprobs of prompts and responses were the
-trainer's, to a mean of 1e-5 in float32 and 5e-3 in bfloat16. Others may well be served: nothing refuses them.
+trainer's, to a mean of 1e-5 in float32 and 5e-3 in bfloat16. Where the last column names an engine, its
+experts were the trainer's too ([replay](mixtures.md#routing-replay)). "no" did not pass there, for the
+reason [below](#what-did-not-pass). Others may well be served: nothing refuses them.
 
-| `model_type` | trainer | torch engine | vLLM | SGLang | tensor parallel | expert parallel |
-| --- | --- | --- | --- | --- | --- | --- |
+| `model_type` | trainer | torch engine | vLLM | SGLang | tensor parallel | expert parallel | routing replay |
+| --- | --- | --- | --- | --- | --- | --- | --- |
 """
+_UNEQUAL = """
+## What did not pass
+vLLM 0.32 and SGLang 0.5.21 with tiny models on a CPU. On GPUs they have other kernels; every run compares
+logprobs of its own model before it samples.
+
+| engine | `model_type` | why |
+| --- | --- | --- |
+"""
+_ENGINES = {"torch": "torch", "vllm": "vLLM", "sglang": "SGLang"}
 
 
 def main() -> None:
     """Print the page."""
     rows = []
     for name, family in FAMILIES.items():
-        engines = [
-            "compared" if name in COMPARED[engine] else "not compared"
-            for engine in ("vllm", "sglang")
-        ]
         divided = "yes" if family.tensor_parallel else "no"
         experts = "no experts" if family.routing is None else "yes"
-        words = ["yes", "yes", *engines, divided, experts]
+        engines = [_compared(engine, name) for engine in COMPARED]
+        told = "no experts" if family.routing is None else ", ".join(_telling(name))
+        words = ["yes", "yes", *engines, divided, experts, told]
         rows.append(f"| `{name}` | {' | '.join(words)} |")
-    print(_HEAD + "\n".join(rows))  # noqa: T201
+    failed = [
+        f"| {_ENGINES[engine]} | `{name}` | {why} |"
+        for engine, families in UNEQUAL.items()
+        for name, why in families.items()
+    ]
+    print(_HEAD + "\n".join([*rows, _UNEQUAL.rstrip("\n"), *failed]))  # noqa: T201
+
+
+def _compared(engine: str, family: str) -> str:
+    if family in COMPARED[engine]:
+        return "compared"
+    return "no" if family in UNEQUAL[engine] else "not compared"
+
+
+def _telling(family: str) -> Iterator[str]:
+    """Engines that tell the experts of a mixture."""
+    yield _ENGINES["torch"]
+    for engine, families in COMPARED.items():
+        if family in families and family not in TELLS_NOT[engine]:
+            yield _ENGINES[engine]
 
 
 if __name__ == "__main__":
