@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from services.common.models.families import COMPARED, FAMILIES, TELLS_NOT, UNEQUAL
+from services.common.models.families import COMPARED, FAMILIES, TELLS_NOT, UNEQUAL, WINDOWED
 
 _HEAD = """# Models
 
@@ -24,6 +24,9 @@ versions of a tiny model's weights to the engine on a CPU, and its logprobs of p
 trainer's, to a mean of 1e-5 in float32 and 5e-3 in bfloat16. Where the last column names an engine, its
 experts were the trainer's too ([replay](mixtures.md#routing-replay)). "no" did not pass there, for the
 reason [below](#what-did-not-pass). Others may well be served: nothing refuses them.
+
+SGLang computes the sliding windows of {windowed} only. With other
+models its context ends where the window does, and `slipstream validate` refuses longer prompts and responses.
 
 | `model_type` | trainer | torch engine | vLLM | SGLang | tensor parallel | expert parallel | routing replay |
 | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -54,7 +57,8 @@ def main() -> None:
         for engine, families in UNEQUAL.items()
         for name, why in families.items()
     ]
-    print(_HEAD + "\n".join([*rows, _UNEQUAL.rstrip("\n"), *failed]))  # noqa: T201
+    windowed = ", ".join(f"`{name}`" for name in WINDOWED["sglang"])
+    print(_HEAD.format(windowed=windowed) + "\n".join([*rows, _UNEQUAL.rstrip("\n"), *failed]))  # noqa: T201
 
 
 def _compared(engine: str, family: str) -> str:

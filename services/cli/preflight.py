@@ -5,7 +5,7 @@ reported together.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from services.cli.machine import (
     hub_is_needed,
     lacks,
 )
+from services.cli.model_problems import length_problems, mixture_problems
 from services.common.callables import bind_callable, load_callable
 from services.common.models.configs import read_config
-from services.common.models.families import FAMILIES, check_trainer
+from services.common.models.families import check_trainer
 from services.common.models.made_tokenizers import Vocabulary, made_vocabulary, tokenizer_name
 from services.common.spec.built_in import AGENTS, EARNED, REWARDS, SERVICES, WORKFLOWS
 from services.common.spec.data import kind_of
@@ -111,35 +112,6 @@ def _collect(problems: list[str], step: Callable[[RunSpec], Iterator[str]], spec
         problems.append(str(error))
 
 
-def _mixture_problems(spec: RunSpec, config: Mapping[str, Any]) -> list[str]:
-    """What is asked of experts that the model does not have."""
-    family = FAMILIES.get(str(config.get("model_type")))
-    routing = None if family is None else family.routing
-    balancing, problems = spec.trainer.balancing, []
-    wanted = {
-        "rollout.routing_replay": (spec.rollout.routing_replay, "off"),
-        "trainer.balancing.kind": (balancing.kind, "none"),
-    }
-    problems += [
-        f"{key} is {value!r}, but model.path is of type {config.get('model_type')!r}, which has no experts; "
-        f"set it to {off!r}"
-        for key, (value, off) in wanted.items()
-        if value != off and routing is None
-    ]
-    if balancing.kind == "bias" and routing not in (None, "sigmoid"):
-        problems.append(
-            "trainer.balancing.kind is 'bias', but routers of model.path have no e_score_correction_bias; "
-            "set it to 'loss'"
-        )
-    has_coefficient = balancing.coefficient or config.get("router_aux_loss_coef")
-    if balancing.kind == "loss" and routing is not None and not has_coefficient:
-        problems.append(
-            "trainer.balancing.kind is 'loss', but model.path has no router_aux_loss_coef; set "
-            "trainer.balancing.coefficient"
-        )
-    return problems
-
-
 def _weights(key: str, model: ModelSpec) -> Iterator[str]:
     """What keeps a model from being loaded."""
     path = model.path
@@ -184,32 +156,19 @@ def _model(spec: RunSpec) -> Iterator[str]:
         expert_parallel=spec.trainer.expert_parallel,
         context_parallel=spec.trainer.context_parallel,
     )
-    yield from _mixture_problems(spec, config)
+    yield from mixture_problems(spec, config)
     vocab_size = config.get("vocab_size")
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         yield (
             f"model.tokenizer has {tokenizer.vocab_size} tokens, but model.path's vocab_size is "
             f"{vocab_size}; use its own"
         )
-    yield from _lengths(spec, config.get("max_position_embeddings"))
+    yield from length_problems(spec, config)
     if spec.data.chat_template and not tokenizer.has_chat_template:
         yield (
             "data.chat_template is true, but the tokenizer has no chat template; set it to false, or use the "
             "tokenizer of a chat model"
         )
-
-
-def _lengths(spec: RunSpec, context: int | None) -> Iterator[str]:
-    """Neither may fill a model's context; together they may, and a response gets what its prompt leaves."""
-    for key, tokens in (
-        ("data.max_prompt_tokens", spec.data.max_prompt_tokens),
-        ("rollout.max_response_tokens", spec.rollout.max_response_tokens),
-    ):
-        if context is not None and tokens >= context:
-            yield (
-                f"{key} is {tokens}, but model.path holds {context} tokens (max_position_embeddings) for a "
-                "prompt and its response; lower it"
-            )
 
 
 def _vocabulary(spec: RunSpec) -> Vocabulary:

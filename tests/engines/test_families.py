@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from services.common.jagged import Jagged
-from services.common.models.families import COMPARED, TELLS_NOT, is_mixture
+from services.common.models.families import COMPARED, TELLS_NOT, exact_tokens, is_mixture
 from services.common.models.loading import build_model, stored_tensors
 from services.common.models.tokenizer import load_tokenizer
 from services.common.spec.model import ModelSpec
@@ -68,8 +68,22 @@ _AS_RELEASED: dict[str, dict[str, Any]] = {
     "gemma2": {"hidden_act": "gelu_pytorch_tanh"},
     "gpt_oss": {"rope_parameters": {**_YARN, "truncate": False}},
     "hunyuan_v1_dense": {"use_qk_norm": True},
+    "olmo3": {
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            "full_attention": {**_YARN, "rope_theta": 500000.0},
+        }
+    },
 }
 """What engines count on: kernels are compiled for it, or it is in every ``config.json`` of the family."""
+_WINDOW = {"sliding_window": 32}
+_BOTH_KINDS = {**_WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_WINDOWED: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("mistral", "phi3", "starcoder2", "mixtral"), _WINDOW),
+    **dict.fromkeys(("ministral", "gemma2", "gemma3_text", "cohere2", "olmo3"), _BOTH_KINDS),
+    "gpt_oss": _BOTH_KINDS,
+}
+"""Windows shorter than the prompt."""
 _MEAN_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 
 
@@ -91,7 +105,7 @@ def _marks(engine: str, family: str) -> list[Any]:
 async def test_logprobs_and_experts_are_those_of_the_trainer_after_every_adoption(
     engine_name: str, family: str
 ) -> None:
-    config = _config(family)
+    config = _config(family, engine_name)
     tells_experts = is_mixture(config.to_dict()) and family not in TELLS_NOT[engine_name]
     async with _serving(
         engine_name, config, dtype=torch.float32, tells_experts=tells_experts
@@ -106,14 +120,17 @@ async def test_logprobs_and_experts_are_those_of_the_trainer_after_every_adoptio
 async def test_logprobs_in_bfloat16_are_those_of_the_trainer_in_the_mean(
     engine_name: str, family: str
 ) -> None:
-    config = _config(family)
+    config = _config(family, engine_name)
     async with _serving(engine_name, config, dtype=torch.bfloat16, tells_experts=False) as engine:
         model = build_model(deepcopy(config), dtype=torch.bfloat16, device="cpu", seed=0)
         await _check_version(engine, 0, model, tells_experts=False)
 
 
-def _config(family: str) -> Any:
+def _config(family: str, engine_name: str) -> Any:
     config = AutoConfig.for_model(family, **{**_SHAPE, **_extra(family)})
+    if exact_tokens(config.to_dict(), engine_name) is not None:
+        # Longer than the sequence.
+        config.sliding_window = config.max_position_embeddings
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
     return config
 
@@ -197,7 +214,7 @@ def _extra(family: str) -> dict[str, Any]:
     """What a mixture needs, in sizes that kernels for CPUs multiply."""
     shape = mixture_shape(family)
     sizes = {name: 32 for name in shape if "intermediate_size" in name}
-    return shape | sizes | _AS_RELEASED.get(family, {})
+    return shape | sizes | _AS_RELEASED.get(family, {}) | _WINDOWED.get(family, {})
 
 
 def _model(config: Any, version: int) -> PreTrainedModel:

@@ -79,13 +79,25 @@ FAMILIES: Mapping[str, Family] = {
 
 COMPARED: Mapping[str, tuple[str, ...]] = {
     "vllm": (
-        *("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "olmo3", "glm", "glm4", "smollm3"),
-        *("seed_oss", "gemma2", "gemma3_text", "cohere", "cohere2", "granite"),
+        *(
+            "llama",
+            "qwen2",
+            "qwen3",
+            "mistral",
+            "ministral",
+            "phi3",
+            "olmo2",
+            "olmo3",
+            "glm",
+            "glm4",
+        ),
+        *("smollm3", "starcoder2", "seed_oss", "ernie4_5", "hunyuan_v1_dense", "exaone4", "gemma"),
+        *("gemma2", "gemma3_text", "cohere", "cohere2", "granite"),
         *("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss"),
     ),
     "sglang": (
-        *("llama", "qwen2", "qwen3", "mistral", "ministral", "phi3", "olmo2", "glm4", "starcoder2"),
-        *("seed_oss", "gemma2", "gemma3_text", "cohere", "cohere2", "granite"),
+        *("llama", "qwen2", "qwen3", "mistral", "ministral", "phi3", "olmo2", "olmo3", "glm4"),
+        *("starcoder2", "seed_oss", "gemma2", "gemma3_text", "cohere", "cohere2", "granite"),
         *("qwen3_moe", "mixtral", "glm4_moe"),
     ),
 }
@@ -94,10 +106,14 @@ COMPARED: Mapping[str, tuple[str, ...]] = {
 TELLS_NOT: Mapping[str, tuple[str, ...]] = {"vllm": ("deepseek_v3",), "sglang": ("mixtral",)}
 """Compared mixtures whose experts an engine does not tell on a CPU: without prefix caching; or it ends."""
 
+WINDOWED: Mapping[str, tuple[str, ...]] = {
+    "sglang": ("olmo3", "exaone4", "gemma2", "gemma3_text", "cohere2", "gpt_oss")
+}
+"""Families whose sliding windows an engine computes, where it does not compute those of all."""
+
 UNEQUAL: Mapping[str, Mapping[str, str]] = {
     "vllm": {},
     "sglang": {
-        "olmo3": "other logprobs, not looked into",
         "gemma": "its loader adds 1 to norms, which weights that are sent pass by, and its GELU is another",
         "glm": "served through transformers, whose plan of tensor parallelism it does not know",
         "smollm3": "served through transformers, whose plan of tensor parallelism it does not know",
@@ -204,9 +220,22 @@ def windows_of(config: Mapping[str, Any]) -> dict[str, int | None]:
     kinds = config.get("layer_types")
     if not kinds:
         family = FAMILIES.get(str(config.get("model_type")), Family())
-        is_windowed = family.windowed and config.get("sliding_window") is not None
+        is_windowed = family.windowed and config.get("use_sliding_window") is not False
         kinds = [_WINDOW if is_windowed else _FULL]
-    return {kind: config["sliding_window"] if kind == _WINDOW else None for kind in kinds}
+    return {kind: config.get("sliding_window") if kind == _WINDOW else None for kind in kinds}
+
+
+def exact_tokens(config: Mapping[str, Any], engine: str) -> int | None:
+    """Longest context that an engine computes as the model does; None for any: it may know no windows.
+
+    Args:
+        config: A ``config.json``.
+        engine: ``rollout.engine``.
+    """
+    known = WINDOWED.get(engine)
+    if known is None or config.get("model_type") in known:
+        return None
+    return min((size for size in windows_of(config).values() if size is not None), default=None)
 
 
 def _rope_types(config: Mapping[str, Any]) -> set[str]:

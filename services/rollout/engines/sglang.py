@@ -8,6 +8,7 @@ import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,11 @@ from sglang.srt.managers import io_struct
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import MultiprocessingSerializer
 
+from services.common.models.families import exact_tokens
 from services.common.models.routing_shape import routing_shape
 from services.rollout.engines.backend import EngineDiedError
 from services.rollout.engines.base import EngineCapabilities, RoutedExperts
+from services.rollout.engines.engine_config import write_sglang_config
 from services.rollout.engines.order import EngineOrder
 from services.rollout.engines.parted import PartedEngine
 from services.rollout.engines.request_parts import Chunk, Part, as_told
@@ -36,6 +39,9 @@ _DIED = "the SGLang engine died; its own log lines above say why"
 
 def build(order: EngineOrder) -> PartedEngine:
     """The engine, which starts with its :meth:`PartedEngine.run`."""
+    exact = exact_tokens(order.config.to_dict(), "sglang")
+    if exact is not None:
+        order = replace(order, arguments={"context_length": exact, **order.arguments})
     return PartedEngine.ordered(SglangBackend(order), order, length_argument="context_length")
 
 
@@ -79,10 +85,7 @@ class SglangBackend:
         self.routing = routing_shape(order.config.to_dict()) if order.returns_experts else None
         if self.routing is not None:
             self._arguments[_TELLS_EXPERTS] = True
-        # What ends a response is said in each request, so the model's own end tokens must not.
-        self._config = order.config.__class__.from_dict(
-            {**order.config.to_dict(), "eos_token_id": None}
-        )
+        self._config = order.config
         self._engine: Engine | None = None
         self._died = asyncio.Event()
         self.streams: set[_Stream] = set()
@@ -106,7 +109,7 @@ class SglangBackend:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGQUIT, self._note_death)
         with tempfile.TemporaryDirectory() as folder:
-            self._config.save_pretrained(folder)
+            write_sglang_config(self._config, folder)
             arguments = {"model_path": folder} | self._arguments
             engine = await asyncio.to_thread(Engine, **arguments)
         # Its import makes uvloop's policy everyone's, whose loops this process does not run: child processes,

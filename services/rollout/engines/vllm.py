@@ -24,6 +24,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from services.common.models.routing_shape import routing_shape
 from services.rollout.engines.backend import EngineDiedError
 from services.rollout.engines.base import EngineCapabilities, RoutedExperts, VersionRun
+from services.rollout.engines.engine_config import engine_config
 from services.rollout.engines.first_token import FirstToken
 from services.rollout.engines.order import EngineOrder
 from services.rollout.engines.parted import PartedEngine
@@ -87,7 +88,7 @@ class VllmBackend:
     async def serve(self, started: Callable[[], None]) -> None:
         """Start vLLM and serve until cancelled."""
         with tempfile.TemporaryDirectory() as folder:
-            self._order.config.save_pretrained(folder)
+            engine_config(self._order.config).save_pretrained(folder)
             llm = await asyncio.to_thread(
                 start, self.engine_args(folder), tells_experts=self.routing is not None
             )

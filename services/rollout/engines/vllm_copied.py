@@ -22,7 +22,7 @@ class DeferredCopies(TorchDispatchMode):
     """
 
     def __init__(self, model: Any) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._places = {
             _storage(parameter): (layer, name)
             for layer in model.modules()
@@ -48,4 +48,4 @@ class DeferredCopies(TorchDispatchMode):
 
 def _storage(tensor: torch.Tensor) -> int:
     """Which memory a tensor and its views share, also where there is none."""
-    return tensor.untyped_storage()._cdata  # noqa: SLF001 -- tensors without memory have no address
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 -- tensors without memory have no address

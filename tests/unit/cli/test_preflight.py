@@ -92,6 +92,32 @@ def test_a_model_that_would_not_be_exact_is_refused_by_its_config_alone(tmp_path
         assert word in str(caught.value)
 
 
+def test_a_context_beyond_the_windows_that_an_engine_does_not_compute_is_refused(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {"model_type": "mistral", "vocab_size": 300, "max_position_embeddings": 4096}
+
+    def problems(window, engine):
+        (folder / "config.json").write_text(json.dumps({**config, "sliding_window": window}))
+        spec = spec_with(
+            tmp_path,
+            model={"path": str(folder), "tokenizer": "bytes"},
+            data={"max_prompt_tokens": 300},
+            rollout={
+                "rewards": [{"name": "exact_match"}],
+                "max_response_tokens": 300,
+                "engine": engine,
+            },
+        )
+        with pytest.raises(SpecError) as caught:
+            check(spec)
+        return str(caught.value)
+
+    assert "computes no sliding windows of 'mistral'" in problems(599, "sglang")
+    for window, engine in ((600, "sglang"), (None, "sglang"), (599, "vllm"), (599, "torch")):
+        assert "sliding windows" not in problems(window, engine)
+
+
 def test_an_empty_data_set_and_a_missing_column_are_named(tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")

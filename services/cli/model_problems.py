@@ -1,0 +1,59 @@
+"""What a specification asks of a model that it does not have, judged by its ``config.json``."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from services.common.models.families import FAMILIES, exact_tokens
+from services.common.spec.run import RunSpec
+
+
+def mixture_problems(spec: RunSpec, config: Mapping[str, Any]) -> list[str]:
+    """What is asked of experts that the model does not have."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    routing = None if family is None else family.routing
+    balancing, problems = spec.trainer.balancing, []
+    wanted = {
+        "rollout.routing_replay": (spec.rollout.routing_replay, "off"),
+        "trainer.balancing.kind": (balancing.kind, "none"),
+    }
+    problems += [
+        f"{key} is {value!r}, but model.path is of type {config.get('model_type')!r}, which has no experts; "
+        f"set it to {off!r}"
+        for key, (value, off) in wanted.items()
+        if value != off and routing is None
+    ]
+    if balancing.kind == "bias" and routing not in (None, "sigmoid"):
+        problems.append(
+            "trainer.balancing.kind is 'bias', but routers of model.path have no e_score_correction_bias; "
+            "set it to 'loss'"
+        )
+    has_coefficient = balancing.coefficient or config.get("router_aux_loss_coef")
+    if balancing.kind == "loss" and routing is not None and not has_coefficient:
+        problems.append(
+            "trainer.balancing.kind is 'loss', but model.path has no router_aux_loss_coef; set "
+            "trainer.balancing.coefficient"
+        )
+    return problems
+
+
+def length_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
+    """Neither may fill a model's context; together they may, and a response gets what its prompt leaves."""
+    context = config.get("max_position_embeddings")
+    prompt, response = spec.data.max_prompt_tokens, spec.rollout.max_response_tokens
+    for key, tokens in (
+        ("data.max_prompt_tokens", prompt),
+        ("rollout.max_response_tokens", response),
+    ):
+        if context is not None and tokens >= context:
+            yield (
+                f"{key} is {tokens}, but model.path holds {context} tokens (max_position_embeddings) for a "
+                "prompt and its response; lower it"
+            )
+    exact = exact_tokens(config, spec.rollout.engine)
+    if exact is not None and prompt + response > exact:
+        yield (
+            f"data.max_prompt_tokens and rollout.max_response_tokens are {prompt + response} tokens, but "
+            f"rollout.engine {spec.rollout.engine!r} computes no sliding windows of "
+            f"{config['model_type']!r}, so its logprobs are the model's up to {exact} tokens only; lower "
+            "them, or take another engine"
+        )
