@@ -28,7 +28,8 @@ from services.common.spec.weight_sync import WeightSyncSpec
 from services.controller.api.rendezvous import RendezvousServicer
 from services.controller.membership.registry import Worker
 from services.controller.membership.rendezvous import RendezvousStore
-from services.controller.run.weight_sync import SyncReport, WeightSession
+from services.controller.run.sync_report import SyncReport
+from services.controller.run.weight_sync import WeightSession
 from slipstream.controller.v1 import membership_pb2_grpc
 
 RESULTS = Path(__file__).parents[1] / "results" / "weightsync.json"

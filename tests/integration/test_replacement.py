@@ -39,4 +39,5 @@ def test_training_goes_on_while_a_lost_rollout_is_replaced(plumbing, tmp_path, s
         lost, replaced = told("WorkerLost")[0], told("Replaced")[0]
         assert any(seq < replaced for seq in told("StepCommitted", after=lost))
         until(lambda: rollouts(api, run_id) == {"rollout-0", "rollout-1"})
+        assert len(told("WorkersReady")) == 2  # at first, and without the lost one
         assert api.get(f"/v1/runs/{run_id}").json()["state"] == "RUNNING"

@@ -98,6 +98,62 @@ async def test_a_rollout_that_comes_later_gets_the_version_that_is_served():
         await later_session.close()
 
 
+@pytest.mark.parametrize("mode", ["shadow", "inplace", "cpu_async", "delta"])
+async def test_a_rollout_joins_while_the_trainer_trains(mode):
+    async with session_of("trainer", "rollout-0", mode=mode, **MEMBERS, **PATIENT) as parts:
+        session, members, started = parts
+        await session.publish(partial(int, 0))
+        served = await members["rollout-0"].serves()
+        late = started.start("rollout-1")
+        await late.started()
+        async with session.turn:  # the trainer's weights change meanwhile
+            assert await session.admit([late.worker()])
+            report = await session.publish(partial(int, 0))
+        assert report.receivers == ("rollout-0", "rollout-1")
+        assert await late.serves() == served
+        assert (await session.publish(partial(int, 1))).lost == ()
+        assert await late.serves_version(1)
+
+
+async def test_a_version_that_another_session_published_is_kept_for_who_joins():
+    async with session_of("trainer", "rollout-0", **MEMBERS, **PATIENT) as parts:
+        session, members, started = parts
+        await session.publish(partial(int, 0))
+        served = await members["rollout-0"].serves()
+        again = await open_session(members, attempt=2, **PATIENT)
+        await again.keep(0)
+        late = started.start("rollout-1")
+        await late.started()
+        async with again.turn:
+            assert await again.admit([late.worker()])
+            await again.publish(partial(int, 0))
+        assert await late.serves() == served
+        await again.close()
+
+
+@SIGNALS
+@pytest.mark.parametrize("moment", ["before", "transfer", "adopt"])
+async def test_the_others_go_on_when_a_rollout_is_lost_as_it_joins(how, moment):
+    async with session_of("trainer", "rollout-0", **MEMBERS, **PATIENT) as parts:
+        session, members, started = parts
+        await session.publish(partial(int, 0))
+        served = await members["rollout-0"].serves()
+        fall = {
+            "before": None,
+            "transfer": Fall(how, bucket=NUM_BUCKETS // 2),
+            "adopt": Fall(how, version=0),
+        }[moment]
+        late = started.start("rollout-1", fall=fall)
+        await late.started()
+        assert await session.admit([late.worker()])
+        if moment == "before":
+            late.send_signal(how)
+        report = await session.publish(partial(int, 0))
+        assert (report.receivers, report.lost) == (("rollout-0",), ("rollout-1",))
+        assert await members["rollout-0"].serves() == served
+        assert (await session.publish(partial(int, 1))).lost == ()
+
+
 @pytest.mark.parametrize("mode", ["inplace", "cpu_async", "delta"])
 async def test_every_mode_serves_and_recovers(mode):
     names = ("trainer", "rollout-0", "rollout-1")

@@ -51,12 +51,30 @@ class Assembly:
     scoring: BatchScoring
     critic: CriticCalls
     weights: WeightSession
-    serving: Sequence[Worker]
+    serving: list[Worker]
     """Who receives the trainer's weights: nobody, if nothing is sampled or scored."""
     train_rows: Mapping[str, int]
     """Rows of each set of training prompts, by split."""
     heldout_rows: Mapping[str, int]
     """Rows of each set of held-out prompts, by split."""
+
+    async def admit(self, rollouts: Sequence[Worker]) -> bool:
+        """Have rollouts take part that have loaded meanwhile: they get weights, and then groups.
+
+        Returns:
+            Whether weights reach them as all is connected; otherwise nothing has changed.
+
+        Raises:
+            FailedPreconditionError: If they loaded other data.
+            ServiceError: If one does not answer, or made another plan of the weights.
+        """
+        here = [worker for worker in self.serving if worker.role == "rollout"]
+        _agreed_rows([*here, *rollouts], {**self.train_rows, **self.heldout_rows})
+        if not here or not await self.weights.admit(rollouts):
+            return False
+        await self.replicas.join(rollouts)
+        self.serving.extend(rollouts)
+        return True
 
 
 def training_fields(spec: RunSpec) -> tuple[str, ...]:
@@ -143,7 +161,7 @@ async def assemble(
 
     def missing() -> list[str]:
         workers = membership.workers(run_id)
-        loaded = {worker.worker_id for worker in workers if _is_loaded(worker, spec)}
+        loaded = {worker.worker_id for worker in workers if is_loaded(worker, spec)}
         return [name for name in names if name not in loaded]
 
     await membership.wait_until(
@@ -188,7 +206,8 @@ async def assemble(
     )
 
 
-def _is_loaded(worker: Worker, spec: RunSpec) -> bool:
+def is_loaded(worker: Worker, spec: RunSpec) -> bool:
+    """Whether a worker has its model, and a rollout its data."""
     return worker.state in ("loaded", "ready") and (
         worker.role != "rollout" or worker.gauges.keys() >= {*map(rows_gauge, spec.data.sets)}
     )

@@ -2,7 +2,7 @@
 
 workers of the run                         -> started; the loop is entered
 a worker ended, is silent or was replaced  -> the loop is left; what is gone is started; it is entered again,
-                                              without lost rollouts while others are left, and again with them
+                                              without lost rollouts while others are left; they join later
 too many losses without a finished step    -> the run fails, with the last lines of what was lost
 """
 
@@ -28,6 +28,7 @@ from services.controller.run.losses import (
     explain,
     is_loss,
 )
+from services.controller.run.publishing import Publishing
 from services.controller.run.requests import CurrentSpec, Mailbox
 from services.controller.run.resize import ResizedError, Resizing
 from services.controller.store.records import Note
@@ -247,10 +248,12 @@ class RunDriver:
             return RunEvent.DRAINED, "PausedByUser"
 
     async def _enter(self, lost: Collection[str], absent: Collection[str]) -> bool:
+        publishing: asyncio.Future[Publishing] = asyncio.get_running_loop().create_future()
+        resizing = self._resizing.watch(self.spec, absent=absent, publishing=publishing)
         async with TaskGroup() as tasks:
             watches = [
                 tasks.create_task(self._watch_workers()),
-                tasks.create_task(self._resizing.watch(self.spec, absent=absent)),
+                tasks.create_task(resizing),
             ]
             async with connected(
                 self._spec,
@@ -261,6 +264,7 @@ class RunDriver:
                 absent=absent,
             ) as self._live:
                 await self._ready(absent)
+                publishing.set_result(self._live.publishing)
                 is_finished = await train(self._live)
             for watch in watches:
                 watch.cancel()

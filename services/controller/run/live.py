@@ -167,6 +167,8 @@ class LiveRun:
         if self.parts.served != self.published or is_due:
             await self.publish()
         else:
+            if served_step == self.step:
+                await self.parts.weights.keep(self.published)
             await self.publishing.already(served_step)
         self._open_gate()
 

@@ -9,7 +9,7 @@ from typing import Any
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.scores import Evaluation
 from services.controller.run.replicas import Replicas
-from services.controller.run.weight_sync import SyncReport
+from services.controller.run.sync_report import SyncReport
 
 # Newest weight syncs that the summary's percentiles are of: they are sorted for each event.
 _KEPT = 1000

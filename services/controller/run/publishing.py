@@ -2,12 +2,15 @@
 
 a step is trained    -> its version is offered, and copied before the next step if none is on its way
 a version is served  -> the gate opens, an evaluation may begin, and what was offered since is next
+a rollout has joined -> what is served is sent again, from the trainer's copy, or what is newer
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.common.errors import UnavailableError
+from services.controller.membership.registry import Worker
 from services.controller.rules.ledger import Ledger
 from services.controller.run.assembly import Assembly
 from services.controller.run.evaluation import Evaluator
@@ -35,17 +38,35 @@ class Publishing:
     """What weight versions are above their steps."""
     _newest: int = field(default=-1, init=False)
     _served: int = field(default=-1, init=False)
+    _joining: set[str] = field(default_factory=set, init=False)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition, init=False)
 
     @property
     def is_busy(self) -> bool:
         """Whether a version is on its way."""
-        return self._served < self._newest
+        is_kept = self.parts.weights.has_copy(self._served + self.version_offset)
+        return self._served < self._newest or (bool(self._joining) and is_kept)
 
     async def already(self, step: int) -> None:
         """Every rollout serves the weights of a step since before: generate and evaluate under them."""
         self._newest = self._served = step
         await self._open_gate(step)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def admit(self, rollouts: Sequence[Worker]) -> bool:
+        """Have rollouts take part that have loaded meanwhile; see :meth:`Assembly.admit`."""
+        if not await self.parts.admit(rollouts):
+            return False
+        async with self._changed:
+            self._joining.update(worker.worker_id for worker in rollouts)
+            self._changed.notify_all()
+        return True
+
+    async def all_serve(self) -> None:
+        """Return once all that were admitted have weights."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._joining)
 
     async def offer(self, step: int) -> None:
         """The trainer has the weights of ``step``."""
@@ -78,7 +99,7 @@ class Publishing:
             raise UnavailableError(f"{', '.join(report.lost)} did not take part in weight sync")
         version, replicas = report.version, self.parts.replicas
         for worker in self.parts.serving:
-            if not replicas.is_lent(worker.worker_id):
+            if worker.worker_id in report.receivers:
                 worker.weight_version = version
         replicas.bring_back()
         self.progress.synced(report)
@@ -89,9 +110,13 @@ class Publishing:
         note = Note("WeightsPublished", message, sync_facts(report), None, version, summary)
         await self.journal.note(note, self.ledger)
         step = version - self.version_offset
-        await self._open_gate(step)
+        if step > self._served:
+            await self._open_gate(step)
+        else:
+            self.generation.published(step)  # there are more places
         async with self._changed:
             self._served = step
+            self._joining.difference_update(report.receivers)
             self._changed.notify_all()
 
     async def _open_gate(self, step: int) -> None:

@@ -33,12 +33,14 @@ class Replicas:
         """Connect to the rollouts, of which some take turns with the trainer on its GPUs."""
         self._in_turns = frozenset(in_turns)
         for worker in workers:
-            channel = await self._stack.enter_async_context(
-                open_channel(worker.address, "worker", run_id=worker.run_id)
-            )
-            self._clients[worker.worker_id] = RolloutClient(channel)
-            self._workers[worker.worker_id] = worker
-            self._placement.add(worker.worker_id)
+            await self._connect(worker)
+
+    async def join(self, workers: Iterable[Worker]) -> None:
+        """Connect to further rollouts; they get groups once they serve what the others serve."""
+        for worker in workers:
+            await self._connect(worker)
+            self._behind.add(worker.worker_id)
+            self._placement.send_away(worker.worker_id)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -79,10 +81,6 @@ class Replicas:
         self._lent.difference_update(names)
         self._behind.update(names)
         self.bring_back()
-
-    def is_lent(self, worker_id: str) -> bool:
-        """Whether a rollout keeps its weights."""
-        return worker_id in self._lent
 
     def bring_back(self) -> None:
         """Rollouts that have caught up with the others train again."""
@@ -204,6 +202,14 @@ class Replicas:
     async def cancel(self, group_ids: Sequence[str]) -> None:
         """End groups wherever they run. A rollout that does not answer is found dead elsewhere."""
         await self._all_answer(client.cancel_groups(group_ids) for client in self._clients.values())
+
+    async def _connect(self, worker: Worker) -> None:
+        channel = await self._stack.enter_async_context(
+            open_channel(worker.address, "worker", run_id=worker.run_id)
+        )
+        self._clients[worker.worker_id] = RolloutClient(channel)
+        self._workers[worker.worker_id] = worker
+        self._placement.add(worker.worker_id)
 
     async def _all(self, calls: Iterable[Coroutine[None, None, None]]) -> None:
         with unwrapped(ServiceError):

@@ -1,21 +1,26 @@
 """Brings a run to the rollouts that it should have, while it goes on.
 
-more    the new ones are started and load while the others generate -> the loop is left and entered with all
+more    the new ones are started and load while the others generate -> they get weights, then groups
 lost    its replacement loads while the others generate             -> as above
 fewer   the loop is left, those that are too many are ended -> entered again; their groups are made anew
+
+Where trainer and rollouts take turns, or weights have to take another way to reach new ones, the loop is
+left and entered with all.
 """
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Awaitable, Collection
 
 from services.common.errors import ServiceError
 from services.common.spec.run import RunSpec
 from services.common.task_group import TaskGroup, leaves
 from services.controller.launch.launcher import Launcher, WorkerExit, worker_names
 from services.controller.membership.registry import Membership
+from services.controller.run.assembly import is_loaded
 from services.controller.run.journal import Journal
 from services.controller.run.losses import WorkerLostError
+from services.controller.run.publishing import Publishing
 from services.controller.run.requests import CurrentSpec, Mailbox
 from services.controller.store.records import Note
 
@@ -71,7 +76,9 @@ class Resizing:
         self._failed.set()
         return True
 
-    async def watch(self, entered: RunSpec, *, absent: Collection[str] = ()) -> None:
+    async def watch(
+        self, entered: RunSpec, *, absent: Collection[str] = (), publishing: Awaitable[Publishing]
+    ) -> None:
         """Get the rollouts that are wanted ready, while the run goes on with others.
 
         If new ones do not come up, the run keeps the size that it has.
@@ -79,22 +86,29 @@ class Resizing:
         Args:
             entered: What the loop was entered with.
             absent: Rollouts of it that were lost; the loop was entered without them.
+            publishing: What brings them their weights, once the loop is entered.
 
         Raises:
-            ResizedError: Once the loop can be entered with all that are wanted.
+            ResizedError: Once the loop can be entered with all that are wanted, if it has to be.
             ServiceError: If a replacement does not come up.
         """
+        here = _rollouts(entered) - set(absent)
         while True:
             self._asked.clear()
-            if absent or self._wanted() != _rollouts(entered):
-                self._new = self._wanted() - _rollouts(entered)
-                if await self._bring_up():
-                    raise ResizedError
-                size = {"replicas": entered.rollout.replicas}
-                rollout = self._spec.now.rollout.model_copy(update=size)
-                self._spec.now = self._spec.now.model_copy(update={"rollout": rollout})
+            spec = self._spec.now
+            self._new = _rollouts(spec) - _rollouts(entered)
+            if missing := _rollouts(spec) - here:
+                if not await self._bring_up(missing, publishing):
+                    size = {"replicas": entered.rollout.replicas}
+                    rollout = self._spec.now.rollout.model_copy(update=size)
+                    self._spec.now = self._spec.now.model_copy(update={"rollout": rollout})
+                    continue
+                here |= missing
+                entered = spec
+            if self._wanted() < here:
+                raise ResizedError
             await self._asked.wait()
-            if self._wanted() == _rollouts(entered):
+            if self._wanted() == here:
                 await self.confirm()
 
     async def confirm(self) -> None:
@@ -124,24 +138,22 @@ class Resizing:
         note = Note(kind, f"{count} rollouts", {"replicas": count})
         await self._journal.note(note, also=self._mailbox.done(request))
 
-    async def _bring_up(self) -> bool:
-        """Start the rollouts that are missing; whether they loaded."""
+    async def _bring_up(self, missing: set[str], publishing: Awaitable[Publishing]) -> bool:
+        """Start rollouts and have them take part; whether they came up.
+
+        Raises:
+            ResizedError: If they have loaded, and the loop has to be entered with them.
+        """
         self._failed.clear()
-        spec, request = self._spec.now, self._mailbox.get("resize")
-
-        def missing() -> list[str]:
-            return sorted(_rollouts(spec) - self._loaded())
-
+        request = self._mailbox.get("resize")
         try:
-            await self._launcher.start(self._run_id, spec)
-            async with TaskGroup() as tasks:
-                failing = tasks.create_task(self._fail_on_exit())
-                await self._membership.wait_until(
-                    lambda: not missing(),
-                    timeout_s=spec.limits.start_timeout_s,
-                    waiting_for=lambda: f"{', '.join(missing())} to load",
-                )
-                failing.cancel()
+            await self._load(missing)
+            if self._spec.now.topology.takes_turns or not missing <= self._wanted():
+                raise ResizedError
+            loaded = [w for w in self._membership.workers(self._run_id) if w.worker_id in missing]
+            joined = await publishing
+            if not await joined.admit(loaded):
+                raise ResizedError
         except (ServiceError, ExceptionGroup) as error:
             if not self._new:
                 raise
@@ -152,7 +164,26 @@ class Resizing:
             await self._end(self._new)
             self._new = set()
             return False
+        kind, self._new = "Resized" if self._new else "Replaced", set()
+        await joined.all_serve()
+        await self._tell(kind)
         return True
+
+    async def _load(self, missing: set[str]) -> None:
+        spec = self._spec.now
+
+        def unloaded() -> list[str]:
+            return sorted(missing - self._loaded())
+
+        await self._launcher.start(self._run_id, spec)
+        async with TaskGroup() as tasks:
+            failing = tasks.create_task(self._fail_on_exit())
+            await self._membership.wait_until(
+                lambda: not unloaded(),
+                timeout_s=spec.limits.start_timeout_s,
+                waiting_for=lambda: f"{', '.join(unloaded())} to load",
+            )
+            failing.cancel()
 
     async def _fail_on_exit(self) -> None:
         await self._failed.wait()
@@ -168,7 +199,7 @@ class Resizing:
 
     def _loaded(self) -> set[str]:
         workers = self._membership.workers(self._run_id, "rollout")
-        return {worker.worker_id for worker in workers if worker.state in ("loaded", "ready")}
+        return {worker.worker_id for worker in workers if is_loaded(worker, self._spec.now)}
 
 
 def _rollouts(spec: RunSpec) -> set[str]:

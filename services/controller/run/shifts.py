@@ -25,7 +25,7 @@ from services.controller.membership.registry import Membership, Worker
 from services.controller.run.assembly import Assembly
 from services.controller.run.evaluation import Evaluator
 from services.controller.run.requests import CurrentSpec
-from services.controller.run.weight_sync import SyncReport
+from services.controller.run.sync_report import SyncReport
 from services.rollout.client import RolloutClient
 from services.trainer.client import TrainerClient
 

@@ -109,6 +109,31 @@ class WeightMembers:
         )
         await self._take(mode, backend)
 
+    async def admit(self, rollouts: Sequence[Worker]) -> bool:
+        """Go on with further rollouts; returns whether weights reach them in the way that they take.
+
+        Raises:
+            DataLossError: If they made another plan.
+            FailedPreconditionError: If no way reaches them.
+            ServiceError: If one does not answer or cannot take part.
+        """
+        backend = self.backend()
+        joined = {w.worker_id: await self._connect(w.address) for w in rollouts}
+        try:
+            await self._agree(joined)
+            if backend == HANDLE:
+                is_reached = self._spec.backend == HANDLE or len(set(self._devices.values())) == 1
+            else:
+                is_reached = MODES[self._mode].through_host or not self._share_gpus()
+            if not is_reached:
+                return False
+            self.backend()
+            self.rollouts |= joined
+        finally:
+            for name in joined.keys() - self.rollouts.keys():
+                self._devices.pop(name, None)
+        return True
+
     def dismiss(self, names: Sequence[str]) -> None:
         """Go on without rollouts."""
         for name in names:

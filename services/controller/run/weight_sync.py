@@ -9,7 +9,7 @@
 
 Any failure aborts the epoch. Members that do not answer the abort are lost; the others form the next epoch
 and the version is sent again. Live weights change in adopt only, so nobody serves half a version meanwhile.
-A rollout that comes later is a member of the next session, which the run's loop opens with all there are.
+A rollout that comes later is a member from the next epoch on: the version that is served is sent again.
 Training waits for the copy alone. Of what it makes while a version is on its way, the newest is published
 next, and nothing in between.
 """
@@ -19,7 +19,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 
 from services.common import tracing
 from services.common.errors import (
@@ -33,6 +32,7 @@ from services.common.spec.weight_sync import WeightSyncSpec
 from services.controller import metrics
 from services.controller.membership.registry import Worker
 from services.controller.run.losses import LateError
+from services.controller.run.sync_report import SyncReport, observe
 from services.controller.run.weight_members import WeightMembers
 from services.weightsync.canary import Canary, canary_tolerance
 from services.weightsync.client import WeightSyncClient
@@ -45,35 +45,6 @@ _LEAST_TIMEOUT_S = 1.5
 _DRAINING_S = 7 * 86_400.0
 # Tries of one version while nobody is lost: a busy machine misses a deadline, a bit flips.
 _MAX_TRIES = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncReport:
-    """One published version; of one that nobody receives, no more than its number."""
-
-    version: int
-    digest: str = ""
-    num_bytes: int = 0
-    """On the wire, from all sources."""
-    copy_s: float = 0.0
-    """Until the trainer had copied its weights and scored the canary: what its next step waits for."""
-    prepare_s: float = 0.0
-    """Until everybody was ready, the copy included."""
-    transfer_s: float = 0.0
-    """Until every rollout had verified what it received."""
-    adopt_s: float = 0.0
-    """Until every rollout served the version."""
-    check_s: float = 0.0
-    """Until every rollout had scored the canary like the trainer."""
-    stall_s: float = 0.0
-    """Longest time in which a rollout produced no token."""
-    lost: tuple[str, ...] = ()
-    """Rollouts that were lost on the way; they do not serve the version."""
-
-    @property
-    def total_s(self) -> float:
-        """From the finished step to every rollout serving its weights."""
-        return self.prepare_s + self.transfer_s + self.adopt_s
 
 
 class WeightSession:
@@ -132,6 +103,30 @@ class WeightSession:
         """Close the connections."""
         await self._members.close()
 
+    async def admit(self, rollouts: Sequence[Worker]) -> bool:
+        """Have rollouts take part that have loaded meanwhile, from what is published next on.
+
+        Returns:
+            Whether weights reach them; otherwise the session must be opened anew, with all.
+
+        Raises:
+            ServiceError: If one does not answer, or made another plan.
+        """
+        async with self.pin:
+            is_reached = await self._members.admit(rollouts)
+            self._is_formed &= not is_reached
+            return is_reached
+
+    async def keep(self, version: int) -> None:
+        """Have the trainer copy a version that is served before its weights change, for who comes later."""
+        async with self.pin, self.turn:
+            await self._prepare(version, self._members.sources)
+            await self._score(version)
+
+    def has_copy(self, version: int) -> bool:
+        """Whether a version can be sent without the trainer's weights."""
+        return self._canary is not None and self._canary[0] == version
+
     def lend(self, names: Sequence[str]) -> None:
         """Publish to the other rollouts only; for whoever holds the pin."""
         self._members.lend(names)
@@ -182,7 +177,7 @@ class WeightSession:
                 try:
                     if not self._is_formed:
                         await self._form()
-                    if version < 0:
+                    if version < 0 and not self.has_copy(version := newest()):
                         await copying.enter_async_context(self.turn)
                         version = newest()
                     report = await self._publish(version, tuple(lost), copied)
@@ -199,7 +194,7 @@ class WeightSession:
                     tries = 0 if gone else tries + 1
                     self._go_on_without(gone, error, tries)
                 else:
-                    _observe(self._run_id, report)
+                    observe(self._run_id, report)
                     self.version = version
                     return report
 
@@ -261,6 +256,7 @@ class WeightSession:
             adopt_s=adopted - transferred,
             check_s=time.perf_counter() - adopted,
             stall_s=max(stalls.values()),
+            receivers=tuple(members.rollouts),
             lost=lost,
         )
 
@@ -335,18 +331,3 @@ class WeightSession:
             ) from error
         if tries == _MAX_TRIES:
             raise error
-
-
-def _observe(run: str, report: SyncReport) -> None:
-    """Record a published version."""
-    phases = {
-        "prepare": report.prepare_s,
-        "transfer": report.transfer_s,
-        "adopt": report.adopt_s,
-        "check": report.check_s,
-        "total": report.total_s,
-    }
-    for phase, seconds in phases.items():
-        metrics.WEIGHT_SYNC_SECONDS.labels(run, phase).observe(seconds)
-    metrics.WEIGHT_SYNC_BYTES.labels(run).inc(report.num_bytes)
-    metrics.WEIGHT_SYNCS.labels(run, "ok").inc()

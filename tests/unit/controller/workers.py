@@ -10,7 +10,8 @@ from services.common.errors import UnavailableError
 from services.common.fields import ROLLOUT_FIELDS
 from services.common.spec.loader import parse_spec
 from services.controller.membership.registry import Worker
-from services.controller.run.weight_sync import SyncReport
+from services.controller.run.sync_report import SyncReport
+from services.rollout.client import rows_gauge
 from services.trainer.client import TrainedStep
 from services.transferqueue.facts import Stats
 from tests.helpers.rest import SPEC
@@ -106,6 +107,8 @@ class Workers:
             turn=self.turn,
             version=self.version,
             publish=self._publish,
+            has_copy=lambda version: version == self.version,
+            keep=self._nothing_learned,
         )
         scoring = SimpleNamespace(is_active=False, add_proximal=self._unchanged)
         critic = SimpleNamespace(
@@ -244,6 +247,7 @@ def rollout_of(run_id, attempt):
         host_id="h",
         last_heard=0.0,
         state="loaded",
+        gauges={rows_gauge("train"): 64.0, rows_gauge("heldout"): 2.0},
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from services.common.errors import UnavailableError
 from services.controller.run.publishing import Publishing
-from services.controller.run.weight_sync import SyncReport
+from services.controller.run.sync_report import SyncReport
 
 
 class Parts:
@@ -18,20 +18,36 @@ class Parts:
         self.may_publish.set()
         self.published, self.opened, self.lost = [], [], ()
         self.weights = self
-        self.serving = [SimpleNamespace(worker_id="rollout-0", weight_version=-1)]
-        self.replicas = SimpleNamespace(is_lent=lambda name: False, bring_back=lambda: None)
+        self.serving = [rollout("rollout-0")]
+        self.replicas = SimpleNamespace(bring_back=lambda: None)
+        self.is_reached, self.copied = True, -1
+
+    def has_copy(self, version):
+        return version == self.copied
+
+    async def admit(self, rollouts):
+        self.serving.extend(rollouts)
+        return self.is_reached
 
     async def publish(self, newest):
         await self.may_publish.wait()
         self.published.append(newest())
+        self.copied = newest()
+        receivers = tuple(worker.worker_id for worker in self.serving)
         times = dict.fromkeys(
             ("copy_s", "prepare_s", "transfer_s", "adopt_s", "check_s", "stall_s"), 0.0
         )
-        return SyncReport(version=newest(), digest="", num_bytes=1, lost=self.lost, **times)
+        return SyncReport(
+            version=newest(), digest="", num_bytes=1, receivers=receivers, lost=self.lost, **times
+        )
 
 
 async def nothing(*args, **kwargs):
     """Nobody evaluates, and nothing is written down."""
+
+
+def rollout(name):
+    return SimpleNamespace(worker_id=name, weight_version=-1)
 
 
 def publishing(parts):
@@ -74,6 +90,49 @@ async def test_what_was_served_before_opens_the_gate_and_is_not_sent_again():
     await one.served(4)
     assert (parts.published, parts.opened) == ([], [4])
     task.cancel()
+
+
+async def test_a_rollout_that_joins_gets_what_is_served_and_nothing_is_evaluated_again():
+    parts, evaluated = Parts(), []
+    one = publishing(parts)
+
+    async def published(version, **kwargs):
+        evaluated.append(version)
+
+    one.evaluator.published = published
+    task = asyncio.create_task(one.run())
+    await one.offer(1)
+    await one.served(1)
+    late = rollout("rollout-1")
+    assert await one.admit([late])
+    assert one.is_busy
+    await one.all_serve()
+    assert (parts.published, evaluated, late.weight_version) == ([101, 101], [101], 101)
+    assert parts.opened == [1, 1]
+    assert not one.is_busy
+    task.cancel()
+
+
+async def test_a_rollout_that_joins_waits_for_the_next_version_where_no_copy_is_left():
+    parts = Parts()
+    one = publishing(parts)
+    task = asyncio.create_task(one.run())
+    await one.already(4)
+    late = rollout("rollout-1")
+    assert await one.admit([late])
+    assert not one.is_busy
+    await one.offer(5)
+    await one.all_serve()
+    assert (parts.published, late.weight_version) == ([105], 105)
+    task.cancel()
+
+
+async def test_a_rollout_that_weights_do_not_reach_is_not_waited_for():
+    parts = Parts()
+    parts.is_reached = False
+    one = publishing(parts)
+    assert not await one.admit([rollout("rollout-1")])
+    await one.all_serve()
 
 
 async def test_a_rollout_that_took_no_part_is_a_loss():

@@ -23,6 +23,19 @@ class Rollout:
         self.log.append(f"{self.name} wakes")
 
 
+def worker(name, version=3):
+    return Worker(
+        run_id="run",
+        worker_id=name,
+        incarnation="1",
+        role="rollout",
+        address="127.0.0.1:1",
+        host_id="here",
+        last_heard=0.0,
+        weight_version=version,
+    )
+
+
 @pytest.fixture
 async def opened(monkeypatch):
     """Opens two or three rollouts, of which some take turns; returns them, with what they are told."""
@@ -32,20 +45,7 @@ async def opened(monkeypatch):
         log, names = [], [f"rollout-{index}" for index in range(count)]
         clients = iter([Rollout(name, log) for name in names])
         monkeypatch.setattr(module, "RolloutClient", lambda channel: next(clients))
-        workers = [
-            Worker(
-                run_id="run",
-                worker_id=name,
-                incarnation="1",
-                role="rollout",
-                address="127.0.0.1:1",
-                host_id="here",
-                last_heard=0.0,
-                weight_version=3,
-            )
-            for name in names
-        ]
-        await found.open(workers, in_turns=names[:in_turns])
+        await found.open([worker(name) for name in names], in_turns=names[:in_turns])
         return found, log
 
     yield open_
@@ -71,6 +71,22 @@ async def test_where_all_sleep_groups_wait_where_they_are(opened):
     await replicas.put_aside_for_others()
     assert not log
     assert replicas.num_replicas == 2
+
+
+async def test_a_rollout_that_joins_gets_groups_once_it_serves_what_the_others_serve(
+    opened, monkeypatch
+):
+    replicas, log = await opened(1, in_turns=0)
+    monkeypatch.setattr(module, "RolloutClient", lambda channel: Rollout("rollout-1", log))
+    late = worker("rollout-1", version=-1)
+    await replicas.join([late])
+    replicas.assigned("rollout-0")
+    replicas.bring_back()
+    assert (replicas.num_replicas, replicas.choose("g1")) == (1, ("rollout-0", 3))
+    assert replicas.present() == ["rollout-0"]
+    late.weight_version = 3
+    replicas.bring_back()
+    assert (replicas.num_replicas, replicas.choose("g1")) == (2, ("rollout-1", 3))
 
 
 async def test_where_all_others_are_lent_groups_wait_where_they_are(opened):

@@ -88,6 +88,20 @@ async def test_members_that_share_several_gpus_go_through_host_memory():
     assert {tuple(member.modes) for member in members.all().values()} == {("shadow", "cpu_async")}
 
 
+async def test_a_rollout_joins_where_weights_reach_it_as_they_travel():
+    members = await open_on("cuda:a", "cuda:b")
+    assert await members.admit([worker("rollout-1", "cuda:c")])
+    assert [*members.rollouts] == ["rollout-0", "rollout-1"]
+    assert not await members.admit([worker("rollout-2", "cuda:c")])
+    assert [*members.rollouts] == ["rollout-0", "rollout-1"]
+    with pytest.raises(FailedPreconditionError, match=r"different devices.*cpu_async"):
+        await members.admit([worker("rollout-2", "cpu")])
+    assert members.backend() == "nccl"
+    by_handle = await open_on("cuda:a", "cuda:a")
+    assert await by_handle.admit([worker("rollout-1", "cuda:a")])
+    assert not await by_handle.admit([worker("rollout-2", "cuda:b")])
+
+
 async def test_a_handle_between_gpus_is_refused_with_the_fix():
     members = await open_on("cuda:a", "cuda:b", backend="handle")
     with pytest.raises(FailedPreconditionError, match=r"is handle.*backend to auto.*cpu_async"):
