@@ -161,20 +161,30 @@ class _Watch:
 
 
 def _gaps(folder: Path, seen: _Seen, *, began: float, leaves: float) -> Mapping[str, float]:
-    """Seconds between steps: usual ones, and the longest while a rollout loaded, joined, or left."""
-    ends = [datetime.fromisoformat(step["time"]).timestamp() for step in steps_in(folder)]
+    """Seconds between steps: usual ones, and the longest while a rollout loaded, joined, or left.
+
+    Told apart is for how long the longest waited for samples: of a new rollout the first ones take longer.
+    """
+    steps = steps_in(folder)
+    ends = [datetime.fromisoformat(step["time"]).timestamp() for step in steps]
+    waits = {end: step["trainer_wait_s"] for end, step in zip(ends, steps, strict=True)}
     gaps = list(pairwise(ends))
 
-    def longest(since: float, until: float) -> float:
-        return round(max(end - start for start, end in gaps if end > since and start < until), 3)
+    def longest(since: float, until: float, what: str) -> dict[str, float]:
+        found = [(end - start, waits[end]) for start, end in gaps if end > since and start < until]
+        seconds, wait_s = max(found)
+        return {
+            f"longest_while_{what}_s": round(seconds, 3),
+            f"of_it_for_samples_while_{what}_s": round(wait_s, 3),
+        }
 
     # The first steps compile.
     usual = [end - start for start, end in gaps[1:] if end < began]
     return {
         "median_s": round(median(usual), 3),
-        "longest_while_loading_s": longest(began, seen.loaded),
-        "longest_while_joining_s": longest(seen.loaded, seen.token),
-        "longest_while_leaving_s": longest(leaves, time.time()),
+        **longest(began, seen.loaded, "loading"),
+        **longest(seen.loaded, seen.token, "joining"),
+        **longest(leaves, time.time(), "leaving"),
     }
 
 
