@@ -3,11 +3,13 @@ r"""1 if the response's final expression equals the answer mathematically, else 
 ``math-verify`` looks for expressions in prose and takes those that it can read: of a bare ``2\sqrt{3}``
 or ``(3,1)`` only ``2`` and ``1``. So the answer and the response's final part reach it inside
 ``\boxed{}``, which it reads as a whole. Words, ratios and times are no expressions (it would read
-``east`` as a product of four variables, ``1:2`` as a half) and count as text.
+``east`` as a product of four variables, ``1:2`` as a half) and count as text. Units are taken off here: it
+would take the variable off ``2t`` and ``\pi r^2 h`` too.
 """
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -25,9 +27,37 @@ _WORDS = re.compile(
 )
 _DELIMITER = re.compile(r"\\?\$|\\[()\[\]]")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\{(\d+)\}")
-_SAME_SIGN = {"{,}": ",", "\\!": "", "°": "^\\circ", "\\varnothing": "\\emptyset"}
-_READ = [LatexExtractionConfig(boxed_match_priority=0)]
-_SEARCH = [*_READ, ExprExtractionConfig()]
+_THOUSANDS = re.compile(r"(?:\{,\}|,\\!)\s*(?=\d)")
+_BASE = re.compile(r"\d\w*_\{?(\d+)\}?")
+_TIME = re.compile(r"\d+:\d+[ap]m")
+_DOTTED = re.compile(r"(\d[ap])\.m$")
+_ONE_SIGN = re.compile(r"(?<!\\)\{(\w)\}")
+_OR = re.compile(r"\\text\w*\s*\{\s*(?:or|and)\s*\}")
+_SAME_SIGN = {
+    "\\!": "",
+    "°": "^\\circ",
+    "\\varnothing": "\\emptyset",
+    "\\langle": "(",
+    "\\rangle": ")",
+}
+_LETTER = re.compile(
+    r"\\(?:mathbf|boldsymbol|bm|vec|hat)\s*\{\s*([A-Za-z])\s*\}|\\mathrm\s*\{\s*([ei])\s*\}"
+)
+_UNIT_IN_TEXT = re.compile(
+    r"(?<=.)(?:[\s~]|\\[,;:! ])*"
+    r"(?:\\(?:text\w*|mathrm|mbox)\s*\{[^{}]*\}(?:\^\{?-?\d\}?)?\s*(?:/|\\cdot)?\s*)+(?=,|$)"
+)
+_SHORT = r"cm|mm|km|dm|ft|in|yd|mi|kg|mg|gm|lb|oz|ml|mph|hr|min|sec|kmh"
+_PLAIN = r"[^A-Za-z\\]*"
+_QUANTITY = re.compile(
+    rf"({_PLAIN}(?:\\(?:[dt]?frac|sqrt|pi|times|cdot)(?![A-Za-z]){_PLAIN})*(?<![\s^_]))"
+    rf"(?:\s*(?:{_SHORT})|\s+(?:[mgshlLJNWVK]|[A-Za-z]{{3,}}))s?"
+    rf"(?:\s+(?:per|{_SHORT}|[A-Za-z]{{3,}})|/\s*[a-z]+)*(?:\^\{{?\d\}}?)?\s*"
+)
+"""A number, and its unit in letters."""
+_WITHOUT_UNITS = replace(LatexExtractionConfig().normalization_config, units=False)
+_READ = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=_WITHOUT_UNITS)]
+_SEARCH = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 
 
 def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any]) -> float:
@@ -53,7 +83,7 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
         in_prose = not announced or bool(_WORDS.search(given))
     else:
         in_prose = False
-    if _as_text(given) == _as_text(expected):
+    if _same_text(expected, given):
         return 1.0
     return float(not _is_text(expected) and _same_value(expected, given, in_prose=in_prose))
 
@@ -81,7 +111,14 @@ def _as_text(answer: str) -> str:
     previous = None
     while previous != answer:
         previous, answer = answer, _FONT.sub(r"\1", answer)
-    return _CHOICE.sub(r"\1", _LAYOUT.sub("", answer).rstrip(".").casefold())
+    text = _LAYOUT.sub("", answer).rstrip(".").casefold()
+    return _CHOICE.sub(r"\1", _DOTTED.sub(r"\1m", _ONE_SIGN.sub(r"\1", text)))
+
+
+def _same_text(expected: str, given: str) -> bool:
+    """Whether two answers are the same words; of times, one may leave out the half of the day."""
+    shorter, longer = sorted((_as_text(expected), _as_text(given)), key=len)
+    return shorter == longer or (bool(_TIME.fullmatch(longer)) and longer[:-2] == shorter)
 
 
 def _is_text(expected: str) -> bool:
@@ -89,10 +126,13 @@ def _is_text(expected: str) -> bool:
     if _RATIO_OR_TIME.match(_as_text(expected)):
         return True
     is_number = re.match(r"[-.\d]|\\[dt]?frac|\\sqrt", _as_text(expected))
-    return not is_number and bool(_WORDS.search(expected))
+    return not is_number and bool(_WORDS.search(_OR.sub(",", expected)))
 
 
 def _same_value(expected: str, given: str, *, in_prose: bool) -> bool:
+    bases = {base[1] for each in (expected, given) if (base := _BASE.fullmatch(_as_text(each)))}
+    if len(bases) > 1:
+        return False
     found = parse(given, _SEARCH) if in_prose else _read(given)
     if _verify(_read(expected), found):
         return True
@@ -110,7 +150,11 @@ def _bare_number(answer: str) -> str:
 
 
 def _read(answer: str) -> list[Any]:
-    tidy = _DELIMITER.sub(" ", _REPEATING.sub(_as_fraction, answer))
+    tidy = " ".join(_DELIMITER.sub(" ", _REPEATING.sub(_as_fraction, answer)).split())
+    tidy = _THOUSANDS.sub(",", _LETTER.sub(r" \1\2", tidy))
+    tidy = _UNIT_IN_TEXT.sub("", tidy)
+    if quantity := _QUANTITY.fullmatch(tidy):
+        tidy = quantity[1]
     for sign, same in _SAME_SIGN.items():
         tidy = tidy.replace(sign, same)
     read: list[Any] = parse(f"\\boxed{{{tidy}}}", _READ, fallback_mode="no_fallback")
