@@ -41,6 +41,8 @@ class EngineKind:
     """Argument that bounds the KV cache."""
     cache_in_bytes: bool = False
     """Whether that is in bytes of one GPU, or in tokens."""
+    unplanned: Mapping[str, str] = field(default_factory=dict)
+    """Arguments that take memory of a GPU which no plan counts, each with what to set in its place."""
     length_argument: str | None = None
     """Argument that bounds a prompt together with its response, in tokens."""
     has_model: bool = True
@@ -71,6 +73,11 @@ class EngineKind:
             if arguments.get(other):
                 sizes[name] = 1
         return prod(sizes.values())
+
+    def unsized(self, arguments: Mapping[str, Any]) -> list[str]:
+        """Arguments that are missing where an engine is to take a part of a GPU's memory that it is told."""
+        names = (self.memory_argument, self.cache_argument)
+        return [name for name in names if name is not None and name not in arguments]
 
     def check(self, arguments: Mapping[str, Any], *, most_tokens: int) -> None:
         """Refuse arguments that the engine does not have, or that contradict the run.
@@ -169,6 +176,7 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         memory_argument="gpu_memory_utilization",
         cache_argument="kv_cache_memory_bytes",
         cache_in_bytes=True,
+        unplanned={"num_gpu_blocks_override": "kv_cache_memory_bytes"},
         length_argument="max_model_len",
         is_writable=True,
         environment={

@@ -1,7 +1,7 @@
 """Which GPUs of this host each worker process sees."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from services.common.errors import FailedPreconditionError
@@ -36,6 +36,11 @@ class HostGpus:
     def __init__(self, gpus: Sequence[str]) -> None:
         self._gpus = gpus
         self._runs: dict[str, dict[str, tuple[str, ...]]] = {}
+
+    @property
+    def count(self) -> int:
+        """GPUs of this host."""
+        return len(self._gpus)
 
     def assign(
         self, run_id: str, needs: Mapping[str, int], *, hosts: Mapping[str, str] = _NOBODY
@@ -72,6 +77,16 @@ class HostGpus:
             assigned[worker_id] = tuple(sorted(free, key=users.__getitem__)[:count])
             users.update(assigned[worker_id])
         return assigned
+
+    def newcomers(self, run_id: str, needs: Mapping[str, int]) -> set[str]:
+        """Workers that no GPUs were assigned to, of a run in which others have theirs."""
+        known = self._runs.get(run_id, {})
+        return set(needs.keys() - known.keys()) if known else set()
+
+    def forget(self, run_id: str, workers: Iterable[str]) -> None:
+        """Take the GPUs of workers that are not started."""
+        for worker_id in workers:
+            self._runs[run_id].pop(worker_id, None)
 
     def neighbours(self, run_id: str, worker_id: str) -> Sequence[str]:
         """Workers of the same run that have GPUs of this one too."""

@@ -15,6 +15,8 @@ import psutil
 
 from services.common.confinement import Allowance
 from services.common.credentials import current_identity
+from services.common.errors import FailedPreconditionError
+from services.common.spec.engines import engine_kind
 from services.common.spec.run import RunSpec
 from services.common.task_group import TaskGroup
 from services.controller.client import WorkerRole
@@ -91,7 +93,7 @@ class ProcessLauncher:
         running = self._processes.setdefault(run_id, {})
         names = worker_names(spec)
         ranks = {worker_id: num_ranks(role, spec) for role, worker_id in names}
-        gpus = self._gpus.assign(run_id, gpu_needs(spec), hosts=gpu_hosts(spec))
+        gpus = self._assign_gpus(run_id, spec)
         for role, worker_id in names:
             if worker_id in running or worker_id in later:
                 continue
@@ -109,6 +111,25 @@ class ProcessLauncher:
                 )
             running[worker_id] = process
             self._tasks.create_task(self._watch(run_id, worker_id, process))
+
+    def _assign_gpus(self, run_id: str, spec: RunSpec) -> Mapping[str, Sequence[str]]:
+        """GPUs of each worker; refuses rollouts beside those that took what they found when they started."""
+        needs, running = gpu_needs(spec), self._processes[run_id].keys()
+        new = self._gpus.newcomers(run_id, needs)
+        gpus = self._gpus.assign(run_id, needs, hosts=gpu_hosts(spec))
+        rollouts = {worker_id for role, worker_id in worker_names(spec) if role == "rollout"}
+        unsized = engine_kind(spec.rollout.engine).unsized(spec.rollout.engine_arguments)
+        for worker_id in sorted(new & rollouts) if unsized else ():
+            for other in running & rollouts & set(self._gpus.neighbours(run_id, worker_id)):
+                self._gpus.forget(run_id, new)
+                arguments = " and ".join(f"rollout.engine_arguments.{name}" for name in unsized)
+                raise FailedPreconditionError(
+                    f"{worker_id} would share GPU {', '.join(gpus[other])} with {other}, which has taken its "
+                    f"memory: this host has {self._gpus.count} GPUs, and the run's workers want "
+                    f"{sum(needs.values())}. Submit or fork the run with {arguments}, so that each rollout "
+                    "takes its part, or with this number of rollouts from the start; or use a larger host"
+                )
+        return gpus
 
     async def end(self, run_id: str, worker_id: str) -> None:
         """End one worker at once; returns when it is gone."""

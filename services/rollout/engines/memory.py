@@ -278,6 +278,11 @@ def plan_of(
         ValueError: If that does not fit, or an engine argument leaves too little.
     """
     kind, arguments = engine_kind(spec.rollout.engine), spec.rollout.engine_arguments
+    for name in kind.unplanned.keys() & arguments.keys():
+        raise ValueError(
+            f"rollout.engine_arguments.{name} is {arguments[name]}: what that takes of a GPU is not planned, "
+            f"so weight sync may find no room; remove it, or set {kind.unplanned[name]} in its place"
+        )
     is_in_turns = spec.topology.takes_turns and "trainer" in roles
     plan = plan_memory(
         ModelSize.of(config, getattr(torch, spec.trainer.dtype)),

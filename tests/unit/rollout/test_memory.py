@@ -102,6 +102,14 @@ def test_an_argument_that_leaves_too_little_is_refused_with_the_figure() -> None
         engine_share(plan, VLLM, {"gpu_memory_utilization": 0.9})
 
 
+def test_memory_that_no_plan_counts_is_refused_by_name() -> None:
+    document = spec_of().model_dump(exclude_unset=True, mode="json")
+    document["rollout"]["engine_arguments"] = {"num_gpu_blocks_override": 90_000}
+    message = r"num_gpu_blocks_override is 90000: .*set kv_cache_memory_bytes"
+    with pytest.raises(ValueError, match=message):
+        plan_of(RunSpec.model_validate(document), qwen_7b(), gpu_bytes=300 * GB)
+
+
 def spec_of(**trainer: Any) -> RunSpec:
     return RunSpec.model_validate(
         {

@@ -1,10 +1,12 @@
 """Workers that are processes of this host."""
 
+import asyncio
 import json
 import os
 
 import pytest
 
+from services.common.errors import FailedPreconditionError
 from services.common.spec.run import RunSpec
 from services.common.task_group import TaskGroup
 from services.controller.launch.process import ProcessLauncher, open_process_launcher
@@ -22,6 +24,20 @@ class Exited:
 
     def send_signal(self, number: int) -> None:
         """Nobody is there."""
+
+
+class Running(Exited):
+    """One that runs until a test ends it."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    async def wait(self) -> int:
+        await self.ended.wait()
+        return 0
+
+    def send_signal(self, number: int) -> None:
+        self.ended.set()
 
 
 class Orders:
@@ -59,6 +75,55 @@ async def test_workers_inherit_nothing_of_the_controllers_own(tmp_path, monkeypa
         assert environment[f"{prefix}_RUN_ID"] == "run_a"
         assert environment["SLIPSTREAM_TRACE_RATIO"] == "0.5"
         assert not [name for name in environment if name.startswith("SLIPSTREAM_CONTROLLER_")]
+
+
+def vllm_spec(replicas: int, **arguments) -> RunSpec:
+    rollout = {"engine": "vllm", "replicas": replicas, "engine_arguments": arguments}
+    return RunSpec.model_validate({**SPEC, "rollout": {**SPEC["rollout"], **rollout}})
+
+
+PARTS = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 8_000_000_000}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "arguments"), [(("0",), PARTS), (("0", "1", "2"), {})], ids=["parts", "room"]
+)
+async def test_a_rollout_is_added_where_it_has_memory(tmp_path, gpus, arguments):
+    orders = Orders(Running())
+    async with TaskGroup() as tasks:
+        launcher = launcher_of(tmp_path, tasks, orders, gpus=gpus)
+        await launcher.start("run_a", vllm_spec(1, **arguments))
+        await launcher.start("run_a", vllm_spec(2, **arguments))
+        orders.process.ended.set()
+    assert orders.given.keys() == {"trainer-0", "rollout-0", "rollout-1"}
+
+
+async def test_a_rollout_beside_one_that_took_all_memory_is_refused_before_it_starts(tmp_path):
+    orders = Orders(Running())
+    async with TaskGroup() as tasks:
+        launcher = launcher_of(tmp_path, tasks, orders, gpus=("7",))
+        await launcher.start("run_a", vllm_spec(1))
+        for _ in range(2):
+            with pytest.raises(FailedPreconditionError, match="share GPU 7 with rollout-0") as told:
+                await launcher.start("run_a", vllm_spec(2))
+        assert "has 1 GPUs, and the run's workers want 3" in told.value.message
+        assert "gpu_memory_utilization and rollout.engine_arguments.kv_cache" in told.value.message
+        await launcher.start("run_a", vllm_spec(1))
+        orders.process.ended.set()
+    assert orders.given.keys() == {"trainer-0", "rollout-0"}
+
+
+async def test_rollouts_that_were_planned_together_are_started_again(tmp_path):
+    orders = Orders(Running())
+    async with TaskGroup() as tasks:
+        launcher = launcher_of(tmp_path, tasks, orders, gpus=("7",))
+        await launcher.start("run_a", vllm_spec(2))
+        del orders.given["rollout-1"]
+        await launcher.end("run_a", "rollout-1")
+        (tmp_path / "run_a" / "logs" / "rollout-1.process").unlink()
+        await launcher.start("run_a", vllm_spec(2))
+        orders.process.ended.set()
+    assert "rollout-1" in orders.given
 
 
 async def test_prometheus_is_told_of_workers_until_their_run_has_ended(tmp_path):
