@@ -36,7 +36,7 @@ class EngineKind:
     memory_argument: str | None = None
     """Argument that says which part of a GPU's memory the engine takes."""
     memory_excludes_working: bool = False
-    """Whether that is for weights and KV cache alone."""
+    """Whether that is for weights and KV cache alone, and of what is free when the engine starts."""
     cache_argument: str | None = None
     """Argument that bounds the KV cache."""
     cache_in_bytes: bool = False

@@ -328,7 +328,9 @@ def _checked_share(
     excluded = _WORKING / plan.total if kind.memory_excludes_working else 0
     most, given = plan.engine_share - excluded, arguments.get(name)
     if given is None:
-        return {name: round(plan.wanted_share - excluded, 2)}
+        # Such a share is of what is free by then, and the cache that is given bounds what is taken of it.
+        is_bounded = kind.memory_excludes_working and plan.others
+        return {name: _LARGEST_SHARE if is_bounded else round(plan.wanted_share - excluded, 2)}
     if given > most:
         beside = f" and other workers {plan.others / _GB:.1f}" if plan.others else ""
         raise ValueError(

@@ -136,6 +136,18 @@ def test_a_rollout_that_shares_its_gpu_leaves_the_trainer_its_peak() -> None:
     assert share["gpu_memory_utilization"] == plan.engine_share
 
 
+def test_beside_others_sglang_is_bounded_by_tokens_and_not_by_a_share_of_what_is_free_by_then() -> (
+    None
+):
+    sglang, config = ENGINES["sglang"], qwen_7b()
+    spec = spec_of(tokens_per_micro_batch=8192)
+    plan = plan_of(spec, config, gpu_bytes=300 * GB, roles=["trainer"])
+    share = engine_share(plan, sglang, {})
+    assert share == {"mem_fraction_static": 0.9, "max_total_tokens": plan.kv_tokens}
+    alone = planned(ModelSize.of(config, torch.bfloat16))
+    assert engine_share(alone, sglang, {}) == {"mem_fraction_static": 0.73}
+
+
 def test_two_rollouts_on_a_trainers_gpu_have_half_of_what_it_leaves() -> None:
     spec, config = spec_of(), qwen_7b()
     alone = memory_of_others(["trainer"], spec, config, gpu_bytes=300 * GB)
