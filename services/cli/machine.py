@@ -1,7 +1,6 @@
 """What this machine lacks for a run: GPUs, packages, and a way to Hugging Face."""
 
 import importlib.util
-import os
 import threading
 import urllib.error
 import urllib.request
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from services.cli.settings import MachineSettings
 from services.common.models.made_tokenizers import is_made, tokenizer_name
+from services.common.processors import usable_processors
 from services.common.spec.engines import engine_kind
 from services.common.spec.run import RunSpec
 from services.common.spec.trackers import TRACKERS
@@ -156,7 +156,7 @@ def _too_many(spec: RunSpec, gpus: int) -> Iterator[str]:
                 "rollout.engine_arguments, or say --elsewhere"
             )
         return
-    cores = os.cpu_count() or 1
+    cores = usable_processors()
     most_processes = max(_LEAST_PROCESSES, _PROCESSES_A_CORE * cores)
     if total > most_processes:
         yield (

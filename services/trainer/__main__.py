@@ -22,6 +22,7 @@ from services.common.grpc_server import serve
 from services.common.lifetime import announce
 from services.common.logging import configure
 from services.common.metrics import serve_metrics
+from services.common.processors import usable_processors
 from services.common.settings import set_defaults
 from services.common.spec.loader import parse_spec
 from services.controller.client import WorkerSession, open_rendezvous
@@ -151,6 +152,7 @@ def main() -> None:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     # Packs differ from step to step; in segments that grow, what one leaves serves the next.
     set_defaults({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    torch.set_num_threads(min(torch.get_num_threads(), usable_processors()))
     device = device_of(settings)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -16,6 +16,7 @@ import psutil
 from services.common.confinement import Allowance
 from services.common.credentials import current_identity
 from services.common.errors import FailedPreconditionError
+from services.common.processors import usable_processors
 from services.common.spec.engines import engine_kind
 from services.common.spec.run import RunSpec
 from services.common.task_group import TaskGroup
@@ -100,7 +101,7 @@ class ProcessLauncher:
             process: WorkerProcess | None = adopt(self._record(run_id, worker_id))
             if process is None:
                 environment = {
-                    "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // sum(ranks.values()))),
+                    "OMP_NUM_THREADS": str(max(1, usable_processors() // sum(ranks.values()))),
                     **_inherited(),
                     "CUDA_VISIBLE_DEVICES": ",".join(gpus[worker_id]),
                     **self._identity(run_id, role, worker_id),

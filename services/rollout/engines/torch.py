@@ -14,6 +14,7 @@ from services.common.models.families import check_trainer, has_plain_scores
 from services.common.models.head import use_float32_head
 from services.common.models.loading import build_model, stored_tensors
 from services.common.models.routing_shape import routing_shape
+from services.common.processors import usable_processors
 from services.rollout.engines.base import (
     EngineCapabilities,
     EngineStats,
@@ -34,6 +35,7 @@ from services.weightsync.plan import TensorSpec, WeightPlan
 
 def build(order: EngineOrder) -> "TorchEngine":
     """The engine with a model of random weights."""
+    torch.set_num_threads(min(torch.get_num_threads(), usable_processors()))
     return TorchEngine(
         build_model(order.config, dtype=order.dtype, device=order.device),
         max_running=order.max_running,
