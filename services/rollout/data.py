@@ -140,7 +140,7 @@ class _JsonLines:
         line = os.pread(self._file, end - begin, begin)
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"row {index} of {self._path} is no JSON ({error}): {line[:80]!r}; write one JSON "
                 "object per line"
@@ -265,13 +265,24 @@ def _open_python(spec: PromptSourceSpec, key: str) -> PromptSource:
             f"{key}: {spec.path!r} could not be called with {dict(spec.arguments)} ({error}); check "
             f"{key}.arguments"
         ) from error
+    except Exception as error:  # it is the user's code
+        raise _raised(spec, key, error) from error
     if isinstance(rows, Sized) and hasattr(rows, "__getitem__"):
         return _Rows(rows, spec.path)  # type: ignore[arg-type]  # a sequence, whatever its class
     if isinstance(rows, Iterable):
-        return _Rows(list(rows), spec.path)
+        try:
+            return _Rows(list(rows), spec.path)
+        except Exception as error:  # as above: a generator runs here
+            raise _raised(spec, key, error) from error
     raise ValueError(
         f"{key}: {spec.path!r} returned a {type(rows).__name__}; it must return the rows, for example "
         "a list of dictionaries"
+    )
+
+
+def _raised(spec: PromptSourceSpec, key: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"{key}: {spec.path!r} raised {type(error).__name__}: {error}; it must return the rows"
     )
 
 

@@ -20,6 +20,8 @@ class GroupError(Exception):
     num_tokens = 0
 
     def __init__(self, reason: str, message: str, *, retryable: bool) -> None:
+        # A user's error may hold what is no text: neither messages to the controller nor databases take it.
+        message = message.replace("\0", "\\0").encode(errors="backslashreplace").decode()
         super().__init__(message)
         self.reason = reason
         self.message = message

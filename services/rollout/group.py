@@ -29,7 +29,7 @@ from services.rollout.workflows.base import Episode, Interrupted, Workflow
 from services.rollout.workflows.conversations import flattened, trained_once
 from services.rollout.workflows.history import history_of
 from services.rollout.workflows.limits import EpisodeLimits
-from services.rollout.workflows.turns import Turn
+from services.rollout.workflows.turns import Turn, num_sampled
 
 logger = logging.getLogger(__name__)
 
@@ -214,6 +214,7 @@ class RunningGroup:
         try:
             with tracing.span("rollout.generate") as span:
                 await self._tools.workflow.run(episode)
+                _check_sampled(episode)
                 span.attributes["gen_ai.usage.output_tokens"] = len(episode.response_ids)
                 span.attributes["num_segments"] = episode.num_segments
         except Interrupted:
@@ -311,6 +312,16 @@ class RunningGroup:
         if self._is_training:
             return ""
         return answer_digest(response, self._spec.answer_pattern)
+
+
+def _check_sampled(episode: Episode) -> None:
+    """Refuse an episode that ended before the policy said anything."""
+    if not any(map(num_sampled, episode.sequences)):
+        raise CallError(
+            "invalid_value",
+            "the episode ended before the policy said anything, so nothing can train; let the workflow ask "
+            "its episode for a turn",
+        )
 
 
 def _derived_seed(seed: int, num_failed: int) -> int:

@@ -97,7 +97,8 @@ class Tokenizer:
         """Token ids of a text, without special tokens around it.
 
         Raises:
-            ValueError: If a ``chars:`` tokenizer has no token for one of the characters.
+            ValueError: If a ``chars:`` tokenizer has no token for one of the characters, or one of them
+                is half of one (a surrogate).
         """
         if self._name.startswith(CHARS_PREFIX):
             unknown = sorted(set(text) - set(self._inner.get_vocab()))
@@ -106,10 +107,14 @@ class Tokenizer:
                     f"tokenizer {self._name!r} has no token for {', '.join(map(repr, unknown))} in "
                     f"{text[:80]!r}; add the characters to model.tokenizer, or use 'bytes'"
                 )
-        if self._backend is not None:
-            # A batch of one is the way to ids without the place of each token in the text: half the work.
-            return list(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
-        return list(self._inner.encode(text, add_special_tokens=False))
+        try:
+            if self._backend is not None:
+                # A batch of one is the way to ids without the place of each token in the text: half the work.
+                encoded = self._backend.encode_batch_fast([text], add_special_tokens=False)
+                return list(encoded[0].ids)
+            return list(self._inner.encode(text, add_special_tokens=False))
+        except TypeError as error:  # what JSON may write as an escape, and UTF-8 cannot
+            raise ValueError(f"{text[:80]!r} has a surrogate that is no character") from error
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a text that begins a context: after the first token that the model expects.

@@ -20,6 +20,7 @@ from services.common.task_group import TaskGroup
 _LINE_BYTES = 64 << 20
 _MAX_THREADS = 512
 _MAX_REWARD_BYTES = 64 << 10
+_MOST_ERROR_CHARACTERS = 2000
 
 
 async def serve(reference: str, answers: TextIO) -> None:
@@ -59,7 +60,7 @@ async def _run(agent: Callable[..., Any], message: dict[str, Any], answers: Text
             value = await asyncio.to_thread(agent, **message["keywords"])
         answer["value"] = _reward(value)
     except Exception as error:  # noqa: BLE001 -- the edge to user code: every fault becomes an answer
-        answer["error"] = f"{type(error).__name__}: {error}"
+        answer["error"] = f"{type(error).__name__}: {error}"[:_MOST_ERROR_CHARACTERS]
     _answer(answers, answer)
 
 

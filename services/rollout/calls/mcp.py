@@ -7,6 +7,7 @@ message per line (modelcontextprotocol.io, revision 2025-06-18).
 import functools
 import itertools
 import json
+import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ class _Server:
 
     def __init__(self, command: Sequence[str]) -> None:
         self._numbers = itertools.count(1)
+        self._name = f"the MCP server {shlex.join(command)!r}"
         self._process = subprocess.Popen(  # noqa: S603 -- the run's specification names the command
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -38,14 +40,16 @@ class _Server:
         self._send({"id": number, "method": method, "params": params})
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            message = json.loads(line)
+            message = _message(line)
             if message.get("id") != number or "method" in message:
                 continue  # a notification, or a request that we do not serve
             if "error" in message:
-                raise RuntimeError(f"{method}: {message['error'].get('message')}")
+                raise RuntimeError(f"{self._name} refused {method}: {message['error']!s:.500}")
             result: dict[str, Any] = message["result"]
             return result
-        raise RuntimeError(f"the server ended (exit status {self._process.wait()})")
+        raise RuntimeError(
+            f"{self._name} ended during {method} (exit status {self._process.wait()})"
+        )
 
     def _send(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -87,6 +91,15 @@ def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
             "parameters": tool.get("inputSchema", {"type": "object", "properties": {}}),
         },
     }
+
+
+def _message(line: str) -> dict[str, Any]:
+    """A message of a server; what it prints besides is none."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 @functools.cache

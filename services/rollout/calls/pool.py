@@ -5,6 +5,7 @@ import json
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ from services.rollout.settings import environment_of_user_code
 
 _LOAD_TIMEOUT_S = 120.0
 _LINE_BYTES = 64 << 20
+_END_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +128,10 @@ async def _ask(process: Process, request: dict[str, Any], *, timeout_s: float) -
             f"{name!r} took longer than {timeout_s:g} s and was stopped; raise its timeout_s or "
             "make it faster",
         ) from error
+    except ValueError as error:  # the line is longer than what is read at once
+        raise CallError(
+            "invalid_value", f"{name!r} returned more than {_LINE_BYTES} bytes; return less"
+        ) from error
     if not line:
         status = await process.wait()
         raise CallError(
@@ -151,4 +157,10 @@ async def _exchange(process: Process, line: bytes) -> bytes:
 async def _kill(process: Process) -> None:
     if process.returncode is None:
         process.kill()
-    await process.wait()
+    assert process.stdout is not None
+    # Its end is known once its pipe has ended, which holds what nobody read, and a child of it may keep open.
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_END_S):
+            while await process.stdout.read(1 << 20):
+                pass
+            await process.wait()

@@ -134,7 +134,7 @@ class HttpEnvironment:
     def _checked(self, response: httpx.Response, what: str) -> dict[str, Any]:
         try:
             answer = json.loads(response.content)
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = response.text
         if not response.is_success:
             told = answer.get("error", answer) if isinstance(answer, Mapping) else answer

@@ -37,6 +37,7 @@ from services.rollout.environments.protocol import MAX_ANSWER_BYTES, PROTOCOL, w
 
 _MAX_THREADS = 512
 _MOST_EPISODES = 4096
+_MOST_ERROR_CHARACTERS = 2000
 # A rollout that died leaves its episodes behind.
 _IDLE_S = 3600.0
 
@@ -105,9 +106,10 @@ class Host:
             try:
                 return JSONResponse(_bounded(await handle(request)))
             except _RefusedError as error:
-                return JSONResponse({"error": str(error)}, error.status)
-            except Exception as error:  # noqa: BLE001 -- the edge to user code: every fault becomes an answer
-                return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)
+                return _refusal(str(error), error.status)
+            # The edge to user code: every fault becomes an answer, and none ends the others' episodes.
+            except (Exception, SystemExit) as error:  # noqa: BLE001
+                return _refusal(f"{type(error).__name__}: {error}", 500)
 
         return answer
 
@@ -168,8 +170,19 @@ class Host:
             del self._episodes[name]
 
 
+def _refusal(message: str, status: int) -> JSONResponse:
+    """What is wrong, whatever characters a user's error has."""
+    shown = message[:_MOST_ERROR_CHARACTERS].encode(errors="backslashreplace").decode()
+    return JSONResponse({"error": shown}, status)
+
+
 def _bounded(answer: dict[str, Any]) -> dict[str, Any]:
-    if (size := wire_size(answer)) > MAX_ANSWER_BYTES:
+    try:
+        size = wire_size(answer)
+    except (TypeError, ValueError, RecursionError) as error:
+        message = f"its answer must be JSON with finite numbers, but is {answer!r:.200} ({error})"
+        raise _RefusedError(500, message) from error
+    if size > MAX_ANSWER_BYTES:
         message = f"its answer has {size} bytes; at most {MAX_ANSWER_BYTES} are allowed"
         raise _RefusedError(500, message)
     return answer

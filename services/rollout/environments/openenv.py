@@ -176,7 +176,7 @@ class OpenEnvSession:
         except (WebSocketException, OSError) as error:
             message = f"environment {self._name!r} ended the connection during {kind}: {error}"
             raise CallError("exception", message) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             message = f"environment {self._name!r} answered {kind} with what is no JSON"
             raise CallError("invalid_value", message) from error
         return self._observation(answer, kind)

@@ -133,6 +133,12 @@ class Environments:
 
     def _earned(self, observations: Sequence[Observation], *, is_over: bool) -> Mapping[str, Any]:
         """The reward: terms of all steps added up, and the last value of what is only measured."""
+        if len(observations) < 3:  # the first, and the end
+            raise CallError(
+                "invalid_value",
+                f"environment {self._name!r} ended an episode before the policy said anything, so it cannot "
+                "train; let its reset ask for something, or leave such rows out of the data",
+            )
         terms: dict[str, float] = {}
         measured: dict[str, float] = {}
         for observation in observations:
@@ -196,6 +202,7 @@ class _Chat:
     """Messages go through the chat template, as those of an agent do."""
 
     def __init__(self, episode: Episode, max_tokens: int | None) -> None:
+        self._episode = episode
         self._record = Record(episode)
         self._max_tokens = max_tokens
         self._messages: list[ChatMessage] = []
@@ -218,7 +225,7 @@ class _Chat:
             )
             (choice,) = (await self._record.chat(request)).choices
         except ApiError as error:
-            if error.is_too_long:
+            if error.is_too_long and self._episode.turns:
                 return None
             raise CallError("invalid_value", str(error)) from error
         except ValidationError as error:
@@ -249,6 +256,8 @@ class _Text:
             turn = observed(encode(text))
         except ValueError as error:
             raise CallError("invalid_value", f"what the environment says: {error}") from error
+        if not episode.turns:
+            self._check_beginning(len(turn.token_ids))
         before = episode.replayed(episode.turns)
         if before is not None and before != turn:
             raise CallError(
@@ -262,6 +271,15 @@ class _Text:
         episode.turns.append(turn)
         said = await episode.generate(max_tokens=self._max_tokens)
         return {"role": "assistant", "content": episode.text(said)}
+
+    def _check_beginning(self, num_tokens: int) -> None:
+        limits = self._episode.limits
+        if not num_tokens or limits.response_tokens(prompt_tokens=num_tokens) < 1:
+            raise CallError(
+                "invalid_value",
+                f"the environment's first messages have {num_tokens} tokens; at least one is needed, and the "
+                f"model's context ({limits.max_tokens}) must have room for a response",
+            )
 
 
 def _seed(task: Mapping[str, Any]) -> int:

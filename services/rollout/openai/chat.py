@@ -89,7 +89,7 @@ def _call(text: str) -> FunctionCall | None:
         call = json.loads(text)
         arguments = call.get("arguments", {})
         return FunctionCall(name=call["name"], arguments=json.dumps(arguments))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -190,5 +190,5 @@ def _parsed(function: FunctionCall) -> Any:
     """Arguments as an object, or as they are if they are none."""
     try:
         return json.loads(function.arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return function.arguments

@@ -55,7 +55,7 @@ class HttpRewardService:
             )
         try:
             return response.json()["score"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CallError(
                 "invalid_value",
                 f'{self._url} must answer {{"score": number or terms}}, but answered {response.text[:200]}',

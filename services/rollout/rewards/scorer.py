@@ -132,14 +132,15 @@ class Scorer:
         episode = given.episode() if spec.sees_episode else None
         if is_url(spec.name):
             remote = self._remotes[spec.name]
-            return spec, await remote.score(given, episode=episode, timeout_s=spec.timeout_s)
+            value = await remote.score(given, episode=episode, timeout_s=spec.timeout_s)
+            return spec, _some(spec, value)
         value = await self._pool.call(
             _reference(spec),
             (given.prompt, given.response, given.answer, dict(given.row)),
             spec.arguments if episode is None else {**spec.arguments, "episode": episode},
             timeout_s=spec.timeout_s,
         )
-        return spec, value
+        return spec, _some(spec, value)
 
 
 class ScorerOfSets:
@@ -182,6 +183,15 @@ class ScorerOfSets:
     async def score(self, given: RewardInput) -> Score:
         """As :meth:`Scorer.score`."""
         return await self._own.get(given.split, self._common).score(given)
+
+
+def _some(spec: RewardSpec, value: object) -> object:
+    if value == {}:
+        raise CallError(
+            "invalid_value",
+            f"reward {spec.name!r} must return a number or at least one term, but returned no terms",
+        )
+    return value
 
 
 def is_url(name: str) -> bool:

@@ -99,7 +99,7 @@ class MultiTurn:
         try:
             call = json.loads(text)
             name, arguments = call["name"], call.get("arguments", {})
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             return f"error: a call must be JSON with name and arguments ({error})"
         if not isinstance(name, str) or not isinstance(arguments, Mapping):
             return "error: name must be text and arguments an object"

@@ -17,6 +17,6 @@ def tool_calls(text: str) -> list[dict[str, Any]]:
         try:
             call = json.loads(found)
             calls.append({"name": str(call["name"]), "arguments": call.get("arguments", {})})
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
     return calls

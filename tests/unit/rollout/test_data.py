@@ -23,6 +23,15 @@ def data(source: str, path: object, **changes: Any) -> DataSpec:
     return DataSpec(train=train, **changes)  # type: ignore[arg-type]  # pydantic converts
 
 
+@pytest.mark.parametrize("code", ["raise OSError('no disk')", "yield 1 / 0"])
+def test_what_a_function_of_rows_raises_is_told_with_its_key(tmp_path: Path, code: str) -> None:
+    (tmp_path / "rows.py").write_text(f"def rows():\n    {code}\n")
+    with pytest.raises(
+        ValueError, match=r"data\.train: .*rows' raised (OSError|ZeroDivisionError)"
+    ):
+        open_sources(data("python", f"{tmp_path}/rows.py:rows"))
+
+
 def test_jsonl_rows_are_addressed_by_index_and_blank_lines_do_not_count(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("\n\n".join(json.dumps(row) for row in ROWS) + "\n\n")

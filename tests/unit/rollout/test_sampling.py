@@ -302,6 +302,25 @@ async def test_a_users_workflow_that_raises_fails_its_group_only() -> None:
     assert set(outcome.published) == {"b"}
 
 
+def test_what_is_no_text_in_an_error_is_told_as_an_escape() -> None:
+    error = GroupError("reward_exception", "bad \ud800 and \0", retryable=True)
+    assert error.message == "bad \\ud800 and \\0"
+
+
+async def test_a_workflow_that_samples_nothing_fails_its_group_only() -> None:
+    class Mute:
+        async def run(self, episode: Episode) -> None:
+            if episode.prompt.text != "12=":
+                await episode.generate()
+
+    async with sampling(ScoreBy(lambda _: 0.0), workflow=Mute()) as (sampler, outcome, _):
+        sampler.start([assignment("a", 0), assignment("b", 1)])
+        await outcome.wait_for(2)
+    assert outcome.failed["a"].reason == "workflow_invalid_value"
+    assert "before the policy said anything" in outcome.failed["a"].message
+    assert set(outcome.published) == {"b"}
+
+
 LONG: dict[str, Any] = {"max_response_tokens": 60, "partial_rollout": True}
 
 

@@ -38,6 +38,12 @@ def test_a_character_without_a_token_is_refused() -> None:
         tokenizer.encode("abc")
 
 
+def test_half_a_character_is_refused() -> None:
+    tokenizer = load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m"))
+    with pytest.raises(ValueError, match="surrogate that is no character"):
+        tokenizer.encode("a\ud800b")
+
+
 def test_a_repeated_symbol_is_refused() -> None:
     with pytest.raises(ValueError, match="each once"):
         load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m", tokenizer="chars:aa"))

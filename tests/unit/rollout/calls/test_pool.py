@@ -27,7 +27,10 @@ def dies(*args): os.abort()
 def nan(*args): return float("nan")
 def text(*args): return "great"
 def nothing(*args): return None
+def empty(*args): return {}
 def big(*args): return 7
+def long(*args): raise ValueError("y" * 100_000)
+def huge(*args): return "y" * 100_000
 """
 
 
@@ -63,6 +66,7 @@ async def test_user_functions_sync_and_async_are_summed_by_weight(code: str) -> 
         ("nan", "invalid_value", "nan"),
         ("text", "invalid_value", "great"),
         ("nothing", "invalid_value", "None"),
+        ("empty", "invalid_value", "returned no terms"),
         ("big", "invalid_value", "within 0.0 and 1.0"),
         ("sleeps", "timeout", "longer than 0.2 s"),
     ],
@@ -76,6 +80,18 @@ async def test_failures_are_typed_and_the_pool_goes_on(
             await Scorer([bad], pool).score(given())
         assert caught.value.kind == kind
         assert (await Scorer([RewardSpec(name="exact_match")], pool).score(given())).value == 1.0
+
+
+async def test_an_answer_that_is_too_long_to_read_is_a_failure_by_name(
+    code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.rollout.calls.pool._LINE_BYTES", 1 << 14)
+    async with CallPool(1) as pool:
+        with pytest.raises(CallError, match="ValueError: yyy"):
+            await pool.call(f"{code}:long", timeout_s=30)
+        with pytest.raises(CallError, match="huge' returned more than 16384 bytes") as caught:
+            await pool.call(f"{code}:huge", timeout_s=30)
+    assert caught.value.kind == "invalid_value"
 
 
 async def test_a_reward_that_hangs_delays_the_others_by_at_most_its_deadline(code: str) -> None:

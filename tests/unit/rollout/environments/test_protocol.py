@@ -174,6 +174,8 @@ async def test_another_version_of_the_protocol_is_refused() -> None:
         ({"messages": "x" * (2 << 20)}, "its answer has .* bytes"),
         (["a list"], "an observation is an object or a text, not list"),
         ({"messages": "a", "reward": object()}, "not JSON serializable"),
+        ({"messages": "a", "reward": float("nan")}, "JSON with finite numbers, but is {.*nan"),
+        ({"messages": "a\ud800"}, "surrogates not allowed"),
     ],
 )
 async def test_what_a_class_does_wrong_is_told(result: Any, message: str) -> None:
@@ -185,12 +187,28 @@ async def test_what_a_class_does_wrong_is_told(result: Any, message: str) -> Non
         await hosted(Wrong).begin({}, seed=0)
 
 
-async def test_what_a_class_raises_is_told_and_its_place_is_free_again() -> None:
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (KeyError("gold"), "KeyError: 'gold'"),
+        (SystemExit(3), "SystemExit: 3"),
+        (ValueError("\ud800 is no text"), r"ValueError: \\ud800 is no text"),
+    ],
+)
+async def test_what_a_class_raises_is_told_and_its_place_is_free_again(
+    error: BaseException, message: str
+) -> None:
     class Broken:
         def reset(self, task: Any, *, seed: int) -> Any:
-            raise KeyError("gold")
+            raise error
 
     games = hosted(Broken, most_episodes=1)
     for _ in range(2):
-        with pytest.raises(CallError, match="'games' did not begin an episode: KeyError: 'gold'"):
+        with pytest.raises(CallError, match=f"'games' did not begin an episode: {message}"):
             await games.begin({}, seed=0)
+
+
+async def test_an_answer_that_is_nested_without_end_is_none() -> None:
+    deep = httpx.Response(200, content=b"[" * 100_000)
+    with pytest.raises(CallError, match="must answer a JSON object"):
+        await environment(lambda _: deep).begin({}, seed=0)

@@ -164,3 +164,20 @@ async def test_a_wrong_environment_is_found_before_the_run(
     with pytest.raises(ValueError, match=message):
         async with Environments(**arguments).serving(Reach()):
             pass
+
+
+@pytest.mark.parametrize(
+    ("reset", "changes", "message"),
+    [
+        ('{"messages": "", "done": True, "reward": 1.0}', {}, "before the policy said anything"),
+        ('""', {}, "first messages have 0 tokens"),
+        ('"x" * 20000', {}, "first messages have 20000 tokens"),
+        ('"x" * 20000', {"chat": True}, "leaves no room"),
+    ],
+)
+async def test_an_episode_in_which_the_policy_cannot_speak_is_a_failure_that_says_so(
+    games: str, reset: str, changes: Any, message: str
+) -> None:
+    rewritten(games, f"class Guess:\n    def reset(self, task, *, seed):\n        return {reset}\n")
+    with pytest.raises(CallError, match=message):
+        await play(games, Scripted(["1"]), **changes)

@@ -129,6 +129,14 @@ async def test_an_asked_seed_gives_the_same_draws_again():
     assert seeds[0] == seeds[1] != seeds[2]
 
 
+async def test_a_call_that_is_nested_without_end_is_text():
+    said = '<tool_call>{"name": ' + "[" * 2000 + "}</tool_call>"
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    async with client_of(make_episode(Scripted([said]), room=5000)) as client:
+        message = (await chat(client, user("add"), tools=tools))["choices"][0]["message"]
+    assert message["content"] == said
+
+
 async def test_tool_calls_are_parsed_and_their_results_observed():
     call = '{"name": "add", "arguments": {"a": 1}}'
     engine = Scripted([f"let me see <tool_call>{call}</tool_call>", "done"])

@@ -35,6 +35,7 @@ def broken(): raise KeyError("no luck")
 """
 SERVER = """
 import json, sys
+print("a banner that is no message", flush=True)
 for line in sys.stdin:
     message = json.loads(line)
     if "id" not in message:
