@@ -7,6 +7,16 @@ from services.common.models.families import FAMILIES, exact_tokens
 from services.common.spec.run import RunSpec
 
 
+def quantization_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """Neither gradients nor the weight plane know weights of 4 or 8 bit."""
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        yield (
+            f"model.path has quantized weights (quantization_config of its config.json is {method!r}); use a "
+            "copy in bfloat16"
+        )
+
+
 def mixture_problems(spec: RunSpec, config: Mapping[str, Any]) -> list[str]:
     """What is asked of experts that the model does not have."""
     family = FAMILIES.get(str(config.get("model_type")))

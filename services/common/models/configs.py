@@ -8,6 +8,8 @@ from services.common.models.made_tokenizers import Vocabulary
 from services.common.models.presets import preset_config, preset_names
 from services.common.spec.model import ModelSpec
 
+_SIZES = ("vocab_size", "max_position_embeddings", "num_attention_heads", "sliding_window")
+
 
 def read_config(model: ModelSpec, tokenizer: Vocabulary) -> dict[str, Any]:
     """What a model says of itself: a preset's shape, a folder's file, or that of a Hugging Face id.
@@ -27,9 +29,19 @@ def read_config(model: ModelSpec, tokenizer: Vocabulary) -> dict[str, Any]:
         if path is None:
             raise FileNotFoundError("it has no config.json")
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        _check(config)
+    except (OSError, TypeError, ValueError) as error:
         raise ValueError(load_problem(model, error)) from error
     return config
+
+
+def _check(config: Any) -> None:
+    """Raises TypeError for a table that is none, or sizes that are no numbers."""
+    if not isinstance(config, dict):
+        raise TypeError(f"its config.json holds a {type(config).__name__}, not a table")
+    for key in _SIZES:
+        if not isinstance(value := config.get(key), int | None):
+            raise TypeError(f"{key} of its config.json is {value!r}, not a whole number")
 
 
 def load_problem(model: ModelSpec, error: Exception) -> str:

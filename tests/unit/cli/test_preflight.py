@@ -69,7 +69,12 @@ def test_a_problem_names_its_key_and_what_would_do(tmp_path, changes, words):
 def test_a_model_that_would_not_be_exact_is_refused_by_its_config_alone(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
-    config = {"model_type": "phi3", "rope_scaling": {"type": "longrope"}, "vocab_size": 100}
+    config = {
+        "model_type": "phi3",
+        "rope_scaling": {"type": "longrope"},
+        "vocab_size": 100,
+        "quantization_config": {"quant_method": "fp8"},
+    }
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 512}))
     spec = spec_with(
         tmp_path,
@@ -80,8 +85,9 @@ def test_a_model_that_would_not_be_exact_is_refused_by_its_config_alone(tmp_path
     )
     with pytest.raises(SpecError) as caught:
         check(spec)
-    assert len(caught.value.problems) == 6
+    assert len(caught.value.problems) == 7
     for word in (
+        "'fp8'",
         "*.safetensors",
         "longrope",
         "trainer.tensor_parallel",
@@ -90,6 +96,18 @@ def test_a_model_that_would_not_be_exact_is_refused_by_its_config_alone(tmp_path
         "rollout.max_response_tokens",
     ):
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("[1]", "not a table"), ('{"vocab_size": "many"}', "vocab_size"), ("{x", "name")],
+)
+def test_a_config_that_is_none_is_told_as_such(tmp_path, text, said):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(text)
+    with pytest.raises(SpecError, match=f"model.path.*does not load.*{said}"):
+        check(spec_with(tmp_path, model={"path": str(folder), "tokenizer": "bytes"}))
 
 
 def test_a_context_beyond_the_windows_that_an_engine_does_not_compute_is_refused(tmp_path):
