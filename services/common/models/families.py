@@ -205,9 +205,13 @@ def is_mixture(config: Mapping[str, Any]) -> bool:
 
 
 def has_plain_scores(config: Mapping[str, Any]) -> bool:
-    """Whether fused attention kernels compute a model's scores: without caps and sinks."""
-    family = FAMILIES.get(str(config.get("model_type")), Family())
-    return config.get("attn_logit_softcapping") is None and not family.sinks
+    """Whether fused attention kernels compute a model's scores: without caps and sinks.
+
+    They are not used for Gemma 2 without its caps either: transformers refuses them for that family.
+    """
+    if config.get("model_type") == "gemma2" or config.get("attn_logit_softcapping") is not None:
+        return False
+    return not FAMILIES.get(str(config.get("model_type")), Family()).sinks
 
 
 def windows_of(config: Mapping[str, Any]) -> dict[str, int | None]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from services.common.models.families import check_trainer, has_plain_scores
+from services.common.models.families import check_trainer
 from services.common.models.head import use_float32_head
 from services.common.models.loading import build_model, stored_tensors
 from services.common.models.routing_shape import routing_shape
@@ -25,6 +25,7 @@ from services.rollout.engines.base import (
     check_tensors,
 )
 from services.rollout.engines.decode_batch import DecodeBatch
+from services.rollout.engines.kernels import use_decoding_kernels
 from services.rollout.engines.order import EngineOrder
 from services.rollout.engines.stop_texts import Decode
 from services.weightsync.copying import copy_all
@@ -103,7 +104,7 @@ class TorchEngine:
         problems = check_trainer(config.to_dict())
         if problems:
             raise ValueError("; ".join(problems))
-        model.set_attn_implementation("sdpa" if has_plain_scores(config.to_dict()) else "eager")
+        use_decoding_kernels(model)
         use_float32_head(model)
         self._model = model.train(False).requires_grad_(False)
         # Found once: a search through all modules takes milliseconds, in which no token would be produced.

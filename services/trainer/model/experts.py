@@ -21,6 +21,8 @@ from services.trainer.model.local_parts import local_part
 
 EXPERTS = "slipstream_experts"
 _RANKS = "slipstream_expert_ranks"
+_ALIGNED = 8
+"""Torch's grouped kernel takes rows of a multiple of so many numbers in half precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,8 @@ def _product(
     weight = _weight(module, name, ranks)
     if not module.is_transposed:
         weight = weight.transpose(1, 2)
-    if rows.is_cuda and rows.dtype == torch.bfloat16:
+    is_aligned = not any(size % _ALIGNED for size in weight.shape[1:])
+    if rows.is_cuda and rows.dtype == torch.bfloat16 and is_aligned:
         offsets = counts.cumsum(0).to(torch.int32)
         outputs: Tensor = functional.grouped_mm(rows, weight, offs=offsets)
     else:

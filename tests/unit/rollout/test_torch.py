@@ -2,6 +2,7 @@
 
 import asyncio
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -45,8 +46,18 @@ async def test_logprobs_are_those_of_a_plain_forward_pass(temperature: float) ->
         torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-async def test_every_family_agrees_with_its_own_forward_pass(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [
+        *((family, {}) for family in FAMILIES),
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("qwen2_moe", {"moe_intermediate_size": 5}),
+    ],
+    ids=str,
+)
+async def test_every_family_agrees_with_its_own_forward_pass(
+    family: str, extra: dict[str, Any]
+) -> None:
     shape = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,
@@ -64,6 +75,7 @@ async def test_every_family_agrees_with_its_own_forward_pass(family: str) -> Non
         "use_sliding_window": True,
         "max_window_layers": 1,
         **mixture_shape(family),
+        **extra,
     }
     config = AutoConfig.for_model(family, **shape)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
