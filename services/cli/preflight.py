@@ -27,11 +27,12 @@ from services.common.spec.formulas import ADVANTAGES, LOSSES
 from services.common.spec.loader import Draft, SpecError, read_draft
 from services.common.spec.model import ModelSpec
 from services.common.spec.run import RunSpec
-from services.rollout.data import open_source
+from services.rollout.data import PromptSource, open_source
 from services.rollout.prompts import check_prompt
 from services.rollout.workflows.load import load_workflow
 from services.trainer.checkpoint import manifest
 
+_MOST_ROWS = 16
 _OFFLINE = (
     "Hugging Face does not answer within 2 s, and the cache of this machine lacks what the run names: check "
     "the network, or name local folders and files in model.path, model.tokenizer and data"
@@ -213,13 +214,7 @@ def _sources(spec: RunSpec) -> Iterator[str]:
         try:
             source = open_source(source_spec, spec.data, key=f"data.{split}")
             if source_spec.source != "environment":
-                check_prompt(
-                    source[0],
-                    spec.data,
-                    source_spec,
-                    key=f"data.{split}",
-                    num_demonstrations=count,
-                )
+                _check_rows(source, spec, split, num_demonstrations=count)
         except (ValueError, OSError) as error:
             yield from str(error).split("\n")
             continue
@@ -231,6 +226,27 @@ def _sources(spec: RunSpec) -> Iterator[str]:
                 f"rollout.rewards: reasoning_gym scores rows with metadata.source_dataset, which those of "
                 f"data.{split} lack; set data.{split}.source to reasoning_gym, or take another reward"
             )
+
+
+def _check_rows(
+    source: PromptSource, spec: RunSpec, split: str, *, num_demonstrations: int
+) -> None:
+    """Look at rows until one is of use: others are set aside, and told of, while the run goes on."""
+    refused = []
+    for index in range(min(len(source), _MOST_ROWS)):
+        try:
+            check_prompt(
+                source[index],
+                spec.data,
+                spec.data.sets[split],
+                key=f"data.{split}",
+                num_demonstrations=num_demonstrations,
+            )
+        except ValueError as error:
+            refused.append(error)
+        else:
+            return
+    raise refused[0]
 
 
 def _rewards(spec: RunSpec) -> Iterator[str]:

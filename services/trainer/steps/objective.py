@@ -147,6 +147,11 @@ class Objective:
                     f"algorithm.loss {self._spec.loss!r} is {value.item()} for one token with a logprob of "
                     f"-0.5, an old one of 0 and an advantage of 1{'' if mask else ' that does not train'}"
                 )
+            if mask and not value.requires_grad:
+                raise ValueError(
+                    f"algorithm.loss {self._spec.loss!r} has no gradient, so nothing would train: its values "
+                    "must follow from tokens.logprobs, without detach() and no_grad()"
+                )
 
     def _compare(self, current: Tensor, samples: Samples, segments: Segments) -> _Comparison:
         spec, tokens = self._spec, samples.tokens

@@ -145,6 +145,15 @@ def test_an_empty_data_set_and_a_missing_column_are_named(tmp_path):
         check(spec_with(tmp_path, data={"prompt_column": "question"}))
 
 
+def test_a_set_is_of_use_if_one_of_its_first_rows_is(tmp_path):
+    file = tmp_path / "mixed.jsonl"
+    file.write_text('{"prompt": "", "answer": ""}\n{"prompt": 5}\n{"prompt": "good"}\n')
+    train = {"source": "jsonl", "path": str(file)}
+    check(spec_with(tmp_path, data={"train": train}))
+    with pytest.raises(SpecError, match="must hold text or a list of messages"):
+        check(spec_with(tmp_path, data={"train": {**train, "limit": 2}}))
+
+
 def test_all_problems_come_at_once(tmp_path):
     spec = spec_with(
         tmp_path, model={"path": "/no/such/folder"}, rollout={"rewards": [{"name": "nope:f"}]}

@@ -69,6 +69,16 @@ def test_what_no_loss_or_advantage_is_called_is_refused(
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
+def test_a_loss_without_a_gradient_is_refused_before_a_step(tmp_path: Path) -> None:
+    (tmp_path / "flat.py").write_text(
+        "from services.trainer.algorithm.loss import TokenLoss\n"
+        "def flat(tokens):\n    return TokenLoss(-tokens.advantages * tokens.logprobs.detach())\n"
+    )
+    spec = spec_of(algorithm={"loss": f"{tmp_path}/flat.py:flat"})
+    with pytest.raises(ValueError, match=r"flat' has no gradient.*tokens\.logprobs"):
+        Objective(spec.algorithm, correction="bypass", horizon=16)
+
+
 def test_a_loss_that_does_not_take_its_arguments_is_refused_before_a_step(tmp_path: Path) -> None:
     file = example("adding.md", "clipped.py", tmp_path)
     spec = spec_of(algorithm={"loss": f"{file}:clipped", "loss_arguments": {"lower": 0.2}})
