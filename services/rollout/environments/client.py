@@ -137,7 +137,8 @@ class HttpEnvironment:
         except (ValueError, RecursionError):
             answer = response.text
         if not response.is_success:
-            told = answer.get("error", answer) if isinstance(answer, Mapping) else answer
+            status = f"it answered {response.status_code}: {answer}"
+            told = answer.get("error", status) if isinstance(answer, Mapping) else status
             raise CallError("exception", f"environment {self.name!r} did not {what}: {told!s:.500}")
         if not isinstance(answer, dict):
             raise CallError(

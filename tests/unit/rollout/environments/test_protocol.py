@@ -140,6 +140,11 @@ async def test_wrong_answers_are_failures_that_name_what_is_wrong(
     assert "games" in caught.value.message or "127.0.0.1" in caught.value.message
 
 
+async def test_a_status_without_an_error_is_told() -> None:
+    with pytest.raises(CallError, match=r"did not begin an episode: it answered 302: \{\}"):
+        await environment(lambda _: httpx.Response(302, json={})).begin({}, seed=0)
+
+
 async def test_an_answer_to_another_step_is_refused() -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         begin = {"episode": "e", "messages": "go"}
