@@ -5,7 +5,7 @@ A few are tested with every commit, all of them by ``make test-families``.
 
 import asyncio
 import importlib.util
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from copy import deepcopy
 from typing import Any
@@ -84,6 +84,8 @@ _WINDOWED: dict[str, dict[str, Any]] = {
     "gpt_oss": _BOTH_KINDS,
 }
 """Windows shorter than the prompt."""
+_WEIGHTS = (0, 1, 2, 3, 1)
+"""Seeds of the weights that are sent one after the other."""
 _MEAN_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
 
 
@@ -110,10 +112,12 @@ async def test_logprobs_and_experts_are_those_of_the_trainer_after_every_adoptio
     async with _serving(
         engine_name, config, dtype=torch.float32, tells_experts=tells_experts
     ) as engine:
-        for version in range(2):
-            await _check_version(
-                engine, version, _model(config, version), tells_experts=tells_experts
-            )
+        scores = [
+            await _check_version(engine, version, _model(config, seed), tells_experts=tells_experts)
+            for version, seed in enumerate(_WEIGHTS)
+        ]
+    # The same weights with others in between: nothing of those is left, bit for bit.
+    assert scores[-1] == scores[_WEIGHTS.index(_WEIGHTS[-1])]
 
 
 @pytest.mark.parametrize(("engine_name", "family"), _cases())
@@ -175,14 +179,16 @@ def test_experts_that_sglang_would_not_tell_on_a_cpu_are_refused(
 
 async def _check_version(
     engine: Engine, version: int, model: PreTrainedModel, *, tells_experts: bool
-) -> None:
+) -> Sequence[float]:
+    """Adopt a version and compare; returns the scores of the prompt."""
     tensors = {name: value.detach().clone() for name, value in stored_tensors(model).items()}
     await engine.adopt_weights(version, tensors)
     request = GenerationRequest(
         request_id=f"r{version}", context_ids=_PROMPT, max_tokens=24, seed=version
     )
     result = await engine.generate(request)
-    got = torch.tensor([*await engine.score(_PROMPT), *result.logprobs])
+    scores = await engine.score(_PROMPT)
+    got = torch.tensor([*scores, *result.logprobs])
     policy = Policy(model, temperature=1.0, routing_replay="compare")
     with torch.no_grad():
         expected, _ = policy(_packed(result, tells_experts=tells_experts))
@@ -194,6 +200,7 @@ async def _check_version(
         differs, is_known = found
         assert is_known.all()
         assert not differs.any()
+    return scores
 
 
 def _packed(result: GenerationResult, *, tells_experts: bool) -> Any:
@@ -217,11 +224,11 @@ def _extra(family: str) -> dict[str, Any]:
     return shape | sizes | _AS_RELEASED.get(family, {}) | _WINDOWED.get(family, {})
 
 
-def _model(config: Any, version: int) -> PreTrainedModel:
-    """The model that stands for a weight version; nothing in it is 0 or 1."""
-    model = build_model(deepcopy(config), dtype=torch.float32, device="cpu", seed=version)
+def _model(config: Any, seed: int) -> PreTrainedModel:
+    """A model with weights of a seed; nothing in it is 0 or 1."""
+    model = build_model(deepcopy(config), dtype=torch.float32, device="cpu", seed=seed)
     with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(version)
+        torch.manual_seed(seed)
         for parameter in model.parameters():
             parameter.mul_(2.0).add_(torch.randn_like(parameter) * 0.05)
         for name, buffer in model.named_buffers():
