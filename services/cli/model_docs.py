@@ -2,34 +2,39 @@
 
 from collections.abc import Iterator
 
-from services.common.models.families import COMPARED, FAMILIES, TELLS_NOT, UNEQUAL, WINDOWED
+from services.common.models.families import COMPARED, FAMILIES, TELLS_NOT, UNEQUAL, WINDOWED, Family
 
 _HEAD = """# Models
 
 Written by `make docs` from `services/common/models/families.py`.
 
 A family is accepted because tests compare it with its own forward and backward pass, to 1e-5 in float32:
-packed training (`tests/unit/trainer/test_families.py`), the torch engine's decoding
-(`tests/unit/rollout/test_torch.py`), divided layers (`tests/integration/test_family_ranks.py`) and packs that
-ranks share (`trainer.context_parallel`, `tests/integration/test_context_ranks.py`).
+packed training, and with adapters of attention (`tests/unit/trainer/test_families.py`), the torch engine's
+decoding (`tests/unit/rollout/test_torch.py`), divided layers (`tests/integration/test_family_ranks.py`) and
+packs that ranks share (`trainer.context_parallel`, `tests/integration/test_context_ranks.py`).
 `slipstream validate` judges a model by its `config.json`, before anything is loaded: layers of another kind
 than full or sliding attention, and rotary frequencies that depend on the longest sequence of a batch
 (`dynamic`, `longrope`), are refused. Windows, capped scores and logits, and scales of logits are computed.
 
+Where a family's attention is not made of `q_proj`, `k_proj`, `v_proj` and `o_proj`, the column LoRA has
+what `trainer.lora.target_modules` must name. The weight plane sends every family under the names that its
+checkpoints have.
+
 [Mixtures of experts](mixtures.md) are trained with all experts on every rank or with
 `trainer.expert_parallel` (`tests/integration/test_expert_ranks.py`).
 
-vLLM and SGLang are "compared" where `make test-families` (`tests/engines/test_families.py`) has sent two
+vLLM and SGLang are "compared" where `make test-families` (`tests/engines/test_families.py`) has sent five
 versions of a tiny model's weights to the engine on a CPU, and its logprobs of prompts and responses were the
-trainer's, to a mean of 1e-5 in float32 and 5e-3 in bfloat16. Where the last column names an engine, its
+trainer's, to a mean of 1e-5 in float32 and 5e-3 in bfloat16; those of the same weights, sent before and after
+others, were equal bit for bit. Where the last column names an engine, its
 experts were the trainer's too ([replay](mixtures.md#routing-replay)). "no" did not pass there, for the
 reason [below](#what-did-not-pass). Others may well be served: nothing refuses them.
 
 SGLang computes the sliding windows of {windowed} only. With other
 models its context ends where the window does, and `slipstream validate` refuses longer prompts and responses.
 
-| `model_type` | trainer | torch engine | vLLM | SGLang | tensor parallel | expert parallel | routing replay |
-| --- | --- | --- | --- | --- | --- | --- | --- |
+| `model_type` | trainer | torch | vLLM | SGLang | LoRA | tensor parallel | expert parallel | routing replay |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 _UNEQUAL = """
 ## What did not pass
@@ -50,7 +55,7 @@ def main() -> None:
         experts = "no experts" if family.routing is None else "yes"
         engines = [_compared(engine, name) for engine in COMPARED]
         told = "no experts" if family.routing is None else ", ".join(_telling(name))
-        words = ["yes", "yes", *engines, divided, experts, told]
+        words = ["yes", "yes", *engines, _adapted(family), divided, experts, told]
         rows.append(f"| `{name}` | {' | '.join(words)} |")
     failed = [
         f"| {_ENGINES[engine]} | `{name}` | {why} |"
@@ -59,6 +64,12 @@ def main() -> None:
     ]
     windowed = ", ".join(f"`{name}`" for name in WINDOWED["sglang"])
     print(_HEAD.format(windowed=windowed) + "\n".join([*rows, _UNEQUAL.rstrip("\n"), *failed]))  # noqa: T201
+
+
+def _adapted(family: Family) -> str:
+    if family.attention_modules == Family().attention_modules:
+        return "yes"
+    return f"yes: {', '.join(f'`{name}`' for name in family.attention_modules)}"
 
 
 def _compared(engine: str, family: str) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from services.common.models.families import FAMILIES, exact_tokens
+from services.common.models.families import FAMILIES, Family, attention_modules, exact_tokens
 from services.common.spec.run import RunSpec
 
 
@@ -14,6 +14,20 @@ def quantization_problems(config: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"model.path has quantized weights (quantization_config of its config.json is {method!r}); use a "
             "copy in bfloat16"
+        )
+
+
+def adapter_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
+    """What is to be adapted, and has another name in this family."""
+    if spec.trainer.lora is None or config.get("model_type") not in FAMILIES:
+        return
+    named, own = spec.trainer.lora.target_modules, attention_modules(config)
+    if missing := [
+        name for name in Family().attention_modules if name in named and name not in own
+    ]:
+        yield (
+            f"trainer.lora.target_modules has {', '.join(missing)}, but attention of "
+            f"{config['model_type']!r} is made of {', '.join(own)}; name these"
         )
 
 

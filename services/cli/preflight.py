@@ -16,7 +16,12 @@ from services.cli.machine import (
     hub_is_needed,
     lacks,
 )
-from services.cli.model_problems import length_problems, mixture_problems, quantization_problems
+from services.cli.model_problems import (
+    adapter_problems,
+    length_problems,
+    mixture_problems,
+    quantization_problems,
+)
 from services.common.callables import bind_callable, load_callable
 from services.common.models.configs import read_config
 from services.common.models.families import check_trainer
@@ -158,6 +163,7 @@ def _model(spec: RunSpec) -> Iterator[str]:
         context_parallel=spec.trainer.context_parallel,
     )
     yield from quantization_problems(config)
+    yield from adapter_problems(spec, config)
     yield from mixture_problems(spec, config)
     vocab_size = config.get("vocab_size")
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:

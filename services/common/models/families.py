@@ -38,17 +38,20 @@ class Family:
     """How its mixtures of experts weight the chosen ones; None for a dense family."""
     expert_parts: ExpertParts | None = None
     """Names of single experts in checkpoints; None if they are fused there too."""
+    attention_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Linear modules of its attention, which adapters take."""
     sinks: bool = False
     """Whether a score of each attention head takes weight and gives nothing."""
 
 
+_LATENT_ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(tensor_parallel=True),
     "qwen2": Family(tensor_parallel=True),
     "qwen3": Family(tensor_parallel=True),
     "mistral": Family(tensor_parallel=True, windowed=True),
     "ministral": Family(tensor_parallel=True),
-    "phi3": Family(windowed=True),
+    "phi3": Family(windowed=True, attention_modules=("qkv_proj", "o_proj")),
     "olmo2": Family(),
     "olmo3": Family(),
     "glm": Family(),
@@ -73,7 +76,9 @@ FAMILIES: Mapping[str, Family] = {
         expert_parts=ExpertParts("block_sparse_moe", "w1", "w3", "w2"),
     ),
     "glm4_moe": Family(routing="sigmoid", expert_parts=ExpertParts()),
-    "deepseek_v3": Family(routing="sigmoid", expert_parts=ExpertParts()),
+    "deepseek_v3": Family(
+        routing="sigmoid", expert_parts=ExpertParts(), attention_modules=_LATENT_ATTENTION
+    ),
     "gpt_oss": Family(routing="softmax_of_chosen", sinks=True),
 }
 
@@ -197,6 +202,13 @@ def num_experts(config: Mapping[str, Any]) -> int:
     """Routed experts of a layer, by whatever name a configuration has for them; 0 if it says none."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return next((int(config[name]) for name in names if config.get(name) is not None), 0)
+
+
+def attention_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Linear modules of a model's attention."""
+    own = FAMILIES.get(str(config.get("model_type")), Family()).attention_modules
+    has_plain_queries = "q_a_proj" in own and config.get("q_lora_rank", 0) is None
+    return ("q_proj", *own[2:]) if has_plain_queries else own
 
 
 def is_mixture(config: Mapping[str, Any]) -> bool:

@@ -24,8 +24,21 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> None:
     What the adapters begin with is for :func:`begin_adapters` to say.
 
     Raises:
-        ValueError: If the model has none of the target modules.
+        ValueError: If the model has not all of the target modules, or peft adapts none of such kind.
     """
+    modules = dict(model.named_modules())
+    if missing := [
+        target
+        for target in spec.target_modules
+        if not any(f".{name}".endswith(f".{target}") for name in modules)
+    ]:
+        linear = {
+            name.rpartition(".")[2] for name, each in modules.items() if isinstance(each, nn.Linear)
+        }
+        raise ValueError(
+            f"trainer.lora.target_modules has {', '.join(missing)}, but linear modules of model.path are "
+            f"{', '.join(sorted(linear))}; name some of these"
+        )
     # Few runs have adapters, and this import is a tenth of a trainer's start.
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -40,7 +53,7 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> None:
         inject_adapter_in_model(config, model)
     except ValueError as error:
         raise ValueError(
-            f"trainer.lora.target_modules {list(spec.target_modules)} are not in the model: {error}"
+            f"trainer.lora.target_modules {list(spec.target_modules)} cannot be adapted: {error}"
         ) from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_ADAPTER in name)

@@ -110,6 +110,17 @@ def test_a_config_that_is_none_is_told_as_such(tmp_path, text, said):
         check(spec_with(tmp_path, model={"path": str(folder), "tokenizer": "bytes"}))
 
 
+def test_adapters_of_modules_that_a_family_lacks_are_refused_by_its_config_alone(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "phi3", "vocab_size": 300}')
+    spec = spec_with(
+        tmp_path, model={"path": str(folder), "tokenizer": "bytes"}, trainer={"lora": {}}
+    )
+    with pytest.raises(SpecError, match=r"has q_proj, k_proj, v_proj, but .*qkv_proj, o_proj"):
+        check(spec)
+
+
 def test_a_context_beyond_the_windows_that_an_engine_does_not_compute_is_refused(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()

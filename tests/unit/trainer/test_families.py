@@ -7,8 +7,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.common.jagged import Jagged
-from services.common.models.families import FAMILIES, check_trainer, is_mixture
+from services.common.models.families import FAMILIES, attention_modules, check_trainer, is_mixture
+from services.common.models.loading import build_model, stored_tensors
+from services.common.spec.trainer import LoraSpec
 from services.trainer.batch.packing import pack
+from services.trainer.model.lora import add_adapters, is_adapter, merged_parameters
 from services.trainer.model.policy import Policy
 from tests.helpers.mixtures import mixture_shape
 
@@ -123,6 +126,43 @@ def _own(model: Any, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tens
 
 def _weights(model: Any) -> list[torch.Tensor]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [*((family, {}) for family in FAMILIES), ("deepseek_v3", {"q_lora_rank": None})],
+    ids=str,
+)
+def test_merged_adapters_are_the_adapted_model(family: str, extra: dict[str, Any]) -> None:
+    config = AutoConfig.for_model(family, **{**_BASE, **mixture_shape(family), **extra})
+    model = build_model(config, dtype=torch.float32, device="cpu")
+    modules = attention_modules(config.to_dict())
+    add_adapters(model, LoraSpec(rank=3, target_modules=modules))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.2 if is_adapter(name) else 0.1)
+    merged = build_model(config, dtype=torch.float32, device="cpu", seed=1)
+    with torch.no_grad():
+        sent = dict(merged_parameters(model))
+        assert sent.keys() == stored_tensors(merged).keys()
+        for name, value in stored_tensors(merged).items():
+            value.copy_(sent[name])
+    packed = pack(
+        Jagged.from_list([torch.arange(3, 9), torch.arange(5, 7)]),
+        Jagged.from_list([torch.arange(9, 30), torch.arange(40, 50)]),
+        device=torch.device("cpu"),
+    )
+    adapted, expected = (Policy(each, temperature=1.0)(packed)[0] for each in (model, merged))
+    torch.testing.assert_close(adapted, expected, rtol=0, atol=1e-4)
+    (gradient, *rest) = torch.autograd.grad(adapted.sum(), _weights(model))
+    assert gradient.isfinite().all()
+    assert rest
+
+
+def test_adapters_of_modules_that_a_model_lacks_are_refused_with_those_that_it_has() -> None:
+    model = build_model(AutoConfig.for_model("phi3", **_BASE), dtype=torch.float32, device="cpu")
+    with pytest.raises(ValueError, match=r"has q_proj, k_proj, v_proj, but .* o_proj, qkv_proj"):
+        add_adapters(model, LoraSpec())
 
 
 @pytest.mark.parametrize(
