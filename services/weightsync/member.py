@@ -27,7 +27,7 @@ from services.weightsync.canary import Canary, difference
 from services.weightsync.endpoints import WeightSink, WeightSource, on_device
 from services.weightsync.epochs import Epochs
 from services.weightsync.group import KeyValueStore, Seat, WeightGroup
-from services.weightsync.modes.base import Receiver, Sender
+from services.weightsync.modes.base import Lender, Receiver, Sender
 from services.weightsync.outcomes import TransferReport, explained
 from services.weightsync.plan import TensorSpec, fsdp_shards, make_plan, version_digest
 from services.weightsync.rooms import gpu_of
@@ -71,6 +71,7 @@ class WeightMember:
         self._agreed: tuple[str, int | None, str] | None = None
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
+        self._lender: Lender | None = None
         self._stream: torch.cuda.Stream | None = None
         # A thread that an abort left behind ends before the next one touches the buffers.
         self._buffers = threading.Lock()
@@ -150,23 +151,33 @@ class WeightMember:
 
         Args:
             epoch: Number of the group; higher than any before.
-            receiver: Number of this member among the receivers, from 0; ignored for a source.
+            receiver: Number of this member among the receivers, from 0; -1 for a source, and for a rollout
+                that sends what it holds to those that join. Ignored for a trainer rank.
             num_receivers: Receivers of the group.
             backend: One of ``TRANSPORTS``.
             scope: Where the members meet.
             timeout_s: Deadline.
+
+        Raises:
+            FailedPreconditionError: If a rollout is to send, and has not kept what it received.
         """
         side = self._side()
         assert self._agreed is not None
         _, source, mode = self._agreed
         num_sources = len(side.plan.sources)
+        lender = self._receiver if source is None and receiver < 0 else None
+        if lender is not None and not isinstance(lender, Lender):
+            raise FailedPreconditionError("this rollout keeps no weights that it could send on")
+        if lender is not None:
+            source = 0
         seat = Seat(
             sources=range(num_sources) if source is None else (source,),
             num_sources=num_sources,
             rank=receiver + 1 if source is None else 0,
             num_receivers=num_receivers,
         )
-        await self._leave()
+        await self._leave(keeps=lender is not None)
+        self._lender = lender
         await self._epochs.form(
             epoch,
             seat,
@@ -238,7 +249,7 @@ class WeightMember:
             "weights transferred", extra={"version": order.version, **phases.milliseconds()}
         )
         metrics.MEMBER_BYTES.inc(done.num_bytes)
-        if self._sink is not None:
+        if self._sink is not None and self._lender is None:
             self._staged = (order.version, version_digest(done.digests))
         return TransferReport(digests=done.digests, num_bytes=done.num_bytes, seconds=seconds)
 
@@ -322,19 +333,19 @@ class WeightMember:
         if self._stream is None and self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device, priority=-1)
         with self._buffers, on_device(self._device), torch.cuda.stream(self._stream):
-            if self._sender is not None:
-                done = self._sender.send(group, order)
+            if (sender := self._sender or self._lender) is not None:
+                done = sender.send(group, order)
             else:
                 assert self._receiver is not None
                 done = self._receiver.receive(group, order)
         phases.done("wire")
         return done
 
-    async def _leave(self, epoch: int | None = None) -> bool:
-        """Leave the group; returns whether there was one."""
+    async def _leave(self, epoch: int | None = None, *, keeps: bool = False) -> bool:
+        """Leave the group, with what was received or without; returns whether there was one."""
         had_group = self._epochs.leave(epoch)
         self._staged = None
-        if had_group and self._receiver is not None:
+        if had_group and self._receiver is not None and not keeps:
             await self._receiver.give_up()
         return had_group
 

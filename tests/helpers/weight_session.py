@@ -26,14 +26,14 @@ class Member:
         self.process.start()
         telling.close()
 
-    def worker(self):
+    def worker(self, host_id="host"):
         return Worker(
             run_id="run_1",
             worker_id=self.name,
             incarnation=str(self.process.pid),
             role="trainer" if self.name == "trainer" else "rollout",
             address=f"127.0.0.1:{self.port}",
-            host_id="host",
+            host_id=host_id,
             last_heard=0.0,
         )
 
@@ -120,6 +120,7 @@ async def session_of(
     claims="",
     walled=(),
     devices=None,
+    hosts=None,
     **spec,
 ):
     """A formed session; yields it with its members by name, and what starts others."""
@@ -131,14 +132,22 @@ async def session_of(
         }
         for member in members.values():
             await member.started()
-        session = await open_session(members, **spec)
+        session = await open_session(members, hosts=hosts, **spec)
         yield session, members, started
         await session.close()
 
 
-async def open_session(members, *, attempt=1, **spec):
-    """A formed session of members by name, as the run's loop opens one each time that it is entered."""
+async def open_session(members, *, attempt=1, hosts=None, **spec):
+    """A formed session of members by name, as the run's loop opens one each time that it is entered.
+
+    All are on one host, but for those that ``hosts`` names.
+    """
+    hosts = hosts or {}
     session = WeightSession(WeightSyncSpec(**spec), "run_1", first_epoch=attempt << 20)
-    rollouts = [member.worker() for name, member in members.items() if name != "trainer"]
+    rollouts = [
+        member.worker(hosts.get(name, "host"))
+        for name, member in members.items()
+        if name != "trainer"
+    ]
     await session.open(members["trainer"].worker(), rollouts)
     return session

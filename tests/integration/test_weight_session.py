@@ -24,6 +24,13 @@ SIGNALS = pytest.mark.parametrize(
     "how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"]
 )
 
+# Who is stopped is waited for, several times over.
+SLOW_IF_STOPPED = pytest.mark.parametrize(
+    "how",
+    [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)],
+    ids=["killed", "stopped"],
+)
+
 
 async def test_all_rollouts_serve_the_same_verified_version():
     async with session_of("trainer", "rollout-0", "rollout-1", **MEMBERS, **PATIENT) as (
@@ -131,7 +138,87 @@ async def test_a_version_that_another_session_published_is_kept_for_who_joins():
         await again.close()
 
 
-@SIGNALS
+FAR = {"rollout-0": "far", "rollout-1": "far"}
+
+
+async def joined_from_peer(session, late):
+    """Whether a rollout on the host of another one got its weights from that, the trainer being elsewhere."""
+    await late.started()
+    async with session.turn:
+        assert await session.admit([late.worker("far")])
+        return await session.bring([late.name]) == [late.name]
+
+
+@pytest.mark.parametrize("mode", ["shadow", "delta"])
+async def test_a_rollout_gets_its_weights_from_one_on_its_host_if_the_trainer_is_elsewhere(mode):
+    names, options = ("trainer", "rollout-0"), {**MEMBERS, **PATIENT, "mode": mode, "hosts": FAR}
+    async with session_of(*names, **options) as (session, members, started):
+        for version in range(2):
+            await session.publish(partial(int, version))
+        digest = await members["rollout-0"].serves_version(1)
+        late = started.start("rollout-1")
+        assert await joined_from_peer(session, late)
+        assert await late.serves() == (1, digest)
+        report = await session.publish(partial(int, 2))
+        assert (report.receivers, report.lost) == (("rollout-0", "rollout-1"), ())
+        assert await late.serves_version(2) == await members["rollout-0"].serves_version(2)
+
+
+@pytest.mark.parametrize("hosts", [{}, {"rollout-0": "other"}], ids=["with all", "alone"])
+async def test_a_rollout_without_a_nearer_peer_gets_its_weights_from_the_trainer(hosts):
+    async with session_of("trainer", "rollout-0", hosts=hosts, **MEMBERS, **PATIENT) as parts:
+        session, members, started = parts
+        await session.publish(partial(int, 0))
+        served = await members["rollout-0"].serves()
+        late = started.start("rollout-1")
+        await late.started()
+        assert await session.admit([late.worker("far" if hosts else "host")])
+        assert await session.bring(["rollout-1"]) == []
+        await session.publish(partial(int, 0))
+        assert await late.serves() == served
+
+
+async def test_engines_that_hold_no_copy_of_what_came_leave_it_to_the_trainer():
+    options = {**MEMBERS, **PATIENT, "mode": "cpu_async", "hosts": FAR}
+    async with session_of("trainer", "rollout-0", **options) as (session, _, started):
+        await session.publish(partial(int, 0))
+        assert not await joined_from_peer(session, started.start("rollout-1"))
+        assert (await session.publish(partial(int, 0))).lost == ()
+
+
+@SLOW_IF_STOPPED
+@pytest.mark.parametrize("moment", ["before", "transfer"])
+async def test_the_trainer_sends_when_a_peer_is_lost(how, moment):
+    # Buckets that it receives, and then sends.
+    fall = Fall(how, bucket=NUM_BUCKETS + NUM_BUCKETS // 2) if moment == "transfer" else None
+    falls = {"rollout-0": fall}
+    options = {**MEMBERS, **PATIENT, "falls": falls, "hosts": FAR}
+    async with session_of("trainer", "rollout-0", **options) as (session, members, started):
+        await session.publish(partial(int, 0))
+        served = await members["rollout-0"].serves()
+        if moment == "before":
+            members["rollout-0"].send_signal(how)
+        late = started.start("rollout-1")
+        assert not await joined_from_peer(session, late)
+        report = await session.publish(partial(int, 0))
+        assert (report.receivers, report.lost) == (("rollout-1",), ("rollout-0",))
+        assert await late.serves() == served
+
+
+@SLOW_IF_STOPPED
+async def test_a_peer_goes_on_when_the_one_that_it_sends_to_is_lost(how):
+    options = {**MEMBERS, **PATIENT, "hosts": FAR}
+    async with session_of("trainer", "rollout-0", **options) as (session, members, started):
+        await session.publish(partial(int, 0))
+        await members["rollout-0"].serves()
+        late = started.start("rollout-1", fall=Fall(how, bucket=NUM_BUCKETS // 2))
+        assert not await joined_from_peer(session, late)
+        report = await session.publish(partial(int, 1))
+        assert (report.receivers, report.lost) == (("rollout-0",), ("rollout-1",))
+        assert await members["rollout-0"].serves_version(1)
+
+
+@SLOW_IF_STOPPED
 @pytest.mark.parametrize("moment", ["before", "transfer", "adopt"])
 async def test_the_others_go_on_when_a_rollout_is_lost_as_it_joins(how, moment):
     async with session_of("trainer", "rollout-0", **MEMBERS, **PATIENT) as parts:

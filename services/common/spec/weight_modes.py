@@ -60,6 +60,8 @@ class WeightMode:
     """Whether weights travel from host memory to host memory, whatever the devices are."""
     is_in_place: bool = False
     """Whether they are received straight into the live ones."""
+    lends: bool = False
+    """Whether a receiver has what one source sent as it came, so that it can send it on."""
     keeps_rows: bool = False
     """Whether rows of several sources are kept as they came, beside the whole tensors."""
 
@@ -71,7 +73,7 @@ class WeightMode:
 HOST_MODE: Final = "cpu_async"
 """What members take that can reach each other in no other mode."""
 MODES: Final[Mapping[str, WeightMode]] = {
-    "shadow": WeightMode(receiver="services.weightsync.modes.shadow:shadow_receiver"),
+    "shadow": WeightMode(receiver="services.weightsync.modes.shadow:shadow_receiver", lends=True),
     "inplace": WeightMode(
         receiver="services.weightsync.modes.inplace:InplaceReceiver", is_in_place=True
     ),
@@ -83,6 +85,7 @@ MODES: Final[Mapping[str, WeightMode]] = {
     "delta": WeightMode(
         sender="services.weightsync.modes.delta:DeltaSender",
         receiver="services.weightsync.modes.delta:DeltaReceiver",
+        lends=True,
         keeps_rows=True,
     ),
 }

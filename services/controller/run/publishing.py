@@ -58,8 +58,15 @@ class Publishing:
         """Have rollouts take part that have loaded meanwhile; see :meth:`Assembly.admit`."""
         if not await self.parts.admit(rollouts):
             return False
+        names, weights = [worker.worker_id for worker in rollouts], self.parts.weights
+        if brought := await weights.bring(names):
+            for worker in rollouts:
+                if worker.worker_id in brought:
+                    worker.weight_version = weights.version
+            self.parts.replicas.bring_back()
+            self.generation.published(self._served)  # there are more places
         async with self._changed:
-            self._joining.update(worker.worker_id for worker in rollouts)
+            self._joining.update(set(names) - set(brought))
             self._changed.notify_all()
         return True
 

@@ -59,6 +59,7 @@ class WeightMembers:
         self._tensors: tuple[TensorSpec, ...] = ()
         self._bucket_bytes = 0
         self._devices: dict[str, str] = {}
+        self._hosts: dict[str, str] = {}
         self._lent: dict[str, WeightSyncClient] = {}
         self.sources: dict[str, WeightSyncClient] = {}
         """Trainer ranks that send, in the order of their rows."""
@@ -80,6 +81,7 @@ class WeightMembers:
             DataLossError: If they made different plans.
             ServiceError: If a member does not answer or cannot take part.
         """
+        self._hosts = {worker.worker_id: worker.host_id for worker in (trainer, *rollouts)}
         first = await self._connect(trainer.address)
         described = await first.describe()
         self.sources = {trainer.worker_id: first}
@@ -129,10 +131,27 @@ class WeightMembers:
                 return False
             self.backend()
             self.rollouts |= joined
+            self._hosts |= {worker.worker_id: worker.host_id for worker in rollouts}
         finally:
             for name in joined.keys() - self.rollouts.keys():
                 self._devices.pop(name, None)
         return True
+
+    def peers(self, joined: Sequence[str]) -> dict[str, list[str]]:
+        """Rollouts that can send on what they serve, and those of ``joined`` to which they are nearer.
+
+        Nearer than the trainer is who is on the same host, if that is not the trainer's.
+        """
+        if not MODES[self._mode].lends or len(self.sources) > 1 or self.backend() == HANDLE:
+            return {}
+        (trainer,) = self.sources
+        there = {self._hosts[name]: name for name in self.rollouts if name not in joined}
+        there.pop(self._hosts[trainer], None)
+        near: dict[str, list[str]] = {}
+        for name in joined:
+            if (peer := there.get(self._hosts[name])) is not None:
+                near.setdefault(peer, []).append(name)
+        return near
 
     def dismiss(self, names: Sequence[str]) -> None:
         """Go on without rollouts."""

@@ -34,6 +34,7 @@ from services.controller.membership.registry import Worker
 from services.controller.run.losses import LateError
 from services.controller.run.sync_report import SyncReport, observe
 from services.controller.run.weight_members import WeightMembers
+from services.controller.run.weight_peers import Served, Way, bring
 from services.weightsync.canary import Canary, canary_tolerance
 from services.weightsync.client import WeightSyncClient
 from services.weightsync.plan import version_digest
@@ -70,6 +71,7 @@ class WeightSession:
         self._backend = ""
         self._timeout_s = _LEAST_TIMEOUT_S
         self._canary: tuple[int, Canary] | None = None
+        self._served: Served | None = None
         self.version = -1
         """Newest version that was published; -1 before the first of the session."""
         # Held while a version is being replaced, and by an evaluation while it needs its version.
@@ -116,6 +118,26 @@ class WeightSession:
             is_reached = await self._members.admit(rollouts)
             self._is_formed &= not is_reached
             return is_reached
+
+    async def bring(self, names: Sequence[str]) -> list[str]:
+        """Have rollouts that were admitted get what is served from others, to whom they are nearer.
+
+        Returns:
+            Those that serve it now; the others get what is published next.
+        """
+        async with self.pin:
+            if self._is_formed or self._served is None:
+                return []
+            peers = self._members.peers(names)
+            first, self._epoch = self._epoch + 1, self._epoch + len(peers)
+            way = Way(
+                backend=self._backend,
+                run_id=self._run_id,
+                form_s=self._spec.form_timeout_s,
+                transfer_s=self._timeout_s,
+                adopt_s=self._adopt_s,
+            )
+            return await bring(self._members, peers, served=self._served, way=way, epoch=first)
 
     async def keep(self, version: int) -> None:
         """Have the trainer copy a version that is served before its weights change, for who comes later."""
@@ -196,6 +218,9 @@ class WeightSession:
                 else:
                     observe(self._run_id, report)
                     self.version = version
+                    self._served = Served(
+                        version=version, digest=report.digest, canary=await self._score(version)
+                    )
                     return report
 
     async def _keep(self, newest: Callable[[], int]) -> SyncReport:

@@ -1,6 +1,6 @@
 """What a mode is: a sender in each source, a receiver in each rollout."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -44,6 +44,14 @@ class Receiver(Protocol):
 
     async def give_up(self) -> None:
         """No transfer comes, or it failed."""
+
+
+@runtime_checkable
+class Lender(Receiver, Protocol):
+    """A rollout's side that holds what it received as it came, and can send it on."""
+
+    def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
+        """Send the version that is held. Blocks until all receivers have it."""
 
 
 @torch.no_grad()

@@ -130,6 +130,15 @@ class ShadowReceiver:
             self.held_version = order.version
         return done
 
+    def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
+        """Send the shadow on, to rollouts that join."""
+        if order.version != self.held_version:
+            raise TransferError(
+                f"version {order.version} was to be sent on, but {self.held_version} is held here"
+            )
+        (source,) = self._shadow.buffers
+        return send_version(group, self._shadow, self._shadow.checksums(source), order)
+
     async def adopt(self, version: int) -> float:
         """Copy the shadow into the live weights."""
         return await self._sink.adopt_weights(version, await asyncio.to_thread(self._tensors))

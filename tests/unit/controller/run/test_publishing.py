@@ -20,7 +20,7 @@ class Parts:
         self.weights = self
         self.serving = [rollout("rollout-0")]
         self.replicas = SimpleNamespace(bring_back=lambda: None)
-        self.is_reached, self.copied = True, -1
+        self.is_reached, self.copied, self.near, self.version = True, -1, [], -1
 
     def has_copy(self, version):
         return version == self.copied
@@ -29,10 +29,13 @@ class Parts:
         self.serving.extend(rollouts)
         return self.is_reached
 
+    async def bring(self, names):
+        return self.near
+
     async def publish(self, newest):
         await self.may_publish.wait()
         self.published.append(newest())
-        self.copied = newest()
+        self.copied = self.version = newest()
         receivers = tuple(worker.worker_id for worker in self.serving)
         times = dict.fromkeys(
             ("copy_s", "prepare_s", "transfer_s", "adopt_s", "check_s", "stall_s"), 0.0
@@ -124,6 +127,19 @@ async def test_a_rollout_that_joins_waits_for_the_next_version_where_no_copy_is_
     await one.offer(5)
     await one.all_serve()
     assert (parts.published, late.weight_version) == ([105], 105)
+    task.cancel()
+
+
+async def test_what_a_peer_has_sent_is_not_sent_again():
+    parts = Parts()
+    one = publishing(parts)
+    task = asyncio.create_task(one.run())
+    await one.offer(1)
+    await one.served(1)
+    late, parts.near = rollout("rollout-1"), ["rollout-1"]
+    assert await one.admit([late])
+    await one.all_serve()
+    assert (parts.published, parts.opened, late.weight_version) == ([101], [1, 1], 101)
     task.cancel()
 
 

@@ -41,14 +41,14 @@ class Members(WeightMembers):
         return Member(address)
 
 
-def worker(name, device):
+def worker(name, device, host="host"):
     return Worker(
         run_id="run",
         worker_id=name,
         incarnation="1",
         role="rollout",
         address=device,
-        host_id="host",
+        host_id=host,
         last_heard=0.0,
     )
 
@@ -100,6 +100,16 @@ async def test_a_rollout_joins_where_weights_reach_it_as_they_travel():
     by_handle = await open_on("cuda:a", "cuda:a")
     assert await by_handle.admit([worker("rollout-1", "cuda:a")])
     assert not await by_handle.admit([worker("rollout-2", "cuda:b")])
+
+
+async def test_a_peer_is_nearer_than_a_trainer_on_another_host():
+    members = await open_on("cuda:a", "cuda:b")
+    far = [worker(name, f"cuda:{name}", host="far") for name in ("rollout-1", "rollout-2")]
+    assert await members.admit(far[:1])
+    assert members.peers(["rollout-1"]) == {}
+    assert await members.admit(far[1:])
+    assert members.peers(["rollout-2"]) == {"rollout-1": ["rollout-2"]}
+    assert members.peers(["rollout-0"]) == {}
 
 
 async def test_a_handle_between_gpus_is_refused_with_the_fix():
