@@ -131,7 +131,7 @@ class _Seen:
             "weights_after_engine_s": round(self.weights - self.loaded, 2),
             # Workers tell their counters once a second.
             "first_token_after_engine_s": round(self.token - self.loaded, 2),
-            # All members of a session receive from the trainer: no rollout sends to another one.
+            # Which is on the same host: no rollout is nearer.
             "weights_from": "trainer",
         }
 
