@@ -69,18 +69,25 @@ class OpenEnv:
     async def begin(
         self, task: Mapping[str, Any], *, seed: int
     ) -> tuple["OpenEnvSession", Observation]:
-        """Begin an episode, once the server has a place. Raises CallError naming the server."""
+        """Begin an episode, once the server is there and has a place. Raises CallError naming the server."""
+        from websockets.exceptions import WebSocketException
+
         loop, begin = asyncio.get_running_loop(), asyncio.get_running_loop().time()
         for delay_s in delays():
+            passed_s = loop.time() - begin + delay_s
             try:
                 return await self._begin_now(task, seed)
             except BusyError as error:
-                if loop.time() - begin + delay_s > self._wait_s:
+                if passed_s > self._wait_s:
                     message = (
                         f"environment {self._name!r} did not begin an episode: it had no place for "
                         f"{self._wait_s:g} s"
                     )
                     raise CallError("timeout", message) from error
+            except (OSError, WebSocketException) as error:  # it may be starting again
+                if passed_s > self._timeout_s:
+                    message = f"environment {self._name!r} did not begin an episode: {error!r}"
+                    raise CallError("exception", message) from error
             await asyncio.sleep(delay_s)
         raise AssertionError  # delays never end
 
@@ -93,7 +100,6 @@ class OpenEnv:
     ) -> tuple["OpenEnvSession", Observation]:
         # With the extra `openenv`; nothing else here needs it.
         from websockets.asyncio.client import connect
-        from websockets.exceptions import WebSocketException
 
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -110,9 +116,6 @@ class OpenEnv:
                 f"environment {self._name!r} did not begin an episode in {self._timeout_s:g} s"
             )
             raise CallError("timeout", message) from error
-        except (OSError, WebSocketException) as error:
-            message = f"environment {self._name!r} did not begin an episode: {error!r}"
-            raise CallError("exception", message) from error
         session = OpenEnvSession(
             self._name,
             socket,

@@ -105,9 +105,28 @@ async def test_a_place_in_an_openenv_server_is_waited_for() -> None:
         await second.close()
 
 
+async def test_a_server_that_starts_again_is_waited_for() -> None:
+    async with serve_http("127.0.0.1:0", openenv_app()) as port:
+        pass
+    server = OpenEnv(
+        f"openenv+http://127.0.0.1:{port}",
+        reach=HERE,
+        action={"text": "{message}"},
+        observe="echo",
+        timeout_s=30.0,
+        wait_s=30.0,
+    )
+    beginning = asyncio.ensure_future(server.begin({}, seed=0))
+    await asyncio.wait([beginning], timeout=0.1)
+    assert not beginning.done()
+    async with serve_http(f"127.0.0.1:{port}", openenv_app()):
+        session, _ = await beginning
+        await session.close()
+
+
 async def test_a_server_that_is_not_there_is_a_failure_by_name() -> None:
     server = OpenEnv(
-        "openenv+http://127.0.0.1:1", reach=HERE, action={}, observe=None, timeout_s=5.0, wait_s=0.1
+        "openenv+http://127.0.0.1:1", reach=HERE, action={}, observe=None, timeout_s=0.1, wait_s=0.1
     )
     with pytest.raises(CallError, match=r"'openenv\+http://127.0.0.1:1' did not begin an episode"):
         await server.begin({}, seed=0)
