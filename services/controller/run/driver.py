@@ -28,7 +28,6 @@ from services.controller.run.losses import (
     explain,
     is_loss,
 )
-from services.controller.run.publishing import Publishing
 from services.controller.run.requests import CurrentSpec, Mailbox
 from services.controller.run.resize import ResizedError, Resizing
 from services.controller.store.records import Note
@@ -248,8 +247,8 @@ class RunDriver:
             return RunEvent.DRAINED, "PausedByUser"
 
     async def _enter(self, lost: Collection[str], absent: Collection[str]) -> bool:
-        publishing: asyncio.Future[Publishing] = asyncio.get_running_loop().create_future()
-        resizing = self._resizing.watch(self.spec, absent=absent, publishing=publishing)
+        live: asyncio.Future[LiveRun] = asyncio.get_running_loop().create_future()
+        resizing = self._resizing.watch(self.spec, absent=absent, live=live)
         async with TaskGroup() as tasks:
             watches = [
                 tasks.create_task(self._watch_workers()),
@@ -264,7 +263,7 @@ class RunDriver:
                 absent=absent,
             ) as self._live:
                 await self._ready(absent)
-                publishing.set_result(self._live.publishing)
+                live.set_result(self._live)
                 is_finished = await train(self._live)
             for watch in watches:
                 watch.cancel()

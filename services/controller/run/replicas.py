@@ -42,6 +42,11 @@ class Replicas:
             self._behind.add(worker.worker_id)
             self._placement.send_away(worker.worker_id)
 
+    def part_with(self, names: Iterable[str]) -> None:
+        """Rollouts that are about to leave get no more groups."""
+        for name in names:
+            self._placement.send_away(name)
+
     async def close(self) -> None:
         """Close the connections."""
         await self._stack.aclose()

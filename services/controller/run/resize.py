@@ -2,7 +2,7 @@
 
 more    the new ones are started and load while the others generate -> they get weights, then groups
 lost    its replacement loads while the others generate             -> as above
-fewer   the loop is left, those that are too many are ended -> entered again; their groups are made anew
+fewer   what they have not finished is stored, the loop is left, they are ended -> entered again
 
 Where trainer and rollouts take turns, or weights have to take another way to reach new ones, the loop is
 left and entered with all.
@@ -10,7 +10,7 @@ left and entered with all.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Collection
+from collections.abc import Collection
 
 from services.common.errors import ServiceError
 from services.common.spec.run import RunSpec
@@ -19,8 +19,8 @@ from services.controller.launch.launcher import Launcher, WorkerExit, worker_nam
 from services.controller.membership.registry import Membership
 from services.controller.run.assembly import is_loaded
 from services.controller.run.journal import Journal
+from services.controller.run.live import LiveRun
 from services.controller.run.losses import WorkerLostError
-from services.controller.run.publishing import Publishing
 from services.controller.run.requests import CurrentSpec, Mailbox
 from services.controller.store.records import Note
 
@@ -77,7 +77,7 @@ class Resizing:
         return True
 
     async def watch(
-        self, entered: RunSpec, *, absent: Collection[str] = (), publishing: Awaitable[Publishing]
+        self, entered: RunSpec, *, absent: Collection[str] = (), live: asyncio.Future[LiveRun]
     ) -> None:
         """Get the rollouts that are wanted ready, while the run goes on with others.
 
@@ -86,7 +86,7 @@ class Resizing:
         Args:
             entered: What the loop was entered with.
             absent: Rollouts of it that were lost; the loop was entered without them.
-            publishing: What brings them their weights, once the loop is entered.
+            live: The run, once the loop is entered.
 
         Raises:
             ResizedError: Once the loop can be entered with all that are wanted, if it has to be.
@@ -98,14 +98,16 @@ class Resizing:
             spec = self._spec.now
             self._new = _rollouts(spec) - _rollouts(entered)
             if missing := _rollouts(spec) - here:
-                if not await self._bring_up(missing, publishing):
+                if not await self._bring_up(missing, live):
                     size = {"replicas": entered.rollout.replicas}
                     rollout = self._spec.now.rollout.model_copy(update=size)
                     self._spec.now = self._spec.now.model_copy(update={"rollout": rollout})
                     continue
                 here |= missing
                 entered = spec
-            if self._wanted() < here:
+            if leaving := here - self._wanted():
+                if live.done() and not spec.topology.takes_turns:
+                    await live.result().generation.hand_over(leaving)
                 raise ResizedError
             await self._asked.wait()
             if self._wanted() == here:
@@ -138,7 +140,7 @@ class Resizing:
         note = Note(kind, f"{count} rollouts", {"replicas": count})
         await self._journal.note(note, also=self._mailbox.done(request))
 
-    async def _bring_up(self, missing: set[str], publishing: Awaitable[Publishing]) -> bool:
+    async def _bring_up(self, missing: set[str], live: asyncio.Future[LiveRun]) -> bool:
         """Start rollouts and have them take part; whether they came up.
 
         Raises:
@@ -151,8 +153,8 @@ class Resizing:
             if self._spec.now.topology.takes_turns or not missing <= self._wanted():
                 raise ResizedError
             loaded = [w for w in self._membership.workers(self._run_id) if w.worker_id in missing]
-            joined = await publishing
-            if not await joined.admit(loaded):
+            publishing = (await live).publishing
+            if not await publishing.admit(loaded):
                 raise ResizedError
         except (ServiceError, ExceptionGroup) as error:
             if not self._new:
@@ -165,7 +167,7 @@ class Resizing:
             self._new = set()
             return False
         kind, self._new = "Resized" if self._new else "Replaced", set()
-        await joined.all_serve()
+        await publishing.all_serve()
         await self._tell(kind)
         return True
 

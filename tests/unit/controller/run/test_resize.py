@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,6 +75,7 @@ class FakePublishing:
     reaches: bool = True
     refuses: bool = False
     joined: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
     may_serve: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def admit(self, rollouts):
@@ -84,6 +86,9 @@ class FakePublishing:
 
     async def all_serve(self):
         await self.may_serve.wait()
+
+    async def hand_over(self, names):
+        self.left += names
 
 
 class EmptyMailbox:
@@ -122,8 +127,13 @@ class Case:
         self.spec.now = spec_of(replicas)
         self.resizing.ask()
 
+    def enter(self) -> None:
+        """The loop is entered."""
+        live = SimpleNamespace(publishing=self.publishing, generation=self.publishing)
+        self.entered.set_result(live)
+
     async def watch(self, replicas: int = 1, **absent) -> None:
-        await self.resizing.watch(spec_of(replicas), publishing=self.entered, **absent)
+        await self.resizing.watch(spec_of(replicas), live=self.entered, **absent)
 
     async def told(self, kind: str) -> None:
         while kind not in self.journal.kinds:  # noqa: ASYNC110 -- a test of events that are written
@@ -140,7 +150,7 @@ async def test_new_rollouts_join_once_all_have_loaded_and_the_loop_goes_on():
         await asyncio.sleep(0)
         assert not case.publishing.joined
         await case.register(2)
-        case.entered.set_result(case.publishing)
+        case.enter()
         while not case.publishing.joined:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert not case.journal.kinds
@@ -156,7 +166,7 @@ async def test_the_end_of_a_rollout_that_has_joined_is_that_of_any_other():
     case = Case()
     await case.register(0)
     await case.register(1)
-    case.entered.set_result(case.publishing)
+    case.enter()
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(case.watch())
         case.ask(2)
@@ -171,7 +181,7 @@ async def test_the_loop_is_left_if_weights_do_not_reach_new_rollouts_as_they_tra
     case = Case(reaches=False)
     await case.register(0)
     await case.register(1)
-    case.entered.set_result(case.publishing)
+    case.enter()
     case.ask(2)
     async with asyncio.timeout(30):
         with pytest.raises(ResizedError):
@@ -184,7 +194,7 @@ async def test_new_rollouts_with_other_data_are_ended_and_the_run_keeps_its_size
     case = Case(refuses=True)
     await case.register(0)
     await case.register(1)
-    case.entered.set_result(case.publishing)
+    case.enter()
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(case.watch())
         case.ask(2)
@@ -198,7 +208,7 @@ async def test_new_rollouts_with_other_data_are_ended_and_the_run_keeps_its_size
 async def test_the_loop_is_left_for_fewer_rollouts_also_after_others_have_joined():
     case = Case()
     case.publishing.may_serve.set()
-    case.entered.set_result(case.publishing)
+    case.enter()
     for index in range(2):
         await case.register(index)
     async with asyncio.timeout(30):
@@ -209,6 +219,7 @@ async def test_the_loop_is_left_for_fewer_rollouts_also_after_others_have_joined
                 await case.told("Resized")
                 case.ask(1)
     assert error.group_contains(ResizedError)
+    assert case.publishing.left == ["rollout-1"]
     assert set(await case.resizing.settle()) == {"rollout-1"}
 
 
@@ -217,7 +228,7 @@ async def test_a_lost_rollout_is_waited_for_while_the_others_go_on():
     case.spec.now = spec_of(2)
     await case.register(0)
     assert case.resizing.absent() == {"rollout-1"}
-    case.entered.set_result(case.publishing)
+    case.enter()
     case.publishing.may_serve.set()
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(case.watch(2, absent={"rollout-1"}))

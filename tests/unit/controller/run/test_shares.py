@@ -278,3 +278,22 @@ async def test_a_group_that_is_whole_again_is_not_lost():
     run.queue.losses = [(f"{run.group.group_id}.0",), ("g00000077.0",), ("v000001-000001.0",)]
     await run.generation.replace_lost()
     assert (run.group.state, run.group.attempt) == (GroupState.READY, 1)
+
+
+@pytest.mark.parametrize("is_partial", [True, False])
+async def test_rollouts_that_leave_hand_over_what_they_have_and_get_no_more(is_partial):
+    run = Run()
+    rollout = SPEC.rollout.model_copy(update={"partial_rollout": is_partial})
+    run.generation._spec.now = SPEC.model_copy(update={"rollout": rollout})
+    given = await run.hand_out()
+    assert given.keys() == {"rollout-0", "rollout-1", "rollout-2"}
+    await run.generation.hand_over(["rollout-1"])
+    assert run.rollouts.put_aside_by_name == ([run.group.group_id] if is_partial else [])
+    assert run.rollouts.num_replicas == 2
+    assert "rollout-1" not in run.rollouts.choose_several(3)[0]
+
+
+async def test_rollouts_that_leave_without_groups_stop_nobody_elses():
+    run = Run()
+    await run.generation.hand_over(["rollout-1"])
+    assert run.rollouts.put_aside_by_name == []
