@@ -57,7 +57,10 @@ _QUANTITY = re.compile(
 """A number, and its unit in letters."""
 _WITHOUT_UNITS = replace(LatexExtractionConfig().normalization_config, units=False)
 _READ = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=_WITHOUT_UNITS)]
-_SEARCH = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+_SEARCH = [*_READ, ExprExtractionConfig()]
+_SEARCH_UNITS = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+_LONGEST = 2000
+"""Characters of a final answer; what repeats itself for longer is none, and would be read for minutes."""
 
 
 def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any]) -> float:
@@ -79,7 +82,7 @@ def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any])
     given = _marked(response)
     if given is None:
         announced = _ANNOUNCED.findall(response)
-        given = announced[-1] if announced else response
+        given = announced[-1].strip("* ") if announced else response
         in_prose = not announced or bool(_WORDS.search(given))
     else:
         in_prose = False
@@ -133,11 +136,15 @@ def _same_value(expected: str, given: str, *, in_prose: bool) -> bool:
     bases = {base[1] for each in (expected, given) if (base := _BASE.fullmatch(_as_text(each)))}
     if len(bases) > 1:
         return False
-    found = parse(given, _SEARCH) if in_prose else _read(given)
-    if _verify(_read(expected), found):
+    gold = _read(expected)
+    if in_prose:
+        return any(_verify(gold, parse(given, wanted)) for wanted in (_SEARCH, _SEARCH_UNITS))
+    if len(given) > _LONGEST:
+        return False
+    if _verify(gold, _read(given)):
         return True
     # "Which per cent?" is answered by 25 as well as by 25 %.
-    in_per_cent = not in_prose and "%" in expected + given
+    in_per_cent = "%" in expected + given
     return in_per_cent and _verify(_read(_bare_number(expected)), _read(_bare_number(given)))
 
 
