@@ -30,8 +30,9 @@ others, were equal bit for bit. Where the last column names an engine, its
 experts were the trainer's too ([replay](mixtures.md#routing-replay)). "no" did not pass there, for the
 reason [below](#what-did-not-pass). Others may well be served: nothing refuses them.
 
-SGLang computes the sliding windows of {windowed} only. With other
-models its context ends where the window does, and `slipstream validate` refuses longer prompts and responses.
+SGLang computes the sliding windows of {windowed} only (those
+that did not pass below, by its source and not by a test). With other models its context ends
+where the window does, and `slipstream validate` refuses longer prompts and responses.
 
 | `model_type` | trainer | torch | vLLM | SGLang | LoRA | tensor parallel | expert parallel | routing replay |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
