@@ -34,7 +34,12 @@ from services.trainer.batch.packing import Work
 from services.trainer.batch.plan import StepPlan, plan_step, share_of
 from services.trainer.batch.samples import Cohort, Samples, pack_samples
 from services.trainer.model.flops import active_weights, peak_flops, training_flops
-from services.trainer.model.parallel import Topology, build_topology, distribute
+from services.trainer.model.parallel import (
+    Topology,
+    build_topology,
+    distribute,
+    use_few_threads,
+)
 from services.trainer.model.policy import Policy
 from services.trainer.ranks.build import sequence_cost
 from services.trainer.steps.credit import CreditAssigner
@@ -124,6 +129,7 @@ class _Sides:
         self._weights = active_weights(self._policy, scale.config)
         self._topology = build_topology(self._spec.trainer, device=device, rank=0, world_size=1)
         distribute(self._policy, self._spec.trainer, self._topology)
+        use_few_threads(self._spec.trainer, device)
 
     def measure(self, samples: Samples, cohort: Cohort, *, rounds: int) -> dict[str, Any]:
         """Both sides, at one shape."""

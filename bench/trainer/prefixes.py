@@ -23,7 +23,12 @@ from services.trainer.batch import flash
 from services.trainer.batch.plan import Bounds, plan_step, share_of
 from services.trainer.batch.samples import Cohort, Samples
 from services.trainer.model.compiling import compile_ahead
-from services.trainer.model.parallel import Topology, build_topology, distribute
+from services.trainer.model.parallel import (
+    Topology,
+    build_topology,
+    distribute,
+    use_few_threads,
+)
 from services.trainer.model.policy import Policy
 from services.trainer.ranks.build import sequence_cost
 from services.trainer.steps.step import StepRunner
@@ -76,6 +81,7 @@ def measure_shapes(
     spec = spec_of(scale, **trainer).trainer
     topology = build_topology(spec, device=device, rank=0, world_size=1)
     distribute(policy, spec, topology)
+    use_few_threads(spec, device)
     if spec.compile:
         compile_ahead(policy, spec, device=device)
     found = {}

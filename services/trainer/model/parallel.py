@@ -129,6 +129,16 @@ def build_topology(
     )
 
 
+def use_few_threads(spec: TrainerSpec, device: torch.device) -> None:
+    """Leave the host's processors to others, once a model is loaded: called before the first step.
+
+    Beside a GPU only batches are laid out here, in operations of microseconds. Spread over threads, each
+    waits for its last thread, and where an engine has the processors that is a scheduler's turn away.
+    """
+    if device.type == "cuda" and not spec.offloads_weights:
+        torch.set_num_threads(1)
+
+
 def _meshes(spec: TrainerSpec, device: torch.device) -> tuple[DeviceMesh, DeviceMesh | None]:
     """The mesh of weights, and that of packs where ranks compute these together."""
     tensor = spec.tensor_parallel

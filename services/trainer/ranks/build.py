@@ -20,7 +20,12 @@ from services.trainer.model.flops import active_weights
 from services.trainer.model.host_copy import HostCopy
 from services.trainer.model.local_parts import local_part
 from services.trainer.model.lora import add_adapters, begin_adapters
-from services.trainer.model.parallel import Topology, build_topology, distribute
+from services.trainer.model.parallel import (
+    Topology,
+    build_topology,
+    distribute,
+    use_few_threads,
+)
 from services.trainer.model.policy import Critic, Policy, freeze
 from services.trainer.model.sharded import fill, materialize
 from services.trainer.model.warm_start import Progress, base_folder, load_base_model
@@ -134,6 +139,7 @@ def build_rank(
     )
     start_from = spec.trainer.checkpoint.start_from
     step = _resume(rank, root, Path(start_from) if start_from else None, settings)
+    use_few_threads(spec.trainer, topology.device)
     return Built(rank=rank, weights=weights, state=state, step=step)
 
 
@@ -186,6 +192,7 @@ def build_critic(
     )
     start_from = spec.trainer.checkpoint.start_from
     folder = Path(start_from).parent / _CRITIC / Path(start_from).name if start_from else None
+    use_few_threads(spec.trainer, topology.device)
     return BuiltCritic(rank=rank, values=values, step=_resume(rank, root, folder, settings))
 
 
