@@ -216,4 +216,6 @@ def test_a_run_of_several_ranks_goes_on_without_a_sequence_that_outgrows_them(
     assert told
     # Prompts have 11 tokens.
     assert all(tokens > 21 for event in told for tokens in event["samples"].values())
-    assert sum(len(event["samples"]) for event in told) < found["trained"] * 4
+    # A step that is trained again after a loss tells of them again.
+    left_out = {name for event in told for name in event["samples"]}
+    assert len(left_out) < found["trained"] * 4
