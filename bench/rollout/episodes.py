@@ -13,7 +13,7 @@ In the environment of ``make test-vllm``, with ``OMP_NUM_THREADS=1``::
     python -m bench.rollout.episodes --engine vllm --episodes 64 --hour 0 \
         --out bench/results/rollout-episodes-vllm-cpu.json
 
-The hour of 2,000 alone takes half an hour of a processor::
+The hour of 2,000 alone takes ten minutes of a processor::
 
     python -m bench.rollout.episodes --episodes --out bench/results/rollout-episodes-hour.json
 """
