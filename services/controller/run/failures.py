@@ -52,8 +52,12 @@ class Failures:
         self._in_a_row.clear()
 
     def check_that_some_succeed(self) -> None:
-        """Raise a GenerationError if far more groups than a batch has failed one after the other."""
-        limit = 4 * self._spec.now.trainer.prompts_per_step
+        """Raise a GenerationError if far more groups than a batch has failed one after the other.
+
+        All that run may fail at once with an environment or a service that they share; they are tried again.
+        """
+        spec = self._spec.now
+        limit = (4 + spec.algorithm.max_staleness) * spec.trainer.prompts_per_step
         if len(self._in_a_row) >= limit:
             raise GenerationError(
                 f"{limit} groups failed in a row, the first one of {self._in_a_row[0]}"
