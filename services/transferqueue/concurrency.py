@@ -1,14 +1,14 @@
 """Running several pieces of work at once."""
 
 import asyncio
-import os
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
+from services.common.processors import usable_processors
 from services.common.task_group import TaskGroup, unwrapped
 
-NUM_THREADS = min(4, len(os.sched_getaffinity(0)))
+NUM_THREADS = min(4, usable_processors())
 """A few threads use up the memory's bandwidth."""
 _HELPERS = ThreadPoolExecutor(max(NUM_THREADS - 1, 1), "helper")
 _TURN_ITEMS = 64
