@@ -84,20 +84,9 @@ FAMILIES: Mapping[str, Family] = {
 
 COMPARED: Mapping[str, tuple[str, ...]] = {
     "vllm": (
-        *(
-            "llama",
-            "qwen2",
-            "qwen3",
-            "mistral",
-            "ministral",
-            "phi3",
-            "olmo2",
-            "olmo3",
-            "glm",
-            "glm4",
-        ),
-        *("smollm3", "starcoder2", "seed_oss", "ernie4_5", "hunyuan_v1_dense", "exaone4", "gemma"),
-        *("gemma2", "gemma3_text", "cohere", "cohere2", "granite"),
+        *("llama", "qwen2", "qwen3", "mistral", "ministral", "phi3", "olmo2", "olmo3", "glm"),
+        *("glm4", "smollm3", "starcoder2", "seed_oss", "ernie4_5", "hunyuan_v1_dense", "exaone4"),
+        *("gemma", "gemma2", "gemma3_text", "cohere", "cohere2", "granite"),
         *("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss"),
     ),
     "sglang": (

@@ -52,7 +52,7 @@ def flash_attention(  # noqa: PLR0913 -- as the kernels
     """Causal attention inside each sequence, whose last query stands at its last key.
 
     Args:
-        query: ``[T, heads, D]`` in bfloat16 or float16, D a multiple of 8.
+        query: ``[T, heads, D]`` in bfloat16 or float16, D one of :data:`HEAD_SIZES`.
         key: ``[K, kv_heads, D]``.
         value: ``[K, kv_heads, D]``.
         cu_queries: ``[N + 1]`` int32 offsets of the sequences' queries, and the total.
@@ -125,10 +125,7 @@ def _backward(  # noqa: PLR0913, PLR0917
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values."""
-    grads = [
-        torch.empty(states.shape, dtype=states.dtype, device=states.device)
-        for states in (query, key, value)
-    ]
+    grads = _empty(query, key, value)
     _kernels()._flash_attn_bwd(  # noqa: SLF001
         query,
         key,
@@ -147,15 +144,23 @@ def _backward(  # noqa: PLR0913, PLR0917
         dv=grads[2],
         **_masks(window),
     )
-    return grads[0], grads[1], grads[2]
+    return grads
 
 
 @_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty(query, key, value)
+
+
+def _empty(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for their gradients, which is contiguous whatever they are."""
+    query, key, value = (
         torch.empty(states.shape, dtype=states.dtype, device=states.device)
         for states in (query, key, value)
     )
+    return query, key, value
 
 
 def _masks(window: int) -> dict[str, Any]:
