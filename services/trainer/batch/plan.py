@@ -131,6 +131,7 @@ def plan_step(
         ranks: Data-parallel ranks.
         shares_prefixes: Whether what samples of a micro-batch have in common counts once.
     """
+    lengths = (samples.prompts.lengths + samples.responses.lengths).tolist()
     sizes, owners = _undivided(samples), samples.by_sample.ids.tolist()
     divided = []
     for members in map(set, share.updates):
@@ -142,7 +143,7 @@ def plan_step(
         cuts = cut(samples.select(own), bounds.max_tokens, shares=shares_prefixes)
         micros = [tuple(own[i] for i in micro) for micro in cuts]
         # Ranks have like sizes at a time; and if one does not fit into memory, it is the least that does not.
-        divided.append(sorted(micros, key=lambda micro: num_tokens(samples.select(micro))))
+        divided.append(sorted(micros, key=lambda micro: sum(lengths[i] for i in micro)))
     # An update without work is one all the same.
     most = ranks.max(torch.tensor([max(1, len(micros)) for micros in divided])).tolist()
     updates = zip(divided, most, strict=True)
