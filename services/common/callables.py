@@ -14,6 +14,7 @@ from typing import Any
 
 _LOADING = threading.RLock()
 """Held while a user's file is executed: another thread must not see half of the module."""
+_MOST_ERROR_CHARACTERS = 2000
 
 
 def load_callable(reference: str) -> Callable[..., Any]:
@@ -86,6 +87,11 @@ def source_digest(reference: str) -> str:
     if file is None:
         raise ValueError(f"{reference!r} has no source file; name a function defined in Python")
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def told(error: Exception) -> str:
+    """What a user's code raised, for whoever called it: its kind, and the beginning of its text."""
+    return f"{type(error).__name__}: {error}"[:_MOST_ERROR_CHARACTERS]
 
 
 def _is_file(location: str) -> bool:

@@ -14,13 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TextIO
 
-from services.common.callables import load_callable
+from services.common.callables import load_callable, told
 from services.common.task_group import TaskGroup
 
 _LINE_BYTES = 64 << 20
 _MAX_THREADS = 512
 _MAX_REWARD_BYTES = 64 << 10
-_MOST_ERROR_CHARACTERS = 2000
 
 
 async def serve(reference: str, answers: TextIO) -> None:
@@ -60,7 +59,7 @@ async def _run(agent: Callable[..., Any], message: dict[str, Any], answers: Text
             value = await asyncio.to_thread(agent, **message["keywords"])
         answer["value"] = _reward(value)
     except Exception as error:  # noqa: BLE001 -- the edge to user code: every fault becomes an answer
-        answer["error"] = f"{type(error).__name__}: {error}"[:_MOST_ERROR_CHARACTERS]
+        answer["error"] = told(error)
     _answer(answers, answer)
 
 

@@ -12,9 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from services.common.callables import load_callable
-
-_MOST_ERROR_CHARACTERS = 2000
+from services.common.callables import load_callable, told
 
 
 def main() -> None:
@@ -37,7 +35,7 @@ def _answer(request: dict[str, Any]) -> str:
             value = asyncio.run(_wait_for(value))
         return json.dumps({"value": value}, default=_plain)
     except Exception as error:  # noqa: BLE001 -- the edge to user code: every fault becomes an answer
-        return json.dumps({"error": f"{type(error).__name__}: {error}"[:_MOST_ERROR_CHARACTERS]})
+        return json.dumps({"error": told(error)})
 
 
 @functools.cache
