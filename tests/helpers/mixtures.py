@@ -1,7 +1,23 @@
-"""Tiny shapes of mixtures of experts."""
+"""Tiny shapes of models of every family, mixtures of experts among them."""
 
 from typing import Any
 
+from transformers import AutoConfig
+
+_BASE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 _EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24}
 _SHAPES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_experts": 8, "shared_expert_intermediate_size": 40, **_EXPERTS},
@@ -33,3 +49,8 @@ _SHAPES: dict[str, dict[str, Any]] = {
 def mixture_shape(family: str) -> dict[str, Any]:
     """What a family needs besides the shape of a dense model; nothing if it is dense."""
     return _SHAPES.get(family, {})
+
+
+def tiny_config(family: str, **shape: Any) -> Any:
+    """The configuration of a tiny model of a family."""
+    return AutoConfig.for_model(family, **{**_BASE, **mixture_shape(family), **shape})

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed
-from transformers import AutoConfig
 
 from services.common.jagged import Jagged
 from services.common.models.loading import build_model, stored_tensors
@@ -15,7 +14,7 @@ from services.trainer.batch.packing import pack
 from services.trainer.model.parallel import build_topology, distribute
 from services.trainer.model.policy import Policy
 from tests.helpers.batches import CPU, Queue, random_queue, rank_of, spec_of
-from tests.helpers.mixtures import mixture_shape
+from tests.helpers.mixtures import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.integration.test_trainer_ranks import Recorder
 
@@ -105,22 +104,7 @@ def _train(family: str, spec: RunSpec, rank: int = 0) -> dict[str, Any]:
 
 
 def _policy(family: str, spec: RunSpec) -> Policy:
-    shape = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.3,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    config = AutoConfig.for_model(family, **{**shape, **mixture_shape(family)})
-    model = build_model(config, dtype=torch.float32, device=CPU, seed=3)
+    model = build_model(tiny_config(family), dtype=torch.float32, device=CPU, seed=3)
     return Policy(model, temperature=1.0, routing_replay=spec.rollout.routing_replay)
 
 

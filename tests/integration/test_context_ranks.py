@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from services.common.batch import KVBatchMeta
 from services.common.errors import UnavailableError
@@ -21,7 +21,7 @@ from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.model.parallel import build_topology, distribute
 from services.trainer.model.policy import Critic, Policy
 from tests.helpers.batches import Queue, policy_of, random_queue, rank_of
-from tests.helpers.mixtures import mixture_shape
+from tests.helpers.mixtures import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.integration.test_trainer_ranks import assert_same, spec_for, train_once
 
@@ -172,21 +172,7 @@ def _packs() -> list[PackedTokens]:
 
 
 def _model(name: str, heads: int) -> PreTrainedModel:
-    shape = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": heads,
-        "head_dim": 8,
-        "max_position_embeddings": 128,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "sliding_window": 6,
-    }
-    config = AutoConfig.for_model(name, **{**shape, **mixture_shape(name)})
+    config = tiny_config(name, num_key_value_heads=heads, sliding_window=6)
     return build_model(config, dtype=torch.float32, device=_CPU, seed=3)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from services.common.jagged import Jagged
 from services.common.models.expert_names import is_fused
@@ -23,7 +23,7 @@ from services.trainer.model.policy import Policy
 from services.trainer.model.sharded import fill
 from services.trainer.weights import WeightExport
 from services.weightsync.plan import fsdp_shards
-from tests.helpers.mixtures import mixture_shape
+from tests.helpers.mixtures import tiny_config
 from tests.helpers.ranks import run_ranks
 
 _CPU = torch.device("cpu")
@@ -73,29 +73,11 @@ def _policy(name: str, is_lopsided: bool = False) -> Policy:
     return Policy(_model(name, is_lopsided), temperature=1.0)
 
 
-def _config(name: str, **shape: Any) -> Any:
-    values = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 128,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "initializer_range": 0.3,
-    }
-    return AutoConfig.for_model(name, **{**values, **mixture_shape(name), **shape})
-
-
 def _model(name: str, is_lopsided: bool = False) -> PreTrainedModel:
     """A random model; a lopsided one sends every token to the first expert."""
     # A single group of experts, of which a token chooses one.
     shape = {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1} if is_lopsided else {}
-    model = build_model(_config(name, **shape), dtype=torch.float32, device=_CPU, seed=3)
+    model = build_model(tiny_config(name, **shape), dtype=torch.float32, device=_CPU, seed=3)
     with torch.no_grad():
         for key, value in stored_tensors(model).items():
             if key.endswith("e_score_correction_bias"):
@@ -164,7 +146,9 @@ def _spec_alone() -> TrainerSpec:
 def _load_and_save(rank: int, folder: str, name: str, shared: int, ranks: int) -> None:
     root = Path(folder)
     topology, spec = _join(rank, str(root / "store"), ranks, shared)
-    policy = Policy(build_model(_config(name), dtype=torch.float32, device="meta"), temperature=1.0)
+    policy = Policy(
+        build_model(tiny_config(name), dtype=torch.float32, device="meta"), temperature=1.0
+    )
     distribute(policy, spec, topology)
     fill(policy, root / "model", device=_CPU)
     whole = stored_tensors(load_folder(root / "model", dtype=torch.float32, device=_CPU))

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig
 
 from services.common.jagged import Jagged
 from services.common.models.families import FAMILIES
@@ -16,6 +15,7 @@ from services.common.spec.trainer import TrainerSpec
 from services.trainer.batch.packing import pack
 from services.trainer.model.parallel import build_topology, distribute
 from services.trainer.model.policy import Policy
+from tests.helpers.mixtures import tiny_config
 from tests.helpers.ranks import run_ranks
 
 _CPU = torch.device("cpu")
@@ -47,21 +47,7 @@ def _compare(rank: int, store: str) -> None:
 
 
 def _policy(name: str) -> Policy:
-    config = AutoConfig.for_model(
-        name,
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        sliding_window=6,
-    )
+    config = tiny_config(name, sliding_window=6, initializer_range=0.02)
     return Policy(build_model(config, dtype=torch.float32, device=_CPU, seed=3), temperature=1.0)
 
 

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from services.common.models.loading import build_model, stored_tensors
 from services.common.models.routers import RouterWatch
@@ -17,26 +17,13 @@ from services.rollout.rewards.base import Score
 from services.rollout.samples import Sample, sample_fields
 from services.rollout.workflows.turns import NOTHING_SAMPLED, Turn, observed, routed_experts
 from tests.helpers.engines import make_model, request, running, until
-from tests.helpers.mixtures import mixture_shape
+from tests.helpers.mixtures import tiny_config
 
 _CONTEXTS = [(5, 6, 7), (5, 6, 7), (8,), (9, 3, 4, 5, 6)]
 
 
 def _model(seed: int = 0) -> PreTrainedModel:
-    config = AutoConfig.for_model(
-        "glm4_moe",
-        vocab_size=24,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        pad_token_id=0,
-        **mixture_shape("glm4_moe"),
-    )
+    config = tiny_config("glm4_moe", vocab_size=24, num_hidden_layers=3)
     return build_model(config, dtype=torch.float32, device="cpu", seed=seed)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from services.common.models.families import FAMILIES
 from services.rollout.engines import decode_batch
@@ -22,7 +22,7 @@ from tests.helpers.engines import (
     until,
     weights_of,
 )
-from tests.helpers.mixtures import mixture_shape
+from tests.helpers.mixtures import tiny_config
 
 CONTEXTS = [tuple(range(1, 2 + index % 7)) for index in range(20)]
 
@@ -58,26 +58,8 @@ async def test_logprobs_are_those_of_a_plain_forward_pass(temperature: float) ->
 async def test_every_family_agrees_with_its_own_forward_pass(
     family: str, extra: dict[str, Any]
 ) -> None:
-    shape = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.3,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": 1,
-        "sliding_window": 4,
-        "use_sliding_window": True,
-        "max_window_layers": 1,
-        **mixture_shape(family),
-        **extra,
-    }
-    config = AutoConfig.for_model(family, **shape)
+    window = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 1}
+    config = tiny_config(family, **{"vocab_size": VOCAB_SIZE, **window, **extra})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     engine = TorchEngine(model, max_running=8)
     async with running(engine):

@@ -7,7 +7,6 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoConfig
 
 from services.common.jagged import Jagged
 from services.common.models.loading import build_model
@@ -19,7 +18,7 @@ from services.trainer.model.lora import add_adapters, begin_adapters
 from services.trainer.model.parallel import Topology, distribute
 from services.trainer.model.policy import Policy
 from tests.helpers.batches import CPU
-from tests.helpers.mixtures import mixture_shape
+from tests.helpers.mixtures import tiny_config
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"activation_checkpointing": True},
@@ -44,22 +43,7 @@ def packs() -> list[PackedTokens]:
 
 
 def policy(family: str, options: dict[str, Any]) -> Policy:
-    config = AutoConfig.for_model(
-        family,
-        **{
-            "vocab_size": 61,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "initializer_range": 0.3,
-            "pad_token_id": 0,
-            "sliding_window": 6,
-            **mixture_shape(family),
-        },
-    )
+    config = tiny_config(family, num_hidden_layers=3, sliding_window=6)
     spec = TrainerSpec(steps=1, prompts_per_step=1, **options)
     made = Policy(build_model(config, dtype=torch.float32, device=CPU, seed=1), temperature=1.0)
     if spec.lora is not None:

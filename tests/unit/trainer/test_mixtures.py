@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from services.common.models.expert_names import checkpoint_names
 from services.common.models.families import FAMILIES
@@ -15,25 +15,14 @@ from services.trainer.checkpoint.export import export_checkpoint
 from services.trainer.model.flops import active_weights
 from services.trainer.model.lora import add_adapters, begin_adapters, merged_parameters
 from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of
-from tests.helpers.mixtures import mixture_shape
+from tests.helpers.mixtures import tiny_config
 
-_SHAPE = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-}
 _MIXTURES = [name for name, family in FAMILIES.items() if family.routing is not None]
 
 
 @pytest.mark.parametrize("family", _MIXTURES)
 def test_experts_have_the_names_of_checkpoints(family: str, tmp_path: Path) -> None:
-    config = AutoConfig.for_model(family, **{**_SHAPE, **mixture_shape(family)})
+    config = tiny_config(family)
     model = build_model(config, dtype=torch.float32, device=CPU, seed=1)
     for name, value in stored_tensors(model).items():
         if name.endswith("e_score_correction_bias"):
@@ -69,7 +58,7 @@ def test_a_trained_mixture_is_exported_and_loads_elsewhere(tmp_path: Path) -> No
 
 
 def test_adapters_of_the_attention_are_merged_and_experts_stay() -> None:
-    config = AutoConfig.for_model("qwen3_moe", **{**_SHAPE, **mixture_shape("qwen3_moe")})
+    config = tiny_config("qwen3_moe")
     plain = dict(build_model(config, dtype=torch.float32, device=CPU, seed=1).named_parameters())
     model = build_model(config, dtype=torch.float32, device=CPU, seed=1)
     add_adapters(model, LoraSpec(rank=2))
@@ -85,7 +74,7 @@ def test_adapters_of_the_attention_are_merged_and_experts_stay() -> None:
 
 
 def test_of_the_experts_those_count_that_a_token_passes() -> None:
-    config = AutoConfig.for_model("mixtral", **{**_SHAPE, **mixture_shape("mixtral")})
+    config = tiny_config("mixtral")
     model = build_model(config, dtype=torch.float32, device="meta")
     attention = 2 * 32 * 8 * (4 + 2)
     others = 2 * 32 + 8 * 32

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
 from transformers.models.qwen2_moe.modeling_qwen2_moe import load_balancing_loss_func
 
 from services.common.jagged import Jagged
@@ -16,24 +15,13 @@ from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.model.policy import Policy
 from services.trainer.model.routing import imbalance
 from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of
-from tests.helpers.mixtures import mixture_shape
+from tests.helpers.mixtures import tiny_config
 
-_SHAPE = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-}
 _MIXTURES = [name for name, family in FAMILIES.items() if family.routing is not None]
 
 
 def _policy(family: str, *, seed: int = 1, routing_replay: str = "off", **shape: Any) -> Policy:
-    config = AutoConfig.for_model(family, **{**_SHAPE, **mixture_shape(family), **shape})
+    config = tiny_config(family, **{"num_hidden_layers": 3, **shape})
     model = build_model(config, dtype=torch.float32, device=CPU, seed=seed)
     return Policy(model, temperature=1.0, routing_replay=routing_replay)
 
