@@ -49,6 +49,10 @@ class ServiceError(Exception):
         self.message = message
         self.metadata = {name: str(value) for name, value in metadata.items()}
 
+    def __str__(self) -> str:
+        # Whoever hands an error on may say in its message who it is of.
+        return self.message
+
 
 class InvalidArgumentError(ServiceError):
     """The request breaks a rule, whatever the state of the service."""

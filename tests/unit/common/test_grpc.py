@@ -116,3 +116,9 @@ def test_every_reason_is_unique():
     assert all(
         isinstance(cls.code, grpc.StatusCode) for cls in errors.ServiceError.__subclasses__()
     )
+
+
+def test_the_text_of_an_error_is_its_message_as_it_was_handed_on():
+    error = errors.UnavailableError("it does not answer")
+    error.message = f"rollout-1: {error.message}"
+    assert str(error) == "rollout-1: it does not answer"
