@@ -55,18 +55,13 @@ class Lender(Receiver, Protocol):
 
 
 @torch.no_grad()
-def pack_weights(
-    source: WeightSource, arena: WeightArena, *, only_adapters: bool = False
-) -> Tensor:
+def pack_weights(source: WeightSource, arena: WeightArena, *, only_adapters: bool = False) -> None:
     """Copy a source's rows into its arena; returns when the weights may change again.
 
     Args:
         source: The weights.
         arena: Where they go.
         only_adapters: Whether the arena has all else from an earlier version.
-
-    Returns:
-        Checksums of the arena's buckets.
 
     Raises:
         ValueError: If the source does not hold what the plan says.
@@ -84,7 +79,18 @@ def pack_weights(
             views.pop(name).copy_(tensor, non_blocking=True)
         if views:
             raise ValueError(f"the trainer must hold {sorted(views)[:3]}, according to the plan")
+        _settle(arena.device)
+
+
+def packed_checksums(arena: WeightArena) -> Tensor:
+    """Checksums of the buckets of a source's arena, once they are there: ``[num_buckets, 2]`` int64."""
+    (number,) = arena.buffers
+    with on_device(arena.device):
         checksums = arena.checksums(number)
-        if arena.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        _settle(arena.device)
     return checksums
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream().synchronize()

@@ -12,7 +12,7 @@ from torch import Tensor
 from services.weightsync.arena import WeightArena, source_digest
 from services.weightsync.endpoints import WeightSource
 from services.weightsync.group import Channel, WeightGroup
-from services.weightsync.modes.base import pack_weights
+from services.weightsync.modes.base import pack_weights, packed_checksums
 from services.weightsync.modes.shadow import ShadowReceiver
 from services.weightsync.plan import WeightPlan
 from services.weightsync.transfer import (
@@ -49,7 +49,8 @@ class DeltaSender:
         if self.held_version == self._packed_version:
             self._arena, self._sent = self._sent, self._arena
         self._packed_version = -1
-        self._checksums = pack_weights(source, self._arena)
+        pack_weights(source, self._arena)
+        self._checksums = packed_checksums(self._arena)
         self._packed_version = version
 
     def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:

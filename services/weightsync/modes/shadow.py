@@ -9,7 +9,7 @@ from torch import Tensor
 from services.weightsync.arena import WeightArena, merged_tensors, whole_tensors
 from services.weightsync.endpoints import WeightSink, WeightSource, on_device
 from services.weightsync.group import WeightGroup
-from services.weightsync.modes.base import Receiver, pack_weights
+from services.weightsync.modes.base import Receiver, pack_weights, packed_checksums
 from services.weightsync.modes.placing import Placer, whole_buffers
 from services.weightsync.modes.staged import Slots, receive_staged
 from services.weightsync.plan import WeightPlan
@@ -38,7 +38,8 @@ class ShadowSender:
         if version != self._packed_version:
             self._packed_version = -1
             only_adapters = self._has_frozen and self._checksums is not None
-            self._checksums = pack_weights(source, self._arena, only_adapters=only_adapters)
+            pack_weights(source, self._arena, only_adapters=only_adapters)
+            self._checksums = packed_checksums(self._arena)
             self._packed_version = version
 
     def send(self, group: WeightGroup, order: TransferOrder) -> Transferred:
