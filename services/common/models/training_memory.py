@@ -100,7 +100,7 @@ def trainer_memory(
         shapes: :func:`shapes_of` its model, for those who have them.
     """
     trainer, shapes = spec.trainer, shapes_of(config) if shapes is None else shapes
-    weights = float(sum(prod(shape) for shape in shapes.values()))
+    weights = _num_weights(shapes)
     trained = weights if trainer.lora is None else _adapters(shapes, trainer.lora)
     item = getattr(torch, trainer.dtype).itemsize
     ranks = trainer.world_size
@@ -136,7 +136,7 @@ def trainer_memory(
 
 def resting_memory(spec: RunSpec, config: PretrainedConfig) -> float:
     """Bytes that a trainer keeps on each of its GPUs while rollouts have them: what it sends, its context."""
-    weights = float(sum(prod(shape) for shape in shapes_of(config).values()))
+    weights = _num_weights(shapes_of(config))
     return _sent(spec, weights, item=getattr(torch, spec.trainer.dtype).itemsize) + _CONTEXT
 
 
@@ -146,15 +146,19 @@ def state_memory(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> 
     return sum(parts.get(name, 0.0) for name in _STATE if name != "gradients")
 
 
-def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> float:
-    """Bytes of all weights in the dtype in which they are sent."""
-    return float(dtype.itemsize * sum(prod(shape) for shape in shapes.values()))
+def weight_bytes(config: PretrainedConfig, dtype: torch.dtype) -> float:
+    """Bytes of all weights in a dtype, tied ones once."""
+    return dtype.itemsize * _num_weights(shapes_of(config))
 
 
 def shapes_of(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of a model's weights by name."""
     model = build_model(config, dtype=torch.float32, device="meta")
     return {name: tuple(value.shape) for name, value in stored_tensors(model).items()}
+
+
+def _num_weights(shapes: Mapping[str, tuple[int, ...]]) -> float:
+    return float(sum(map(prod, shapes.values())))
 
 
 def _keeps_gathered(trainer: TrainerSpec) -> bool:

@@ -13,7 +13,6 @@ from services.common.models.training_memory import (
     SLEEPING,
     SPARE,
     resting_memory,
-    shapes_of,
     state_memory,
     trainer_memory,
     weight_bytes,
@@ -67,7 +66,7 @@ def what_stays(spec: RunSpec, config: PretrainedConfig, *, gpu_bytes: int) -> St
     if not spec.rollouts_in_turns:
         return "nothing"
     dtype = getattr(torch, spec.trainer.dtype)
-    weights, size = weight_bytes(shapes_of(config), dtype), spec.engine_gpus
+    weights, size = weight_bytes(config, dtype), spec.engine_gpus
     # Keys and values of few heads are on all GPUs of an engine.
     engine = 2 * weights / size + _kv_bytes(spec, config, dtype) + _ENGINE
     engines = spec.rollouts_in_turns * size / spec.trainer.world_size

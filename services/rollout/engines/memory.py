@@ -6,13 +6,13 @@ engine has several GPUs, its weights, its KV cache and the shadow are divided am
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, floor, inf, prod
+from math import ceil, floor, inf
 from typing import Any, Final, Self
 
 import torch
 from transformers import PretrainedConfig
 
-from services.common.models.training_memory import SPARE, trainer_memory
+from services.common.models.training_memory import SPARE, trainer_memory, weight_bytes
 from services.common.models.turns_memory import (
     kept_memory,
     kv_bytes_per_token,
@@ -22,7 +22,6 @@ from services.common.models.turns_memory import (
 from services.common.spec.engines import EngineKind, engine_kind
 from services.common.spec.run import RunSpec
 from services.common.spec.weight_modes import HOST_MODE, MODES
-from services.rollout.engines.model_shape import model_shape
 
 _GB: Final = 1e9
 # Driver contexts of the engine's process and of the one that receives, NCCL's buffers among them; and what an
@@ -38,7 +37,7 @@ _SLOTS: Final = 2
 class ModelSize:
     """A model in bytes."""
 
-    weights: int
+    weights: float
     """Of all parameters, tied ones once."""
     kv_per_token: int
     """Keys and values of one token, in all layers."""
@@ -50,9 +49,8 @@ class ModelSize:
         """From the shape of a model."""
         text = config.get_text_config()
         heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-        shapes = [spec.shape for spec in model_shape(config, dtype).specs]
         return cls(
-            weights=dtype.itemsize * sum(prod(shape) for shape in shapes),
+            weights=weight_bytes(config, dtype),
             kv_per_token=kv_bytes_per_token(config, dtype),
             num_kv_heads=heads,
         )
@@ -131,10 +129,14 @@ class MemoryPlan:
         return min(_LARGEST_SHARE, floor(100 * (1 - (self.plane + self.others) / self.total)) / 100)
 
     @property
-    def kv_cache(self) -> float:
+    def most_kv_cache(self) -> float:
         """What is left for keys and values; negative if there is no room."""
-        left = self.engine_share * self.total - self.weights - _WORKING
-        return min(left, self.most_kv_tokens * self.kv_per_token)
+        return self.engine_share * self.total - self.weights - _WORKING
+
+    @property
+    def kv_cache(self) -> float:
+        """What keys and values get of it."""
+        return min(self.most_kv_cache, self.most_kv_tokens * self.kv_per_token)
 
     @property
     def wanted_share(self) -> float:
@@ -315,9 +317,22 @@ def engine_share(
     if kind.memory_argument is not None:
         share |= _checked_share(plan, kind, arguments)
     cache = kind.cache_argument
-    if cache is not None and cache not in arguments and (plan.others or not kind.memory_argument):
+    if cache is not None and cache in arguments:
+        _check_cache(
+            plan, cache, arguments[cache] * (1 if kind.cache_in_bytes else plan.kv_per_token)
+        )
+    elif cache is not None and (plan.others or not kind.memory_argument):
         share[cache] = int(plan.kv_cache) if kind.cache_in_bytes else plan.kv_tokens
     return share
+
+
+def _check_cache(plan: MemoryPlan, name: str, num_bytes: float) -> None:
+    if num_bytes > plan.most_kv_cache:
+        raise ValueError(
+            f"rollout.engine_arguments.{name} takes {num_bytes / _GB:.1f} GB of a GPU, but beside weights "
+            f"and weight sync {plan.most_kv_cache / _GB:.1f} of its {plan.total / _GB:.1f} GB are left; "
+            "lower it, or leave it out\n" + plan.table()
+        )
 
 
 def _checked_share(

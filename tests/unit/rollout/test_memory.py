@@ -227,6 +227,21 @@ def test_a_cache_that_is_given_counts_as_it_is() -> None:
     assert what_stays(tokens, qwen_7b(), gpu_bytes=600 * GB) == "state"
 
 
+@pytest.mark.parametrize(
+    ("engine", "argument", "fits"),
+    [("vllm", "kv_cache_memory_bytes", 40 * GB), ("sglang", "max_total_tokens", 700_000)],
+)
+def test_a_cache_that_is_given_must_fit(engine: str, argument: str, fits: int) -> None:
+    def spec(size: int) -> RunSpec:
+        rollout = {"engine": engine, "engine_arguments": {argument: size}}
+        document = spec_of().model_dump(exclude_unset=True, mode="json")
+        return RunSpec.model_validate(document | {"rollout": document["rollout"] | rollout})
+
+    plan_of(spec(fits), qwen_7b(), gpu_bytes=80 * GB)
+    with pytest.raises(ValueError, match=rf"{argument} takes \d\d\.\d GB of a GPU.*lower it"):
+        plan_of(spec(2 * fits), qwen_7b(), gpu_bytes=80 * GB)
+
+
 def test_an_engine_in_turns_maps_no_more_cache_than_its_places_can_fill() -> None:
     config, total = qwen_7b(), 300 * GB
     few, many = in_turns(max_running_samples=8), in_turns(max_running_samples=512)
