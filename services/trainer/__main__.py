@@ -7,6 +7,7 @@ others    hear the run from rank 0 -> load -> follow until rank 0 ends
 import asyncio
 import json
 import signal
+import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -25,8 +26,10 @@ from services.common.metrics import serve_metrics
 from services.common.processors import usable_processors
 from services.common.settings import set_defaults
 from services.common.spec.loader import parse_spec
+from services.common.task_group import leaves
 from services.controller.client import WorkerSession, open_rendezvous
 from services.trainer import metrics
+from services.trainer.algorithm.own import OwnFunctionError
 from services.trainer.critic import serve_critic
 from services.trainer.model.parallel import join_processes
 from services.trainer.ranks.build import build_critic, build_rank, device_of, gpu_names
@@ -158,26 +161,37 @@ def main() -> None:
         torch.cuda.set_device(device)
     if settings.world_size > 1:
         join_processes(device=device, rank=settings.rank, world_size=settings.world_size)
+    failures: list[BaseException] = []
+    try:
+        _work(settings)
+    except* OwnFunctionError as group:
+        failures = leaves(group)
+    if failures:  # of the user's: a traceback of ours would only hide what is wrong
+        sys.exit(str(failures[0]))
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _work(settings: TrainerSettings) -> None:
+    """Do what this rank of a role does, to its end."""
+    if settings.rank > 0:
+        # All ranks are told to stop at once, but rank 0 still needs the others for what it has begun.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with acting_as(settings.identity()):
+            asyncio.run(run_follower(settings))
+        return
     serve_role = {
         "trainer": lead,
         "critic": serve_critic,
         "logp": serve_logp,
         "ref_logp": serve_ref_logp,
     }[settings.role]
-    if settings.rank > 0:
-        # All ranks are told to stop at once, but rank 0 still needs the others for what it has begun.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        with acting_as(settings.identity()):
-            asyncio.run(run_follower(settings))
-    else:
-        with (
-            acting_as(settings.identity()),
-            serve_metrics(settings.metrics_port),
-            settings.tracing("trainer", run=settings.run_id, worker=settings.worker_id),
-        ):
-            asyncio.run(serve_role(settings))
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
+    with (
+        acting_as(settings.identity()),
+        serve_metrics(settings.metrics_port),
+        settings.tracing("trainer", run=settings.run_id, worker=settings.worker_id),
+    ):
+        asyncio.run(serve_role(settings))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Losses and advantages of the user's own: their errors name them, and they wait for no other rank."""
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -9,7 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.common.callables import bind_callable
 
+logger = logging.getLogger(__name__)
+
 _COLLECTIVES: Final = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
+
+
+class OwnFunctionError(ValueError):
+    """A function of the user's failed, or does on one rank what it does not do on another."""
 
 
 class OwnFunction(TorchDispatchMode):
@@ -34,13 +41,13 @@ class OwnFunction(TorchDispatchMode):
         self._may_wait = False
         self._add_up: Callable[[Tensor], Tensor] | None = None
         self._num_ranks = 1
-        self._parted: _PartedError | None = None
+        self._parted: OwnFunctionError | None = None
 
     def __call__(self, given: Any) -> Any:
         """Call it.
 
         Raises:
-            ValueError: If it fails, or adds up on other ranks only; the message names it.
+            OwnFunctionError: If it fails, or adds up on other ranks only; the message names it.
         """
         failure: Exception | None = None
         try:
@@ -54,8 +61,9 @@ class OwnFunction(TorchDispatchMode):
         if isinstance(failure, torch.OutOfMemoryError):
             raise failure
         if failure is not None:
+            logger.error("%s failed", self._name, exc_info=failure)
             told = f"{self._name} failed: {type(failure).__name__}: {failure}"
-            raise ValueError(told) from failure
+            raise OwnFunctionError(told) from failure
         return found
 
     def __torch_dispatch__(
@@ -100,7 +108,7 @@ class OwnFunction(TorchDispatchMode):
             has_failed: Whether it has failed.
 
         Raises:
-            _PartedError: If it does something else on another rank.
+            OwnFunctionError: If it does something else on another rank: all hear of it, and none waits.
         """
         if self._add_up is None:
             return
@@ -121,9 +129,5 @@ class OwnFunction(TorchDispatchMode):
             )
 
     def _part(self, told: str) -> None:
-        self._parted = _PartedError(f"{self._name} {told}")
+        self._parted = OwnFunctionError(f"{self._name} {told}")
         raise self._parted
-
-
-class _PartedError(ValueError):
-    """The function does on one rank what it does not do on another; every rank knows, and none waits."""
