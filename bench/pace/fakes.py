@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from random import Random
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 from bench.controller.peers import FakeQueue, FakeRollouts, FakeTrainer, FakeWeights, MadeGroup
 from services.common.batch import KVBatchMeta
@@ -249,7 +249,7 @@ class PacedTrainer(FakeTrainer):
         """Seconds for what is new in a batch."""
         meta = KVBatchMeta.from_proto(batch)
         tokens = {
-            key: int(count)
+            key: cast("int", count)
             for key, count in zip(meta.keys, meta.tag("response_tokens"), strict=True)
             if key not in self._known
         }
