@@ -38,7 +38,6 @@ from services.trainer.model.parallel import (
     Topology,
     build_topology,
     distribute,
-    use_few_threads,
 )
 from services.trainer.model.policy import Policy
 from services.trainer.ranks.build import sequence_cost
@@ -129,7 +128,6 @@ class _Sides:
         self._weights = active_weights(self._policy, scale.config)
         self._topology = build_topology(self._spec.trainer, device=device, rank=0, world_size=1)
         distribute(self._policy, self._spec.trainer, self._topology)
-        use_few_threads(self._spec.trainer, device)
 
     def measure(self, samples: Samples, cohort: Cohort, *, rounds: int) -> dict[str, Any]:
         """Both sides, at one shape."""

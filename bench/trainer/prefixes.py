@@ -27,7 +27,6 @@ from services.trainer.model.parallel import (
     Topology,
     build_topology,
     distribute,
-    use_few_threads,
 )
 from services.trainer.model.policy import Policy
 from services.trainer.ranks.build import sequence_cost
@@ -81,7 +80,6 @@ def measure_shapes(
     spec = spec_of(scale, **trainer).trainer
     topology = build_topology(spec, device=device, rank=0, world_size=1)
     distribute(policy, spec, topology)
-    use_few_threads(spec, device)
     if spec.compile:
         compile_ahead(policy, spec, device=device)
     found = {}

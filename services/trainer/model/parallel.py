@@ -106,6 +106,7 @@ def build_topology(
             f"the run has {spec.world_size} processes for this worker, but {world_size} were started; start "
             "as many, for example with torchrun --nproc-per-node"
         )
+    _use_few_threads(spec, device)
     if world_size == 1:
         if spec.dtype == "float32" and not spec.offloads_weights:
             return Topology(device=device, data=Ranks())
@@ -129,11 +130,12 @@ def build_topology(
     )
 
 
-def use_few_threads(spec: TrainerSpec, device: torch.device) -> None:
-    """Leave the host's processors to others, once a model is loaded: called before the first step.
+def _use_few_threads(spec: TrainerSpec, device: torch.device) -> None:
+    """Leave the host's processors to others, before anything is compiled.
 
     Beside a GPU only batches are laid out here, in operations of microseconds. Spread over threads, each
     waits for its last thread, and where an engine has the processors that is a scheduler's turn away.
+    Compiled code is for one number of threads: with another one all of it would be made anew.
     """
     if device.type == "cuda" and not spec.offloads_weights:
         torch.set_num_threads(1)

@@ -24,7 +24,6 @@ from services.trainer.model.parallel import (
     Topology,
     build_topology,
     distribute,
-    use_few_threads,
 )
 from services.trainer.model.policy import Critic, Policy, freeze
 from services.trainer.model.sharded import fill, materialize
@@ -139,7 +138,6 @@ def build_rank(
     )
     start_from = spec.trainer.checkpoint.start_from
     step = _resume(rank, root, Path(start_from) if start_from else None, settings)
-    use_few_threads(spec.trainer, topology.device)
     return Built(rank=rank, weights=weights, state=state, step=step)
 
 
@@ -192,7 +190,6 @@ def build_critic(
     )
     start_from = spec.trainer.checkpoint.start_from
     folder = Path(start_from).parent / _CRITIC / Path(start_from).name if start_from else None
-    use_few_threads(spec.trainer, topology.device)
     return BuiltCritic(rank=rank, values=values, step=_resume(rank, root, folder, settings))
 
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from services.common.models.teachers import check_teacher
 from services.common.spec.run import RunSpec
 from services.trainer.collectives import Ranks
-from services.trainer.model.parallel import Topology, build_topology, use_few_threads
+from services.trainer.model.parallel import Topology, build_topology
 from services.trainer.model.policy import Policy, freeze
 from services.trainer.model.warm_start import Progress
 from services.trainer.ranks.build import Loader, device_of, sequence_cost
@@ -70,7 +70,6 @@ def build_scorer(
         shares_prefixes=spec.shares_prefixes,
         outgrown=outgrown,
     )
-    use_few_threads(spec.trainer, topology.device)
     return BuiltScorer(scorer, fields)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.common.spec.trainer import TrainerSpec
-from services.trainer.model.parallel import use_few_threads
+from services.trainer.model import parallel
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,19 @@ def test_threads_are_kept_where_the_host_computes(
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    spec = TrainerSpec.model_validate({"steps": 1, "prompts_per_step": 1, **settings})
-    use_few_threads(spec, torch.device(device))
-    assert asked == expected
+    monkeypatch.setattr(parallel, "join_processes", lambda **_: None)
+    monkeypatch.setattr(parallel, "_meshes", _no_mesh)
+    spec = TrainerSpec.model_validate(
+        {"steps": 1, "prompts_per_step": 1, "dtype": "bfloat16", **settings}
+    )
+    with pytest.raises(_MeshError):
+        parallel.build_topology(spec, device=torch.device(device), rank=0, world_size=1)
+    assert asked == expected, "set before a model is loaded, and compiled"
+
+
+class _MeshError(Exception):
+    pass
+
+
+def _no_mesh(*_: Any) -> None:
+    raise _MeshError
