@@ -83,10 +83,9 @@ def _note(out: Path, way: str, found: dict[str, float], *, steps: int, chosen: i
     facts = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
-        "steps": steps,
-        "chosen": chosen,
     }
-    out.write_text(json.dumps(known | facts | {way: found}, indent=1) + "\n", encoding="utf-8")
+    way_found = {"steps": steps, "chosen": chosen, **found}
+    out.write_text(json.dumps(known | facts | {way: way_found}, indent=1) + "\n", encoding="utf-8")
 
 
 def _spec(model: Path, *, engine: str, replay: str, is_small: bool) -> dict[str, Any]:

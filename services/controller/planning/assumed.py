@@ -10,9 +10,9 @@ _ENGINE_TOKENS_PER_S = 45_000.0
 _DECODE_S = 0.005
 _BYTES_PER_S = 4.8e12
 _COPY_S, _TRANSFER_S, _STALL_S = 0.01, 0.08, 0.035
-# Where nobody drops anything (``bench/results/one-gpu-colocated.json``); and with a model of 3 million
-# parameters, which engine and trainer drop and take back in no time.
-_KEPT_S, _HANDOVER_S = 0.01, 0.75
+# Where nobody drops anything (``bench/results/one-gpu-colocated.json``); and where an engine with a KV cache
+# of 90 GB sleeps (``one-gpu-sleeping.json``). Both with 1.5 billion parameters.
+_KEPT_S, _HANDOVER_S = 0.01, 0.41
 _HOST_BYTES_PER_S = 5e10
 # Part of the longest response that a response has on average.
 _MEAN_LENGTH = 0.25
@@ -62,8 +62,8 @@ ASSUMPTIONS = (
     "generation: 45,000 tokens/s of a rollout at most, a decode step of 5 ms and the time to read the "
     "weights at 4.8 TB/s",
     "responses: geometric, a quarter of rollout.max_response_tokens on average",
-    "turns on the same GPUs: 0.01 s of handovers in each step where all of both sides fits; else 0.75 s, "
-    "measured with 3 million parameters, and where the trainer's state does not fit beside the engines its "
+    "turns on the same GPUs: 0.01 s of handovers in each step where all of both sides fits; else 0.41 s, "
+    "measured with 1.5 billion parameters, and where the trainer's state does not fit beside the engines its "
     "way to host memory and back at 50 GB/s",
     "weights: copied in 10 ms, received in 80, adopted in 35, at 1.31 billion parameters",
 )
