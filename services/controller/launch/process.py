@@ -135,6 +135,8 @@ class ProcessLauncher:
     async def end(self, run_id: str, worker_id: str) -> None:
         """End one worker at once; returns when it is gone."""
         process = self._processes.get(run_id, {}).pop(worker_id, None)
+        # One that an earlier controller started may not have been asked for by this one.
+        process = process or adopt(self._record(run_id, worker_id))
         if process is not None:
             process.send_signal(signal.SIGKILL)
             await process.wait()

@@ -9,9 +9,9 @@ from services.common.ids import new_run_id
 from services.common.spec.loader import canonical_json, parse_spec, spec_digest
 from services.common.spec.run import RunSpec
 from services.controller.manager.patches import merged
-from services.controller.manager.quotas import needs_of
 from services.controller.models import ForkRequest
 from services.controller.run.checkpoints import Checkpoint
+from services.controller.run.requests import needs_of
 from services.controller.store import ledger_copies
 from services.controller.store.records import NewRun, Run
 

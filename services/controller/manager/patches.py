@@ -1,13 +1,12 @@
 """What may change in a run that exists: labels, priority, limits, how often it is saved, its rollouts."""
 
 import json
-from dataclasses import asdict
 from typing import Any
 
-from services.common.spec.loader import SpecError, canonical_json, parse_spec, spec_digest
+from services.common.spec.loader import SpecError, parse_spec
 from services.common.spec.run import RunSpec
-from services.controller.manager.quotas import needs_of
 from services.controller.models import RunPatch
+from services.controller.run.requests import spec_columns
 from services.controller.store.records import Run
 from services.controller.store.rows import queue_deadline
 
@@ -62,8 +61,7 @@ def columns_of(patch: RunPatch, spec: RunSpec | None) -> dict[str, Any]:
     if patch.priority is not None:
         values["priority"] = patch.priority
     if spec is not None:
-        values |= {"spec_json": canonical_json(spec), "spec_digest": spec_digest(spec)}
-        values |= asdict(needs_of(spec))
+        values |= spec_columns(spec)
         if "queue_timeout_s" in (patch.limits or {}):
             values["queue_deadline"] = queue_deadline(values["spec_json"])
     return values

@@ -5,8 +5,6 @@ from dataclasses import dataclass, fields, replace
 import sqlalchemy as sa
 
 from services.common.errors import FailedPreconditionError, ResourceExhaustedError
-from services.common.spec.run import RunSpec
-from services.controller.launch.launcher import total_gpus
 from services.controller.rules.run_state import RunState
 from services.controller.settings import Limits
 from services.controller.store.database import Database
@@ -104,14 +102,6 @@ class Quota:
                 f"{limits.max_checkpoint_bytes} bytes that they may; delete some",
             )
         return None
-
-
-def needs_of(spec: RunSpec) -> Needs:
-    """What a run of a specification takes."""
-    return Needs(
-        gpus=total_gpus(spec),
-        transferqueue_bytes=spec.transferqueue.quota_bytes,
-    )
 
 
 def read_quota(connection: sa.Connection, project: str, defaults: Limits) -> Quota:

@@ -23,6 +23,7 @@ from services.controller.membership.registry import Membership, Worker
 from services.controller.models import CancelOptions, ForkRequest, PauseOptions, Role, RunPatch
 from services.controller.rules.run_state import RunEvent, RunState
 from services.controller.run.assembly import forget_samples
+from services.controller.run.requests import needs_of
 from services.controller.settings import Limits
 from services.controller.store.database import Database
 from services.controller.store.records import (
@@ -113,7 +114,7 @@ class RunManager:
             name=spec.name,
             spec_json=canonical_json(spec),
             spec_digest=spec_digest(spec),
-            needs=quotas.needs_of(spec),
+            needs=needs_of(spec),
             project=submission.project,
             priority=submission.priority,
             labels=dict(submission.labels or {}),
@@ -205,7 +206,7 @@ class RunManager:
 
         def check(connection: sa.Connection, run: Run) -> None:
             if spec is not None:
-                quotas.check_change(connection, run, quotas.needs_of(spec), self._defaults)
+                quotas.check_change(connection, run, needs_of(spec), self._defaults)
 
         run = await self._database.run(
             self._store.patch,

@@ -24,6 +24,12 @@ class Placement:
         """A rollout is there, without groups."""
         self._move(worker_id, 0)
 
+    def remove(self, worker_id: str) -> None:
+        """A rollout is gone."""
+        self.send_away(worker_id)
+        del self._load[worker_id]
+        self._away.discard(worker_id)
+
     def assigned(self, worker_id: str) -> None:
         """A rollout got a group."""
         if worker_id in self._load:

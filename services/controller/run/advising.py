@@ -28,7 +28,7 @@ _MOVED = 0.1
 
 @dataclass(slots=True, kw_only=True)
 class Advisor:
-    """Of one run, as long as it has the same workers."""
+    """Of one run."""
 
     spec: CurrentSpec
     journal: Journal
@@ -44,10 +44,14 @@ class Advisor:
     _waited: float = field(default=0.0, init=False)
     _told: tuple[object, ...] = field(default=(), init=False)
 
+    def begin_anew(self) -> None:
+        """The run has other workers than its steps so far had."""
+        self._steps.clear()
+        self._num_steps, self._advised_at = 0, None
+
     def stepped(self, numbers: Mapping[str, Any]) -> None:
         """A step was committed, with these numbers and histograms."""
         self._num_steps += 1
-        # Those with other workers do not count: it is begun anew with each change of them.
         self._steps.append({**numbers, "step": float(self._num_steps)})
         self._stepped.set()
 

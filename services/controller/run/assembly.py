@@ -76,6 +76,12 @@ class Assembly:
         self.serving.extend(rollouts)
         return True
 
+    async def dismiss(self, names: Collection[str]) -> None:
+        """Go on without rollouts that have nothing to do any more, and lack no weights meanwhile."""
+        await self.weights.dismiss([*names])
+        self.replicas.leave(names)
+        self.serving[:] = [worker for worker in self.serving if worker.worker_id not in names]
+
 
 def training_fields(spec: RunSpec) -> tuple[str, ...]:
     """Fields that a sample has before it may be trained: workers of their own add some of them."""
@@ -140,7 +146,7 @@ async def assemble(
     queue: TransferQueueClient,
     attempt: int,
     is_queue_empty: bool,
-    absent: Collection[str] = (),
+    present: Collection[str],
 ) -> Assembly:
     """Wait until the workers have loaded, and connect to them.
 
@@ -152,12 +158,13 @@ async def assemble(
         queue: Holds its samples.
         attempt: Number of this attempt; the weight groups of a later one have later epochs.
         is_queue_empty: Whether samples that were stored are gone.
-        absent: Rollouts that are not waited for.
+        present: Its rollouts; others are not waited for.
 
     Raises:
         DeadlineExceededError: If a worker did not come in time.
     """
-    names = [name for _, name in worker_names(spec) if name not in absent]
+    others = [name for role, name in worker_names(spec) if role != "rollout"]
+    names = [*others, *present]
 
     def missing() -> list[str]:
         workers = membership.workers(run_id)

@@ -172,7 +172,7 @@ class RunDriver:
         is_resized = spec.rollout.replicas != self.spec.rollout.replicas
         self._spec.now = spec
         if is_resized:
-            await self._mailbox.put("resize")
+            await self._mailbox.put("resize", has=self._resizing.size)
             self._resizing.ask()
 
     def activities(self) -> list[str]:
@@ -227,40 +227,39 @@ class RunDriver:
     async def _work(self) -> tuple[RunEvent, str]:
         """Enter the loop, again after each loss; returns how the run ended."""
         lost: dict[str, str] = {}
-        absent: set[str] = set()
         await self._mailbox.open()
+        self._resizing.begin()
         if self._state is RunState.PAUSING and not self._mailbox.pausing.is_set():
             await self._mailbox.put("pause", checkpoint=True)
         while True:
             self._lost.clear()
             if not self.spec.topology.takes_turns:  # there, each starts while the others sleep
-                await self._services.launcher.start(self._run_id, self.spec)
+                await self._services.launcher.start(self._run_id, self._resizing.sure())
             self._live = None
             try:
-                is_finished = await self._enter(lost, absent)
+                is_finished = await self._enter(lost)
             except (ServiceError, WorkerLostError, ResizedError, ExceptionGroup) as error:
                 lost = await self._take_loss(error)
-                absent = self._resizing.absent()
                 continue
             if is_finished:
                 return RunEvent.FINISH, "Completed"
             return RunEvent.DRAINED, "PausedByUser"
 
-    async def _enter(self, lost: Collection[str], absent: Collection[str]) -> bool:
+    async def _enter(self, lost: Collection[str]) -> bool:
         live: asyncio.Future[LiveRun] = asyncio.get_running_loop().create_future()
-        resizing = self._resizing.watch(self.spec, absent=absent, live=live)
+        present, absent = self._resizing.present(), self._resizing.absent()
         async with TaskGroup() as tasks:
             watches = [
                 tasks.create_task(self._watch_workers()),
-                tasks.create_task(resizing),
+                tasks.create_task(self._resizing.watch(present, live=live)),
             ]
             async with connected(
                 self._spec,
                 self._services,
                 journal=self._journal,
                 mailbox=self._mailbox,
+                present=present,
                 lost_workers=lost,
-                absent=absent,
             ) as self._live:
                 await self._ready(absent)
                 live.set_result(self._live)

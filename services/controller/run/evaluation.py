@@ -140,6 +140,11 @@ class Evaluator:
         async with self._changed:
             await self._changed.wait_for(lambda: self._turns.current is None or self._is_leased)
 
+    async def without(self, names: Collection[str]) -> None:
+        """Return when no evaluation has some rollouts for itself, who get nothing of the next ones."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._replicas.has_lent(names))
+
     async def run(self) -> None:
         """Evaluate whatever has its turn, for ever."""
         while True:

@@ -201,15 +201,10 @@ class Generation:
         await self._notify()
 
     async def hand_over(self, names: Collection[str]) -> None:
-        """Before rollouts leave: have what they have not finished stored, so that others go on with it."""
-        self._replicas.part_with(names)
-        if not self._spec.now.rollout.partial_rollout:
-            return  # they are generated again
-        running, shares = self._ledger.running(), self._handout.shares
-        theirs = [g.group_id for g in running if {*names} & {*shares.workers(g.group_id)}]
-        if theirs:
-            await self._replicas.put_down(theirs)
-        logger.info("rollouts leave", extra={"rollouts": str([*names]), "put_aside": len(theirs)})
+        """Before rollouts leave: have others go on with what they have not finished."""
+        await self._handout.take_from(names)
+        await self._journal.save(self._ledger)
+        await self._notify()
 
     async def drop(self, groups: Mapping[str, Sequence[Group]]) -> None:
         """Give up ready groups, by reason; the gate lets other prompts in for them.

@@ -1,9 +1,10 @@
 """Hands groups to rollouts: those that go on, those that begin again, then new ones, as the gate allows."""
 
+import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from services.common import tracing
 from services.common.clock import Clock
@@ -25,6 +26,7 @@ from services.controller.run.stored import StoredGroups
 from services.controller.store.records import Note
 from services.rollout.client import GroupAssignment, TriedPrompt
 
+logger = logging.getLogger(__name__)
 # Prompts that the curriculum's function may have wait one after the other: then one is not asked for.
 _MOST_PASSED_OVER = 1000
 
@@ -191,6 +193,35 @@ class Handout:
         data = {"groups": [*stalled], "reason": "stalled"}
         await self._journal.note(Note("GroupsTakenBack", message, data), self._ledger)
         await self._stored.wipe(left)
+
+    async def take_from(self, names: Collection[str]) -> None:
+        """Take their groups from rollouts that are about to leave; what is stored of them goes on elsewhere.
+
+        Those rollouts get no others.
+        """
+        self._replicas.part_with(names)
+
+        def theirs() -> dict[str, Group]:
+            running = {group.group_id: group for group in self._ledger.running()}
+            return {
+                group_id: group
+                for group_id, group in running.items()
+                if not {*names}.isdisjoint(self.shares.workers(group_id))
+            }
+
+        if self._spec.now.rollout.partial_rollout and (groups := theirs()):
+            await self._replicas.put_down([*groups])
+        # What they finished meanwhile is stored, and on its way here.
+        stored = await self._stored.find()
+        whole = {name for name, samples in stored.items() if self._stored.is_whole(samples)}
+        if unfinished := [name for name in theirs() if name not in whole]:
+            await self._replicas.cancel(unfinished)
+        left = [group for name, group in theirs().items() if name not in whole]
+        for group in left:
+            self.end(group)
+            self._ledger.interrupt(group)
+        await self._stored.wipe(left)
+        logger.info("rollouts leave", extra={"rollouts": str([*names]), "taken_back": len(left)})
 
     def seconds_to_next_stall(self) -> float | None:
         """When to look again for what makes no progress; None if nothing runs."""

@@ -1,7 +1,7 @@
 """A run that is being trained: what it is made of, and what is done with it between two events."""
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Never
 
@@ -9,6 +9,7 @@ from services.common.clock import Clock
 from services.common.errors import UnavailableError
 from services.common.task_group import TaskGroup
 from services.controller.client import GroupFailure
+from services.controller.membership.registry import Worker
 from services.controller.rules.groups import RUNNING, Group
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.scores import Evaluation, score_of
@@ -204,6 +205,20 @@ class LiveRun:
         """Let the rows of further steps be prepared, if no weights have to be published for that."""
         if self.spec.now.algorithm.num_demonstrations:
             self.generation.published(self.step)
+
+    async def admit(self, rollouts: Sequence[Worker]) -> bool:
+        """Have rollouts take part that have loaded; returns whether weights reach them as they travel now."""
+        if not await self.publishing.admit(rollouts):
+            return False
+        self.steps.advisor.begin_anew()
+        return True
+
+    async def part_with(self, names: Collection[str]) -> None:
+        """Have rollouts finish or hand over all that they do, and forget them."""
+        await self.generation.hand_over(names)
+        await self.evaluator.without(names)
+        await self.parts.dismiss(names)
+        self.steps.advisor.begin_anew()
 
     async def offer(self) -> None:
         """Have the weights of the last step brought into service beside training."""

@@ -21,7 +21,7 @@ from services.controller.run.assembly import assemble, create_partitions
 from services.controller.run.journal import Journal
 from services.controller.run.live import LiveRun
 from services.controller.run.recovery import restore
-from services.controller.run.requests import CurrentSpec, Mailbox
+from services.controller.run.requests import CurrentSpec, Mailbox, with_replicas
 from services.controller.run.shifts import start_in_turns
 from services.transferqueue.client import TransferQueueClient
 
@@ -44,8 +44,8 @@ async def connected(
     *,
     journal: Journal,
     mailbox: Mailbox,
+    present: Collection[str],
     lost_workers: Collection[str] = (),
-    absent: Collection[str] = (),
 ) -> AsyncIterator[LiveRun]:
     """A run whose workers have loaded, as its record left it.
 
@@ -54,16 +54,17 @@ async def connected(
         services: What every run needs.
         journal: Where it stands, and where what happens is written.
         mailbox: What it is asked for.
+        present: Its rollouts; it goes on without others.
         lost_workers: Rollouts that died since it was connected before.
-        absent: Rollouts that it goes on without.
     """
     attempt = await journal.begin_attempt()
     is_queue_empty = await create_partitions(
         services.queue, journal.run_id, spec.now, snapshot_id=await journal.newest_snapshot()
     )
     if spec.now.topology.takes_turns:
+        known = with_replicas(spec.now, len(present))
         await start_in_turns(
-            journal.run_id, spec, launcher=services.launcher, membership=services.membership
+            journal.run_id, known, launcher=services.launcher, membership=services.membership
         )
     async with AsyncExitStack() as stack:
         parts = await assemble(
@@ -74,7 +75,7 @@ async def connected(
             queue=services.queue,
             attempt=attempt,
             is_queue_empty=is_queue_empty,
-            absent=absent,
+            present=present,
         )
         spec.num_train_rows = sum(parts.train_rows.values())
         await journal.data_opened({**parts.train_rows, **parts.heldout_rows}, steps=spec.num_steps)

@@ -27,6 +27,7 @@ class Replicas:
         self._in_turns: frozenset[str] = frozenset()
         self._lent: set[str] = set()
         self._behind: set[str] = set()
+        self._leaving: set[str] = set()
         self._progress: dict[str, tuple[float, float]] = {}
 
     async def open(self, workers: Iterable[Worker], *, in_turns: Iterable[str] = ()) -> None:
@@ -43,9 +44,19 @@ class Replicas:
             self._placement.send_away(worker.worker_id)
 
     def part_with(self, names: Iterable[str]) -> None:
-        """Rollouts that are about to leave get no more groups."""
+        """Rollouts that are about to leave get no more work."""
         for name in names:
+            self._leaving.add(name)
             self._placement.send_away(name)
+
+    def leave(self, names: Iterable[str]) -> None:
+        """Forget rollouts that have nothing to do any more."""
+        for name in names:
+            for known in (self._clients, self._workers, self._progress):
+                known.pop(name, None)
+            self._behind.discard(name)
+            self._leaving.discard(name)
+            self._placement.remove(name)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -67,7 +78,12 @@ class Replicas:
 
     def present(self) -> list[str]:
         """Rollouts that serve the newest weights and may get any work."""
-        return [name for name in self._clients if name not in self._lent | self._behind]
+        others = self._lent | self._behind | self._leaving
+        return [name for name in self._clients if name not in others]
+
+    def has_lent(self, names: Iterable[str]) -> bool:
+        """Whether one of some rollouts is out of training for a while."""
+        return not self._lent.isdisjoint(names)
 
     def lend(self, count: int) -> list[str]:
         """Take up to ``count`` rollouts out of training, which keeps at least one; returns their names.
@@ -92,7 +108,8 @@ class Replicas:
         newest = self.newest_version()
         for name in [n for n in self._behind if self._workers[n].weight_version == newest]:
             self._behind.discard(name)
-            self._placement.bring_back(name)
+            if name not in self._leaving:
+                self._placement.bring_back(name)
 
     def idle_seconds(self) -> dict[str, float]:
         """Seconds that each rollout has been without work so far."""
@@ -158,10 +175,18 @@ class Replicas:
             self._placement.put_aside(group_id, worker_id, version=version)
 
     async def start(self, by_worker: dict[str, list[GroupAssignment]]) -> None:
-        """Hand groups to the rollouts that they were assigned to."""
+        """Hand groups to the rollouts that they were assigned to, and that have not left meanwhile."""
         async with TaskGroup() as tasks:
             for worker_id, groups in by_worker.items():
-                tasks.create_task(self._clients[worker_id].start_groups(groups))
+                tasks.create_task(self._start(worker_id, groups))
+
+    async def _start(self, worker_id: str, groups: Sequence[GroupAssignment]) -> None:
+        try:
+            if (client := self._clients.get(worker_id)) is not None:
+                await client.start_groups(groups)
+        except ServiceError:
+            if worker_id in self._clients:
+                raise
 
     async def interrupt(self, names: Sequence[str] | None = None) -> None:
         """Stop the groups of some rollouts, or of all; what they have is cached, and each is reported."""

@@ -1,12 +1,17 @@
 """What users want of a live run: its specification as it is now, and what they ask of it."""
 
 import asyncio
+from dataclasses import asdict
+from typing import Any
 
 import sqlalchemy as sa
 
 from services.common.ids import new_id
+from services.common.spec.loader import canonical_json, parse_spec, spec_digest
 from services.common.spec.run import RunSpec
+from services.controller.launch.launcher import total_gpus
 from services.controller.store.database import Database
+from services.controller.store.records import Needs
 from services.controller.store.requests import (
     Request,
     RequestKind,
@@ -14,7 +19,47 @@ from services.controller.store.requests import (
     read_requests,
     write_request,
 )
+from services.controller.store.rows import get_run, update_run
 from services.controller.store.runs import Work
+
+
+def needs_of(spec: RunSpec) -> Needs:
+    """What a run of a specification takes."""
+    return Needs(
+        gpus=total_gpus(spec),
+        transferqueue_bytes=spec.transferqueue.quota_bytes,
+    )
+
+
+def spec_columns(spec: RunSpec) -> dict[str, Any]:
+    """What a run's row has of its specification."""
+    return {
+        "spec_json": canonical_json(spec),
+        "spec_digest": spec_digest(spec),
+        **asdict(needs_of(spec)),
+    }
+
+
+def with_replicas(spec: RunSpec, count: int) -> RunSpec:
+    """A specification with another number of rollouts."""
+    rollout = spec.rollout.model_copy(update={"replicas": count})
+    return spec.model_copy(update={"rollout": rollout})
+
+
+def take_back_size(run_id: str, *, asked: int, has: int) -> Work:
+    """The write by which a run that could not get the size that was asked for keeps the one that it has.
+
+    What was asked for meanwhile stays.
+    """
+
+    def write(connection: sa.Connection) -> None:
+        run = get_run(connection, run_id)
+        spec = parse_spec(run.spec_json)
+        if spec.rollout.replicas == asked:
+            columns = spec_columns(with_replicas(spec, has))
+            update_run(connection, run, generation=run.generation + 1, **columns)
+
+    return write
 
 
 class CurrentSpec:
@@ -67,7 +112,7 @@ class Mailbox:
         if "pause" in self._waiting:
             self.pausing.set()
 
-    async def put(self, kind: RequestKind, **options: bool) -> None:
+    async def put(self, kind: RequestKind, **options: int) -> None:
         """Store a request."""
         request = Request(kind=kind, request_id=new_id("req"), options=options)
 

@@ -1,28 +1,36 @@
 """Brings a run to the rollouts that it should have, while it goes on.
 
-more    the new ones are started and load while the others generate -> they get weights, then groups
-lost    its replacement loads while the others generate             -> as above
-fewer   what they have not finished is stored, the loop is left, they are ended -> entered again
+more    the new ones are started and load while the others generate   -> they get weights, then groups
+lost    its replacement loads while the others generate               -> as above
+fewer   others take over what they have not finished, or begin it again -> they are ended
 
-Where trainer and rollouts take turns, or weights have to take another way to reach new ones, the loop is
-left and entered with all.
+The loop is left, and entered with all, for new ones where GPUs are shared with the trainer or weights have to
+take another way, and where one leaves that the loop still waits for.
 """
 
 import asyncio
 import logging
 from collections.abc import Collection
 
+import sqlalchemy as sa
+
 from services.common.errors import ServiceError
 from services.common.spec.run import RunSpec
-from services.common.task_group import TaskGroup, leaves
+from services.common.task_group import leaves, until_first
 from services.controller.launch.launcher import Launcher, WorkerExit, worker_names
 from services.controller.membership.registry import Membership
 from services.controller.run.assembly import is_loaded
 from services.controller.run.journal import Journal
 from services.controller.run.live import LiveRun
 from services.controller.run.losses import WorkerLostError
-from services.controller.run.requests import CurrentSpec, Mailbox
+from services.controller.run.requests import (
+    CurrentSpec,
+    Mailbox,
+    take_back_size,
+    with_replicas,
+)
 from services.controller.store.records import Note
+from services.controller.store.requests import Request
 
 logger = logging.getLogger(__name__)
 
@@ -62,69 +70,87 @@ class Resizing:
         self._asked = asyncio.Event()
         self._failed = asyncio.Event()
         self._failure = ""
-        self._new: set[str] = set()
+        self._size = _rollouts(spec.now)
+        self._started: set[str] = set()
+
+    def begin(self) -> None:
+        """The mailbox is open: it may hold a request that an earlier controller did not fulfil."""
+        if (request := self._mailbox.get("resize")) is not None:
+            has = request.options.get("has", len(self._size))
+            self._size = _rollouts(with_replicas(self._spec.now, has))
+            self._started = set(self._size)
+
+    @property
+    def size(self) -> int:
+        """Rollouts that the run has, or had before some were lost: others that are asked for may not come."""
+        return len(self._size)
+
+    def sure(self) -> RunSpec:
+        """The specification without rollouts that are asked for and may not come."""
+        return with_replicas(self._spec.now, len(self._wanted() & self._size))
 
     def ask(self) -> None:
         """The specification has changed."""
         self._asked.set()
 
     def takes_exit(self, exit_: WorkerExit) -> bool:
-        """Whether a worker that ended is one that the run does not need yet."""
-        if exit_.worker_id not in self._new:
-            return False
-        self._failure = f"{exit_.worker_id} ended: {exit_.last_lines}"
-        self._failed.set()
-        return True
+        """Whether a worker that ended is one that the run does not need yet, or any more."""
+        if exit_.worker_id in self._new():
+            self._failure = f"{exit_.worker_id} ended: {exit_.last_lines}"
+            self._failed.set()
+            return True
+        return exit_.worker_id.startswith("rollout-") and exit_.worker_id not in self._wanted()
 
-    async def watch(
-        self, entered: RunSpec, *, absent: Collection[str] = (), live: asyncio.Future[LiveRun]
-    ) -> None:
-        """Get the rollouts that are wanted ready, while the run goes on with others.
+    async def watch(self, present: Collection[str], *, live: asyncio.Future[LiveRun]) -> None:
+        """Get the rollouts that are wanted to take part, and no others, while the run goes on.
 
         If new ones do not come up, the run keeps the size that it has.
 
         Args:
-            entered: What the loop was entered with.
-            absent: Rollouts of it that were lost; the loop was entered without them.
+            present: Rollouts that the loop was entered with.
             live: The run, once the loop is entered.
 
         Raises:
             ResizedError: Once the loop can be entered with all that are wanted, if it has to be.
             ServiceError: If a replacement does not come up.
         """
-        here = _rollouts(entered) - set(absent)
+        here = set(present)
         while True:
             self._asked.clear()
-            spec = self._spec.now
-            self._new = _rollouts(spec) - _rollouts(entered)
-            if missing := _rollouts(spec) - here:
-                if not await self._bring_up(missing, live):
-                    size = {"replicas": entered.rollout.replicas}
-                    rollout = self._spec.now.rollout.model_copy(update=size)
-                    self._spec.now = self._spec.now.model_copy(update={"rollout": rollout})
-                    continue
-                here |= missing
-                entered = spec
-            if leaving := here - self._wanted():
-                if live.done() and not spec.topology.takes_turns:
-                    await live.result().generation.hand_over(leaving)
-                raise ResizedError
+            wanted, request = self._wanted(), self._mailbox.get("resize")
+            if leaving := here - wanted:
+                if not live.done():
+                    raise ResizedError
+                await live.result().part_with(leaving)
+            if gone := (here | self._started) - wanted:
+                await self._end(gone)
+                here -= gone
+                self._started -= gone
+                await self._start(live)  # platforms show how many there are
+            if missing := wanted - here:
+                if await self._bring_up(missing, live, request):
+                    here |= missing
+                continue
+            if self._size != wanted:
+                self._size = wanted
+                await self._tell("Resized", len(wanted), request)
             await self._asked.wait()
             if self._wanted() == here:
                 await self.confirm()
 
     async def confirm(self) -> None:
         """The run has the size that was asked for, if one was."""
-        if self._mailbox.get("resize") is not None:
-            await self._tell("Resized")
+        if (request := self._mailbox.get("resize")) is not None:
+            await self._tell("Resized", len(self._wanted()), request)
 
     async def settle(self) -> dict[str, str]:
         """End rollouts that are too many; returns what was ended, with why."""
         workers = self._membership.workers(self._run_id, "rollout")
         gone = {worker.worker_id for worker in workers} - self._wanted()
         await self._end(gone)
-        await self._tell("Resized" if gone or self._new else "Replaced")
-        self._new = set()
+        kind = "Replaced" if self._size == self._wanted() else "Resized"
+        self._size = self._wanted()
+        await self._tell(kind, self.size, self._mailbox.get("resize"))
         return dict.fromkeys(gone, "was one too many")
 
     def absent(self) -> set[str]:
@@ -133,59 +159,86 @@ class Resizing:
         missing = wanted - loaded
         # One that takes turns has no GPU to load on beside the trainer.
         has_to_wait = any(map(self._spec.now.is_in_turns, missing))
-        return missing if wanted & loaded and not has_to_wait else set()
+        return missing if wanted & loaded and not has_to_wait else missing & self._new()
 
-    async def _tell(self, kind: str) -> None:
-        count, request = self._spec.now.rollout.replicas, self._mailbox.get("resize")
+    def present(self) -> set[str]:
+        """Those with which the loop can be entered, once they have loaded."""
+        return self._wanted() - self.absent()
+
+    async def _tell(self, kind: str, count: int, request: Request | None) -> None:
         note = Note(kind, f"{count} rollouts", {"replicas": count})
         await self._journal.note(note, also=self._mailbox.done(request))
 
-    async def _bring_up(self, missing: set[str], live: asyncio.Future[LiveRun]) -> bool:
-        """Start rollouts and have them take part; whether they came up.
+    async def _bring_up(
+        self, missing: set[str], live: asyncio.Future[LiveRun], request: Request | None
+    ) -> bool:
+        """Start rollouts and have them take part; whether they do: others may be wanted by then.
 
         Raises:
             ResizedError: If they have loaded, and the loop has to be entered with them.
         """
         self._failed.clear()
-        request = self._mailbox.get("resize")
+        self._started |= missing
+        asked = self._spec.now.rollout.replicas
         try:
-            await self._load(missing)
-            if self._spec.now.topology.takes_turns or not missing <= self._wanted():
+            await self._load(missing, live)
+            if not missing <= self._wanted() & self._loaded():
+                return False
+            if self._spec.now.topology.takes_turns:
                 raise ResizedError
             loaded = [w for w in self._membership.workers(self._run_id) if w.worker_id in missing]
-            publishing = (await live).publishing
-            if not await publishing.admit(loaded):
+            if not await (await live).admit(loaded):
                 raise ResizedError
         except (ServiceError, ExceptionGroup) as error:
-            if not self._new:
+            if not missing & self._new():
                 raise
             why = "; ".join(str(leaf) for leaf in leaves(error))
-            logger.warning("new rollouts did not start", extra={"run": self._run_id, "why": why})
-            note = Note("ResizeFailed", why, {"workers": sorted(self._new)})
-            await self._journal.note(note, also=self._mailbox.done(request))
-            await self._end(self._new)
-            self._new = set()
+            await self._keep_size(why, asked=asked, request=request)
             return False
-        kind, self._new = "Resized" if self._new else "Replaced", set()
-        await publishing.all_serve()
-        await self._tell(kind)
+        self._started -= missing
+        kind = "Replaced" if missing <= self._size else "Resized"
+        self._size |= missing
+        await live.result().publishing.all_serve()
+        await self._tell(kind, asked, request)
         return True
 
-    async def _load(self, missing: set[str]) -> None:
-        spec = self._spec.now
+    async def _keep_size(self, why: str, *, asked: int, request: Request | None) -> None:
+        """Rollouts that were asked for do not come up: those that are there are all that are wanted."""
+        logger.warning("new rollouts did not start", extra={"run": self._run_id, "why": why})
+        if self._spec.now.rollout.replicas == asked:
+            self._spec.now = with_replicas(self._spec.now, self.size)
+        done = self._mailbox.done(request)
+        back = take_back_size(self._run_id, asked=asked, has=self.size)
+
+        def write(connection: sa.Connection) -> None:
+            back(connection)
+            done(connection)
+
+        names = sorted(self._started - self._size)
+        note = Note("ResizeFailed", why, {"workers": names, "replicas": self.size})
+        await self._journal.note(note, also=write)
+
+    async def _start(self, live: asyncio.Future[LiveRun]) -> None:
+        if self._spec.now.topology.takes_turns:
+            await live  # until then each worker starts while the others sleep
+        await self._launcher.start(self._run_id, self._spec.now)
+
+    async def _load(self, missing: set[str], live: asyncio.Future[LiveRun]) -> None:
+        """Return when rollouts have loaded, or another number of them is wanted."""
 
         def unloaded() -> list[str]:
             return sorted(missing - self._loaded())
 
-        await self._launcher.start(self._run_id, spec)
-        async with TaskGroup() as tasks:
-            failing = tasks.create_task(self._fail_on_exit())
-            await self._membership.wait_until(
+        await self._start(live)
+        await until_first(
+            self._membership.wait_until(
                 lambda: not unloaded(),
-                timeout_s=spec.limits.start_timeout_s,
+                timeout_s=self._spec.now.limits.start_timeout_s,
                 waiting_for=lambda: f"{', '.join(unloaded())} to load",
-            )
-            failing.cancel()
+            ),
+            self._fail_on_exit(),
+            self._asked.wait(),
+        )
 
     async def _fail_on_exit(self) -> None:
         await self._failed.wait()
@@ -198,6 +251,10 @@ class Resizing:
 
     def _wanted(self) -> set[str]:
         return _rollouts(self._spec.now)
+
+    def _new(self) -> set[str]:
+        """Rollouts that are asked for and were never there."""
+        return self._wanted() - self._size
 
     def _loaded(self) -> set[str]:
         workers = self._membership.workers(self._run_id, "rollout")

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from services.common.grpc_client import open_channel
+from services.common.spec.run import RunSpec
 from services.common.task_group import TaskGroup
 from services.controller.launch.launcher import Launcher, gpu_hosts
 from services.controller.membership.registry import Membership, Worker
@@ -111,14 +112,14 @@ class Shifts:
 
 
 async def start_in_turns(
-    run_id: str, spec: CurrentSpec, *, launcher: Launcher, membership: Membership
+    run_id: str, spec: RunSpec, *, launcher: Launcher, membership: Membership
 ) -> None:
     """Start those workers of a run that do not run, each while nobody else has the GPUs.
 
     Raises:
         DeadlineExceededError: If the trainer does not come in time, or a worker does not fall asleep.
     """
-    timeout_s = spec.now.limits.step_timeout_s
+    timeout_s = spec.limits.step_timeout_s
 
     def loaded(role: str) -> list[Worker]:
         workers = membership.workers(run_id)
@@ -126,16 +127,16 @@ async def start_in_turns(
 
     async with TaskGroup() as tasks:
         for worker in loaded("rollout"):
-            if spec.now.is_in_turns(worker.worker_id):
+            if spec.is_in_turns(worker.worker_id):
                 tasks.create_task(_put_to_sleep(worker, timeout_s=timeout_s))
-    await launcher.start(run_id, spec.now, later=gpu_hosts(spec.now))
+    await launcher.start(run_id, spec, later=gpu_hosts(spec))
     await membership.wait_until(
         lambda: bool(loaded("trainer")),
-        timeout_s=spec.now.limits.start_timeout_s,
+        timeout_s=spec.limits.start_timeout_s,
         waiting_for=lambda: "trainer-0 to load; see its log",
     )
     await _put_to_sleep(*loaded("trainer"), timeout_s=timeout_s)
-    await launcher.start(run_id, spec.now)
+    await launcher.start(run_id, spec)
 
 
 async def _put_to_sleep(worker: Worker, *, timeout_s: float) -> None:

@@ -10,8 +10,7 @@
 Any failure aborts the epoch. Members that do not answer the abort are lost; the others form the next epoch
 and the version is sent again. Live weights change in adopt only, so nobody serves half a version meanwhile.
 A rollout that comes later is a member from the next epoch on: the version that is served is sent again.
-Training waits for the copy alone. Of what it makes while a version is on its way, the newest is published
-next, and nothing in between.
+Training waits for the copy alone. Of what it makes meanwhile, the newest is published next.
 """
 
 import asyncio
@@ -42,7 +41,7 @@ from services.weightsync.plan import version_digest
 logger = logging.getLogger(__name__)
 
 _LEAST_TIMEOUT_S = 1.5
-# A rollout that drains for so long is taken for dead, should its own watch over its engine have failed.
+# A rollout that drains for so long is taken for dead, should its own watch have failed.
 _DRAINING_S = 7 * 86_400.0
 # Tries of one version while nobody is lost: a busy machine misses a deadline, a bit flips.
 _MAX_TRIES = 5
@@ -83,8 +82,7 @@ class WeightSession:
         """Agree on a plan with the members and form their first group; without rollouts there is none.
 
         Raises:
-            DataLossError: If they made different plans.
-            ServiceError: If a member does not answer or the group is not formed.
+            ServiceError: If a member does not answer, made another plan, or the group is not formed.
         """
         members = self._members
         if not rollouts:
@@ -106,10 +104,9 @@ class WeightSession:
         await self._members.close()
 
     async def admit(self, rollouts: Sequence[Worker]) -> bool:
-        """Have rollouts take part that have loaded meanwhile, from what is published next on.
+        """Have rollouts take part that have loaded, from what is published next on.
 
-        Returns:
-            Whether weights reach them; otherwise the session must be opened anew, with all.
+        Returns whether weights reach them; otherwise the session must be opened anew, with all.
 
         Raises:
             ServiceError: If one does not answer, or made another plan.
@@ -119,11 +116,16 @@ class WeightSession:
             self._is_formed &= not is_reached
             return is_reached
 
+    async def dismiss(self, names: Sequence[str]) -> None:
+        """Go on without rollouts, from what is published next on."""
+        async with self.pin:
+            self._members.dismiss(names)
+            self._is_formed = False
+
     async def bring(self, names: Sequence[str]) -> list[str]:
         """Have rollouts that were admitted get what is served from others, to whom they are nearer.
 
-        Returns:
-            Those that serve it now; the others get what is published next.
+        Returns those that serve it now; the others get what is published next.
         """
         async with self.pin:
             if self._is_formed or self._served is None:
@@ -140,7 +142,7 @@ class WeightSession:
             return await bring(self._members, peers, served=self._served, way=way, epoch=first)
 
     async def keep(self, version: int) -> None:
-        """Have the trainer copy a version that is served before its weights change, for who comes later."""
+        """Have the trainer copy a version that is served, before its weights change, for who joins."""
         async with self.pin, self.turn:
             await self._prepare(version, self._members.sources)
             await self._score(version)

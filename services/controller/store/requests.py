@@ -19,7 +19,8 @@ class Request:
     kind: RequestKind
     request_id: str
     """Differs each time that the same is asked for."""
-    options: Mapping[str, bool]
+    options: Mapping[str, int]
+    """Numbers and truths by name."""
 
 
 def read_requests(connection: sa.Connection, run_id: str) -> list[Request]:

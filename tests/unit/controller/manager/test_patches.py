@@ -6,8 +6,8 @@ import pytest
 
 from services.common.spec.loader import SpecError, canonical_json, parse_spec
 from services.controller.manager.patches import patched_spec
-from services.controller.manager.quotas import needs_of
 from services.controller.models import RunPatch
+from services.controller.run.requests import needs_of
 from tests.helpers.rest import named
 
 

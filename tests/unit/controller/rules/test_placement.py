@@ -49,3 +49,14 @@ def test_a_prefix_is_used_once_and_a_rollout_that_is_gone_holds_none():
     assert [placement.choose("g", versions.get) for _ in range(2)] == ["a", "b"]
     assert placement.choose("h", versions.get) == "b"
     placement.finished("gone")
+
+
+def test_a_rollout_that_is_removed_gets_nothing_and_what_it_had_may_end():
+    placement = Placement()
+    for name in ("a", "b"):
+        placement.add(name)
+    placement.assigned("b")
+    placement.send_away("b")
+    placement.remove("b")
+    placement.finished("b")
+    assert (placement.num_present, placement.least_loaded(2)) == (1, ["a"])

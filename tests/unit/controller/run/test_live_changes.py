@@ -1,9 +1,12 @@
 """What users want of a run that trains: limits that change, and requests that nothing loses."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
+from services.common.errors import FailedPreconditionError
+from services.controller.launch.launcher import ExternalLauncher
 from services.controller.models import PauseOptions, RunPatch
 from services.controller.store.records import Submission
 from services.controller.store.requests import read_requests
@@ -121,17 +124,46 @@ async def test_what_is_asked_of_a_run_outlives_its_controller(database, workers)
         await driver.save()
         workers.may_answer = False
         await driver.evaluate()
-        await patched(first, run_id, RunPatch(rollout_replicas=3))
         await first.close(leave=True)
     workers.may_train.set()
     workers.may_answer = True
     async with open_manager(database, queue=workers.queue) as second:
         await ended(second, run_id)
-        (resized,) = await told(second, run_id, "Resized")
-        assert resized.data == {"replicas": 3}
         (evaluated,) = await told(second, run_id, "Validated")
         assert (evaluated.data["reason"], evaluated.data["status"]) == ("manual", "ok")
     assert workers.saved == [1, 4]
+
+
+class FullHost(ExternalLauncher):
+    """There is room for two rollouts."""
+
+    async def start(self, run_id, spec, *, later=()):
+        if spec.rollout.replicas > 2:
+            raise FailedPreconditionError("no room")
+
+
+async def test_a_run_that_does_not_get_more_rollouts_is_recorded_with_those_that_it_has(
+    database, workers
+):
+    workers.may_train.clear()
+    async with open_manager(database, queue=workers.queue) as manager:
+        services = manager.drivers.services
+        manager.drivers.services = replace(services, launcher=FullHost())
+        run_id = await submitted(manager)
+        before = await manager.get(run_id)
+        async with asyncio.timeout(20):
+            await workers.trains.wait()
+        await patched(manager, run_id, RunPatch(rollout_replicas=3))
+        async with asyncio.timeout(20):
+            while not await told(manager, run_id, "ResizeFailed"):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        run = await manager.get(run_id)
+        assert (run.spec_json, run.spec_digest) == (before.spec_json, before.spec_digest)
+        assert (run.needs, run.generation) == (before.needs, before.generation + 2)
+        with database.read() as connection:
+            assert read_requests(connection, run_id) == []
+        workers.may_train.set()
+        await ended(manager, run_id)
 
 
 async def test_a_pause_without_a_checkpoint_stays_one_under_another_controller(database, workers):

@@ -2,7 +2,6 @@
 
 import asyncio
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +12,7 @@ from services.controller.launch.launcher import WorkerExit
 from services.controller.membership.registry import Membership, Worker
 from services.controller.run.requests import CurrentSpec
 from services.controller.run.resize import ResizedError, Resizing
+from services.controller.store.requests import Request
 from services.rollout.client import rows_gauge
 
 RUN = "run_1"
@@ -52,7 +52,7 @@ class FakeLauncher:
     ended: list[str] = field(default_factory=list)
 
     async def start(self, run_id, spec):
-        if self.refuses:
+        if self.refuses and spec.rollout.replicas > 1:
             raise FailedPreconditionError("no room")
         self.started.append(spec.rollout.replicas)
 
@@ -69,8 +69,8 @@ class FakeJournal:
 
 
 @dataclass
-class FakePublishing:
-    """Brings weights to whoever joins."""
+class FakeRun:
+    """Brings weights to whoever joins, and lets go of whoever leaves."""
 
     reaches: bool = True
     refuses: bool = False
@@ -87,15 +87,22 @@ class FakePublishing:
     async def all_serve(self):
         await self.may_serve.wait()
 
-    async def hand_over(self, names):
-        self.left += names
+    async def part_with(self, names):
+        self.left += sorted(names)
+
+    @property
+    def publishing(self):
+        return self
 
 
-class EmptyMailbox:
-    """Nobody asks for anything."""
+@dataclass
+class FakeMailbox:
+    """At most one request, for another size."""
+
+    request: Request | None = None
 
     def get(self, kind):
-        return None
+        return self.request
 
     def done(self, request):
         return None
@@ -104,20 +111,22 @@ class EmptyMailbox:
 class Case:
     """A run of one rollout that is asked for another size."""
 
-    def __init__(self, *, refuses: bool = False, **publishing) -> None:
+    def __init__(
+        self, *, replicas: int = 1, refuses: bool = False, request: Request | None = None, **run
+    ) -> None:
         self.launcher, self.journal = FakeLauncher(refuses), FakeJournal()
-        self.publishing = FakePublishing(**publishing)
+        self.run = FakeRun(**run)
         self.entered = asyncio.get_running_loop().create_future()
         self.membership = Membership(SystemClock(), 30.0)
         self.membership.open_run(RUN)
-        self.spec = CurrentSpec(spec_of(1))
+        self.spec = CurrentSpec(spec_of(replicas))
         self.resizing = Resizing(
             RUN,
             self.spec,
             launcher=self.launcher,
             membership=self.membership,
             journal=self.journal,
-            mailbox=EmptyMailbox(),
+            mailbox=FakeMailbox(request),
         )
 
     async def register(self, index: int) -> None:
@@ -129,11 +138,10 @@ class Case:
 
     def enter(self) -> None:
         """The loop is entered."""
-        live = SimpleNamespace(publishing=self.publishing, generation=self.publishing)
-        self.entered.set_result(live)
+        self.entered.set_result(self.run)
 
-    async def watch(self, replicas: int = 1, **absent) -> None:
-        await self.resizing.watch(spec_of(replicas), live=self.entered, **absent)
+    async def watch(self, *present: str) -> None:
+        await self.resizing.watch(present or ["rollout-0"], live=self.entered)
 
     async def told(self, kind: str) -> None:
         while kind not in self.journal.kinds:  # noqa: ASYNC110 -- a test of events that are written
@@ -148,17 +156,17 @@ async def test_new_rollouts_join_once_all_have_loaded_and_the_loop_goes_on():
         case.ask(3)
         await case.register(1)
         await asyncio.sleep(0)
-        assert not case.publishing.joined
+        assert not case.run.joined
         await case.register(2)
         case.enter()
-        while not case.publishing.joined:  # noqa: ASYNC110
+        while not case.run.joined:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert not case.journal.kinds
-        case.publishing.may_serve.set()
+        case.run.may_serve.set()
         await case.told("Resized")
         assert not watching.done()
         watching.cancel()
-    assert case.publishing.joined == ["rollout-1", "rollout-2"]
+    assert case.run.joined == ["rollout-1", "rollout-2"]
     assert case.launcher.started == [3]
 
 
@@ -170,7 +178,7 @@ async def test_the_end_of_a_rollout_that_has_joined_is_that_of_any_other():
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(case.watch())
         case.ask(2)
-        while not case.publishing.joined:  # noqa: ASYNC110
+        while not case.run.joined:  # noqa: ASYNC110
             await asyncio.sleep(0)
         ended = WorkerExit(run_id=RUN, worker_id="rollout-1", code=1, last_lines="no GPU")
         assert not case.resizing.takes_exit(ended)
@@ -199,44 +207,106 @@ async def test_new_rollouts_with_other_data_are_ended_and_the_run_keeps_its_size
         watching = tasks.create_task(case.watch())
         case.ask(2)
         await case.told("ResizeFailed")
-        while case.spec.now.rollout.replicas != 1:  # noqa: ASYNC110
+        while not case.launcher.ended:  # noqa: ASYNC110
             await asyncio.sleep(0)
         watching.cancel()
     assert case.launcher.ended == ["rollout-1"]
+    assert case.spec.now.rollout.replicas == 1
 
 
-async def test_the_loop_is_left_for_fewer_rollouts_also_after_others_have_joined():
+async def test_rollouts_leave_while_the_loop_goes_on_also_after_others_have_joined():
     case = Case()
-    case.publishing.may_serve.set()
+    case.run.may_serve.set()
     case.enter()
-    for index in range(2):
+    for index in range(3):
         await case.register(index)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(case.watch())
+        case.ask(3)
+        await case.told("Resized")
+        case.journal.kinds.clear()
+        case.ask(1)
+        await case.told("Resized")
+        watching.cancel()
+    assert case.run.left == case.launcher.ended == ["rollout-1", "rollout-2"]
+    assert [worker.worker_id for worker in case.membership.workers(RUN)] == ["rollout-0"]
+    assert case.launcher.started == [3, 1]
+
+
+async def test_the_loop_is_left_if_one_that_it_waits_for_is_not_wanted_any_more():
+    case = Case()
+    case.ask(1)
     async with asyncio.timeout(30):
-        with pytest.raises(ExceptionGroup) as error:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(case.watch())
-                case.ask(2)
-                await case.told("Resized")
-                case.ask(1)
-    assert error.group_contains(ResizedError)
-    assert case.publishing.left == ["rollout-1"]
-    assert set(await case.resizing.settle()) == {"rollout-1"}
+        with pytest.raises(ResizedError):
+            await case.watch("rollout-0", "rollout-1")
+
+
+async def test_new_rollouts_are_not_waited_for_once_they_are_not_wanted_any_more():
+    case = Case()
+    await case.register(0)
+    case.enter()
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(case.watch())
+        case.ask(3)
+        while not case.launcher.started:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await case.register(1)
+        case.ask(2)
+        case.run.may_serve.set()
+        await case.told("Resized")
+        watching.cancel()
+    assert (case.run.joined, case.run.left) == (["rollout-1"], [])
+    assert case.launcher.ended == ["rollout-2"]
+
+
+async def test_a_rollout_that_ends_while_it_leaves_is_no_loss():
+    case = Case()
+    ended = WorkerExit(run_id=RUN, worker_id="rollout-1", code=-9, last_lines="")
+    assert case.resizing.takes_exit(ended)
+
+
+async def test_new_rollouts_that_an_earlier_controller_was_asked_for_are_not_waited_for():
+    case = Case(request=Request(kind="resize", request_id="req", options={"has": 1}))
+    case.spec.now = spec_of(2)
+    case.resizing.begin()
+    assert case.resizing.present() == {"rollout-0"}
+    case.enter()
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(case.watch())
+        while not case.launcher.started:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        ended = WorkerExit(run_id=RUN, worker_id="rollout-1", code=1, last_lines="no GPU")
+        assert case.resizing.takes_exit(ended)
+        await case.told("ResizeFailed")
+        watching.cancel()
+    assert case.spec.now.rollout.replicas == 1
+
+
+async def test_rollouts_that_were_to_leave_under_an_earlier_controller_are_ended():
+    case = Case(request=Request(kind="resize", request_id="req", options={"has": 3}))
+    case.resizing.begin()
+    case.enter()
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(case.watch())
+        await case.told("Resized")
+        watching.cancel()
+    assert case.launcher.ended == ["rollout-1", "rollout-2"]
 
 
 async def test_a_lost_rollout_is_waited_for_while_the_others_go_on():
-    case = Case()
-    case.spec.now = spec_of(2)
+    case = Case(replicas=2)
     await case.register(0)
     assert case.resizing.absent() == {"rollout-1"}
     case.enter()
-    case.publishing.may_serve.set()
+    case.run.may_serve.set()
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
-        watching = tasks.create_task(case.watch(2, absent={"rollout-1"}))
+        assert case.resizing.present() == {"rollout-0"}
+        watching = tasks.create_task(case.watch())
         await asyncio.sleep(0)
         await case.register(1)
         await case.told("Replaced")
         watching.cancel()
-    assert case.publishing.joined == ["rollout-1"]
+    assert case.run.joined == ["rollout-1"]
 
 
 async def test_a_run_whose_rollouts_are_all_gone_waits_for_them():
@@ -261,10 +331,11 @@ async def test_a_run_keeps_its_size_when_new_rollouts_do_not_come_up(refuses):
         while not refuses and not case.launcher.started:  # noqa: ASYNC110
             await asyncio.sleep(0)
         ended = WorkerExit(run_id=RUN, worker_id="rollout-1", code=1, last_lines="no GPU")
-        assert case.resizing.takes_exit(ended) is not refuses
-        while case.spec.now.rollout.replicas != 1:  # noqa: ASYNC110
+        assert refuses or case.resizing.takes_exit(ended)
+        while not case.launcher.ended:  # noqa: ASYNC110
             await asyncio.sleep(0)
         watching.cancel()
+    assert case.spec.now.rollout.replicas == 1
     assert case.journal.kinds == ["ResizeFailed"]
     assert case.launcher.ended == ["rollout-1"]
 

@@ -107,9 +107,10 @@ class Run:
             "stored": stored,
         }
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        self.handout = Handout(CurrentSpec(SPEC), "run_1", clock=clock, **shared)
+        self.spec = CurrentSpec(SPEC)
+        self.handout = Handout(self.spec, "run_1", clock=clock, **shared)
         self.handout.published_step = 0
-        self.generation = Generation(CurrentSpec(SPEC), handout=self.handout, **shared)
+        self.generation = Generation(self.spec, handout=self.handout, **shared)
 
     @property
     def group(self):
@@ -125,6 +126,11 @@ class Run:
 
     async def bring(self, *members, attempt):
         """Samples arrive."""
+        self.store(*members, attempt=attempt)
+        await self.generation.collect()
+
+    def store(self, *members, attempt):
+        """Samples are stored, and not told of yet."""
         name = self.group.group_id
         tags = {
             "group_id": (name,) * len(members),
@@ -140,7 +146,6 @@ class Run:
         keys = tuple(f"{name}.{member}" for member in members)
         batch = KVBatchMeta(partition_id="run_1/train", keys=keys, tags=tags)
         self.queue.held = batch
-        await self.generation.collect()
 
     async def fail(self, worker_id, reason, **progress):
         """A rollout reports."""
@@ -284,13 +289,26 @@ async def test_a_group_that_is_whole_again_is_not_lost():
 async def test_rollouts_that_leave_hand_over_what_they_have_and_get_no_more(is_partial):
     run = Run()
     rollout = SPEC.rollout.model_copy(update={"partial_rollout": is_partial})
-    run.generation._spec.now = SPEC.model_copy(update={"rollout": rollout})
+    run.spec.now = SPEC.model_copy(update={"rollout": rollout})
     given = await run.hand_out()
     assert given.keys() == {"rollout-0", "rollout-1", "rollout-2"}
     await run.generation.hand_over(["rollout-1"])
     assert run.rollouts.put_aside_by_name == ([run.group.group_id] if is_partial else [])
+    # Whether they were put aside or not, the others go on with them, and nobody waits for who is gone.
+    assert (run.group.state, run.rollouts.cancelled) == (GroupState.PARTIAL, [run.group.group_id])
     assert run.rollouts.num_replicas == 2
     assert "rollout-1" not in run.rollouts.choose_several(3)[0]
+    run.rollouts.leave(["rollout-1"])
+    assert sorted(await run.hand_out()) == ["rollout-0", "rollout-2"]
+
+
+async def test_what_leaving_rollouts_have_finished_is_taken_in_as_any_other():
+    run = Run()
+    await run.hand_out()
+    run.store(0, 1, 2, 3, 4, attempt=1)
+    await run.generation.hand_over(["rollout-1"])
+    await run.generation.collect()
+    assert (run.group.state, run.rollouts.cancelled) == (GroupState.READY, [])
 
 
 async def test_rollouts_that_leave_without_groups_stop_nobody_elses():
