@@ -66,7 +66,9 @@ def settings(*, is_small: bool) -> Iterator[tuple[str, Setting]]:
     for seconds in (60.0, 600.0, 1e6):
         yield f"lag 4, waits {seconds:g} s at most", replace(full, stale_wait_timeout_s=seconds)
     yield "lag 4, caches recomputed", replace(full, kv_policy="recompute")
-    yield "lag 4, in segments", replace(full, segment_tokens=full.max_tokens // 8)
+    segments = replace(full, segment_tokens=full.max_tokens // 8)
+    yield "lag 4, in segments", segments
+    yield f"lag 4, in segments, {kills} kills", replace(segments, kills=kills)
 
 
 def main() -> None:

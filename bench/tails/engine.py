@@ -1,6 +1,7 @@
-"""A fake engine with a prefix cache, that takes time to compute a context."""
+"""Fake engines with prefix caches, that take time to compute a context."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,31 +9,94 @@ from services.rollout.engines.base import GenerationRequest, GenerationResult
 from services.rollout.engines.fake import FakeEngine
 
 
+class Caches:
+    """What the engines of a run hold of responses, and why tokens of these are computed again.
+
+    Attributes:
+        after_updates: Tokens whose cache was of other weights.
+        after_kills: Tokens that nobody holds because the engine that did was killed.
+        elsewhere: Tokens that another engine holds.
+    """
+
+    def __init__(self) -> None:
+        self.after_updates = self.after_kills = self.elsewhere = 0
+        self._held: list[dict[str, int]] = []
+        self._last: dict[str, dict[str, int]] = {}
+        self._times: Counter[tuple[str, int]] = Counter()
+
+    @property
+    def total(self) -> int:
+        """Tokens that were computed again."""
+        return self.after_updates + self.after_kills + self.elsewhere
+
+    @property
+    def most_times(self) -> int:
+        """How often a response was computed again under one weight version, at most."""
+        return max(self._times.values(), default=0)
+
+    def join(self) -> dict[str, int]:
+        """The cache of another engine: tokens by member."""
+        self._held.append({})
+        return self._held[-1]
+
+    def leave(self, held: dict[str, int]) -> None:
+        """An engine is gone, with its cache."""
+        self._held = [one for one in self._held if one is not held]
+
+    def go_on(self, member: str, held: dict[str, int], *, needed: int, version: int) -> int:
+        """Count what an engine lacks of a response's ``needed`` tokens to go on with it, and return that."""
+        here = min(needed, held.get(member, 0))
+        there = min(needed, max(one.get(member, 0) for one in self._held))
+        self.elsewhere += max(0, there - here)
+        gone = needed - max(there, here)
+        if any(one is self._last.get(member) for one in self._held):
+            self.after_updates += gone
+        else:
+            self.after_kills += gone
+        self._last[member] = held
+        self._times[member, version] += needed > here
+        return needed - here
+
+    def update(self, tokens: Mapping[str, int], held: dict[str, int], *, version: int) -> int:
+        """Count that an engine computes these members again, forgets all others, and return the tokens."""
+        held.clear()
+        total = sum(tokens.values())
+        self.after_updates += total
+        self._times.update((member, version) for member in tokens)
+        return total
+
+
 class CachingEngine(FakeEngine):
-    """Counts the tokens of responses that are computed again.
+    """Takes time for what it computes again.
 
     A response that goes on here finds what it has here, unless weights were adopted meanwhile and caches
     are recomputed. Its cache is never full.
 
     Args:
+        caches: Of all engines of the run.
         kv_policy: Whether an adoption recomputes what runs: ``recompute`` or ``keep``.
         prefill_tokens_per_s: How fast contexts are computed.
     """
 
-    def __init__(self, *, kv_policy: str, prefill_tokens_per_s: float, **others: Any) -> None:
+    def __init__(
+        self, *, caches: Caches, kv_policy: str, prefill_tokens_per_s: float, **others: Any
+    ) -> None:
         super().__init__(**others)
         self._recomputes = kv_policy == "recompute"
         self._prefill_tokens_per_s = prefill_tokens_per_s
-        self._held: dict[str, int] = {}
-        self.again_tokens_total = 0
-        """To go on with a response, or under new weights."""
+        self._caches, self._held = caches, caches.join()
+
+    def lose_cache(self) -> None:
+        """End as a process does."""
+        self._caches.leave(self._held)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Compute what is missing of the response so far, then decode."""
-        member = request.request_id.partition("/")[0]
-        missing = max(0, request.draw_offset - self._held.get(member, 0))
+        member = _member(request)
+        missing = self._caches.go_on(
+            member, self._held, needed=request.draw_offset, version=self._weight_version
+        )
         if missing:
-            self.again_tokens_total += missing
             await asyncio.sleep(missing / self._prefill_tokens_per_s)
         result = await super().generate(request)
         self._held[member] = request.draw_offset + len(result.token_ids)
@@ -43,13 +107,17 @@ class CachingEngine(FakeEngine):
         await self.pause()
         stall_s = 0.0
         if self._recomputes:
-            self._held.clear()
             made = await self.peek()
-            num_tokens = sum(
-                self._running[name].request.draw_offset + len(result.token_ids)
-                for name, result in made.items()
-            )
-            self.again_tokens_total += num_tokens
+            running = [(self._running[name].request, result) for name, result in made.items()]
+            tokens = {
+                _member(request): request.draw_offset + len(result.token_ids)
+                for request, result in running
+            }
+            num_tokens = self._caches.update(tokens, self._held, version=version)
             stall_s = num_tokens / self._prefill_tokens_per_s
             await asyncio.sleep(stall_s)
         return stall_s + await super().adopt_weights(version, tensors)
+
+
+def _member(request: GenerationRequest) -> str:
+    return request.request_id.partition("/")[0]

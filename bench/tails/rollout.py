@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from bench.tails.engine import CachingEngine
+from bench.tails.engine import Caches, CachingEngine
 from bench.tails.setting import RUN, Setting
 from services.common.task_group import TaskGroup
 from services.controller.client import GroupFailure
@@ -48,6 +48,7 @@ class SimulatedRollout:
     Args:
         name: Of the worker.
         setting: How fast it is.
+        caches: What engines hold.
         prompts: The run's data.
         tokenizer: Of its model.
         publisher: Takes finished groups.
@@ -61,6 +62,7 @@ class SimulatedRollout:
         name: str,
         setting: Setting,
         *,
+        caches: Caches,
         prompts: PromptBook,
         tokenizer: Any,
         publisher: Publisher,
@@ -82,6 +84,7 @@ class SimulatedRollout:
             max_running=setting.places,
             step_seconds=lambda _: setting.token_s,
             lengths=setting.lengths,
+            caches=caches,
             kv_policy=setting.kv_policy,
             prefill_tokens_per_s=setting.prefill_tokens_per_s,
         )
@@ -123,6 +126,7 @@ class SimulatedRollout:
 
     def kill(self) -> None:
         """Whatever was not stored is gone."""
+        self.engine.lose_cache()
         self._is_over.set()
 
     async def adopt(self, version: int) -> None:

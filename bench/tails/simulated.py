@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.tails.engine import Caches
 from bench.tails.rollout import SimulatedRollout, Tokenizer
 from bench.tails.setting import RUN, Setting
 from bench.tails.stores import MemoryProgress, MemoryQueue
@@ -85,6 +86,7 @@ class SimulatedRun:
             self._spec.now.data, {"train": [{"prompt": "x"}] * _ROWS}, self._tokenizer
         )
         self._queue, self._progress, self._journal = MemoryQueue(), MemoryProgress(), _Journal()
+        self._caches = Caches()
         self._ledger = Ledger(max_attempts=self._spec.now.rollout.max_attempts)
         self._generation: Generation
         self._order = PromptOrder(Mixture({"train": _ROWS}), seed=0, shuffle=False)
@@ -196,6 +198,7 @@ class SimulatedRun:
         rollout = SimulatedRollout(
             name,
             self.setting,
+            caches=self._caches,
             prompts=self._prompts,
             tokenizer=self._tokenizer,
             publisher=self,
@@ -252,6 +255,7 @@ class SimulatedRun:
         num_samples = (setting.steps - first) * setting.groups_per_step * setting.group_size
         engines = [one.engine for one in (*self._rollouts.values(), *self._killed)]
         sampled = sum(engine.stats().tokens_total for engine in engines)
+        caches = self._caches
         samples = [sample for _, sample in self._trained]
         lengths = [len(sample.response_ids) for sample in samples]
         again = sampled - sum(lengths) - await self._num_unfinished()
@@ -263,7 +267,10 @@ class SimulatedRun:
                 sampled * setting.token_s / (self._ends[-1] * setting.replicas * setting.places), 3
             ),
             "sampled_again": round(again / sampled, 4),
-            "computed_again": round(sum(e.again_tokens_total for e in engines) / sampled, 4),
+            "computed_again": round(caches.total / sampled, 4),
+            "held_by_killed": round(caches.after_kills / sampled, 4),
+            "held_elsewhere": round(caches.elsewhere / sampled, 4),
+            "times_a_version": caches.most_times,
             "kills": len(self._killed),
             "groups_lost": counts["dropped"] + counts["quarantined"],
             "reasons": self._ledger.reasons(),

@@ -47,7 +47,7 @@ class Group:
     losses: int = 0
     """Tries that ended because the worker died."""
     worker_id: str = ""
-    """Who generates it."""
+    """Who generates it; of one that was put aside, who holds what was computed of it, if anybody does."""
     oldest_version: int = -1
     """Oldest weight version that its samples have, or may get; -1 while it has none."""
     started: float = 0.0

@@ -152,11 +152,11 @@ class Ledger:
         self._move(group, GroupState.PARTIAL, RUNNING)
         group.num_unfinished, group.num_tokens = num_unfinished, num_tokens
         group.attempt += 1
-        group.worker_id = ""
 
     def stall(self, group: Group) -> bool:
         """An interrupted group had come to a halt; False if its prompt is quarantined for it."""
         group.failures += 1
+        group.worker_id = ""
         self._changed.add(group.sequence)
         if group.failures >= self._max_attempts:
             self.quarantine(group, "stalled")
@@ -182,6 +182,7 @@ class Ledger:
             self.quarantine(group, "worker_lost")
             return False
         self.interrupt(group)
+        group.worker_id = ""
         return True
 
     def requeue(self, group: Group) -> None:

@@ -1,16 +1,14 @@
-"""Where a group goes: to the least loaded rollout, or to one that still holds its prefix."""
+"""Where a group goes: to the least loaded rollout, or to the one that holds its prefix."""
 
-from collections.abc import Callable
 from itertools import islice
 
 
 class Placement:
-    """Loads of the rollouts of a run, and which of them holds the prefix of which group.
+    """Loads of the rollouts of a run.
 
     All members of a group go to one rollout, where they share their prompt's prefix, if they find places
-    there; see :mod:`~services.controller.rules.shares`. A group that was put
-    aside goes back to where it was, if that rollout serves the weights that computed the prefix and has
-    at most a quarter more groups than the least loaded one, or one more.
+    there; see :mod:`~services.controller.rules.shares`. A group that was put aside goes back to where it was
+    while there is room: elsewhere all that it has would be computed again. New groups even out the loads.
     """
 
     def __init__(self) -> None:
@@ -18,7 +16,6 @@ class Placement:
         # Rollouts by the number of groups that they have, so that nobody searches for the least.
         self._by_load: dict[int, dict[str, None]] = {}
         self._away: set[str] = set()
-        self._holders: dict[str, tuple[str, int]] = {}
 
     def add(self, worker_id: str) -> None:
         """A rollout is there, without groups."""
@@ -55,27 +52,18 @@ class Placement:
         self._away.discard(worker_id)
         self._move(worker_id, self._load[worker_id])
 
-    def put_aside(self, group_id: str, worker_id: str, *, version: int) -> None:
-        """A rollout holds the prefix of a group that it does not work on, computed under ``version``."""
-        self._holders[group_id] = (worker_id, version)
-
-    def choose(self, group_id: str, version_of: Callable[[str], int]) -> str | None:
+    def choose(self, holder: str, *, room: int) -> str | None:
         """The rollout for a group; None if there is none.
 
         Args:
-            group_id: The group.
-            version_of: The weight version that a rollout serves.
+            holder: The rollout that had the group before; empty if none had.
+            room: Groups that a rollout has places for.
         """
         if not self._by_load:
             return None
         least = min(self._by_load)
-        holder, version = self._holders.pop(group_id, ("", -1))
-        if (
-            holder in self._load
-            and holder not in self._away
-            and version_of(holder) == version
-            and self._load[holder] <= least + max(1, least // 4)
-        ):
+        is_there = holder in self._load and holder not in self._away
+        if is_there and (self._load[holder] < room or self._load[holder] == least):
             return holder
         return next(iter(self._by_load[least]))
 

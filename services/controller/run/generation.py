@@ -263,7 +263,7 @@ class Generation:
         if failure.worker_id not in shares.workers(group_id):
             return
         self._replicas.finished(failure.worker_id)
-        self._replicas.put_aside(group_id, failure.worker_id)
+        group.worker_id = failure.worker_id
         shares.put_aside(
             group_id,
             failure.worker_id,

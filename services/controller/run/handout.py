@@ -270,7 +270,8 @@ class Handout:
         members = [m for m in range(self._spec.now.samples_per_group) if m not in there]
         count = math.ceil(len(members) / self._spec.now.rollout.max_running_samples)
         if count == 1:
-            worker_id, version = self._replicas.choose(group.group_id)
+            room = self.place_use.num_groups(1)
+            worker_id, version = self._replicas.choose(group.worker_id, room=room)
             return {worker_id: members}, version
         workers, version = self._replicas.choose_several(count)
         return split(members, workers), version

@@ -136,15 +136,17 @@ class Replicas:
         self._progress[worker_id] = (tokens, since)
         return since
 
-    def choose(self, group_id: str) -> tuple[str, int]:
+    def choose(self, holder: str, *, room: int) -> tuple[str, int]:
         """The rollout for a group, and the weight version it serves.
+
+        Args:
+            holder: The rollout that had the group before; empty if none had.
+            room: Groups that a rollout has places for.
 
         Raises:
             UnavailableError: If there is none.
         """
-        worker_id = self._placement.choose(
-            group_id, lambda name: self._workers[name].weight_version
-        )
+        worker_id = self._placement.choose(holder, room=room)
         if worker_id is None:
             raise UnavailableError("no rollout is connected, so no group can start")
         return worker_id, self._workers[worker_id].weight_version
@@ -167,12 +169,6 @@ class Replicas:
     def finished(self, worker_id: str) -> None:
         """A group of a rollout ended."""
         self._placement.finished(worker_id)
-
-    def put_aside(self, group_id: str, worker_id: str) -> None:
-        """A rollout stopped a group, and holds its prefix for as long as its weights stay."""
-        if worker_id in self._workers:
-            version = self._workers[worker_id].weight_version
-            self._placement.put_aside(group_id, worker_id, version=version)
 
     async def start(self, by_worker: dict[str, list[GroupAssignment]]) -> None:
         """Hand groups to the rollouts that they were assigned to, and that have not left meanwhile."""

@@ -9,7 +9,7 @@ from services.common.spec.data import CurriculumSpec
 from services.common.spec.loader import parse_spec
 from services.controller.client import GroupFailure
 from services.controller.rules.difficulty import Difficulty
-from services.controller.rules.groups import GroupState
+from services.controller.rules.groups import GroupState, LedgerState
 from services.controller.rules.ledger import Ledger
 from services.controller.rules.mixture import Mixture
 from services.controller.rules.prompts import PromptOrder, ReturnedRows
@@ -48,9 +48,10 @@ class OneRollout:
     num_replicas = 1
 
     def __init__(self):
-        self.started, self.assignments = [], []
+        self.started, self.assignments, self.asked = [], [], []
 
-    def choose(self, group_id):
+    def choose(self, holder, *, room):
+        self.asked.append((holder, room))
         return "rollout-0", 0
 
     def assigned(self, worker_id):
@@ -137,6 +138,25 @@ async def test_interrupted_groups_go_on_first_and_the_one_with_the_least_left_be
     rollouts.started.clear()
     await hand_out(handout)
     assert rollouts.started == [near.group_id, far.group_id]
+
+
+async def test_who_has_computed_a_group_is_known_after_the_run_was_entered_again():
+    ledger = Ledger(max_attempts=3)
+    handout, _ = handout_of(ledger)
+    handout.published_step = 0
+    await hand_out(handout)
+    aside, lost, stalled = ledger.running()[:3]
+    ledger.interrupt(aside)
+    ledger.lose(lost)
+    ledger.interrupt(stalled)
+    ledger.stall(stalled)
+    state = LedgerState(groups=tuple(ledger.in_state(GroupState.PARTIAL)), num_issued=8)
+    handout, rollouts = handout_of(Ledger.restore(state, max_attempts=3, now=0.0))
+    await hand_out(handout)
+    # Two samples take two places.
+    room = SPEC.rollout.max_running_samples // 2
+    assert len(rollouts.asked) >= 3
+    assert [one for one in rollouts.asked if one[0]] == [("rollout-0", room)]
 
 
 async def test_the_function_of_a_curriculum_is_asked_before_a_prompt_is_tried():

@@ -56,9 +56,8 @@ async def test_rollouts_that_share_gpus_hand_over_to_those_that_do_not(opened):
     replicas, log = await opened(3, in_turns=2)
     await replicas.put_aside_for_others()
     assert sorted(log) == ["rollout-0 interrupted", "rollout-1 interrupted"]
-    assert (replicas.num_replicas, replicas.choose("g1")) == (1, ("rollout-2", 3))
-    replicas.put_aside("g2", "rollout-0")
-    assert replicas.choose("g2") == ("rollout-2", 3)
+    assert (replicas.num_replicas, replicas.choose("", room=4)) == (1, ("rollout-2", 3))
+    assert replicas.choose("rollout-0", room=4) == ("rollout-2", 3)
     log.clear()
     await replicas.sleep(timeout_s=1)
     await replicas.wake(timeout_s=1)
@@ -82,11 +81,11 @@ async def test_a_rollout_that_joins_gets_groups_once_it_serves_what_the_others_s
     await replicas.join([late])
     replicas.assigned("rollout-0")
     replicas.bring_back()
-    assert (replicas.num_replicas, replicas.choose("g1")) == (1, ("rollout-0", 3))
+    assert (replicas.num_replicas, replicas.choose("", room=4)) == (1, ("rollout-0", 3))
     assert replicas.present() == ["rollout-0"]
     late.weight_version = 3
     replicas.bring_back()
-    assert (replicas.num_replicas, replicas.choose("g1")) == (2, ("rollout-1", 3))
+    assert (replicas.num_replicas, replicas.choose("", room=4)) == (2, ("rollout-1", 3))
 
 
 async def test_where_all_others_are_lent_groups_wait_where_they_are(opened):
