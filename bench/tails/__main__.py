@@ -63,6 +63,10 @@ def settings(*, is_small: bool) -> Iterator[tuple[str, Setting]]:
         yield f"lag {lag}", full
         yield f"lag {lag}, not partial", replace(full, is_partial=False)
         yield f"lag {lag}, {kills} kills", replace(full, kills=kills)
+    yield (
+        f"lag 4, {kills} kills in thrice the time",
+        replace(full, kills=kills, steps=3 * full.steps),
+    )
     for seconds in (60.0, 600.0, 1e6):
         yield f"lag 4, waits {seconds:g} s at most", replace(full, stale_wait_timeout_s=seconds)
     yield "lag 4, caches recomputed", replace(full, kv_policy="recompute")
