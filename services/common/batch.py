@@ -16,6 +16,7 @@ from services.common.columns import (
     concat_columns,
     pick,
 )
+from services.common.errors import InvalidArgumentError
 from services.common.wire import from_message, to_message
 from slipstream.type.v1 import batch_pb2
 
@@ -157,19 +158,22 @@ class KVBatchMeta:
         """Read the wire form.
 
         Raises:
-            ValueError: If columns do not have one entry per key or point outside the blobs.
+            InvalidArgumentError: If columns do not have one entry per key or point outside the blobs.
         """
-        meta = cls(
-            partition_id=proto.partition_id,
-            keys=tuple(proto.keys),
-            fields=tuple(from_message(column, FieldColumn) for column in proto.fields),
-            blobs=tuple(from_message(blob, BlobRef) for blob in proto.blobs),
-            tags={tag.name: _tag_from_proto(tag) for tag in proto.tags},
-            lease_id=proto.lease_id,
-            revision=proto.revision,
-        )
-        for column in meta.fields:
-            check_column(column, len(meta.keys), len(meta.blobs))
+        try:
+            meta = cls(
+                partition_id=proto.partition_id,
+                keys=tuple(proto.keys),
+                fields=tuple(from_message(column, FieldColumn) for column in proto.fields),
+                blobs=tuple(from_message(blob, BlobRef) for blob in proto.blobs),
+                tags={tag.name: _tag_from_proto(tag) for tag in proto.tags},
+                lease_id=proto.lease_id,
+                revision=proto.revision,
+            )
+            for column in meta.fields:
+                check_column(column, len(meta.keys), len(meta.blobs))
+        except ValueError as error:
+            raise InvalidArgumentError(f"the description of samples: {error}") from error
         return meta
 
     def to_bytes(self) -> bytes:
@@ -181,12 +185,12 @@ class KVBatchMeta:
         """Read the serialized wire form.
 
         Raises:
-            ValueError: If the bytes are not a consistent ``KVBatchMeta``.
+            InvalidArgumentError: If the bytes are not a consistent ``KVBatchMeta``.
         """
         try:
             proto = batch_pb2.KVBatchMeta.FromString(data)
         except DecodeError as error:
-            raise ValueError(f"not a KVBatchMeta: {error}") from error
+            raise InvalidArgumentError(f"not a KVBatchMeta: {error}") from error
         return cls.from_proto(proto)
 
     def _indexes_of(self, keys: Sequence[str]) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from services.common.batch import KVBatchMeta
 from services.common.grpc_server import serve
 from services.common.lifetime import announce
 from services.controller.client import WorkerSession
@@ -16,7 +17,6 @@ from services.trainer.ranks.build import build_critic
 from services.trainer.ranks.crew import Crew
 from services.trainer.ranks.leader import Leader
 from services.trainer.ranks.start import load, until_stopped
-from services.trainer.scoring.server import batch_of
 from services.trainer.server import TrainerServicer
 from services.trainer.settings import TrainerSettings
 from services.trainer.steps.fields import lacking
@@ -41,9 +41,8 @@ class ValuesServicer(scoring_pb2_grpc.ScoringServiceServicer):
         self, request: pb.ScoreBatchRequest, context: _Context
     ) -> pb.ScoreBatchResponse:
         """Add values to those samples that have none."""
-        meta = batch_of(request)
         start = time.perf_counter()
-        meta = lacking(meta, "values")
+        meta = lacking(KVBatchMeta.from_proto(request.batch), "values")
         if meta.num_keys > 0:
             await self._leader.add_values(meta)
         return pb.ScoreBatchResponse(duration_s=time.perf_counter() - start)

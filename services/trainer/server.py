@@ -49,10 +49,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.TrainStepRequest, context: _Context
     ) -> pb.TrainStepResponse:
         """Train one batch."""
-        try:
-            meta = KVBatchMeta.from_proto(request.batch)
-        except ValueError as error:
-            raise InvalidArgumentError(f"the batch of step {request.step}: {error}") from error
+        meta = KVBatchMeta.from_proto(request.batch)
         # A repetition of the newest step is answered without its samples: they may be gone by then.
         if meta.num_keys == 0 and request.step != await self._leader.newest_step():
             raise InvalidArgumentError(
@@ -97,10 +94,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.AccumulateStepRequest, context: _Context
     ) -> pb.AccumulateStepResponse:
         """Begin with some groups of the next step."""
-        try:
-            meta = KVBatchMeta.from_proto(request.batch)
-        except ValueError as error:
-            raise InvalidArgumentError(f"groups of step {request.step}: {error}") from error
+        meta = KVBatchMeta.from_proto(request.batch)
         if meta.num_keys:
             await self._leader.accumulate(request.step, meta, weight_version=request.weight_version)
         return pb.AccumulateStepResponse()

@@ -44,7 +44,7 @@ class ScoringServicer(scoring_pb2_grpc.ScoringServiceServicer):
     ) -> pb.ScoreBatchResponse:
         """Add proximal logprobs to samples."""
         leader = self._attached()
-        meta = batch_of(request)
+        meta = KVBatchMeta.from_proto(request.batch)
         start = time.perf_counter()
         await asyncio.to_thread(leader.add, meta, version=request.weight_version)
         spent_s = time.perf_counter() - start
@@ -89,15 +89,3 @@ class ScoringServicer(scoring_pb2_grpc.ScoringServiceServicer):
         if self._leader is None:
             raise UnavailableError("this worker still loads its model; ask again when it is loaded")
         return self._leader
-
-
-def batch_of(request: pb.ScoreBatchRequest) -> KVBatchMeta:
-    """The samples to score.
-
-    Raises:
-        InvalidArgumentError: If their description is damaged.
-    """
-    try:
-        return KVBatchMeta.from_proto(request.batch)
-    except ValueError as error:
-        raise InvalidArgumentError(f"the batch to score: {error}") from error

@@ -131,7 +131,7 @@ class Puts:
         if put is None:
             # It was aborted or took too long; its commit says so.
             return
-        meta = _parse(request.meta)
+        meta = KVBatchMeta.from_bytes(request.meta)
         if meta.partition_id != put.partition_id or len(meta.blobs) != len(put.grant.blob_ids):
             raise InvalidArgumentError(
                 f"put {request.put_id} reserved {len(put.grant.blob_ids)} blobs in "
@@ -258,10 +258,3 @@ class Puts:
                     capacity_bytes=capacity,
                 )
             await self._waiters.wait(_ROOM, timeout_s=rest_s)
-
-
-def _parse(data: bytes) -> KVBatchMeta:
-    try:
-        return KVBatchMeta.from_bytes(data)
-    except ValueError as error:
-        raise InvalidArgumentError(str(error)) from error

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from services.common.batch import KVBatchMeta
 from services.common.columns import MISSING, BlobRef, FieldColumn
+from services.common.errors import InvalidArgumentError
 
 
 def meta_of(*keys: str, field: str = "tokens", blob_ids: tuple[int, ...] = (1,)) -> KVBatchMeta:
@@ -59,18 +60,18 @@ def test_the_wire_form_grows_by_a_few_bytes_per_key() -> None:
 
 @pytest.mark.parametrize("data", [b"\xff", b"junk" * 10])
 def test_junk_is_refused(data: bytes) -> None:
-    with pytest.raises(ValueError, match="KVBatchMeta"):
+    with pytest.raises(InvalidArgumentError, match="KVBatchMeta"):
         KVBatchMeta.from_bytes(data)
 
 
 def test_columns_that_do_not_fit_are_refused() -> None:
     proto = meta_of("a", "b").to_proto()
     proto.fields[0].blob_indexes[0] = 5
-    with pytest.raises(ValueError, match="outside"):
+    with pytest.raises(InvalidArgumentError, match="outside"):
         KVBatchMeta.from_proto(proto)
     proto = meta_of("a", "b").to_proto()
     del proto.keys[0]
-    with pytest.raises(ValueError, match="entries"):
+    with pytest.raises(InvalidArgumentError, match="entries"):
         KVBatchMeta.from_proto(proto)
 
 
