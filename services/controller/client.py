@@ -37,6 +37,17 @@ WorkerState = Literal["loading", "loaded", "ready", "draining", "failed"]
 
 _T = TypeVar("_T")
 
+
+def role_number(role: WorkerRole) -> worker_pb2.WorkerRole.ValueType:
+    """A role on the wire."""
+    return worker_pb2.WorkerRole.Value(f"WORKER_ROLE_{role.upper()}")
+
+
+def state_number(state: WorkerState) -> worker_pb2.WorkerState.ValueType:
+    """A state on the wire."""
+    return worker_pb2.WorkerState.Value(f"WORKER_STATE_{state.upper()}")
+
+
 _CALL_TIMEOUT_S = 10.0
 
 
@@ -160,7 +171,7 @@ class WorkerSession:
                 run_id=self._settings.run_id,
                 worker_id=self._settings.worker_id,
                 incarnation=self._incarnation,
-                role=worker_pb2.WorkerRole.Value(f"WORKER_ROLE_{self._role.upper()}"),
+                role=role_number(self._role),
                 address=self._address,
                 host_id=host_id(),
             ),
@@ -208,7 +219,7 @@ class WorkerSession:
                 run_id=self._settings.run_id,
                 worker_id=self._settings.worker_id,
                 incarnation=self._incarnation,
-                state=worker_pb2.WorkerState.Value(f"WORKER_STATE_{self._report.state.upper()}"),
+                state=state_number(self._report.state),
                 activity=self._report.activity,
                 weight_version=self._report.weight_version,
                 gauges=self._report.gauges,

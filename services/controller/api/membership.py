@@ -1,40 +1,28 @@
 """gRPC face of the controller towards its workers: membership and rendezvous."""
 
-from typing import Any
+from typing import Any, get_args
 
 import grpc
 
 from services.common.clock import Clock
 from services.common.errors import InvalidArgumentError
 from services.common.wire import from_message
-from services.controller.client import GroupFailure, WorkerRole, WorkerState
+from services.controller.client import (
+    GroupFailure,
+    WorkerRole,
+    WorkerState,
+    role_number,
+    state_number,
+)
 from services.controller.manager.runs import RunManager
-from services.controller.membership.registry import HeartbeatOutcome, Membership, Worker
+from services.controller.membership.registry import Membership, Worker
 from services.controller.settings import ControllerSettings
 from slipstream.controller.v1 import membership_pb2, membership_pb2_grpc
-from slipstream.type.v1 import worker_pb2
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
-_ROLES: dict[int, WorkerRole] = {
-    worker_pb2.WORKER_ROLE_TRAINER: "trainer",
-    worker_pb2.WORKER_ROLE_ROLLOUT: "rollout",
-    worker_pb2.WORKER_ROLE_LOGP: "logp",
-    worker_pb2.WORKER_ROLE_REF_LOGP: "ref_logp",
-    worker_pb2.WORKER_ROLE_CRITIC: "critic",
-}
-_STATES: dict[int, WorkerState] = {
-    worker_pb2.WORKER_STATE_LOADING: "loading",
-    worker_pb2.WORKER_STATE_LOADED: "loaded",
-    worker_pb2.WORKER_STATE_READY: "ready",
-    worker_pb2.WORKER_STATE_DRAINING: "draining",
-    worker_pb2.WORKER_STATE_FAILED: "failed",
-}
-_ORDERS: dict[HeartbeatOutcome, membership_pb2.HeartbeatResponse.Order.ValueType] = {
-    "continue": membership_pb2.HeartbeatResponse.ORDER_CONTINUE,
-    "register": membership_pb2.HeartbeatResponse.ORDER_REGISTER,
-    "stop": membership_pb2.HeartbeatResponse.ORDER_STOP,
-}
+_ROLES: dict[int, WorkerRole] = {role_number(role): role for role in get_args(WorkerRole)}
+_STATES: dict[int, WorkerState] = {state_number(state): state for state in get_args(WorkerState)}
 
 
 class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
@@ -95,7 +83,8 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
             gauges=request.gauges,
         )
         return membership_pb2.HeartbeatResponse(
-            order=_ORDERS[outcome], heartbeat_interval_s=self._interval_s()
+            order=membership_pb2.HeartbeatResponse.Order.Value(f"ORDER_{outcome.upper()}"),
+            heartbeat_interval_s=self._interval_s(),
         )
 
     async def ReportGroups(
