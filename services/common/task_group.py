@@ -53,12 +53,12 @@ async def until_first(*works: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any
 
 async def together(works: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
     """Results of works that run at once. The first that fails ends the others, and its error is raised."""
-    first, *others = works
-    if not others:
-        return [await first]  # needs no task of its own
+    some = list(works)
+    if len(some) == 1:
+        return [await some[0]]  # needs no task of its own
     with unwrapped():
         async with TaskGroup() as tasks:
-            running = [tasks.create_task(work) for work in (first, *others)]
+            running = [tasks.create_task(work) for work in some]
     return [task.result() for task in running]
 
 

@@ -17,16 +17,6 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-async def run_all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all to their end; the first that fails ends the others and is raised as it is."""
-    if len(works) == 1:
-        return [await works[0]]
-    with unwrapped():
-        async with TaskGroup() as tasks:
-            running = [tasks.create_task(work) for work in works]
-    return [task.result() for task in running]
-
-
 async def in_thread(work: Callable[[], T]) -> T:
     """Run in a thread; ends when the work does, also when it is cancelled.
 

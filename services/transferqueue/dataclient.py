@@ -18,8 +18,9 @@ from services.common.errors import InternalError, InvalidArgumentError
 from services.common.fields import group_of
 from services.common.ids import new_id
 from services.common.jagged import Jagged
+from services.common.task_group import together
 from services.transferqueue.client import TransferQueueClient
-from services.transferqueue.concurrency import meanwhile, run_all
+from services.transferqueue.concurrency import meanwhile
 from services.transferqueue.encoding import codec
 from services.transferqueue.encoding.packing import (
     PackedColumn,
@@ -125,7 +126,7 @@ class DataClient:
             chosen = {name: as_tag([values[i] for i in indexes]) for name, values in tags.items()}
             meta = _describe(partition_id, [keys[i] for i in indexes], columns, chosen)
             puts.append(self._put_on(shard_id, meta, columns))
-        return KVBatchMeta.concat(await run_all(puts)).select(keys)
+        return KVBatchMeta.concat(await together(puts)).select(keys)
 
     async def add_fields(self, meta: KVBatchMeta, fields: Mapping[str, Values]) -> KVBatchMeta:
         """Add fields to stored samples; returns ``meta`` with them.
@@ -164,7 +165,7 @@ class DataClient:
             by_shard.setdefault(extent.blob.shard_id, []).append(extent)
         links = [await self._links.to(shard_id) for shard_id in by_shard]
         reads = zip(links, by_shard.values(), strict=True)
-        await run_all([link.transport.read(extents, data) for link, extents in reads])
+        await together([link.transport.read(extents, data) for link, extents in reads])
         view = data.numpy().data
         for source, target, size in plan.copies:
             view[target : target + size] = view[source : source + size]

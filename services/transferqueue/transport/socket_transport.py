@@ -9,7 +9,7 @@ import torch
 import zmq
 from torch import Tensor
 
-from services.transferqueue.concurrency import run_all
+from services.common.task_group import together
 from services.transferqueue.encoding import codec
 from services.transferqueue.encoding.checksums import combine
 from services.transferqueue.encoding.packing import PackedColumn, Part
@@ -96,7 +96,7 @@ class SocketTransport:
                 arrival.take(last)
             return arrival.digests(answer)
 
-        digests = await run_all([fetch(batch) for batch in _batches(extents)])
+        digests = await together([fetch(batch) for batch in _batches(extents)])
         check_whole(extents, list(chain.from_iterable(digests)))
 
     def close(self) -> None:
