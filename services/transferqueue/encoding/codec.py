@@ -15,7 +15,7 @@ msgpack array ``[op, request_id, *fields]``. Nothing else is ever decoded, and n
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, get_args
+from typing import Annotated, Final, get_args, get_type_hints
 
 import msgpack
 import xxhash
@@ -49,67 +49,127 @@ ITEM_BYTES: Final = {
 }  # fmt: skip
 """Size of one element by dtype."""
 
+_MAX_INT: Final = 1 << 63
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MAX_INT
+
+
+def _is_hash(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2 * _MAX_INT
+
+
+def _is_text(value: object) -> bool:
+    return type(value) is str and len(value) <= 4096
+
+
+def _is_wait(value: object) -> bool:
+    return type(value) is float and 0 <= value <= 86_400
+
+
+def _is_bytes(value: object) -> bool:
+    return type(value) is bytes
+
+
+def _is_flag(value: object) -> bool:
+    return type(value) is bool
+
+
+def _is_counts(value: object) -> bool:
+    return isinstance(value, tuple) and all(map(_is_count, value))
+
+
+def _is_hashes(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) <= MAX_BLOBS and all(map(_is_hash, value))
+
+
+def _is_sizes(value: object) -> bool:
+    return _is_counts(value) and isinstance(value, tuple) and 0 < len(value) <= MAX_BLOBS
+
+
+def _is_ranges(value: object) -> bool:
+    return _is_counts(value) and isinstance(value, tuple) and len(value) % 3 == 0
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, tuple) and all(map(_is_text, value)) and len(value) % 2 == 0
+
+
+# What the fields of messages are, and what is checked when they are read.
+Count = Annotated[int, _is_count]
+Counts = Annotated[tuple[int, ...], _is_counts]
+Hash = Annotated[int, _is_hash]
+Hashes = Annotated[tuple[int, ...], _is_hashes]
+Sizes = Annotated[tuple[int, ...], _is_sizes]
+Ranges = Annotated[tuple[int, ...], _is_ranges]
+Text = Annotated[str, _is_text]
+Texts = Annotated[tuple[str, ...], _is_texts]
+Bytes = Annotated[bytes, _is_bytes]
+Flag = Annotated[bool, _is_flag]
+Wait = Annotated[float, _is_wait]
+
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
     """Asks for room."""
 
-    put_id: str
-    partition_id: str
-    sizes: tuple[int, ...]
-    wait_s: float
+    put_id: Text
+    partition_id: Text
+    sizes: Sizes
+    wait_s: Wait
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
     """Brings one frame of a reserved blob."""
 
-    blob_id: int
-    offset: int
+    blob_id: Count
+    offset: Count
 
 
 @dataclass(frozen=True, slots=True)
 class Describe:
     """Says what a put holds. ``meta`` is a serialized ``KVBatchMeta`` that numbers its blobs from 0."""
 
-    put_id: str
-    meta: bytes
+    put_id: Text
+    meta: Bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
     """Ends a put: its blobs are whole and have these checksums."""
 
-    put_id: str
-    checksums: tuple[int, ...]
+    put_id: Text
+    checksums: Hashes
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
     """Gives up a put."""
 
-    put_id: str
+    put_id: Text
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
     """A put of at most STORE_BYTES, all blobs end to end in one payload frame."""
 
-    put_id: str
-    partition_id: str
-    sizes: tuple[int, ...]
-    wait_s: float
-    meta: bytes
-    checksums: tuple[int, ...]
+    put_id: Text
+    partition_id: Text
+    sizes: Sizes
+    wait_s: Wait
+    meta: Bytes
+    checksums: Hashes
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
     """Asks for bytes of blobs: ``(blob_id, offset, size)``, three numbers after each other."""
 
-    ranges: tuple[int, ...]
-    in_arena: bool
-    with_checksum: bool = True
+    ranges: Ranges
+    in_arena: Flag
+    with_checksum: Flag = True
     """Whether Data gets a checksum. A reader of whole blobs knows those of the blobs."""
 
 
@@ -117,30 +177,30 @@ class Read:
 class Unpin:
     """Ends the reader's hold on what ``Located`` told it."""
 
-    pin_id: int
+    pin_id: Count
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
     """Answers Reserve: the new blobs and where they lie in the arena."""
 
-    blob_ids: tuple[int, ...]
-    positions: tuple[int, ...]
+    blob_ids: Counts
+    positions: Counts
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
     """Answers Commit and Abort."""
 
-    revision: int
+    revision: Count
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
     """Answers Store."""
 
-    blob_ids: tuple[int, ...]
-    revision: int
+    blob_ids: Counts
+    revision: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +210,8 @@ class Located:
     Without positions, some of the ranges are not in the arena; read them as frames.
     """
 
-    pin_id: int
-    positions: tuple[int, ...]
+    pin_id: Count
+    positions: Counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +222,9 @@ class Data:
     let go.
     """
 
-    pin_id: int
-    is_last: bool
-    checksum: int
+    pin_id: Count
+    is_last: Flag
+    checksum: Hash
     """Of all the frames, with the last one; 0 if none was asked for."""
 
 
@@ -172,9 +232,9 @@ class Data:
 class Failed:
     """Answers any request that failed; ``details`` is name, value, name, value..."""
 
-    reason: str
-    message: str
-    details: tuple[str, ...]
+    reason: Text
+    message: Text
+    details: Texts
 
 
 Request = Reserve | Describe | Write | Commit | Abort | Store | Read | Unpin
@@ -183,7 +243,14 @@ Message = Request | Response
 
 _TYPES: Final[tuple[type[Message], ...]] = get_args(Message)
 _OPS: Final = {cls: op for op, cls in enumerate(_TYPES, start=1)}
-_MAX_INT: Final = 1 << 63
+_FIELDS: Final = {
+    cls: tuple(
+        (name, kind.__metadata__[0])
+        for name, kind in get_type_hints(cls, include_extras=True).items()
+    )
+    for cls in _TYPES
+}
+"""Of each message: its fields in their order, and what checks each."""
 
 
 def encode(message: Message, request_id: int) -> bytes:
@@ -250,70 +317,3 @@ def _build(cls: type[Message], fields: list[object]) -> Message:
             raise ValueError(f"{cls.__name__}.{name} has the wrong type or is out of range")
         values.append(frozen)
     return cls(*values)  # type: ignore[arg-type]  # each value was checked for its field
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < _MAX_INT
-
-
-def _is_hash(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2 * _MAX_INT
-
-
-def _is_text(value: object) -> bool:
-    return type(value) is str and len(value) <= 4096
-
-
-def _is_wait(value: object) -> bool:
-    return type(value) is float and 0 <= value <= 86_400
-
-
-def _is_bytes(value: object) -> bool:
-    return type(value) is bytes
-
-
-def _is_flag(value: object) -> bool:
-    return type(value) is bool
-
-
-def _is_counts(value: object) -> bool:
-    return isinstance(value, tuple) and all(map(_is_count, value))
-
-
-def _is_hashes(value: object) -> bool:
-    return isinstance(value, tuple) and len(value) <= MAX_BLOBS and all(map(_is_hash, value))
-
-
-def _is_sizes(value: object) -> bool:
-    return _is_counts(value) and isinstance(value, tuple) and 0 < len(value) <= MAX_BLOBS
-
-
-def _is_ranges(value: object) -> bool:
-    return _is_counts(value) and isinstance(value, tuple) and len(value) % 3 == 0
-
-
-def _is_texts(value: object) -> bool:
-    return isinstance(value, tuple) and all(map(_is_text, value)) and len(value) % 2 == 0
-
-
-_FIELDS: Final = {
-    Reserve: (
-        ("put_id", _is_text), ("partition_id", _is_text), ("sizes", _is_sizes), ("wait_s", _is_wait),
-    ),
-    Write: (("blob_id", _is_count), ("offset", _is_count)),
-    Describe: (("put_id", _is_text), ("meta", _is_bytes)),
-    Commit: (("put_id", _is_text), ("checksums", _is_hashes)),
-    Abort: (("put_id", _is_text),),
-    Store: (
-        ("put_id", _is_text), ("partition_id", _is_text), ("sizes", _is_sizes), ("wait_s", _is_wait),
-        ("meta", _is_bytes), ("checksums", _is_hashes),
-    ),
-    Read: (("ranges", _is_ranges), ("in_arena", _is_flag), ("with_checksum", _is_flag)),
-    Unpin: (("pin_id", _is_count),),
-    Granted: (("blob_ids", _is_counts), ("positions", _is_counts)),
-    Committed: (("revision", _is_count),),
-    Stored: (("blob_ids", _is_counts), ("revision", _is_count)),
-    Located: (("pin_id", _is_count), ("positions", _is_counts)),
-    Data: (("pin_id", _is_count), ("is_last", _is_flag), ("checksum", _is_hash)),
-    Failed: (("reason", _is_text), ("message", _is_text), ("details", _is_texts)),
-}  # fmt: skip
