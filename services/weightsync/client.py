@@ -7,6 +7,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.grpc_client import call
+from services.common.wire import from_message, to_message
 from services.weightsync.canary import Canary
 from services.weightsync.plan import TensorSpec
 from slipstream.weightsync.v1 import weightsync_pb2 as pb
@@ -75,9 +76,7 @@ class WeightSyncClient:
             idempotent=True,
         )
         return Described(
-            tensors=tuple(
-                TensorSpec(spec.name, tuple(spec.shape), spec.dtype) for spec in response.tensors
-            ),
+            tensors=tuple(from_message(spec, TensorSpec) for spec in response.tensors),
             source_addresses=tuple(response.source_addresses),
             device=response.device,
         )
@@ -95,10 +94,7 @@ class WeightSyncClient:
         response = await call(
             self._stub.AgreePlan,
             pb.AgreePlanRequest(
-                tensors=[
-                    pb.TensorSpec(name=spec.name, shape=spec.shape, dtype=spec.dtype)
-                    for spec in tensors
-                ],
+                tensors=[to_message(spec, pb.TensorSpec) for spec in tensors],
                 bucket_bytes=bucket_bytes,
                 source_count=num_sources,
                 source=-1 if source is None else source,
@@ -107,7 +103,7 @@ class WeightSyncClient:
             timeout_s=_CONTROL_TIMEOUT_S,
             idempotent=True,
         )
-        return Agreed(plan_hash=response.plan_hash, device=response.device)
+        return from_message(response, Agreed)
 
     async def form(
         self,
@@ -177,7 +173,7 @@ class WeightSyncClient:
             timeout_s=timeout_s,
             idempotent=True,
         )
-        return Canary(tuple(response.token_ids), tuple(response.logprobs))
+        return from_message(response, Canary)
 
     async def check(
         self, version: int, canary: Canary, tolerance: float, *, timeout_s: float

@@ -6,6 +6,7 @@ import grpc
 
 from services.common import tracing
 from services.common.errors import InvalidArgumentError
+from services.common.wire import from_message, to_message
 from services.weightsync.canary import Canary
 from services.weightsync.member import WeightMember
 from services.weightsync.plan import TensorSpec
@@ -32,10 +33,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     ) -> pb.DescribeWeightsResponse:
         """Return what the trainer sends."""
         return pb.DescribeWeightsResponse(
-            tensors=[
-                pb.TensorSpec(name=spec.name, shape=spec.shape, dtype=spec.dtype)
-                for spec in self._member.describe()
-            ],
+            tensors=[to_message(spec, pb.TensorSpec) for spec in self._member.describe()],
             source_addresses=self._member.source_addresses,
             device=self._member.device_name,
         )
@@ -44,9 +42,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
         self, request: pb.AgreePlanRequest, context: _Context
     ) -> pb.AgreePlanResponse:
         """Make the plan."""
-        tensors = [
-            TensorSpec(tensor.name, tuple(tensor.shape), tensor.dtype) for tensor in request.tensors
-        ]
+        tensors = [from_message(tensor, TensorSpec) for tensor in request.tensors]
         try:
             plan_hash = self._member.agree_plan(
                 tensors,
@@ -88,14 +84,8 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
         self, request: pb.TransferWeightsRequest, context: _Context
     ) -> pb.TransferWeightsResponse:
         """Send or receive a version."""
-        order = TransferOrder(
-            epoch=request.epoch,
-            version=request.version,
-            timeout_s=request.timeout_s,
-            base_version=request.base_version,
-        )
         with tracing.span("weights.transfer"):
-            report = await self._member.transfer(order)
+            report = await self._member.transfer(from_message(request, TransferOrder))
         return pb.TransferWeightsResponse(
             digests=report.digests, size_bytes=report.num_bytes, duration_s=report.seconds
         )
@@ -112,8 +102,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
         self, request: pb.ScoreWeightsRequest, context: _Context
     ) -> pb.ScoreWeightsResponse:
         """Score the canary."""
-        canary = await self._member.score()
-        return pb.ScoreWeightsResponse(token_ids=canary.token_ids, logprobs=canary.logprobs)
+        return to_message(await self._member.score(), pb.ScoreWeightsResponse)
 
     async def CheckWeights(
         self, request: pb.CheckWeightsRequest, context: _Context
