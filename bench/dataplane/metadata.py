@@ -9,7 +9,6 @@ from statistics import median
 import torch
 
 from services.common.batch import KVBatchMeta
-from services.common.clock import SystemClock
 from services.common.columns import BlobRef, FieldColumn
 from services.transferqueue.client import TransferQueueClient
 from services.transferqueue.dataclient import DataClient
@@ -88,7 +87,7 @@ async def _next(watch: AsyncIterator[KVBatchMeta]) -> KVBatchMeta:
 
 
 async def _filled(num_keys: int, put_keys: int = _PUT_KEYS) -> Index:
-    index = Index(lambda blobs: None, SystemClock())
+    index = Index(lambda blobs: None, time)
     index.create_partition(_PARTITION, required_fields=["ids", "logprobs"], quota_bytes=0)
     for first in range(0, num_keys, put_keys):
         await index.commit(put_meta(first, put_keys), put_id=str(first))

@@ -1,5 +1,6 @@
 """Runs of a folder whose controller has ended: what the API says of them, read from its database."""
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -9,7 +10,6 @@ from typing import Any
 import httpx
 
 from services.cli.api import ApiError
-from services.common.clock import SystemClock
 from services.common.confinement import Allowance
 from services.common.task_group import TaskGroup
 from services.controller.api.app import build_app
@@ -36,7 +36,7 @@ async def ended_runs(state_directory: Path) -> AsyncIterator[httpx.AsyncClient]:
         async with TaskGroup() as tasks:
             manager = RunManager(
                 database=database,
-                membership=Membership(SystemClock(), 1.0),
+                membership=Membership(time, 1.0),
                 queue=_Nowhere(),  # type: ignore[arg-type]
                 tasks=tasks,
                 defaults=limits,

@@ -1,6 +1,5 @@
-"""Time as an argument, so that tests are exact."""
+"""Time as an argument, so that tests are exact. The module ``time`` is the clock of the host."""
 
-import time
 from typing import Protocol
 
 
@@ -12,15 +11,3 @@ class Clock(Protocol):
 
     def monotonic(self) -> float:
         """Seconds that never go back."""
-
-
-class SystemClock:
-    """The clock of the host."""
-
-    def time(self) -> float:
-        """Seconds since the epoch."""
-        return time.time()
-
-    def monotonic(self) -> float:
-        """Seconds that never go back."""
-        return time.monotonic()

@@ -5,6 +5,7 @@ else.
 """
 
 import logging
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from services.common.clock import Clock, SystemClock
+from services.common.clock import Clock
 from services.common.errors import InvalidArgumentError
 from services.common.rare_log import RareLog
 from services.common.tls import Certificate, TlsFiles
@@ -37,9 +38,9 @@ class Issuer:
         clock: Tells the time.
     """
 
-    def __init__(self, folder: Path, *, clock: Clock | None = None) -> None:
+    def __init__(self, folder: Path, *, clock: Clock = time) -> None:
         self._folder = folder
-        self._clock = clock or SystemClock()
+        self._clock = clock
         self._files = TlsFiles(
             certificate=folder / "tls.crt", key=folder / "tls.key", authority=folder / "ca.crt"
         )

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, nullcontext
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import REGISTRY
 
-from services.common.clock import SystemClock
 from services.common.credentials import acting_as
 from services.common.errors import FailedPreconditionError, InvalidArgumentError
 from services.common.grpc_client import open_channel
@@ -62,7 +62,6 @@ _MEASURED = 200
 async def run_controller(settings: ControllerSettings) -> None:
     """Lead, and serve until told to stop."""
     settings.state_directory.mkdir(parents=True, exist_ok=True)
-    clock = SystemClock()
     async with AsyncExitStack() as stack:
         stack.enter_context(serve_metrics(settings.metrics_port))
         database = stack.enter_context(_opened_database(settings))
@@ -73,7 +72,7 @@ async def run_controller(settings: ControllerSettings) -> None:
         )
         tokens = TokenStore(database)
         users = _open_users(settings, tokens)
-        membership = Membership(clock, settings.heartbeat_timeout_s)
+        membership = Membership(time, settings.heartbeat_timeout_s)
         stack.enter_context(_measured_runs(database, membership))
         tasks = await stack.enter_async_context(TaskGroup())
         queue = TransferQueueClient(channel)
@@ -89,7 +88,7 @@ async def run_controller(settings: ControllerSettings) -> None:
         limits = RequestLimits(manager.limits)
         api = RunApi(manager, RunAudit(database), logs, users, limits)
         await manager.recover()
-        members = MembershipServicer(manager, membership, settings, clock)
+        members = MembershipServicer(manager, membership, settings, time)
         rendezvous = RendezvousServicer(membership.meetings)
         address = await stack.enter_async_context(_serve_grpc(api, members, rendezvous, settings))
         manager.drivers.services = Services(
@@ -98,7 +97,7 @@ async def run_controller(settings: ControllerSettings) -> None:
                 open_launcher(settings, address, manager=manager, tasks=tasks)
             ),
             queue=queue,
-            clock=clock,
+            clock=time,
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
         )
         stack.push_async_callback(manager.close, leave=settings.leave_runs)

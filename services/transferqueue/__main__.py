@@ -3,12 +3,12 @@
 import asyncio
 import gc
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc
 
-from services.common.clock import SystemClock
 from services.common.credentials import acting_as
 from services.common.grpc_client import open_channel
 from services.common.grpc_server import serve
@@ -45,7 +45,7 @@ async def transferqueue(settings: TransferQueueSettings) -> AsyncIterator[str]:
         async with _shard_of(settings):
             yield settings.index_address
         return
-    index = Index(lambda blobs: shards.free(blobs), SystemClock())
+    index = Index(lambda blobs: shards.free(blobs), time)
     metrics.SAMPLES.set_function(index.num_samples)
     shards = Shards(index)
     snapshots = Snapshots(settings.snapshot_folder, index, shards)

@@ -1,12 +1,12 @@
 """A REST API over a manager whose runs wait for workers that never come."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
 
-from services.common.clock import SystemClock
 from services.common.confinement import Allowance
 from services.controller.api.app import build_app
 from services.controller.api.principals import Principal
@@ -64,7 +64,7 @@ async def open_manager(
 ) -> AsyncIterator[RunManager]:
     """A manager; its runs are cancelled at the end."""
     async with asyncio.TaskGroup() as tasks:
-        membership = Membership(SystemClock(), 30.0)
+        membership = Membership(time, 30.0)
         manager = RunManager(
             database=database,
             membership=membership,
@@ -79,7 +79,7 @@ async def open_manager(
             membership=membership,
             launcher=ExternalLauncher(),
             queue=queue or EmptyQueue(),
-            clock=SystemClock(),
+            clock=time,
             heartbeat_timeout_s=30.0,
         )
         await manager.start()

@@ -7,10 +7,11 @@ remove  the run has ended
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
-from services.common.clock import Clock, SystemClock
+from services.common.clock import Clock
 from services.common.credentials import current_identity
 from services.common.errors import ServiceError
 from services.common.tls import Certificate
@@ -36,12 +37,10 @@ class RunSecrets:
         clock: Tells the time.
     """
 
-    def __init__(
-        self, api: PodApi, *, owner: Mapping[str, str], clock: Clock | None = None
-    ) -> None:
+    def __init__(self, api: PodApi, *, owner: Mapping[str, str], clock: Clock = time) -> None:
         self._api = api
         self._owner = owner
-        self._clock = clock or SystemClock()
+        self._clock = clock
         self._renew_at: dict[str, float] = {}
         # Two that write the same secret would meet, and one that was removed would come back.
         self._writing = asyncio.Lock()

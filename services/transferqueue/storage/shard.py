@@ -1,12 +1,12 @@
 """Puts a storage shard together: its blobs, its data socket, the ways for clients to its bytes."""
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import zmq
 
-from services.common.clock import SystemClock
 from services.transferqueue.facts import ObjectStoreAddress, Shard
 from services.transferqueue.settings import TransferQueueSettings
 from services.transferqueue.storage.arena import Arena
@@ -62,7 +62,7 @@ def _memory(settings: TransferQueueSettings, shard: Shard, arena: Arena) -> Blob
     if settings.spill_bytes:
         spill = Arena(settings.spill_bytes, settings.spill_folder / f"{shard.instance_id}.spill")
     # Later than any id of a former life of this shard, as long as it put less than 16 M blobs/s.
-    first_blob_id = int(SystemClock().time()) << 24
+    first_blob_id = int(time.time()) << 24
     return Storage(arena, first_blob_id=first_blob_id, spill=spill)
 
 

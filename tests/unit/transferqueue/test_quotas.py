@@ -1,17 +1,17 @@
 """Byte accounts of runs."""
 
 import asyncio
+import time
 
 import pytest
 
-from services.common.clock import SystemClock
 from services.common.errors import InvalidArgumentError, ResourceExhaustedError
 from services.common.fields import run_of
 from services.transferqueue.index.quotas import Quotas
 
 
 def quotas(limit: int) -> Quotas:
-    accounts = Quotas(SystemClock())
+    accounts = Quotas(time)
     accounts.raise_to("run", limit)
     return accounts
 

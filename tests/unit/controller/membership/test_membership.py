@@ -1,9 +1,9 @@
 import asyncio
 import dataclasses
+import time
 
 import pytest
 
-from services.common.clock import SystemClock
 from services.common.errors import FailedPreconditionError
 from services.controller.api.membership import MembershipServicer
 from services.controller.membership.registry import Membership, Worker
@@ -25,7 +25,7 @@ def worker(incarnation="a"):
 
 
 async def registered():
-    membership = Membership(SystemClock(), 30.0)
+    membership = Membership(time, 30.0)
     membership.open_run("run_1")
     await membership.register(worker())
     return membership
@@ -106,7 +106,7 @@ async def test_the_more_workers_there_are_the_more_seldom_each_is_heard(tmp_path
         max_heartbeats_per_s=4.0,
         heartbeat_timeout_s=30.0,
     )
-    servicer = MembershipServicer(None, membership, settings, SystemClock())
+    servicer = MembershipServicer(None, membership, settings, time)
 
     async def interval_s() -> float:
         request = membership_pb2.HeartbeatRequest(

@@ -1,10 +1,10 @@
 """The key-value scopes of runs: bounded, and gone with their run."""
 
 import asyncio
+import time
 
 import pytest
 
-from services.common.clock import SystemClock
 from services.common.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -67,7 +67,7 @@ async def test_old_weight_groups_make_room_for_new_ones() -> None:
 
 
 async def test_scopes_go_with_their_run() -> None:
-    membership = Membership(SystemClock(), 30.0)
+    membership = Membership(time, 30.0)
     membership.open_run("run_1")
     await membership.meetings.set("run_1/1", "key", KIB_64)
     waiting = asyncio.ensure_future(membership.meetings.get("run_1/1", "other", 30.0))

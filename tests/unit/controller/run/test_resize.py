@@ -1,11 +1,11 @@
 """New rollouts are taken in once they have loaded; a run keeps its size when they do not come up."""
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 
 import pytest
 
-from services.common.clock import SystemClock
 from services.common.errors import FailedPreconditionError
 from services.common.spec.loader import parse_spec
 from services.controller.launch.launcher import WorkerExit
@@ -117,7 +117,7 @@ class Case:
         self.launcher, self.journal = FakeLauncher(refuses), FakeJournal()
         self.run = FakeRun(**run)
         self.entered = asyncio.get_running_loop().create_future()
-        self.membership = Membership(SystemClock(), 30.0)
+        self.membership = Membership(time, 30.0)
         self.membership.open_run(RUN)
         self.spec = CurrentSpec(spec_of(replicas))
         self.resizing = Resizing(
