@@ -1,5 +1,6 @@
 """Samples of a partition: rules of puts, the log that watchers follow, descriptions."""
 
+import gc
 import tracemalloc
 from dataclasses import replace
 from itertools import accumulate
@@ -199,6 +200,7 @@ def test_a_sample_with_all_its_fields_and_tags_takes_little_memory(
             meta = whole_sample_meta(number, num_members)
             target.add(KVBatchMeta.from_bytes(meta.to_bytes()))
         del meta
+        gc.collect()
         used, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
