@@ -1,0 +1,258 @@
+r"""One answer's many spellings: as text to compare, and as LaTeX that ``math-verify`` reads. Pure.
+
+Words, ratios and times are no expressions: it would read ``east`` as a product of four variables, ``1:2``
+as a half. Units are taken off here, for it would take the variable off ``2t`` and ``\pi r^2 h`` too.
+"""
+
+import re
+
+_FONT = re.compile(r"\\(?:text\w*|math(?:bf|rm|it|sf)|mbox|boldsymbol|operatorname)\s*\{([^{}]*)\}")
+_LAYOUT = re.compile(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\\[,;:! ]|[$*~\s]|\\q?quad\b")
+_LONG_NAME = re.compile(r"\\(?:([lgn]e)q|[dtc](frac))(?![a-zA-Z])")
+_ARTICLE = re.compile(r"^\s*(?:an?|the)\s+(?=[A-Za-z]{3})")
+_CONJUNCTION = re.compile(r"\s*,?(?<![A-Za-z\\])\s*(?:and|or)(?![A-Za-z])\s*")
+_CHOICE = re.compile(r"\(([a-z])\)")
+_RATIO_OR_TIME = re.compile(r"\d+(?::\d+)+|\d+[ap]\.?m")
+_RATIO = re.compile(r"([^:]*\d\}?\s*):([^:]*\d[^:]*)")
+_WORDS = re.compile(
+    r"\\text\w*\s*\{[^{}]*[A-Za-z]{2}|(?<![\\A-Za-z{])(?:[A-Z][a-z]{2,}|[a-z]{4,})(?![A-Za-z}])"
+)
+_LETTERS = re.compile(r"\s*[A-Z]{2,}\s*")
+_DELIMITER = re.compile(r"\\?\$|\\[()\[\]]")
+_DOTTED_DIGITS = re.compile(r"\\dot\{?(\d)\}?(?:(\d*)\\dot\{?(\d)\}?)?")
+_ELLIPSIS = re.compile(r"(\d*\.\d*?)(\d+?)\2+(?:\\[lc]?dots|\.\.\.|…)")
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\{(\d+)\}")
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\[,:;! ])\s*(?=\d{3}(?!\d))")
+_POWER_OF_TEN = re.compile(r"(\d)[eE]([+-]?\d+)")
+_MIXED = re.compile(r"(\d)\s+(\d+)/(\d+)(?!\d)")
+_ALL = re.compile(r"^\\text\w*\s*\{\s*all\b[^{}]*\}(?=.*(?:[<>]|\\[lg]e))")
+_ORDINAL = re.compile(
+    r"(?<=\d)\s*\^?\s*\{?\s*(?:\\(?:text|mathrm)\s*\{)?\s*(?:st|nd|rd|th)\s*\}*\s*$"
+)
+_BASE = re.compile(r"\d\w*_\{?(\d+)\}?")
+_TIME = re.compile(r"\d+:\d+[ap]m")
+_DOTTED = re.compile(r"(\d[ap])\.m$")
+_ONE_SIGN = re.compile(r"(?<!\\)\{(\w)\}")
+_OR = re.compile(r"\\text\w*\s*\{\s*(?:or|and)\s*\}")
+_SAME_SIGN = {
+    "\\!": "",
+    "\\degree": "^\\circ",
+    "\\varnothing": "\\emptyset",
+    "\\backslash": "\\setminus",
+    "\\langle": "(",
+    "\\rangle": ")",
+    "\\log_e": "\\ln",
+    "\\log_{e}": "\\ln",
+    "\\lg": "\\log_{10}",
+    "\\pounds": "",
+    "\\text{no solution}": "\\emptyset",
+    "\\text{no solutions}": "\\emptyset",
+    "\\text{all real numbers}": "\\mathbb{R}",
+    "\\text{all reals}": "\\mathbb{R}",
+}
+_SPELLED_OTHERWISE = re.compile(
+    "|".join(re.escape(sign) + r"(?![A-Za-z])" * sign[-1].isalpha() for sign in _SAME_SIGN)
+)
+_UNICODE = str.maketrans(
+    {
+        "\N{EURO SIGN}": "",
+        "\N{POUND SIGN}": "",
+        "\N{INDIAN RUPEE SIGN}": "",
+        "\N{YEN SIGN}": "",
+        "\N{MINUS SIGN}": "-",
+        "\N{DEGREE SIGN}": "^\\circ ",
+        "\N{SUPERSCRIPT TWO}": "^2",
+        "\N{SUPERSCRIPT THREE}": "^3",
+        "\N{EMPTY SET}": "\\emptyset ",
+        "\N{INFINITY}": "\\infty ",
+        "\N{GREEK SMALL LETTER PI}": "\\pi ",
+        "\N{GREEK SMALL LETTER THETA}": "\\theta ",
+        "\N{SQUARE ROOT}": "\\sqrt ",
+        "\N{PLUS-MINUS SIGN}": "\\pm ",
+        "\N{MULTIPLICATION SIGN}": "\\times ",
+        "\N{MIDDLE DOT}": "\\cdot ",
+        "\N{DIVISION SIGN}": "\\div ",
+        "\N{LESS-THAN OR EQUAL TO}": "\\le ",
+        "\N{GREATER-THAN OR EQUAL TO}": "\\ge ",
+        "\N{NOT EQUAL TO}": "\\ne ",
+        "\N{UNION}": "\\cup ",
+        "\N{INTERSECTION}": "\\cap ",
+        "\N{ELEMENT OF}": "\\in ",
+        "\N{DOUBLE-STRUCK CAPITAL R}": "\\mathbb{R}",
+    }
+)
+_LETTER = re.compile(
+    r"\\(?:mathbf|boldsymbol|bm|vec|hat)\s*(?:\{\s*([A-Za-z])\s*\}|\s([A-Za-z])\b)"
+    r"|\\mathrm\s*\{\s*([ei])\s*\}"
+)
+_NUMBER_SET = re.compile(r"\\mathbb\s*([A-Z])\b")
+_DERIVATIVE = re.compile(
+    r"^\s*(?:\\[dt]?frac\s*\{(?:d|\\partial)\s*\w?\}\s*\{(?:d|\\partial)\s*\w\}|d\w/d\w|\w')\s*=(?!=)"
+)
+_SET_OF = re.compile(
+    r"\\\{\s*\w\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid|\||:|\\colon)(?![a-z])(.*[<>=].*|.*\\[lgn]e.*)\\\}"
+)
+_UNIT_IN_TEXT = re.compile(
+    r"(?<=.)(?:[\s~]|\\[,;:! ])*"
+    r"(?:\\(?:text\w*|mathrm|mbox)\s*\{[^{}]*\}(?:\^\{?-?\d\}?)?\s*(?:/|\\cdot)?\s*)+(?=,|$)"
+)
+_SHORT = r"cm|mm|km|dm|ft|in|yd|mi|kg|mg|gm|lb|oz|ml|mph|hr|min|sec|kmh"
+_PLAIN = r"[^A-Za-z\\]*"
+_QUANTITY = re.compile(
+    rf"({_PLAIN}(?:\\(?:[dt]?frac|sqrt|pi|times|cdot)(?![A-Za-z]){_PLAIN})*(?<![\s^_]))"
+    rf"(?:\s*(?:{_SHORT})|\s+(?:[mgshlLJNWVK]|[A-Za-z]{{3,}}))s?"
+    rf"(?:\s+(?:per|{_SHORT}|[A-Za-z]{{3,}})|/\s*[a-z]+)*(?:\^\{{?\d\}}?)?\s*"
+)
+"""A number, and its unit in letters."""
+_CONDITION_WORD = r"(?:for|where|when|with|if|otherwise|else)"
+_CONDITION = re.compile(
+    rf"[\s,;]*(?:\\(?:q?quad|[,;: ])\s*)*(?:\\text\w*\s*\{{\s*{_CONDITION_WORD}\b"
+    rf"|(?<![A-Za-z\\{{]){_CONDITION_WORD}\b|(?<=,)\s*(?:\\[,;: ]|\\q?quad)?\s*\w\s*\\in\s*\\mathbb)(.*)$",
+    re.DOTALL,
+)
+_LETTER_AND_VALUE = re.compile(
+    r"\s*\(?([A-J])(?:\)|[.:](?!\d))(?:[\s~]|\\[,;:! ]|\\q?quad)*(?![\s,;]|and\b|or\b)(\S.*)"
+)
+_ONE_CHOICE = re.compile(r"\s*\(?([A-J])\)?\.?\s*")
+_MAGNITUDE = re.compile(
+    r"(?<=\d)(?:[\s~]|\\[,;:! ])*(\\text\w*\s*\{\s*)?(thousand|million|billion|trillion)s?\b"
+)
+_EXPONENT = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?")
+_NUMBER_WORDS = {
+    word: str(number)
+    for number, word in enumerate(
+        ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+    )
+}
+
+
+def same_text(expected: str, given: str) -> bool:
+    """Whether two answers are the same words; of times, one may leave out the half of the day."""
+    shorter, longer = sorted((as_text(expected), as_text(given)), key=len)
+    return shorter == longer or (bool(_TIME.fullmatch(longer)) and longer[:-2] == shorter)
+
+
+def as_text(answer: str) -> str:
+    """An answer without fonts, spacing and case, for comparison as text."""
+    plain = _CONJUNCTION.sub(",", _ARTICLE.sub("", _without_fonts(answer)))
+    text = _LONG_NAME.sub(r"\\\1\2", _LAYOUT.sub("", plain)).rstrip(".").casefold()
+    text = _CHOICE.sub(r"\1", _DOTTED.sub(r"\1m", _ONE_SIGN.sub(r"\1", text)))
+    return _NUMBER_WORDS.get(text, text)
+
+
+def is_text(answer: str) -> bool:
+    """Whether an answer is words, letters, a ratio or a time, which have no value as an expression."""
+    if _RATIO_OR_TIME.match(as_text(answer)) or _LETTERS.fullmatch(_without_fonts(answer)):
+        return True
+    is_number = re.match(r"[-.\d]|\\[dt]?frac|\\sqrt", as_text(answer))
+    return not is_number and bool(_WORDS.search(_OR.sub(",", as_latex(answer))))
+
+
+def has_words(answer: str) -> bool:
+    """Whether there are words in it."""
+    return bool(_WORDS.search(answer))
+
+
+def base(answer: str) -> str | None:
+    """The base that a number such as ``123_5`` is written to."""
+    found = _BASE.fullmatch(as_text(answer))
+    return found and found[1]
+
+
+def choice(answer: str) -> tuple[str, str]:
+    """``(B) 15``, one of several choices, as its letter and its value; either may be empty."""
+    plain = _without_fonts(_DELIMITER.sub("", answer))
+    if letter := _ONE_CHOICE.fullmatch(plain):
+        return letter[1], ""
+    found = _LETTER_AND_VALUE.fullmatch(plain)
+    several = found is None or _LETTER_AND_VALUE.search(found[2])
+    return ("", "") if found is None or several else (found[1], found[2])
+
+
+def ratio_as_fraction(answer: str) -> str | None:
+    r"""``3:2`` as ``\frac{3}{2}``."""
+    found = _RATIO.fullmatch(_without_fonts(_DELIMITER.sub(" ", answer)))
+    return found and f"\\frac{{{found[1]}}}{{{found[2]}}}"
+
+
+def without_condition(answer: str) -> str:
+    r"""``n`` of ``n, n \in \mathbb{Z}`` or ``n for n > 0``; an answer by cases is left as it is."""
+    found = _CONDITION.search(answer)
+    if not found or "\\begin" in answer or re.search(rf"\b{_CONDITION_WORD}\b", found[1]):
+        return answer
+    value = answer[: found.start()]
+    return value if value.strip() and not is_text(value) else answer
+
+
+def without_per_cent(answer: str) -> str:
+    """25 of 25 %."""
+    return answer.replace("\\%", "").replace("%", "")
+
+
+def in_radians(answer: str) -> str:
+    r"""``30^\circ`` as ``\frac{30\pi}{180}``."""
+    return _DEGREES.sub(r"{\\left(\\frac{\1\\pi}{180}\\right)}", answer.translate(_UNICODE))
+
+
+def has_magnitude(answer: str) -> bool:
+    """Whether a number is followed by ``million`` or the like."""
+    return bool(_MAGNITUDE.search(answer))
+
+
+def with_magnitude(answer: str) -> str:
+    r"""``5 million`` as ``5\times 10^{6}``."""
+    return _MAGNITUDE.sub(
+        lambda found: f"\\times 10^{{{_EXPONENT[found[2]]}}}{found[1] or ''}", answer
+    )
+
+
+def alternatives(answer: str) -> list[str]:
+    """Parts of an answer that are joined by ``or``."""
+    return re.split(
+        r"\\text\w*\s*\{\s*or\s*\}|(?<![A-Za-z\\])or(?![A-Za-z])|\\lor\b|\\vee\b", answer
+    )
+
+
+def as_latex(answer: str) -> str:
+    """What ``math-verify`` can read inside a box."""
+    tidy = _DOTTED_DIGITS.sub(r"\\overline{\1\2\3}", answer.translate(_UNICODE))
+    tidy = _REPEATING.sub(_as_fraction, _ELLIPSIS.sub(r"\1\\overline{\2}", tidy))
+    tidy = _THOUSANDS.sub(",", " ".join(_DELIMITER.sub(" ", tidy).split()))
+    tidy = _NUMBER_SET.sub(r"\\mathbb{\1}", _LETTER.sub(r" \1\2\3", tidy))
+    tidy = _SPELLED_OTHERWISE.sub(lambda found: _SAME_SIGN[found[0]], tidy)
+    tidy = _POWER_OF_TEN.sub(r"\1\\times 10^{\2}", _ORDINAL.sub("", tidy))
+    tidy = _MIXED.sub(r"\1\\frac{\2}{\3}", _ALL.sub("", tidy))
+    if whole := re.fullmatch(r"\\text\w*\s*\{([^{}]*\d[^{}]*)\}", tidy):
+        tidy = whole[1]
+    tidy = _UNIT_IN_TEXT.sub("", tidy)
+    if quantity := _QUANTITY.fullmatch(tidy):
+        tidy = quantity[1]
+    if described := _SET_OF.fullmatch(tidy):
+        tidy = described[1]
+    return _DERIVATIVE.sub("D=", tidy)
+
+
+def rewritten(latex: str) -> list[str]:
+    r"""What may be read where LaTeX cannot: both signs of ``\pm``, the right side of an equation."""
+    if "," in latex:
+        return []
+    if "\\pm" in latex:
+        other = latex.replace("\\pm", "-").replace("\\mp", "+")
+        return [latex.replace("\\pm", "+").replace("\\mp", "-") + "," + other]
+    name, _, value = latex.rpartition("=")
+    return [value] if value != latex and not re.search(r"[<>]|\\(?:[lgn]e|or)", name) else []
+
+
+def _without_fonts(answer: str) -> str:
+    previous = None
+    while previous != answer:
+        previous, answer = answer, _FONT.sub(r"\1", answer)
+    return answer
+
+
+def _as_fraction(decimal: re.Match[str]) -> str:
+    r"""``0.1\overline{6}`` as ``\frac{15}{90}``."""
+    whole, fixed, repeated = decimal.groups()
+    value = int(whole + fixed + repeated) - int((whole + fixed) or 0)
+    return f"\\frac{{{value}}}{{{'9' * len(repeated)}{'0' * len(fixed)}}}"
