@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from services.common.models.families import FAMILIES, Family, attention_modules, exact_tokens
+from services.common.models.routing_shape import routing_shape
+from services.common.spec.quota_rules import quota
 from services.common.spec.run import RunSpec
 
 
@@ -58,6 +60,16 @@ def mixture_problems(spec: RunSpec, config: Mapping[str, Any]) -> list[str]:
             "trainer.balancing.coefficient"
         )
     return problems
+
+
+def quota_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
+    """A mixture's samples, with what its routers chose, are many times as large."""
+    routing = routing_shape(config)
+    if routing is not None and spec.rollout.routing_replay != "off":
+        layers, chosen = routing.tail
+        yield from quota(
+            spec, expert_bytes=layers * chosen * (1 if routing.dtype == "uint8" else 2)
+        )
 
 
 def length_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:

@@ -21,6 +21,7 @@ from services.cli.model_problems import (
     length_problems,
     mixture_problems,
     quantization_problems,
+    quota_problems,
 )
 from services.common.callables import bind_callable, load_callable
 from services.common.models.configs import read_config
@@ -172,6 +173,7 @@ def _model(spec: RunSpec) -> Iterator[str]:
             f"{vocab_size}; use its own"
         )
     yield from length_problems(spec, config)
+    yield from quota_problems(spec, config)
     if spec.data.chat_template and not tokenizer.has_chat_template:
         yield (
             "data.chat_template is true, but the tokenizer has no chat template; set it to false, or use the "

@@ -100,7 +100,8 @@ class RolloutSpec(SpecPart):
     false with ``algorithm.max_staleness`` 0."""
     segment_tokens: int | None = Field(None, ge=1)
     """With partial rollout, tokens after which a response is put aside, so that others get its place; any
-    replica continues it, under the weights of then. None interrupts only when it has to."""
+    replica continues it, under the weights of then. Below ``max_response_tokens``; None interrupts only when
+    it has to."""
     max_segments: int | None = Field(None, ge=1)
     """Most weight versions in one response; one with more fails. None leaves that to
     ``algorithm.max_staleness``."""

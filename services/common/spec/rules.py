@@ -13,6 +13,7 @@ from services.common.spec.engines import engine_kind
 from services.common.spec.formulas import ADVANTAGES, LOSSES
 from services.common.spec.model_rules import models, teacher
 from services.common.spec.placement_rules import placement
+from services.common.spec.quota_rules import quota
 from services.common.spec.rollout import RewardSpec
 from services.common.spec.run import RunSpec
 from services.common.spec.similar import did_you_mean
@@ -96,6 +97,11 @@ def _rollout(spec: RunSpec) -> Iterator[str]:
         yield (
             f"rollout.segment_tokens is {rollout.segment_tokens} but rollout.partial_rollout is false; set "
             "it to true, or remove rollout.segment_tokens"
+        )
+    elif (rollout.segment_tokens or 0) >= rollout.max_response_tokens:
+        yield (
+            f"rollout.segment_tokens ({rollout.segment_tokens}) must be below rollout.max_response_tokens "
+            f"({rollout.max_response_tokens}), or no response is ever put aside; lower it, or remove it"
         )
     if sampling.temperature == 0:
         yield (
@@ -278,6 +284,7 @@ _RULES: tuple[Callable[[RunSpec], Iterator[str]], ...] = (
     _early_groups,
     demonstrations,
     _parallelism,
+    quota,
     weight_sync,
     placement,
 )

@@ -147,6 +147,33 @@ def test_a_context_beyond_the_windows_that_an_engine_does_not_compute_is_refused
         assert "sliding windows" not in problems(window, engine)
 
 
+def test_experts_that_are_stored_with_every_token_count_in_the_quota(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 48, "num_experts_per_tok": 8}
+    config |= {"vocab_size": 300, "max_position_embeddings": 200_000}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    def problems(replay):
+        spec = spec_with(
+            tmp_path,
+            model={"path": str(folder), "tokenizer": "bytes"},
+            rollout={
+                "rewards": [{"name": "exact_match"}],
+                "max_response_tokens": 131_072,
+                "routing_replay": replay,
+            },
+            trainer={"steps": 1, "prompts_per_step": 16},
+        )
+        with pytest.raises(SpecError) as caught:
+            check(spec)
+        return str(caught.value)
+
+    assert "transferqueue.quota_bytes" not in problems("off")
+    # 128 responses: the experts of a token are 384 bytes, the rest of it 9.
+    assert "up to rollout.max_response_tokens (131072), 393 bytes a token" in problems("replay")
+
+
 def test_an_empty_data_set_and_a_missing_column_are_named(tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")

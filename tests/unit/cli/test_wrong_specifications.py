@@ -36,6 +36,16 @@ WRONG = [
     ({"group_size": 8}, ["group_size", "rollout.group_size"]),
     ({"trainer.batch_size": 8}, ["trainer.batch_size", "trainer.prompts_per_step"]),
     ({"rollout.max_new_tokens": 8}, ["rollout.max_new_tokens", "rollout.max_response_tokens"]),
+    ({"rollout.segment_tokens": 0}, ["rollout.segment_tokens", "greater than or equal to 1, got 0"]),
+    (
+        {"rollout.segment_tokens": 256},
+        ["rollout.segment_tokens (256)", "below rollout.max_response_tokens (256)"],
+    ),
+    (
+        {"transferqueue.quota_bytes": 1 << 20, "rollout.max_response_tokens": 4000},
+        # 4 prompts of 1,024 tokens, each with 8 responses of 9 bytes a token.
+        ["transferqueue.quota_bytes is 1,048,576", "1,168,384", "raise it, to 2336768"],
+    ),
     ({"rollout.rewards": [{"nam": "exact_match"}]}, ["rollout.rewards.0.nam", "name"]),
     ({"name": GONE}, ["name:", "required"]),
     ({"model": GONE}, ["model:", "required"]),

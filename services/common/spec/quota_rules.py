@@ -1,0 +1,40 @@
+"""Whether a batch finds room in the transferqueue."""
+
+from collections.abc import Iterator
+
+from services.common.fields import FIELDS, TOKEN_REWARDS
+from services.common.spec.run import RunSpec
+
+_ITEM_BYTES = {"bool": 1, "int32": 4, "float32": 4}
+
+
+def quota(spec: RunSpec, *, expert_bytes: int = 0) -> Iterator[str]:
+    """A batch is trained once all of it is stored, however long its responses became.
+
+    Args:
+        spec: The run.
+        expert_bytes: Of the experts that a token chose, where they are stored.
+    """
+    prompts, group_size = spec.trainer.prompts_per_step, spec.samples_per_group
+    longest, given = spec.rollout.max_response_tokens, spec.transferqueue.quota_bytes
+    token_bytes = _token_bytes(spec) + expert_bytes
+    prompt_bytes = spec.data.max_prompt_tokens * (4 + group_size * expert_bytes)
+    needed = prompts * (group_size * longest * token_bytes + prompt_bytes)
+    if needed > given:
+        yield (
+            f"transferqueue.quota_bytes is {given:,}, but a batch may take {needed:,}: "
+            f"trainer.prompts_per_step ({prompts}) groups of {group_size} responses of up to "
+            f"rollout.max_response_tokens ({longest}), {token_bytes} bytes a token, none of which is trained "
+            f"before all are stored; raise it, to {2 * needed} if the next batch is to have room beside it"
+        )
+
+
+def _token_bytes(spec: RunSpec) -> int:
+    """Of what a rollout stores of one response token."""
+    are_placed = any(one.per != "response" for some in spec.rewards.values() for one in some)
+    return sum(
+        _ITEM_BYTES[field.dtype]
+        for field in FIELDS
+        if (field.shape, field.producer) == ("[R]", "rollout")
+        and (are_placed or field.name != TOKEN_REWARDS)
+    )
