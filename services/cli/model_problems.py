@@ -5,6 +5,7 @@ from typing import Any
 
 from services.common.models.families import FAMILIES, Family, attention_modules, exact_tokens
 from services.common.models.routing_shape import routing_shape
+from services.common.spec.engines import engine_kind
 from services.common.spec.quota_rules import quota
 from services.common.spec.run import RunSpec
 
@@ -30,6 +31,21 @@ def adapter_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"trainer.lora.target_modules has {', '.join(missing)}, but attention of "
             f"{config['model_type']!r} is made of {', '.join(own)}; name these"
+        )
+
+
+def engine_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
+    """Heads that GPUs of an engine cannot share equally."""
+    name = engine_kind(spec.rollout.engine).heads_argument
+    size = spec.rollout.engine_arguments.get(name, 1) if name is not None else 1
+    text = config.get("text_config") or config
+    heads = text.get("num_attention_heads", size)
+    shared = text.get("num_key_value_heads") or heads
+    if heads % size or (shared % size and size % shared):
+        yield (
+            f"rollout.engine_arguments.{name} is {size}, but model.path has {heads} attention heads with "
+            f"{shared} of keys and values, which so many GPUs cannot share equally; set it to a number that "
+            "divides them"
         )
 
 

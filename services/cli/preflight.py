@@ -18,6 +18,7 @@ from services.cli.machine import (
 )
 from services.cli.model_problems import (
     adapter_problems,
+    engine_problems,
     length_problems,
     mixture_problems,
     quantization_problems,
@@ -166,6 +167,7 @@ def _model(spec: RunSpec) -> Iterator[str]:
     yield from quantization_problems(config)
     yield from adapter_problems(spec, config)
     yield from mixture_problems(spec, config)
+    yield from engine_problems(spec, config)
     vocab_size = config.get("vocab_size")
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         yield (

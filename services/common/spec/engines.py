@@ -33,6 +33,8 @@ class EngineKind:
     """That of ``gpu_arguments`` whose parts each hold all weights."""
     stage_argument: str = ""
     """That of ``gpu_arguments`` whose parts hold some layers each."""
+    heads_argument: str | None = None
+    """That of ``gpu_arguments`` whose parts hold some heads of each layer."""
     memory_argument: str | None = None
     """Argument that says which part of a GPU's memory the engine takes."""
     memory_excludes_working: bool = False
@@ -173,6 +175,7 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         ),
         replica_argument="data_parallel_size",
         stage_argument="pipeline_parallel_size",
+        heads_argument="tensor_parallel_size",
         memory_argument="gpu_memory_utilization",
         cache_argument="kv_cache_memory_bytes",
         cache_in_bytes=True,
@@ -245,6 +248,7 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         shared_gpu_arguments={"dp_size": "enable_dp_attention"},
         replica_argument="dp_size",
         stage_argument="pp_size",
+        heads_argument="tp_size",
         memory_argument="mem_fraction_static",
         memory_excludes_working=True,
         cache_argument="max_total_tokens",

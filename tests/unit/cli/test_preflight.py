@@ -174,6 +174,37 @@ def test_experts_that_are_stored_with_every_token_count_in_the_quota(tmp_path):
     assert "up to rollout.max_response_tokens (131072), 393 bytes a token" in problems("replay")
 
 
+@pytest.mark.parametrize(
+    ("engine", "name", "size", "is_refused"),
+    [
+        ("vllm", "tensor_parallel_size", 3, True),
+        ("vllm", "tensor_parallel_size", 4, False),
+        ("vllm", "pipeline_parallel_size", 3, False),
+        ("sglang", "tp_size", 6, True),
+        ("sglang", "tp_size", 12, False),
+        ("sglang", "tp_size", 24, True),
+    ],
+)
+def test_heads_that_the_gpus_of_an_engine_cannot_share_are_refused(
+    tmp_path, engine, name, size, is_refused
+):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {"model_type": "qwen2", "vocab_size": 300}
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 4}
+    (folder / "config.json").write_text(json.dumps({**config, **heads}))
+    rollout = {
+        "rewards": [{"name": "exact_match"}],
+        "engine": engine,
+        "engine_arguments": {name: size},
+    }
+    spec = spec_with(tmp_path, model={"path": str(folder), "tokenizer": "bytes"}, rollout=rollout)
+    with pytest.raises(SpecError) as caught:
+        check(spec)
+    said = f"rollout.engine_arguments.{name} is {size}, but model.path has 12 attention heads"
+    assert (said in str(caught.value)) is is_refused
+
+
 def test_an_empty_data_set_and_a_missing_column_are_named(tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
