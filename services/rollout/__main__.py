@@ -24,7 +24,7 @@ from services.common.models.tokenizer import load_tokenizer
 from services.common.secrets import with_secrets
 from services.common.spec.run import RunSpec
 from services.common.spec.weight_modes import weight_mode
-from services.common.task_group import TaskGroup, until_first
+from services.common.task_group import TaskGroup, until_first, unwrapped
 from services.controller.client import GroupFailure, WorkerSession
 from services.rollout.calls.pool import CallPool
 from services.rollout.calls.reach import Reach
@@ -123,21 +123,27 @@ async def _load(
         load_tokenizer, spec.model, spec.data.chat_template_arguments
     )
     sources = await asyncio.to_thread(open_sources, spec.data)
-    engine = await asyncio.to_thread(
-        build_engine,
-        spec.rollout,
-        spec.model,
-        tokenizer,
-        dtype=getattr(torch, spec.trainer.dtype),
-        device=device,
-        plan=partial(plan_of, spec, roles=settings.gpu_neighbours),
-        is_written_in_place=weight_mode(spec.weight_sync.mode).is_in_place,
-        sleeps=spec.is_in_turns(settings.worker_id),
-    )
     pool = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
     calls = await stack.enter_async_context(CallPool(spec.rollout.reward_concurrency))
     reach = Reach(settings.reward_hosts)
-    scorer = await stack.enter_async_context(ScorerOfSets.open(spec, pool, reach))
+    # Processes for rewards start, and import what these need, while the engine's model is read.
+    with unwrapped():
+        async with TaskGroup() as loading:
+            building = loading.create_task(
+                asyncio.to_thread(
+                    build_engine,
+                    spec.rollout,
+                    spec.model,
+                    tokenizer,
+                    dtype=getattr(torch, spec.trainer.dtype),
+                    device=device,
+                    plan=partial(plan_of, spec, roles=settings.gpu_neighbours),
+                    is_written_in_place=weight_mode(spec.weight_sync.mode).is_in_place,
+                    sleeps=spec.is_in_turns(settings.worker_id),
+                )
+            )
+            scorer = await stack.enter_async_context(ScorerOfSets.open(spec, pool, reach))
+    engine = building.result()
     address, put_timeout_s = session.transferqueue_address, spec.transferqueue.put_timeout_s
     data = await stack.enter_async_context(DataClient.connect(address, put_timeout_s=put_timeout_s))
     metadata = await stack.enter_async_context(TransferQueueClient.connect(address))
