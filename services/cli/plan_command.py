@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -169,8 +169,8 @@ def _planned(
         },
         places=places,
         most_places=most,
-        refused=lambda size: refused(replace(base, trainer_gpus=size, in_turns=0)),
-        may_take_turns=lambda way: may_take_turns(spec, way) and not refused(way),
+        refused=refused,
+        may_take_turns=lambda way: may_take_turns(spec, way),
     )
 
 
@@ -192,8 +192,8 @@ def _show(spec: RunSpec, found: Plan, known: _Known, *, memory: Memory) -> None:
     if found.now is not None:
         table.add_row("now", *_cells(found.now))
     console.print(table, highlight=False)
-    for count, reason in found.refused.items():
-        say(console, f"\nnot with {count} GPU(s) for the trainer: {reason}")
+    for way, reason in found.refused.items():
+        say(console, f"\nnot with {way} for the trainer: {reason}")
     say(console, f"\nrecommended ({_why(found)}):")
     for key, value in _keys(found.best).items():
         say(console, f"  {key}: {value}")

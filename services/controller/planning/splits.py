@@ -59,8 +59,8 @@ class Plan:
     """The one to take: of those that give nearly as much as the best, the one with the least staleness."""
     now: Split | None
     """As the specification has it, if it takes no more GPUs."""
-    refused: Mapping[int, str] = field(default_factory=dict)
-    """Why a number of trainer GPUs cannot be, by that number."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Why ways cannot be, by the number of trainer GPUs, with ``in turns`` where it is so."""
 
 
 def plan_splits(
@@ -71,7 +71,7 @@ def plan_splits(
     bounds: Collection[int],
     places: Places,
     most_places: int,
-    refused: Callable[[int], str] = lambda trainer_gpus: "",
+    refused: Callable[[Setting], str] = lambda setting: "",
     may_take_turns: Callable[[Setting], bool] = lambda setting: False,
 ) -> Plan:
     """Try the ways to split some GPUs.
@@ -83,8 +83,8 @@ def plan_splits(
         bounds: Values of ``algorithm.max_staleness`` that may be.
         places: How many places a rollout would have.
         most_places: How many it may have.
-        refused: Why so many trainer GPUs cannot be, or nothing.
-        may_take_turns: Whether that may be, of a setting in which rollouts are on the trainer's GPUs.
+        refused: Why a setting does not fit, or nothing.
+        may_take_turns: Whether a specification allows a setting in which rollouts are on the trainer's GPUs.
 
     Raises:
         ValueError: If the GPUs are too few, or no split of them can be; with the figures.
@@ -94,8 +94,6 @@ def plan_splits(
         f"{room.gpus} GPU(s) are not enough to split: the trainer needs {room.trainer_unit} and a "
         f"rollout {room.engine_gpus}, {least} together; say how many there are with --gpus"
     )
-    reasons = {count: refused(count) for count in room.trainer_sizes()}
-    fitting = [count for count, reason in reasons.items() if not reason]
     base = replace(base, engine_gpus=room.engine_gpus)
 
     def ways(sizes: Collection[int], *, takes_turns: bool) -> list[Setting]:
@@ -109,9 +107,20 @@ def plan_splits(
         ]
 
     turns = [way for way in ways(room.shared_sizes(), takes_turns=True) if may_take_turns(way)]
-    found = [_tried(rates, way, places) for way in (*ways(fitting, takes_turns=False), *turns)]
+    reasons: dict[str, str] = {}
+    found = []
+    for way in (*ways(room.trainer_sizes(), takes_turns=False), *turns):
+        name = f"{way.trainer_gpus}{' in turns' if way.takes_turns else ''}"
+        # Memory is the same whatever the bound.
+        if name not in reasons:
+            reasons[name] = refused(way)
+        if not reasons[name]:
+            found.append(_tried(rates, way, places))
+    if not found and reasons:
+        name = max(reasons, key=lambda name: int(name.split()[0]))
+        raise ValueError(f"{room.gpus} GPU(s) are too few; {name} for the trainer: {reasons[name]}")
     if not found:
-        raise ValueError(next(iter(reasons.values()), too_few))
+        raise ValueError(too_few)
     best = _recommended(found)
     more = replace(best.setting, places=2 * best.setting.places)
     if more.places <= most_places:
@@ -123,7 +132,7 @@ def plan_splits(
         now=Split(setting=base, prediction=predict(rates, base))
         if base.gpus <= room.gpus
         else None,
-        refused={count: reason for count, reason in reasons.items() if reason},
+        refused={name: reason for name, reason in reasons.items() if reason},
     )
 
 

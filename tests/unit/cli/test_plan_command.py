@@ -68,7 +68,7 @@ def test_a_handover_is_assumed_to_move_what_does_not_fit_beside_the_engines(spec
     large = ("--set", "model.path=tiny:qwen2-3m", "--set", "rollout.max_running_samples=4096")
     long = ("--set", "rollout.max_response_tokens=400", "--set", "data.max_prompt_tokens=100")
     assert handover_s("--gpu-memory", "141GB") == handover_s() == 0.01
-    assert handover_s("--gpu-memory", "9GB", *large, *long) > 0.75
+    assert handover_s("--gpu-memory", "9GB", *large, *long) > 0.41
 
 
 def test_lags_stay_below_the_one_that_is_given(spec):

@@ -68,8 +68,8 @@ def test_more_places_are_tried_where_there_is_room():
 
 
 def test_what_cannot_be_is_left_out_with_its_reason():
-    found = planned(refused=lambda gpus: "too small" if gpus == 1 else "")
-    assert found.refused == {1: "too small"}
+    found = planned(refused=lambda way: "too small" if way.trainer_gpus == 1 else "")
+    assert found.refused == {"1": "too small"}
     assert all(split.setting.trainer_gpus > 1 for split in found.splits)
 
 
@@ -79,8 +79,12 @@ def test_too_few_gpus_are_refused_with_the_figures():
 
 
 def test_a_plan_of_which_nothing_fits_says_why():
-    with pytest.raises(ValueError, match="needs 90 GB"):
-        planned(refused=lambda gpus: "needs 90 GB")
+    reason = r"^4 GPU\(s\) are too few; 3 for the trainer: needs 90 GB$"
+    with pytest.raises(ValueError, match=reason):
+        planned(gpus=4, refused=lambda way: "needs 90 GB")
+    # What two GPUs are too few for, one may do in turns, but for its memory.
+    with pytest.raises(ValueError, match="1 in turns for the trainer: needs 90 GB"):
+        planned(gpus=1, refused=lambda way: "needs 90 GB", may_take_turns=lambda way: True)
 
 
 def test_many_gpus_are_not_tried_one_by_one():
