@@ -192,7 +192,7 @@ def _at_once(spec: RunSpec) -> Iterator[str]:
             f"engine {spec.rollout.engine!r} does not give up its GPU memory while the trainer works; choose "
             f"one of {able}"
         )
-    num_others = spec.rollout.replicas - spec.rollouts_in_turns
+    num_others = max(0, spec.rollout.replicas - spec.rollouts_in_turns)
     if spec.algorithm.max_staleness > 1 and not num_others:
         yield (
             "rollouts cannot run ahead of training by algorithm.max_staleness "

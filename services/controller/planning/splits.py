@@ -117,7 +117,9 @@ def plan_splits(
         if not reasons[name]:
             found.append(_tried(rates, way, places))
     if not found and reasons:
-        name = max(reasons, key=lambda name: int(name.split()[0]))
+        # The largest trainer lacks the least; beside it in turns there are engines, too.
+        apart = [name for name in reasons if name.isdigit()]
+        name = max(apart or reasons, key=lambda name: int(name.split()[0]))
         raise ValueError(f"{room.gpus} GPU(s) are too few; {name} for the trainer: {reasons[name]}")
     if not found:
         raise ValueError(too_few)

@@ -101,3 +101,11 @@ def test_what_cannot_take_turns_is_refused(document, words):
     assert "or set topology.placement to 'disaggregated'" in message
     for word in words:
         assert word in message
+
+
+def test_too_few_rollouts_of_a_mixed_run_are_one_problem():
+    document = colocated(rollout={"replicas": 2}, trainer={"world_size": 4}, topology=MIXED)
+    with pytest.raises(SpecError) as refused:
+        parse_spec(document)
+    (problem,) = refused.value.problems
+    assert "set rollout.replicas to 5 or more" in problem
