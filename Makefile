@@ -91,21 +91,12 @@ proto-check: $(READY) ## The protos are well formed and the committed stubs are 
 	out=$$(mktemp -d) && PATH="$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=$$out --grpc_python_out=$$out --mypy_out=quiet:$$out --mypy_grpc_out=quiet:$$out $(PROTOS) && diff -r -x __pycache__ $$out proto/gen && rm -rf $$out
 
 docs: $(READY) ## Regenerate docs/runspec.md and its schema, docs/models.md, docs/fits.md, docs/openapi.json and the Python client
-	$(BIN)/python -m services.controller.api.openapi > docs/openapi.json
-	$(BIN)/python -m services.client.generate docs/openapi.json services/client/slipstream_client
-	$(BIN)/python -m services.cli.spec_docs > docs/runspec.md
-	$(BIN)/python -m services.cli.spec_schema > docs/runspec.schema.json
-	$(BIN)/python -m services.cli.model_docs > docs/models.md
-	$(BIN)/python -m services.cli.fit_docs > docs/fits.md
+	$(BIN)/python -m deploy.reference
 
 site: $(READY) ## The documentation as a site that is read without a network, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-docs-check: $(READY) ## The generated documentation and client are current, and the site has no dead link
-	out=$$(mktemp -d) && $(BIN)/python -m services.client.generate docs/openapi.json $$out && for file in $$out/*; do diff $$file services/client/slipstream_client/ || exit 1; done && rm -rf $$out
-	$(BIN)/python -m services.cli.spec_docs | diff docs/runspec.md -
-	$(BIN)/python -m services.cli.spec_schema | diff docs/runspec.schema.json -
-	$(BIN)/python -m services.cli.model_docs | diff docs/models.md -
+docs-check: $(READY) ## The documentation has no dead link
 	out=$$(mktemp -d) && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir $$out && rm -rf $$out
 
 clean: ## Remove what make made

@@ -18,7 +18,7 @@ SERVICES = {
     path: text
     for path, text in PYTHON.items()
     if path.is_relative_to(REPOSITORY / "services")
-    if "\n\nWritten by services/" not in text.split('"""')[1]  # nobody edits it
+    if "\n\nWritten by deploy/" not in text.split('"""')[1]  # nobody edits it
 }
 TREES = {path: ast.parse(text) for path, text in PYTHON.items()}
 DOCUMENTS = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")]

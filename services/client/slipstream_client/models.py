@@ -1,6 +1,6 @@
 """What a controller answers.
 
-Written by services/client/generate.py: `make docs` keeps it current.
+Written by deploy/reference/client.py: `make docs` keeps it current.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The client: everything that a controller can be asked, and runs as objects.
 
-Written by services/client/generate.py: `make docs` keeps it current.
+Written by deploy/reference/client.py: `make docs` keeps it current.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

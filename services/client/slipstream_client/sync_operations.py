@@ -1,6 +1,6 @@
 """The operations of the API as methods.
 
-Written by services/client/generate.py: `make docs` keeps it current.
+Written by deploy/reference/client.py: `make docs` keeps it current.
 """
 
 import uuid

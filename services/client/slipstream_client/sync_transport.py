@@ -1,6 +1,6 @@
 """Requests over HTTP, to a controller that may be started again meanwhile.
 
-Written by services/client/generate.py: `make docs` keeps it current.
+Written by deploy/reference/client.py: `make docs` keeps it current.
 """
 
 import json

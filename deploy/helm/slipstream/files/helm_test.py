@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.common.credentials import Identity, acting_as
 from services.common.grpc_client import open_channel
 from services.common.issuer import IssuedTls, Issuer
+from services.common.tls import Peer
 
 TIMEOUT_S = 20.0
 TLS = Path("/etc/slipstream/tls")
@@ -22,7 +23,7 @@ def fetch(url: str) -> httpx.Response:
     return httpx.get(url, timeout=TIMEOUT_S, trust_env=False, verify=False).raise_for_status()  # noqa: S501
 
 
-async def check_health(address: str, peer: str, identity: Identity) -> None:
+async def check_health(address: str, peer: Peer, identity: Identity) -> None:
     """Ask a gRPC server for its health."""
     with acting_as(identity):
         channel = open_channel(address, peer)
@@ -38,7 +39,8 @@ scheme, controller, queue = sys.argv[1:]
 # With a certificate, if the release has any.
 own = Identity(tls=IssuedTls(Issuer(TLS), "test.slipstream") if TLS.exists() else None)
 fetch(f"{scheme}://{controller}:8080/healthz")  # what needs no token
-for host, peer in ((controller, "controller"), (queue, "transferqueue")):
+servers: list[tuple[str, Peer]] = [(controller, "controller"), (queue, "transferqueue")]
+for host, peer in servers:
     asyncio.run(check_health(f"{host}:50051", peer, own))
     assert "slipstream_" in fetch(f"http://{host}:9090/metrics").text, f"{host} exposes no metrics"
 sys.stdout.write("every service answers\n")

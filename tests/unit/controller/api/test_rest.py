@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from pathlib import Path
 
 import pytest
 
@@ -178,11 +177,6 @@ async def test_tokens_separate_projects_and_roles(manager, database, tmp_path):
     async with client_of(manager, database, tmp_path, tokens) as client:
         refused = await client.get(path)
         assert (refused.status_code, refused.headers["WWW-Authenticate"]) == (401, "Bearer")
-
-
-async def test_the_committed_description_is_current(api):
-    committed = Path(__file__).parents[4] / "docs" / "openapi.json"
-    assert json.loads(committed.read_text()) == (await api.get("/openapi.json")).json()
 
 
 async def test_what_the_installation_does_not_allow_is_refused(database, tmp_path):

@@ -1,9 +1,5 @@
-"""Writes what of the client follows from the API's description, and from the half of it that awaits.
+"""What of the Python client follows from the API's description, and from the half of it that awaits."""
 
-python -m services.client.generate docs/openapi.json services/client/slipstream_client
-"""
-
-import json
 import re
 import subprocess
 import sys
@@ -12,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_SOURCE = Path(__file__).parent / "slipstream_client"
-_NOTE = "\n\nWritten by services/client/generate.py: `make docs` keeps it current.\n"
+PACKAGE = Path(__file__).parents[2] / "services" / "client" / "slipstream_client"
+_NOTE = "\n\nWritten by deploy/reference/client.py: `make docs` keeps it current.\n"
 _SCALARS = {"string": "str", "integer": "int", "number": "float", "boolean": "bool"}
 _JSON, _LINES = "application/json", "application/x-ndjson"
 # The answer to a condition that does not hold is none; streams of events are followed by hand-written code.
@@ -46,20 +42,17 @@ class _Operation:
     is_lines: bool
 
 
-def main() -> None:
-    """Write the modules into a folder."""
-    description, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    document = json.loads(description.read_text(encoding="utf-8"))
+def modules(document: _Schema) -> dict[Path, str]:
+    """The written modules, by the API's description."""
     operations = list(_operations(document))
-    modules = {
+    written = {
         "models": _models(document["components"]["schemas"], operations),
         "async_operations": _methods(document["components"]["schemas"], operations),
     }
     for name in ("transport", "operations", "client"):
-        source = modules.get(f"async_{name}") or (_SOURCE / f"async_{name}.py").read_text("utf-8")
-        modules[f"sync_{name}"] = _without_await(source)
-    for name, text in modules.items():
-        (folder / f"{name}.py").write_text(_formatted(text), encoding="utf-8")
+        source = written.get(f"async_{name}") or (PACKAGE / f"async_{name}.py").read_text("utf-8")
+        written[f"sync_{name}"] = _without_await(source)
+    return {PACKAGE / f"{name}.py": _formatted(text) for name, text in written.items()}
 
 
 def _operations(document: _Schema) -> Iterator[_Operation]:
@@ -261,7 +254,7 @@ def _without_await(text: str) -> str:
 
 def _formatted(text: str) -> str:
     """The text in the shape that all code has."""
-    name = ["--stdin-filename", str(_SOURCE / "generated.py")]
+    name = ["--stdin-filename", str(PACKAGE / "generated.py")]
     for command in (
         ["check", "--quiet", "--fix-only", "--select", "I", *name, "-"],
         ["format", *name, "-"],
@@ -275,7 +268,3 @@ def _formatted(text: str) -> str:
         )
         text = done.stdout
     return text
-
-
-if __name__ == "__main__":
-    main()

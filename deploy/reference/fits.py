@@ -1,4 +1,4 @@
-"""Writes ``docs/fits.md``: what trains where, as ``slipstream plan --gpu-memory`` reckons it."""
+"""What trains where, as ``slipstream plan --gpu-memory`` reckons it."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -81,15 +81,10 @@ _KEPT: tuple[tuple[str, dict[str, Any]], ...] = (
 _OFFLOADED = (("", False), ("M", "optimizer"), ("H", True))
 
 
-def main() -> None:
-    """Print the page."""
-    print(page())  # noqa: T201
-
-
 def page() -> str:
-    """The page."""
+    """A row for each model and number of GPUs."""
     head = f"| model | GPUs | {' | '.join(_CONTEXTS)} |\n| --- | --- |{' --- |' * len(_CONTEXTS)}"
-    return "\n".join([_HEAD.format(most=_MOST), head, *_rows()])
+    return "\n".join([_HEAD.format(most=_MOST), head, *_rows(), ""])
 
 
 def _rows() -> Iterator[str]:
@@ -160,7 +155,3 @@ def _spec(context: int, trainer: Mapping[str, Any]) -> RunSpec:
             },
         }
     )
-
-
-if __name__ == "__main__":
-    main()

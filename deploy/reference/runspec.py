@@ -1,6 +1,6 @@
-"""Writes docs/runspec.md: every key of a RunSpec with its type, default and meaning."""
+"""Every key of a RunSpec with its type, default and meaning, and the schema that editors read."""
 
-import sys
+import json
 from collections.abc import Iterator
 from typing import Any, Union, get_args, get_origin
 
@@ -20,25 +20,34 @@ at once.
 Editors complete and check keys by `docs/runspec.schema.json`, with this as the file's first line:
 `# yaml-language-server: $schema=PATH/docs/runspec.schema.json`.
 """
+_DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
-def main() -> None:
-    """Write the page to standard output."""
-    sys.stdout.write(_HEAD)
+def schema() -> str:
+    """By which editors complete and check a specification."""
+    return json.dumps({"$schema": _DRAFT, **RunSpec.model_json_schema()}, indent=1) + "\n"
+
+
+def page() -> str:
+    """All keys, part by part."""
+    return _HEAD + "".join(_sections())
+
+
+def _sections() -> Iterator[str]:
     told: dict[type[BaseModel], str] = {}
     for title, model, prefix in _parts(RunSpec, ""):
-        sys.stdout.write(f"\n## {title}\n\n{_first_line(model)}\n\n")
+        yield f"\n## {title}\n\n{_first_line(model)}\n\n"
         alike = next((known for known in model.__mro__ if known in told), None)
         known_fields = {} if alike is None else alike.model_fields
         if alike is not None:
-            sys.stdout.write(f"It has the keys of [{told[alike]}](#{_anchor(told[alike])})")
-            sys.stdout.write(".\n" if alike is model else ", and these:\n\n")
+            yield f"It has the keys of [{told[alike]}](#{_anchor(told[alike])})"
+            yield ".\n" if alike is model else ", and these:\n\n"
         told.setdefault(model, title)
         fields = [(name, info) for name, info in model.model_fields.items() if not parts_of(info)]
         rows = [_row(f"{prefix}{name}", info) for name, info in fields if name not in known_fields]
         if rows:
-            sys.stdout.write("| key | type | default | meaning |\n| --- | --- | --- | --- |\n")
-            sys.stdout.writelines(rows)
+            yield "| key | type | default | meaning |\n| --- | --- | --- | --- |\n"
+            yield from rows
 
 
 def _anchor(title: str) -> str:
@@ -84,7 +93,3 @@ def _default(info: FieldInfo) -> str:
 
 def _first_line(model: type[BaseModel]) -> str:
     return (model.__doc__ or "").strip().splitlines()[0]
-
-
-if __name__ == "__main__":
-    main()

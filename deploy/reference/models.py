@@ -1,4 +1,4 @@
-"""Writes ``docs/models.md``: which model families do what, from the table that the code uses."""
+"""Which model families do what, from the table that the code uses."""
 
 from collections.abc import Iterator
 
@@ -48,8 +48,8 @@ logprobs of its own model before it samples.
 _ENGINES = {"torch": "torch", "vllm": "vLLM", "sglang": "SGLang"}
 
 
-def main() -> None:
-    """Print the page."""
+def page() -> str:
+    """A row for each family, and why engines did not pass."""
     rows = []
     for name, family in FAMILIES.items():
         divided = "yes" if family.tensor_parallel else "no"
@@ -64,7 +64,7 @@ def main() -> None:
         for name, why in families.items()
     ]
     windowed = ", ".join(f"`{name}`" for name in WINDOWED["sglang"])
-    print(_HEAD.format(windowed=windowed) + "\n".join([*rows, _UNEQUAL.rstrip("\n"), *failed]))  # noqa: T201
+    return _HEAD.format(windowed=windowed) + "\n".join([*rows, _UNEQUAL.rstrip("\n"), *failed, ""])
 
 
 def _adapted(family: Family) -> str:
@@ -85,7 +85,3 @@ def _telling(family: str) -> Iterator[str]:
     for engine, families in COMPARED.items():
         if family in families and family not in TELLS_NOT[engine]:
             yield _ENGINES[engine]
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""What is written of the code: the references in docs/ and most of the Python client."""

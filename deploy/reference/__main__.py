@@ -1,0 +1,37 @@
+"""Writes the references in docs/ and most of the Python client: ``python -m deploy.reference``."""
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+from deploy.reference import client, fits, models, runspec
+from services.controller.api.app import build_app
+from services.controller.api.run_api import RunApi
+
+_DOCS = Path(__file__).parents[2] / "docs"
+
+
+def files() -> dict[Path, str]:
+    """Text of every written file."""
+    # Routes are described without being called, so there is nothing that they would need.
+    nothing = cast("Any", None)
+    app = build_app(RunApi(nothing, nothing, nothing, nothing, nothing))
+    api = json.dumps(app.openapi(), indent=1, sort_keys=True)
+    return {
+        _DOCS / "openapi.json": api + "\n",
+        _DOCS / "runspec.md": runspec.page(),
+        _DOCS / "runspec.schema.json": runspec.schema(),
+        _DOCS / "models.md": models.page(),
+        _DOCS / "fits.md": fits.page(),
+        **client.modules(json.loads(api)),
+    }
+
+
+def main() -> None:
+    """Write all files."""
+    for path, text in files().items():
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""The references and the client that are committed are those of the code."""
+
+from deploy.reference.__main__ import files
+
+
+def test_what_is_written_of_the_code_is_current() -> None:
+    stale = [path.name for path, text in files().items() if path.read_text("utf-8") != text]
+    assert not stale, "run make docs"
