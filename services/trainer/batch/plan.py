@@ -140,8 +140,7 @@ def plan_step(
             for place, owner in enumerate(owners)
             if owner in members and sizes[place] < bounds.too_long
         ]
-        cuts = cut(samples.select(own), bounds.max_tokens, shares=shares_prefixes)
-        micros = [tuple(own[i] for i in micro) for micro in cuts]
+        micros = cut(samples, own, max_tokens=bounds.max_tokens, shares=shares_prefixes)
         # Ranks have like sizes at a time; and if one does not fit into memory, it is the least that does not.
         divided.append(sorted(micros, key=lambda micro: sum(lengths[i] for i in micro)))
     # An update without work is one all the same.
@@ -153,11 +152,17 @@ def plan_step(
     )
 
 
-def cut(part: Samples, max_tokens: int, *, shares: bool) -> list[list[int]]:
-    """Positions of the micro-batches that some sequences make, as :func:`micro_batches` has them."""
-    sequences = joined(part.prompts.unbind(), part.responses.unbind())
-    groups = None if part.groups is None else part.groups.tolist()
-    return micro_batches(sequences, max_tokens, shares=shares, groups=groups)
+def cut(
+    samples: Samples, positions: Sequence[int], *, max_tokens: int, shares: bool
+) -> list[tuple[int, ...]]:
+    """Divide some of the sequences into micro-batches of positions, as :func:`micro_batches` does."""
+    chosen = torch.as_tensor(positions, dtype=torch.int64)
+    groups = None if samples.groups is None else samples.groups[chosen].tolist()
+    sequences = joined(
+        samples.prompts.select(chosen).unbind(), samples.responses.select(chosen).unbind()
+    )
+    found = micro_batches(sequences, max_tokens, shares=shares, groups=groups)
+    return [tuple(positions[index] for index in micro) for micro in found]
 
 
 def num_tokens(part: Samples) -> int:
@@ -167,11 +172,11 @@ def num_tokens(part: Samples) -> int:
 
 def bounds_of(part: Samples, *, shares: bool) -> Bounds:
     """What is too large where a micro-batch is."""
-    tokens = num_tokens(part)
-    if len(cut(part, 1, shares=shares)) == 1:
+    tokens, everything = num_tokens(part), range(len(part.rows))
+    if len(cut(part, everything, max_tokens=1, shares=shares)) == 1:
         return Bounds(too_long=tokens)
     budget = max(1, tokens // 2)
-    while len(cut(part, budget, shares=shares)) == 1:
+    while len(cut(part, everything, max_tokens=budget, shares=shares)) == 1:
         budget = max(1, budget // 2)
     return Bounds(max_tokens=budget)
 

@@ -166,10 +166,10 @@ class Fitting:
             return work
         most, shares = self._outgrown.bounds.max_tokens, self._spec.shares_prefixes
         parts = (
-            tuple(micro[index] for index in indexes)
+            part
             for micro in work
             if micro
-            for indexes in cut(samples.select(micro), most, shares=shares)
+            for part in cut(samples, micro, max_tokens=most, shares=shares)
         )
         return tuple(parts) or ((),)
 
