@@ -62,6 +62,8 @@ class PackedTokens:
     """What it costs."""
     places: NDArray[np.int64]
     """``predictors`` in host memory."""
+    uses: Tensor | None = None
+    """``[T]`` int64: how many sequences each token is of; None if nothing is shared."""
     experts: Tensor | None = None
     """``[T, layers, K]`` int64 experts that the engine chose, -1 where they are not known."""
     context: ContextRanks | None = None
@@ -79,6 +81,7 @@ class PackedTokens:
             self,
             input_ids=ranks.own(self.input_ids),
             position_ids=ranks.own(self.position_ids),
+            uses=None if self.uses is None else ranks.own(self.uses),
             experts=None if self.experts is None else ranks.own(self.experts, filler=-1),
             predictors=self.predictors[own] - ranks.rank * size,
             targets=self.targets[own],
@@ -137,8 +140,9 @@ def pack(
         [paths[index][prompt - 1 :] for index, prompt in enumerate(prompt_lengths)]
     )
     targets = responses.values.to(torch.int64).numpy()
-    predictions = None
+    predictions = uses = None
     if any(prefixes.shared):
+        uses = _on_device(np.bincount(np.concatenate([branch.path for branch in found])), device)
         predictors, targets, predictions = _distinct(predictors, targets)
     layout = build_layout(found, device)
     told = None
@@ -154,6 +158,7 @@ def pack(
         layout=layout,
         work=_work(found, len(predictors)),
         places=predictors,
+        uses=uses,
         experts=None if told is None else _known(on_device(told, device)),
     )
 

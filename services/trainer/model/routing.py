@@ -36,6 +36,7 @@ class Routing:
         self._replayed: Tensor | None = None
         self._context: ContextRanks | None = None
         self._num_tokens = 0
+        self._uses: Tensor | None = None
         self._is_replaying = False
         self._logits: dict[int, Tensor] = {}
         self._chosen: dict[int, Tensor] = {}
@@ -54,16 +55,21 @@ class Routing:
         self._replayed = None if replay == "off" else packed.experts
         self._is_replaying = replay == "replay"
         self._context, self._num_tokens = packed.context, len(packed.layout.depths)
+        self._uses = packed.uses
         self._logits, self._chosen, self._differs = {}, {}, {}
 
     def counts(self) -> Tensor:
-        """``[layers, E]`` int64: how often each expert was chosen, for tokens of this rank."""
+        """``[layers, E]`` int64: how often each expert was chosen, for tokens of this rank.
+
+        A token that sequences share counts as often as they would have it without sharing.
+        """
         own = self._num_own
-        chosen = torch.stack(
-            [self._chosen[place][:own].flatten() for place in sorted(self._chosen)]
-        )
+        chosen = torch.stack([self._chosen[place][:own] for place in sorted(self._chosen)])
+        times = torch.ones_like(chosen)
+        if self._uses is not None:
+            times *= self._uses[:own, None]
         counts = chosen.new_zeros(len(chosen), self._num_experts)
-        return counts.scatter_add_(1, chosen, torch.ones_like(chosen))
+        return counts.scatter_add_(1, chosen.flatten(1), times.flatten(1))
 
     def differences(self) -> tuple[Tensor, Tensor] | None:
         """``[T]`` bool: whether a layer chose otherwise than the engine, and whether that is known."""

@@ -1,5 +1,6 @@
 """Routers of a trained mixture: replayed choices, balance, and what a step reports of them."""
 
+import random
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from services.trainer.model.policy import Policy
 from services.trainer.model.routing import imbalance
 from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.mixtures import tiny_config
+from tests.helpers.tries import random_trie
 
 _MIXTURES = [name for name, family in FAMILIES.items() if family.routing is not None]
 
@@ -112,6 +114,19 @@ def test_biases_make_experts_likelier_that_were_chosen_less() -> None:
     policy.routing.move_biases(counts, 0.25)
     for router in policy.routing._routers:
         assert router.e_score_correction_bias.tolist() == [-0.25, 0.25, 0, 0, 0, 0, 0, 0]
+
+
+def test_choices_of_tokens_that_sequences_share_count_for_each_of_them() -> None:
+    for seed in range(5):
+        policy = _policy("glm4_moe")
+        prompts, responses = random_trie(random.Random(seed), vocabulary=61)
+        counts = []
+        for shares in (False, True):
+            packed = pack(prompts, responses, device=CPU, shares_prefixes=shares)
+            policy(packed)
+            counts.append(policy.routing.counts())
+        assert packed.uses is not None
+        assert torch.equal(*counts)
 
 
 def test_imbalance_is_the_most_over_the_mean() -> None:
