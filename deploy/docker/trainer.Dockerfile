@@ -1,8 +1,9 @@
 # Losses, optimizer, checkpoints.
 #
-# BASE is an image with Python 3.11 or newer, pip and venv. PIP_OPTIONS goes to pip, for example
+# BASE is an image with Python 3.11 or newer, pip and venv; for GPUs with a C compiler too, which makes the
+# launchers of Triton's kernels (the slim image has none). PIP_OPTIONS goes to pip, for example
 # "--no-index --find-links /wheels" to install from a folder that the build mounts.
-ARG BASE=docker.io/library/python:3.12-slim-bookworm
+ARG BASE=docker.io/library/python:3.12-bookworm
 
 FROM ${BASE} AS dependencies
 ARG PIP_OPTIONS=""

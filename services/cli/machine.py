@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.cli.settings import MachineSettings
+from services.common.compiler import missing_compiler
 from services.common.models.made_tokenizers import is_made, tokenizer_name
 from services.common.processors import usable_processors
 from services.common.spec.engines import engine_kind
@@ -44,6 +45,8 @@ def lacks(spec: RunSpec) -> Iterator[str]:
         yield (
             "weight_sync.backend is 'nccl', but this machine has no GPU; set it to 'auto' or 'gloo'"
         )
+    if gpus and (problem := missing_compiler()):
+        yield problem
     yield from _too_many(spec, gpus)
 
 

@@ -9,6 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from services.common.callables import load_callable
+from services.common.compiler import missing_compiler
 from services.common.models.loading import load_config
 from services.common.models.tokenizer import Tokenizer
 from services.common.settings import set_defaults
@@ -55,6 +56,8 @@ def build_engine(
     Raises:
         ValueError: If the engine is not installed, or cannot do what the run asks for.
     """
+    if device.type == "cuda" and (problem := missing_compiler()):
+        raise ValueError(problem)
     config = load_config(model, tokenizer)
     arguments = dict(spec.engine_arguments)
     if device.type == "cuda" and plan is not None and engine_kind(spec.engine).has_model:

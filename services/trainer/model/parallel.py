@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from services.common.compiler import missing_compiler
 from services.common.models.families import check_trainer, is_mixture
 from services.common.spec.trainer import TrainerSpec
 from services.trainer.batch.context import ContextRanks
@@ -40,6 +41,8 @@ from services.trainer.model.policy import Critic, Policy
 
 _LONGEST_PAUSE = timedelta(hours=24)
 """Longest time between two orders of rank 0, after which the other ranks give up."""
+_MOST_KINDS = 64
+"""Times that a layer is compiled: without and with gradients, for a few kinds of sizes."""
 
 
 @dataclass(frozen=True, slots=True)

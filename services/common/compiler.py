@@ -1,0 +1,20 @@
+"""The C compiler of the host, which GPU kernels need."""
+
+import os
+import shutil
+
+
+def missing_compiler() -> str:
+    """What to do where there is no C compiler; empty where one is found.
+
+    Triton, whose kernels torch and the weight plane use, has it make a launcher for each of them at run time.
+    It takes ``CC``, else gcc or clang.
+    """
+    compiler = os.environ.get("CC")
+    if shutil.which(compiler) if compiler else shutil.which("gcc") or shutil.which("clang"):
+        return ""
+    found = f"CC is {compiler!r}, which is no program here" if compiler else "none was found"
+    return (
+        f"kernels for GPUs need a C compiler, but {found}; install gcc or clang and the headers of "
+        "Python, or set CC"
+    )
