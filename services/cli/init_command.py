@@ -56,6 +56,7 @@ trainer:
   steps: 100
   prompts_per_step: 32          # groups that form one batch
   dtype: {dtype}
+  compile: {compiled}               # torch.compile: less time and memory on GPUs, a longer start
   optimizer:
     learning_rate: {rate}
   checkpoint: {{every: 20, keep: 2}}
@@ -104,6 +105,7 @@ def init(
         replicas=2 if is_tiny else 1,
         response=64 if is_tiny else 1024,
         dtype="float32" if is_tiny else "bfloat16",
+        compiled="false" if is_tiny else "true",
         rate="3.0e-4" if is_tiny else "1.0e-6",
     )
     file.write_text(text, encoding="utf-8")

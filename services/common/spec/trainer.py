@@ -133,7 +133,8 @@ class TrainerSpec(SpecPart):
     """What lives in host memory between uses: true, weights, gradients and optimizer, which computes there;
     ``optimizer``, its moments alone, which visit the GPU for an update."""
     compile: bool = False
-    """Whether torch.compile is applied to the decoder layers."""
+    """Whether torch.compile is applied to the decoder layers, while engines start. A step's ``compilations``
+    are those that it had to wait for all the same; there should be none."""
     lora: LoraSpec | None = None
     """Low-rank adapters instead of full fine-tuning."""
     checkpoint: CheckpointSpec = CheckpointSpec()

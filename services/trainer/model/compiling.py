@@ -8,6 +8,7 @@ of its kind would wait for a compilation. So each kind is met here, while the en
 from collections.abc import Iterator
 
 import torch
+from torch._dynamo.utils import counters
 
 from services.common.jagged import Jagged
 from services.common.spec.trainer import TrainerSpec
@@ -37,6 +38,11 @@ def compile_ahead(module: Policy | Critic, spec: TrainerSpec, *, device: torch.d
             # Squares, whose gradients are laid out like those of a loss.
             torch.stack([part.square().sum() for part in parts_of(scores)]).sum().backward()
             module.zero_grad(set_to_none=True)
+
+
+def num_compiled() -> int:
+    """Parts of the model that this process has compiled so far, each for one kind of sizes."""
+    return int(counters["stats"]["unique_graphs"])
 
 
 def parts_of(scores: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

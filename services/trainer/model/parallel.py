@@ -102,8 +102,10 @@ def build_topology(
     offloading, so there is one way to have them.
 
     Raises:
-        ValueError: If the number of processes is not the one of the specification.
+        ValueError: If the number of processes is not the one of the specification, or kernels cannot be made.
     """
+    if device.type == "cuda" and (problem := missing_compiler()):
+        raise ValueError(problem)
     if world_size != spec.world_size:
         raise ValueError(
             f"the run has {spec.world_size} processes for this worker, but {world_size} were started; start "
@@ -194,6 +196,8 @@ def distribute(module: Policy | Critic, spec: TrainerSpec, topology: Topology) -
     _divide(module, layers, spec, topology)
     arrange(layers, spec, device=topology.device, is_seen=_is_seen(module, topology))
     if spec.compile:
+        # Beyond its limit torch would go on uncompiled, slower and in more memory than was planned.
+        torch._dynamo.config.recompile_limit = _MOST_KINDS  # noqa: SLF001
         decoder.norm.forward = torch.compile(decoder.norm.forward, dynamic=True)
     if topology.mesh is None:
         module.to(topology.device)

@@ -8,6 +8,7 @@ from torch import Tensor
 from services.trainer.batch.packing import Work
 from services.trainer.batch.samples import Cohort, Samples
 from services.trainer.collectives import Tally
+from services.trainer.model.compiling import num_compiled
 from services.trainer.phases import PhaseTimer
 from services.trainer.steps.fitting import LeftOut
 
@@ -35,6 +36,7 @@ class Early:
     """What did not fit into memory, on all ranks."""
     seconds: float = 0.0
     """Time that they took."""
+    compiled_before: int = field(default_factory=num_compiled)
 
     def add(self, samples: Samples, cohort: Cohort, *, seconds: float) -> None:
         """Count samples of this rank, and of ``cohort`` over all ranks."""

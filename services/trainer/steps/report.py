@@ -11,6 +11,7 @@ from services.common.spec.run import RunSpec
 from services.trainer.algorithm import diagnostics
 from services.trainer.batch.samples import Cohort, Samples
 from services.trainer.collectives import Ranks, Tally
+from services.trainer.model.compiling import num_compiled
 from services.trainer.model.flops import peak_flops, training_flops
 from services.trainer.steps.early import Early
 
@@ -118,7 +119,10 @@ def utilization(
     """
     total = ranks.sum(torch.tensor(astuple(early.work), dtype=torch.float64)).tolist()
     sequence_tokens, tokens, squares, predictions = total
-    used = {"shared_token_fraction": 1.0 - tokens / max(sequence_tokens, 1.0)}
+    used = {
+        "shared_token_fraction": 1.0 - tokens / max(sequence_tokens, 1.0),
+        "compilations": float(num_compiled() - early.compiled_before),
+    }
     if device.type != "cuda":
         return used
     used["gpu_memory_peak_bytes"] = float(torch.cuda.max_memory_allocated(device))
