@@ -45,7 +45,9 @@ class Publishing:
     def is_busy(self) -> bool:
         """Whether a version is on its way."""
         is_kept = self.parts.weights.has_copy(self._served + self.version_offset)
-        return self._served < self._newest or (bool(self._joining) and is_kept)
+        # In turns each step is published; for who joins alone the others would have to hand over GPUs.
+        has_to_send = bool(self._joining) and is_kept and not self.shifts.are_needed
+        return self._served < self._newest or has_to_send
 
     async def already(self, step: int) -> None:
         """Every rollout serves the weights of a step since before: generate and evaluate under them."""

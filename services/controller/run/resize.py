@@ -4,8 +4,8 @@ more    the new ones are started and load while the others generate   -> they ge
 lost    its replacement loads while the others generate               -> as above
 fewer   others take over what they have not finished, or begin it again -> they are ended
 
-The loop is left, and entered with all, for new ones where GPUs are shared with the trainer or weights have to
-take another way, and where one leaves that the loop still waits for.
+The loop is left, and entered with all, where weights have to take another way to reach new ones, and where
+one leaves that the loop still waits for.
 """
 
 import asyncio
@@ -131,15 +131,13 @@ class Resizing:
                 if await self._bring_up(missing, live, request):
                     here |= missing
                 continue
-            if self._size != wanted:
-                self._size = wanted
+            is_resized, self._size = self._size != wanted or request is not None, wanted
+            if is_resized and live.done():
                 await self._tell("Resized", len(wanted), request)
             await self._asked.wait()
-            if self._wanted() == here:
-                await self.confirm()
 
     async def confirm(self) -> None:
-        """The run has the size that was asked for, if one was."""
+        """The loop is entered with the size that was asked for, if one was."""
         if (request := self._mailbox.get("resize")) is not None:
             await self._tell("Resized", len(self._wanted()), request)
 
@@ -184,8 +182,6 @@ class Resizing:
             await self._load(missing, live)
             if not missing <= self._wanted() & self._loaded():
                 return False
-            if self._spec.now.topology.takes_turns:
-                raise ResizedError
             loaded = [w for w in self._membership.workers(self._run_id) if w.worker_id in missing]
             if not await (await live).admit(loaded):
                 raise ResizedError

@@ -20,6 +20,10 @@ SPEC = RunSpec.model_validate(
 )
 
 
+RESIZED = object()
+"""In place of a step: the run has other rollouts from there on."""
+
+
 class Journal:
     def __init__(self):
         self.told = []
@@ -64,7 +68,10 @@ def advised(*batches, pause_s=4000.0, spec=SPEC):
         )
         for batch in batches:
             for one in batch:
-                advisor.stepped(one)
+                if one is RESIZED:
+                    advisor.begin_anew()
+                else:
+                    advisor.stepped(one)
             await advisor.look()
             clock.now += pause_s
 
@@ -109,6 +116,14 @@ def test_changes_are_not_looked_for_all_the_time():
 def test_steps_that_lack_a_number_are_no_reason_to_fail():
     told, _ = advised([step(decode_fixed_s=None)] * 12, [step()] * 12)
     assert len(told) <= 1
+
+
+def test_steps_with_other_rollouts_than_now_do_not_count():
+    slow = [step(seconds=9.0, trainer_wait_s=8.0)] * 9
+    told, _ = advised([*slow, RESIZED, *[step()] * 9])
+    assert told == []
+    told, _ = advised([*slow, RESIZED, *[step()] * 12])
+    assert "the trainer waited 55 % of the time" in told[0].message
 
 
 def test_an_earlier_advice_is_kept_over_a_restart():

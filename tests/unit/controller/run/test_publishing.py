@@ -13,6 +13,8 @@ from services.controller.run.sync_report import SyncReport
 class Parts:
     """A weight plane that publishes when the test lets it."""
 
+    are_needed = False
+
     def __init__(self):
         self.may_publish = asyncio.Event()
         self.may_publish.set()
@@ -127,6 +129,22 @@ async def test_a_rollout_that_joins_waits_for_the_next_version_where_no_copy_is_
     await one.offer(5)
     await one.all_serve()
     assert (parts.published, late.weight_version) == ([105], 105)
+    task.cancel()
+
+
+async def test_in_turns_nothing_is_published_for_a_rollout_that_joins_alone():
+    parts = Parts()
+    one = publishing(parts)
+    task = asyncio.create_task(one.run())
+    await one.offer(1)
+    await one.served(1)
+    parts.are_needed = True
+    late = rollout("rollout-1")
+    assert await one.admit([late])
+    assert not one.is_busy
+    await one.offer(2)
+    await one.all_serve()
+    assert (parts.published, late.weight_version) == ([101, 102], 102)
     task.cancel()
 
 

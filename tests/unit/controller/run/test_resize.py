@@ -259,6 +259,22 @@ async def test_new_rollouts_are_not_waited_for_once_they_are_not_wanted_any_more
     assert case.launcher.ended == ["rollout-2"]
 
 
+async def test_a_size_that_is_taken_back_before_it_is_reached_is_told_of():
+    case = Case()
+    await case.register(0)
+    case.enter()
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(case.watch())
+        case.ask(2)
+        while not case.launcher.started:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        case.resizing._mailbox.request = Request(kind="resize", request_id="r", options={"has": 1})
+        case.ask(1)
+        await case.told("Resized")
+        watching.cancel()
+    assert (case.launcher.ended, case.run.joined) == (["rollout-1"], [])
+
+
 async def test_a_rollout_that_ends_while_it_leaves_is_no_loss():
     case = Case()
     ended = WorkerExit(run_id=RUN, worker_id="rollout-1", code=-9, last_lines="")
