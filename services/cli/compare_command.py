@@ -1,7 +1,7 @@
 """Compares two runs: how far they came, and where their specifications differ."""
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +12,7 @@ from services.cli.calling import Url, call_api
 from services.cli.display import duration
 from services.cli.names import find_run
 from services.cli.output import console
+from services.common.spec.keys import flat
 from services.controller.models import RunView
 
 Either = Annotated[str, typer.Argument(help="Name of a run, or the beginning of its id.")]
@@ -36,7 +37,7 @@ def _rows(one: RunView, other: RunView) -> Iterator[tuple[str, tuple[str, str]]]
     results = [_results(run) for run in (one, other)]
     for name in results[0]:
         yield name, (results[0][name], results[1][name])
-    specs = [dict(_flat(run.spec)) for run in (one, other)]
+    specs = [dict(flat(run.spec)) for run in (one, other)]
     for key in dict.fromkeys([*specs[0], *specs[1]]):
         values = tuple(spec.get(key) for spec in specs)
         if values[0] != values[1] and key != "name":
@@ -64,14 +65,6 @@ def _results(run: RunView) -> dict[str, str]:
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in document.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _shown(value: Any) -> str:

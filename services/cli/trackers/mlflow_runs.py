@@ -7,7 +7,8 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 
-from services.cli.trackers.tracker import COLUMNS, Moment, Newest, Split, flat
+from services.cli.trackers.tracker import COLUMNS, Moment, Newest, Split
+from services.common.spec.keys import flat
 from services.common.spec.trackers import TrackerSpec
 from services.controller.models import RunView
 

@@ -1,6 +1,6 @@
 """What a tracker is to the process that writes a run to it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -86,15 +86,6 @@ def as_markdown(rows: Sequence[Sequence[Any]]) -> str:
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
     lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in rows]
     return "\n".join(lines)
-
-
-def flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys of a specification, dotted, with their values."""
-    for key, value in document.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _cell(value: Any) -> str:

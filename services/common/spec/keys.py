@@ -1,6 +1,6 @@
-"""What somebody may have meant who wrote a key that there is not, and which keys there are."""
+"""Which keys there are, which a document has, and what somebody meant who wrote another."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, get_args, get_origin
@@ -66,6 +66,15 @@ def _parts_of(annotation: Any, below: str) -> Iterator[tuple[str, type[BaseModel
     inner = {tuple: "N.", dict: "NAME."}.get(get_origin(annotation), below)
     for argument in get_args(annotation):
         yield from _parts_of(argument, inner)
+
+
+def flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys of a specification, dotted, with their values."""
+    for key, value in document.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def did_you_mean_key(key: str) -> str:
