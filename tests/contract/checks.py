@@ -1,12 +1,12 @@
 """What tests of engines ask and check."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from services.rollout.engines.base import Engine, GenerationResult
-from tests.contract.engines import VOCAB_SIZE, expected_logprobs, weights
+from tests.contract.engines import VOCAB_SIZE, expected_logprobs, request, weights
 
 TOLERANCE = 1e-4
 PROMPT = tuple(3 + (7 * i) % (VOCAB_SIZE - 3) for i in range(100))
@@ -21,6 +21,18 @@ def made(engine: Engine, num_tokens: int) -> Callable[[], bool]:
     """Whether that many tokens were sampled since now."""
     before = engine.stats().tokens_total
     return lambda: engine.stats().tokens_total >= before + num_tokens
+
+
+def begun(
+    engine: Engine, contexts: Sequence[tuple[int, ...]], *, max_tokens: int
+) -> list[asyncio.Task[GenerationResult]]:
+    """Requests ``r0``, ``r1``, ... that are generated meanwhile."""
+    return [
+        asyncio.create_task(
+            engine.generate(request(f"r{seed}", context, seed=seed, max_tokens=max_tokens))
+        )
+        for seed, context in enumerate(contexts)
+    ]
 
 
 async def adopt(engine: Engine, version: int, *, tied: bool = True) -> None:

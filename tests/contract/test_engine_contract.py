@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contract.checks import PROMPT, TOLERANCE, adopt, assert_agrees, made, until
+from tests.contract.checks import PROMPT, TOLERANCE, adopt, assert_agrees, begun, made, until
 from tests.contract.engines import (
     ALL_ENGINES,
     REAL_ENGINES,
@@ -29,12 +29,7 @@ all_engines = pytest.mark.parametrize("open_engine", ALL_ENGINES)
 async def test_aborted_requests_keep_tokens_logprobs_and_versions(open_engine: OpenEngine) -> None:
     async with open_engine() as engine:
         await adopt(engine, 5)
-        tasks = [
-            asyncio.ensure_future(
-                engine.generate(request(f"r{seed}", PROMPT[:9], seed=seed, max_tokens=400))
-            )
-            for seed in range(12)
-        ]
+        tasks = begun(engine, [PROMPT[:9]] * 12, max_tokens=400)
         await until(made(engine, 40))
         running = await engine.peek()
         await engine.abort()
@@ -219,12 +214,7 @@ async def test_bad_requests_are_refused_alone(open_engine: OpenEngine) -> None:
 async def test_a_cancelled_caller_frees_its_place(open_engine: OpenEngine) -> None:
     async with open_engine() as engine:
         await adopt(engine, 0)
-        tasks = [
-            asyncio.ensure_future(
-                engine.generate(request(f"r{seed}", PROMPT[:9], seed=seed, max_tokens=400))
-            )
-            for seed in range(10)
-        ]
+        tasks = begun(engine, [PROMPT[:9]] * 10, max_tokens=400)
         await until(lambda: engine.stats().num_running > 0)
         for task in tasks:
             task.cancel()

@@ -9,7 +9,7 @@ from services.rollout.engines.base import Engine
 from services.rollout.weights import WeightReceiver
 from services.weightsync.group import Channel
 from services.weightsync.plan import TensorSpec
-from tests.contract.checks import PROMPT, assert_agrees, made, until
+from tests.contract.checks import PROMPT, assert_agrees, begun, made, until
 from tests.contract.engines import REAL_ENGINES, OpenEngine, expected_logprobs, request, weights
 from tests.helpers.weight_members import Cluster
 
@@ -60,12 +60,7 @@ async def test_five_updates_in_place_are_exact_with_requests_running_across_them
         run = Run(engine)
         await run.form()
         await run.publish(0)
-        tasks = [
-            asyncio.ensure_future(
-                engine.generate(request(f"r{seed}", PROMPT[: 5 + seed], seed=seed, max_tokens=200))
-            )
-            for seed in range(4)
-        ]
+        tasks = begun(engine, [PROMPT[: 5 + seed] for seed in range(4)], max_tokens=200)
         for version in range(1, 6):
             await until(made(engine, 40))
             await run.publish(version)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.contract.checks import PROMPT, adopt, assert_agrees, made, until
+from tests.contract.checks import PROMPT, adopt, assert_agrees, begun, made, until
 from tests.contract.engines import ALL_SLEEPERS, SLEEPERS, OpenEngine, request
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
@@ -20,12 +20,7 @@ async def test_responses_go_on_under_the_weights_that_an_engine_wakes_with(
 ) -> None:
     async with open_engine(tied=tied) as engine:
         await adopt(engine, 0, tied=tied)
-        tasks = [
-            asyncio.ensure_future(
-                engine.generate(request(f"r{seed}", PROMPT[: 5 + seed], seed=seed, max_tokens=120))
-            )
-            for seed in range(12)
-        ]
+        tasks = begun(engine, [PROMPT[: 5 + seed] for seed in range(12)], max_tokens=120)
         for version in (1, 2):
             await until(made(engine, 200))
             await engine.sleep()

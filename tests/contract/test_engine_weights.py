@@ -10,7 +10,7 @@ import asyncio
 import pytest
 import torch
 
-from tests.contract.checks import PROMPT, TOLERANCE, adopt, assert_agrees, made, until
+from tests.contract.checks import PROMPT, TOLERANCE, adopt, assert_agrees, begun, made, until
 from tests.contract.engines import REAL_ENGINES, OpenEngine, expected_logprobs, request, weights
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
@@ -43,12 +43,7 @@ async def test_updates_in_the_middle_of_generation_give_exact_versions(
 ) -> None:
     async with open_engine() as engine:
         await adopt(engine, 0)
-        tasks = [
-            asyncio.ensure_future(
-                engine.generate(request(f"r{seed}", PROMPT[: 5 + seed], seed=seed, max_tokens=120))
-            )
-            for seed in range(12)
-        ]
+        tasks = begun(engine, [PROMPT[: 5 + seed] for seed in range(12)], max_tokens=120)
         for version in (1, 2):
             await until(made(engine, 200))
             await adopt(engine, version)
@@ -66,12 +61,7 @@ async def test_requests_that_wait_or_come_during_an_update_are_served_after_it(
 ) -> None:
     async with open_engine() as engine:
         await adopt(engine, 0)
-        many = [
-            asyncio.ensure_future(
-                engine.generate(request(f"r{seed}", PROMPT, seed=seed, max_tokens=30))
-            )
-            for seed in range(24)
-        ]
+        many = begun(engine, [PROMPT] * 24, max_tokens=30)
         await until(lambda: engine.stats().num_waiting > 0)
         updating = asyncio.ensure_future(adopt(engine, 1))
         await asyncio.sleep(0)
@@ -131,12 +121,7 @@ async def test_many_updates_in_a_row_meet_running_waiting_and_aborted_requests(
     """An update with retracted or queued requests must neither kill the engine nor leave old prefixes."""
     async with open_engine() as engine:
         await adopt(engine, 0)
-        tasks = [
-            asyncio.ensure_future(
-                engine.generate(request(f"r{seed}", PROMPT, seed=seed, max_tokens=200))
-            )
-            for seed in range(16)
-        ]
+        tasks = begun(engine, [PROMPT] * 16, max_tokens=200)
         for version in range(1, 9):
             await until(made(engine, 8))
             await engine.abort({f"r{version}"})
@@ -155,12 +140,7 @@ async def test_pausing_and_aborting_around_an_update_keeps_everything(
     """Between the begin and the end of an update no step may run, whatever is asked meanwhile."""
     async with open_engine() as engine:
         await adopt(engine, 0)
-        tasks = [
-            asyncio.ensure_future(
-                engine.generate(request(f"r{seed}", PROMPT[:20], seed=seed, max_tokens=100))
-            )
-            for seed in range(6)
-        ]
+        tasks = begun(engine, [PROMPT[:20]] * 6, max_tokens=100)
         await until(made(engine, 30))
         await engine.pause()
         await asyncio.gather(adopt(engine, 1), engine.abort({"r0"}))

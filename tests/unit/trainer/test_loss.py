@@ -102,55 +102,42 @@ def test_decoupled_ppo_matches(name: str) -> None:
     _check(inputs, expected, compute, old=proximal)
 
 
-def test_gspo_matches() -> None:
-    inputs, expected = case("other_losses", "gspo_tight")
-    _check(
-        inputs,
-        expected,
-        lambda tokens: loss.gspo(
-            tokens,
-            clip_low=inputs["clip_low"],
-            clip_high=inputs["clip_high"],
+_Compute = Callable[[loss.LossTokens, dict[str, Any]], loss.TokenLoss]
+
+
+@pytest.mark.parametrize(
+    ("name", "compute", "mode"),
+    [
+        (
+            "gspo_tight",
+            lambda tokens, of: loss.gspo(
+                tokens, clip_low=of["clip_low"], clip_high=of["clip_high"]
+            ),
+            "seq-mean-token-mean",
         ),
-        mode="seq-mean-token-mean",
-    )
-
-
-def test_cispo_matches() -> None:
-    inputs, expected = case("other_losses", "cispo")
-    _check(
-        inputs,
-        expected,
-        lambda tokens: loss.cispo(
-            tokens,
-            clip_low=inputs["clip_low"],
-            clip_high=inputs["clip_high"],
+        (
+            "cispo",
+            lambda tokens, of: loss.cispo(
+                tokens, clip_low=of["clip_low"], clip_high=of["clip_high"]
+            ),
+            "token-mean",
         ),
-    )
-
-
-def test_aipo_matches() -> None:
-    inputs, expected = case("other_losses", "aipo_rho_2")
-    _check(
-        inputs,
-        expected,
-        lambda tokens: loss.aipo(tokens, ratio_max=inputs["rho"]),
-        old=flat(inputs["behave_logprob"]),
-    )
-
-
-def test_sapo_matches() -> None:
-    inputs, expected = case("other_losses", "sapo")
-    _check(
-        inputs,
-        expected,
-        lambda tokens: loss.sapo(
-            tokens,
-            sapo_temperature_positive=inputs["tau_pos"],
-            sapo_temperature_negative=inputs["tau_neg"],
+        ("aipo_rho_2", lambda tokens, of: loss.aipo(tokens, ratio_max=of["rho"]), "token-mean"),
+        (
+            "sapo",
+            lambda tokens, of: loss.sapo(
+                tokens,
+                sapo_temperature_positive=of["tau_pos"],
+                sapo_temperature_negative=of["tau_neg"],
+            ),
+            "seq-mean-token-mean",
         ),
-        mode="seq-mean-token-mean",
-    )
+    ],
+)
+def test_other_losses_match(name: str, compute: _Compute, mode: str) -> None:
+    inputs, expected = case("other_losses", name)
+    old = flat(inputs.get("old_logprob") or inputs["behave_logprob"])
+    _check(inputs, expected, lambda tokens: compute(tokens, inputs), old=old, mode=mode)
 
 
 def test_reinforce_matches() -> None:
