@@ -107,6 +107,7 @@ class Handout:
         """
         begin, begin_ns = self._due or self._clock.monotonic(), time.time_ns()
         self._due = None
+        self._replicas.part_with_ending()
         groups = self._next_groups()
         if not groups:
             return 0

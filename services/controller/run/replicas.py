@@ -49,6 +49,11 @@ class Replicas:
             self._leaving.add(name)
             self._placement.send_away(name)
 
+    def part_with_ending(self) -> None:
+        """Rollouts that were told to end from outside get no more work: they refuse it."""
+        ending = [name for name, worker in self._workers.items() if worker.state == "draining"]
+        self.part_with(name for name in ending if name not in self._leaving)
+
     def leave(self, names: Iterable[str]) -> None:
         """Forget rollouts that have nothing to do any more."""
         for name in names:
@@ -171,7 +176,7 @@ class Replicas:
         self._placement.finished(worker_id)
 
     async def start(self, by_worker: dict[str, list[GroupAssignment]]) -> None:
-        """Hand groups to the rollouts that they were assigned to, and that have not left meanwhile."""
+        """Hand groups to the rollouts that they were assigned to, but for those that leave meanwhile."""
         async with TaskGroup() as tasks:
             for worker_id, groups in by_worker.items():
                 tasks.create_task(self._start(worker_id, groups))
@@ -181,7 +186,7 @@ class Replicas:
             if (client := self._clients.get(worker_id)) is not None:
                 await client.start_groups(groups)
         except ServiceError:
-            if worker_id in self._clients:
+            if worker_id in self._clients.keys() - self._leaving:
                 raise
 
     async def interrupt(self, names: Sequence[str] | None = None) -> None:
@@ -194,7 +199,7 @@ class Replicas:
 
         Where all sleep, groups wait where they are.
         """
-        if self._clients.keys() - self._in_turns - self._lent:
+        if not self._in_turns.issuperset(self.present()):
             for name in self._in_turns:
                 self._placement.send_away(name)
             await self.interrupt([*self._in_turns])
@@ -216,7 +221,7 @@ class Replicas:
         """
         clients = [self._clients[name] for name in self._in_turns]
         await self._all(client.wake(timeout_s=timeout_s) for client in clients)
-        for name in self._in_turns:
+        for name in self._in_turns - self._leaving:
             self._placement.bring_back(name)
 
     async def put_down(self, group_ids: Sequence[str]) -> None:

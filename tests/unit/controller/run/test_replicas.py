@@ -2,6 +2,7 @@
 
 import pytest
 
+from services.common.errors import UnavailableError
 from services.controller.membership.registry import Worker
 from services.controller.run import replicas as module
 from services.controller.run.replicas import Replicas
@@ -93,3 +94,35 @@ async def test_where_all_others_are_lent_groups_wait_where_they_are(opened):
     assert replicas.lend(1) == ["rollout-2"]
     await replicas.put_aside_for_others()
     assert not log
+
+
+async def test_where_all_others_are_about_to_leave_groups_wait_where_they_are(opened):
+    replicas, log = await opened(3, in_turns=2)
+    replicas.part_with(["rollout-2"])
+    await replicas.put_aside_for_others()
+    assert not log
+
+
+async def test_a_rollout_that_ends_is_woken_and_gets_nothing(opened):
+    replicas, _ = await opened(3, in_turns=2)
+    replicas._workers["rollout-0"].state = "draining"
+    replicas.part_with_ending()
+    await replicas.put_aside_for_others()
+    await replicas.wake(timeout_s=1)
+    assert replicas.present() == ["rollout-1", "rollout-2"]
+    assert replicas.choose("rollout-0", room=4) != ("rollout-0", 3)
+
+
+async def test_a_rollout_that_refuses_groups_is_no_loss_if_it_is_about_to_leave(opened):
+    replicas, _ = await opened(2, in_turns=0)
+
+    async def refuse(groups):
+        raise UnavailableError("this replica is ending")
+
+    replicas._clients["rollout-1"].start_groups = refuse
+    with pytest.raises(ExceptionGroup):
+        await replicas.start({"rollout-1": []})
+    replicas.part_with(["rollout-1"])
+    await replicas.start({"rollout-1": []})
+    replicas.leave(["rollout-1"])
+    await replicas.start({"rollout-1": []})

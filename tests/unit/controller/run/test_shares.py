@@ -76,7 +76,8 @@ class Rollouts(Replicas):
         self.started = {}
         self.cancelled, self.put_aside_by_name = [], []
         for number in range(3):
-            self._workers[f"rollout-{number}"] = SimpleNamespace(weight_version=0, gauges={})
+            worker = SimpleNamespace(weight_version=0, gauges={}, state="ready")
+            self._workers[f"rollout-{number}"] = worker
             self._placement.add(f"rollout-{number}")
 
     async def start(self, by_worker):
@@ -309,6 +310,12 @@ async def test_what_leaving_rollouts_have_finished_is_taken_in_as_any_other():
     await run.generation.hand_over(["rollout-1"])
     await run.generation.collect()
     assert (run.group.state, run.rollouts.cancelled) == (GroupState.READY, [])
+
+
+async def test_a_rollout_that_says_that_it_ends_gets_no_more_groups():
+    run = Run()
+    run.rollouts._workers["rollout-1"].state = "draining"
+    assert sorted(await run.hand_out()) == ["rollout-0", "rollout-2"]
 
 
 async def test_rollouts_that_leave_without_groups_stop_nobody_elses():
