@@ -81,6 +81,35 @@ def test_shared_prefixes():
     assert f"{long_responses:.2f} times as many, and with nothing to share, {nothing:.2f}" in said
 
 
+def test_shared_prefixes_beside_trl():
+    shapes = result("trainer-peer.json")["shapes"].values()
+    said = section("docs/algorithms.md", "`python -m bench.trainer.peer`")
+    assert all(shape["agreement"]["agrees"] for shape in shapes)
+    prompts, responses = shapes
+    assert f"step takes {prompts['ours']['step_s']:.2f} s" in said
+    assert f"TRL's takes {prompts['trl']['step_s']:.2f}" in said
+    both = f"{responses['ours']['step_s']:.2f} where it takes {responses['trl']['step_s']:.2f}"
+    assert both in said
+    packed = [f"{shape['speedup_over_packed']:.2f}" for shape in shapes]
+    assert f"it is {' and '.join(packed)} times as fast" in said
+
+
+def test_routing_replay():
+    table = rows("docs/mixtures.md", "| engine | without replay | with replay | experts differ |")
+    said = {row[0]: row[1:] for row in table}
+    for kind, device in (("gpu", "H200"), ("cpu", "CPU")):
+        found = result(f"routing-{kind}.json")
+        for name, row in said.items():
+            if not name.endswith(device):
+                continue
+            engine = name.split("`")[1]
+            without, with_replay = (found[f"{engine},{way}"] for way in ("compare", "replay"))
+            key = "rollout_logprob_abs_diff"
+            assert row[:2] == [f"{without[key]:.4f}", f"{with_replay[key]:.4f}"], name
+            assert row[2].startswith(f"{100 * without['routing_differs']:.1f} %"), name
+            assert with_replay[key] <= without[key] / 2, name
+
+
 def test_training_a_mixture():
     found = result("trainer-mixtures.json")
     said = section("docs/mixtures.md", "## Computing")
