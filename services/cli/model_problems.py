@@ -4,7 +4,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from services.common.models.families import FAMILIES, Family, attention_modules, exact_tokens
+from services.common.models.made_tokenizers import Vocabulary
 from services.common.models.routing_shape import routing_shape
+from services.common.models.tokenizer import Tokenizer
 from services.common.spec.engines import engine_kind
 from services.common.spec.quota_rules import quota
 from services.common.spec.run import RunSpec
@@ -86,6 +88,34 @@ def quota_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
         yield from quota(
             spec, expert_bytes=layers * chosen * (1 if routing.dtype == "uint8" else 2)
         )
+
+
+def token_problems(
+    spec: RunSpec, config: Mapping[str, Any], tokenizer: Vocabulary
+) -> Iterator[str]:
+    """Tokens that the model or its tokenizer lacks, and chats that cannot be rendered."""
+    vocab_size = config.get("vocab_size")
+    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
+        yield (
+            f"model.tokenizer has {tokenizer.vocab_size} tokens, but model.path's vocab_size is "
+            f"{vocab_size}; use its own"
+        )
+    most = max(vocab_size or 0, tokenizer.vocab_size)
+    if unknown := [each for each in spec.rollout.sampling.stop_token_ids if each >= most]:
+        yield (
+            f"rollout.sampling.stop_token_ids has {', '.join(map(str, unknown))}, but model.path has "
+            f"{most} tokens, numbered from 0; name some of them"
+        )
+    if spec.data.chat_template and not tokenizer.has_chat_template:
+        yield (
+            "data.chat_template is true, but the tokenizer has no chat template; set it to false, or use the "
+            "tokenizer of a chat model"
+        )
+    elif spec.data.chat_template and isinstance(tokenizer, Tokenizer):
+        try:
+            tokenizer.render_chat([{"role": "user", "content": "Hello"}])
+        except (TypeError, ValueError) as error:
+            yield f"data.chat_template is true, but no chat is rendered: {error}"
 
 
 def length_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:

@@ -23,11 +23,13 @@ from services.cli.model_problems import (
     mixture_problems,
     quantization_problems,
     quota_problems,
+    token_problems,
 )
 from services.common.callables import bind_callable, load_callable
-from services.common.models.configs import read_config
+from services.common.models.configs import full_config, read_config
 from services.common.models.families import check_trainer
 from services.common.models.made_tokenizers import Vocabulary, made_vocabulary, tokenizer_name
+from services.common.models.weight_files import file_problems
 from services.common.spec.built_in import AGENTS, EARNED, REWARDS, SERVICES, WORKFLOWS
 from services.common.spec.data import kind_of
 from services.common.spec.formulas import ADVANTAGES, LOSSES
@@ -132,6 +134,9 @@ def _weights(key: str, model: ModelSpec) -> Iterator[str]:
         yield (
             f"{key}.path {path!r} has no weights; name a folder with *.safetensors files beside config.json"
         )
+    elif Path(path).is_dir():
+        for problem in file_problems(Path(path)):
+            yield f"{key}.path: {problem}"
     if model.warm_start is not None:
         examples = model.warm_start.examples
         yield from _called(f"{key}.warm_start.examples", examples, (0, 0), {})
@@ -156,31 +161,37 @@ def _teacher(spec: RunSpec) -> Iterator[str]:
 
 def _model(spec: RunSpec) -> Iterator[str]:
     yield from _weights("model", spec.model)
-    tokenizer = _vocabulary(spec)
+    tokenizer = None
+    try:
+        tokenizer = _vocabulary(spec)
+    except (ValueError, OSError) as error:
+        yield str(error)
+        if spec.model.is_tiny:
+            return
     config = read_config(spec.model, tokenizer)
-    yield from check_trainer(
+    problems = check_trainer(
         config,
         tensor_parallel=spec.trainer.tensor_parallel,
         expert_parallel=spec.trainer.expert_parallel,
         context_parallel=spec.trainer.context_parallel,
     )
+    is_full = spec.model.is_tiny
+    if not is_full:
+        try:
+            # With all that the file leaves to its family.
+            config, is_full = {**config, **full_config(spec.model).to_dict()}, True
+        except ValueError as error:
+            problems = problems or [str(error)]
+    yield from problems
     yield from quantization_problems(config)
     yield from adapter_problems(spec, config)
     yield from mixture_problems(spec, config)
     yield from engine_problems(spec, config)
-    vocab_size = config.get("vocab_size")
-    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
-        yield (
-            f"model.tokenizer has {tokenizer.vocab_size} tokens, but model.path's vocab_size is "
-            f"{vocab_size}; use its own"
-        )
     yield from length_problems(spec, config)
-    yield from quota_problems(spec, config)
-    if spec.data.chat_template and not tokenizer.has_chat_template:
-        yield (
-            "data.chat_template is true, but the tokenizer has no chat template; set it to false, or use the "
-            "tokenizer of a chat model"
-        )
+    if is_full:
+        yield from quota_problems(spec, config)
+    if tokenizer is not None:
+        yield from token_problems(spec, config, tokenizer)
 
 
 def _vocabulary(spec: RunSpec) -> Vocabulary:

@@ -11,13 +11,18 @@ from services.common.spec.model import ModelSpec
 _SIZES = ("vocab_size", "max_position_embeddings", "num_attention_heads", "sliding_window")
 
 
-def read_config(model: ModelSpec, tokenizer: Vocabulary) -> dict[str, Any]:
+def read_config(model: ModelSpec, tokenizer: Vocabulary | None) -> dict[str, Any]:
     """What a model says of itself: a preset's shape, a folder's file, or that of a Hugging Face id.
+
+    Args:
+        model: The model.
+        tokenizer: Of a preset, which has a place for each of its tokens.
 
     Raises:
         ValueError: If ``model.path`` names none.
     """
     if model.is_tiny:
+        assert tokenizer is not None
         return preset_config(
             model.path,
             vocab_size=tokenizer.vocab_size,
@@ -35,6 +40,22 @@ def read_config(model: ModelSpec, tokenizer: Vocabulary) -> dict[str, Any]:
     return config
 
 
+def full_config(model: ModelSpec) -> Any:
+    """The Hugging Face configuration of a folder or an id, its own rules checked: needs transformers.
+
+    Raises:
+        ValueError: If ``model.path`` names none, or what it says contradicts itself.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(
+            model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except Exception as error:
+        raise ValueError(load_problem(model, error)) from error
+
+
 def _check(config: Any) -> None:
     """Raises TypeError for a table that is none, or sizes that are no numbers."""
     if not isinstance(config, dict):
@@ -47,7 +68,8 @@ def _check(config: Any) -> None:
 def load_problem(model: ModelSpec, error: Exception) -> str:
     """Why a model does not load, and what to name instead."""
     text = str(error).strip()
-    reason = text.splitlines()[0] if text else type(error).__name__
+    # Hugging Face tells which rule is broken in one line, and how in the next.
+    reason = " ".join(text.split("\n")[:2]) if text else type(error).__name__
     return (
         f"model.path {model.path!r} does not load ({reason}); name a folder with config.json and "
         f"safetensors weights, a Hugging Face id, or one of {', '.join(preset_names())}"

@@ -42,6 +42,8 @@ class Family:
     """Linear modules of its attention, which adapters take."""
     sinks: bool = False
     """Whether a score of each attention head takes weight and gives nothing."""
+    fixed_by_alpha: bool = False
+    """Whether rotary frequencies of type ``dynamic`` are fixed by their ``alpha``."""
 
 
 _LATENT_ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
@@ -60,7 +62,7 @@ FAMILIES: Mapping[str, Family] = {
     "starcoder2": Family(windowed=True),
     "seed_oss": Family(tensor_parallel=True),
     "ernie4_5": Family(tensor_parallel=True),
-    "hunyuan_v1_dense": Family(),
+    "hunyuan_v1_dense": Family(fixed_by_alpha=True),
     "exaone4": Family(tensor_parallel=True),
     "gemma": Family(tensor_parallel=True),
     "gemma2": Family(tensor_parallel=True),
@@ -150,6 +152,11 @@ def check_trainer(
         problems.append(
             f"model.path: layer_types of its config.json has {', '.join(sorted(kinds))}; the packed "
             f"attention knows {_FULL} and {_WINDOW}"
+        )
+    if config.get("use_bidirectional_attention"):
+        problems.append(
+            "model.path: use_bidirectional_attention of its config.json lets tokens see later ones, so the "
+            "model predicts none; use one for text generation"
         )
     problems += [
         f"model.path: rope_type {kind!r} of its config.json depends on the longest sequence of a batch, so "
@@ -245,7 +252,13 @@ def exact_tokens(config: Mapping[str, Any], engine: str) -> int | None:
 
 def _rope_types(config: Mapping[str, Any]) -> set[str]:
     """Kinds of rotary embedding, one for the model or one for each kind of layer."""
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    # The older key counts where a configuration has both.
+    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
     tables = [found, *(value for value in found.values() if isinstance(value, Mapping))]
-    kinds = {table.get("rope_type") or table.get("type") for table in tables}
+    is_fixed = FAMILIES.get(str(config.get("model_type")), Family()).fixed_by_alpha
+    kinds = {
+        table.get("rope_type") or table.get("type")
+        for table in tables
+        if not (is_fixed and table.get("alpha"))
+    }
     return {str(kind) for kind in kinds if kind is not None}

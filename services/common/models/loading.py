@@ -1,15 +1,18 @@
 """Models by specification: a folder, a Hugging Face id, or a preset made on the spot."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from services.common.models.configs import load_problem, read_config
+from services.common.models.configs import full_config, load_problem, read_config
 from services.common.models.tokenizer import Tokenizer
+from services.common.models.weight_files import named
 from services.common.spec.model import ModelSpec
 
 
@@ -21,13 +24,7 @@ def load_config(model: ModelSpec, tokenizer: Tokenizer) -> PretrainedConfig:
     """
     if model.is_tiny:
         return AutoConfig.for_model(**read_config(model, tokenizer))
-    try:
-        config = AutoConfig.from_pretrained(
-            model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(load_problem(model, error)) from error
-    return cast("PretrainedConfig", config)
+    return cast("PretrainedConfig", full_config(model))
 
 
 def build_model(
@@ -139,10 +136,26 @@ def _from_pretrained(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> PreTrainedModel:
+    full_config(model)
+    # With what was found, so that it can be told; without, weights that are missing are drawn at random.
+    arguments = {**arguments, "ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        read: Any = AutoModelForCausalLM.from_pretrained(
             model.path, dtype=dtype, use_safetensors=True, **arguments
         )
-    except (OSError, ValueError) as error:
+        loaded, found = read
+        _check_found(found)
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(load_problem(model, error)) from error
     return cast("PreTrainedModel", loaded.to(device).eval())
+
+
+def _check_found(found: Mapping[str, Any]) -> None:
+    """Raises ValueError for weights that are missing or of another shape."""
+    lacking = sorted(found["missing_keys"])
+    if lacking:
+        raise ValueError(f"its weights lack {named(lacking)}, which its config.json asks for")
+    for name, held, expected in found["mismatched_keys"]:
+        raise ValueError(
+            f"{name} is {list(held)} in its weights, and {list(expected)} by its config.json"
+        )

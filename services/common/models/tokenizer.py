@@ -248,12 +248,19 @@ def load_tokenizer(
 def _end_ids(model: ModelSpec) -> list[int]:
     """What a model's ``generation_config.json`` ends a response with; instruct models list several tokens."""
     path = find_file(model, "generation_config.json")
-    found = (
-        None if path is None else json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    )
-    if found is None:
+    if path is None:
         return []
-    return [found] if isinstance(found, int) else list(found)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["eos_token_id"]
+        ids = [found] if isinstance(found, int) else [int(one) for one in found or ()]
+    except KeyError:
+        return []
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"model.path {model.path!r}: generation_config.json does not say which tokens end a response "
+            f"(eos_token_id: {error}); give it one id or a list of them"
+        ) from error
+    return ids
 
 
 def _pretrained(name: str, model: ModelSpec) -> Any:
@@ -261,14 +268,20 @@ def _pretrained(name: str, model: ModelSpec) -> Any:
 
     key = "model.tokenizer" if model.tokenizer else "model.path"
     try:
-        return AutoTokenizer.from_pretrained(
+        inner = AutoTokenizer.from_pretrained(
             name, revision=model.revision, trust_remote_code=model.trust_remote_code
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:
         raise ValueError(
             f"{key} {name!r} has no tokenizer that loads ({_first_line(error)}); name a folder or "
             "a Hugging Face id with one, 'chars:SYMBOLS' or 'bytes'"
         ) from error
+    # Of a folder without its files, transformers makes an empty tokenizer of some families.
+    if len(inner) <= len(set(inner.all_special_ids)):
+        raise ValueError(
+            f"{key} {name!r} has no tokenizer: it has no tokens but special ones; add its tokenizer.json"
+        )
+    return inner
 
 
 def _fast(backend: Any) -> Any:

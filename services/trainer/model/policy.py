@@ -99,13 +99,14 @@ class Critic(nn.Module):
 
 def output_head(model: PreTrainedModel) -> OutputHead:
     """The head of a causal language model, its numbers read from the configuration."""
-    config: Any = model.config
-    multiplier = getattr(config, "logit_scale", None)
-    divisor = getattr(config, "logits_scaling", None)
+    # What a family does not declare, it does not compute either.
+    declared = type(model.config).__dataclass_fields__
+    config = {key: value for key, value in vars(model.config).items() if key in declared}
+    multiplier, divisor = config.get("logit_scale"), config.get("logits_scaling")
     return OutputHead(
         _untyped(model).get_output_embeddings().weight,
         scale=float(multiplier or 1.0) / float(divisor or 1.0),
-        cap=getattr(config, "final_logit_softcapping", None),
+        cap=config.get("final_logit_softcapping"),
     )
 
 

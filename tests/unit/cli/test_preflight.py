@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from services.cli.preflight import check
+from services.common.models.tokenizer import load_tokenizer
 from services.common.spec.loader import SpecError, parse_spec
+from services.common.spec.model import ModelSpec
 
 
 def spec_with(tmp_path, **changes):
@@ -108,6 +110,45 @@ def test_a_config_that_is_none_is_told_as_such(tmp_path, text, said):
     (folder / "config.json").write_text(text)
     with pytest.raises(SpecError, match=f"model.path.*does not load.*{said}"):
         check(spec_with(tmp_path, model={"path": str(folder), "tokenizer": "bytes"}))
+
+
+def test_a_model_folder_tells_all_that_would_end_its_workers_at_once(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {"model_type": "qwen3", "vocab_size": 300, "head_dim": 7}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(SpecError) as caught:
+        check(spec_with(tmp_path, model={"path": str(folder)}))
+    weights, tokenizer, shape = caught.value.problems
+    assert "model.safetensors is no safetensors file" in weights
+    assert "has no tokenizer that loads" in tokenizer
+    assert "even rotary dimension" in shape
+
+
+def test_tokens_and_chats_are_tried_before_workers_start(tmp_path):
+    folder = tmp_path / "tokenizer"
+    load_tokenizer(ModelSpec(path="tiny:qwen2-0.4m")).save(folder)
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no user') }}")
+    rollout = {"rewards": [{"name": "exact_match"}], "sampling": {"stop_token_ids": [2, 400]}}
+    spec = spec_with(
+        tmp_path,
+        model={"tokenizer": str(folder)},
+        data={"chat_template": True},
+        rollout=rollout,
+    )
+    with pytest.raises(SpecError) as caught:
+        check(spec)
+    stops, chats = caught.value.problems
+    assert "rollout.sampling.stop_token_ids has 400" in stops
+    assert chats.startswith("data.chat_template is true, but no chat is rendered")
+    assert "no user" in chats
+
+
+def test_a_folder_without_a_tokenizer_has_none(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 300}')
+    with pytest.raises(ValueError, match="it has no tokens but special ones"):
+        load_tokenizer(ModelSpec(path=str(tmp_path)))
 
 
 def test_adapters_of_modules_that_a_family_lacks_are_refused_by_its_config_alone(tmp_path):

@@ -69,6 +69,11 @@ _CASES: list[tuple[str, dict[str, Any]]] = [
         {"q_lora_rank": None, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0},
     ),
     ("gpt_oss", {"sliding_window": 5, "rope_parameters": {"rope_type": "default"}}),
+    (
+        "hunyuan_v1_dense",
+        {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}},
+    ),
+    ("llama", {"logit_scale": 0.5, "logits_scaling": 3.0, "final_logit_softcapping": 2.0}),
 ]
 _TEMPERATURE = 0.7
 
@@ -175,6 +180,16 @@ def test_adapters_of_modules_that_a_model_lacks_are_refused_with_those_that_it_h
         ),
         ({"model_type": "llama", "rope_parameters": {"rope_type": "dynamic"}}, "'dynamic'"),
         ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, "'longrope'"),
+        (
+            {
+                "model_type": "llama",
+                "rope_scaling": {"type": "dynamic"},
+                "rope_parameters": {"rope_type": "default"},
+            },
+            "'dynamic'",
+        ),
+        ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "alpha": 50.0}}, "'dynamic'"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),
     ],
 )
 def test_what_would_not_be_exact_is_refused_by_its_configuration(

@@ -1,0 +1,94 @@
+"""Weight files of a folder, judged by the heads of its safetensors: no tensor is read."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_LENGTH_BYTES = 8
+_LONGEST_HEAD = 100_000_000
+"""Bytes; more is refused by the format itself."""
+_TRAINED = ("BF16", "F16", "F32", "F64")
+
+
+def file_problems(folder: Path) -> Iterator[str]:
+    """Why weights would not be read from a folder, each with the file.
+
+    Args:
+        folder: Of a model, with safetensors of some name.
+    """
+    names = _files(folder)
+    if names is None:
+        yield (
+            f"{folder} has neither {_SINGLE} nor {_INDEX}, which says what its *.safetensors files hold; "
+            "fetch it, too"
+        )
+        return
+    for name, tensors in names.items():
+        try:
+            held = _head(folder / name)
+        except ValueError as error:
+            yield str(error)
+            continue
+        if lacking := sorted(set(tensors) - set(held)):
+            yield (
+                f"{folder / name} lacks {named(lacking)}, which {_INDEX} says that it has; fetch both "
+                "again"
+            )
+        others = {each["dtype"] for each in held.values()} - set(_TRAINED)
+        if others:
+            yield (
+                f"{folder / name} has weights of type {', '.join(sorted(others))}, which are of no use "
+                "without their scales; use a copy in bfloat16"
+            )
+
+
+def named(names: Sequence[str]) -> str:
+    """The first of some tensors, and how many more there are."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors"
+
+
+def _files(folder: Path) -> Mapping[str, list[str]] | None:
+    """Tensors that each file should have, by its name; None if nothing says so."""
+    if (folder / _SINGLE).is_file():
+        return {_SINGLE: []}
+    if not (folder / _INDEX).is_file():
+        return None
+    try:
+        places = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        names: dict[str, list[str]] = {file: [] for file in sorted(set(places.values()))}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{folder / _INDEX} has no weight_map ({error}); fetch it again"
+        ) from error
+    for tensor, file in places.items():
+        names[file].append(tensor)
+    return names
+
+
+def _head(path: Path) -> dict[str, dict[str, Any]]:
+    """What a file says of its tensors, by name.
+
+    Raises:
+        ValueError: If it is missing, cut off, or another kind of file.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is missing, though {_INDEX} names it; fetch it")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        text = file.read(length) if length <= min(size, _LONGEST_HEAD) else b""
+    try:
+        head = json.loads(text)
+        held = {name: entry for name, entry in head.items() if name != "__metadata__"}
+        end = max((entry["data_offsets"][1] for entry in held.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is no safetensors file: its first bytes do not describe tensors, as of one that Git LFS "
+            "or a download left incomplete; fetch it again"
+        ) from error
+    if (whole := _LENGTH_BYTES + length + end) != size:
+        raise ValueError(f"{path} has {size} bytes in place of {whole}; fetch it again")
+    return held
