@@ -163,3 +163,22 @@ async def test_prefixes_that_were_computed_before_are_counted(open_engine: OpenE
         after = engine.stats()
         assert after.prompt_tokens_total - before.prompt_tokens_total >= 3 * (len(PROMPT) - 1)
         assert after.cached_tokens_total - before.cached_tokens_total >= 2 * 64
+
+
+@pytest.mark.parametrize("open_engine", [one for one in REAL_ENGINES if one.id != "torch"])
+async def test_what_follows_a_response_finds_what_was_computed_again_for_it(
+    open_engine: OpenEngine,
+) -> None:
+    """A context is computed once under each version, whatever parts it is asked for in."""
+    async with open_engine() as engine:
+        await adopt(engine, 0)
+        task = asyncio.ensure_future(engine.generate(request("first", PROMPT, max_tokens=200)))
+        await until(made(engine, 80))
+        await adopt(engine, 1)
+        first = await task
+        before = engine.stats()
+        result = await engine.generate(request("second", PROMPT + first.token_ids, draw_offset=200))
+        after = engine.stats()
+        assert after.cached_tokens_total - before.cached_tokens_total >= len(PROMPT) + 200 - 64
+        assert after.recomputed_tokens_total - before.recomputed_tokens_total <= 64
+        assert_agrees(result, PROMPT + first.token_ids)

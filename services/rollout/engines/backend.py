@@ -76,11 +76,14 @@ class Freezer(Protocol):
         """Stop between two steps; parts keep their place, their tokens and their cache."""
         ...
 
-    async def thaw(self, version: int, *, recompute: bool) -> None:
+    async def thaw(self, version: int, *, recompute: bool) -> bool:
         """Go on; what is sampled from now on is of ``version``, and says so in its chunks.
 
         Args:
             version: Of the weights that were loaded meanwhile.
             recompute: Whether caches are computed anew under them.
+
+        Returns:
+            Whether nothing is cached any more that older weights computed.
         """
         ...

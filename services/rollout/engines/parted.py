@@ -2,8 +2,9 @@
 
 Such an engine keeps a queue of its own, and its random streams and caches know nothing of weight versions.
 One that can freeze is stopped between two steps while weights change, and what runs goes on in its place. In
-another one what runs is cut, its tokens are kept, and a next part of the request goes on from them. Every
-part salts its blocks of the prefix cache with the version that it began under.
+another one what runs is cut, its tokens are kept, and a next part of the request goes on from them. Parts
+share blocks of the prefix cache with those of the same salt, which changes with the weights unless the cache
+was emptied: what was computed again for a part that runs is then there for those that follow it.
 """
 
 import asyncio
@@ -85,7 +86,7 @@ class PartedEngine:
         self._arrivals = asyncio.Lock()
         self._running: dict[str, Progress] = {}
         self._weight_version = -1
-        self._num_adoptions = 0
+        self._num_caches = 0
         self._num_scored = 0
         self._tokens_total = 0
         self._prompt_tokens_total = 0
@@ -280,15 +281,15 @@ class PartedEngine:
     async def _go_on(self, version: int) -> None:
         """Let what runs go on under other weights."""
         self._weight_version = version
-        self._num_adoptions += 1
-        self._is_blank = False
+        self._is_blank = is_emptied = False
         if self._running:
             self._busy.begin()
         if self._freezer is not None:
-            await self._freezer.thaw(version, recompute=self._recompute)
+            is_emptied = await self._freezer.thaw(version, recompute=self._recompute)
             if self._recompute:
                 running = [each for each in self._running.values() if each.part_id is not None]
                 self._recomputed_tokens_total += sum(each.num_sampled for each in running)
+        self._num_caches += not is_emptied
 
     def stats(self) -> EngineStats:
         """Gauges. Prefixes that requests share count in each of them."""
@@ -317,8 +318,7 @@ class PartedEngine:
                         return progress.result("aborted")
                     assert not self._is_blank, "an engine without weights decodes nothing"
                     version = self._weight_version
-                    # A version may come again with other weights, after a trainer went back.
-                    part = progress.next_part(f"{version}.{self._num_adoptions}")
+                    part = progress.next_part(str(self._num_caches))
                     stream = await self.backend.submit(part)
                 reason = await self._collect(stream, progress, version)
             finally:

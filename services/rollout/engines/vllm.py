@@ -131,16 +131,18 @@ class VllmBackend:
         with _alive():
             await self.llm.collective_rpc("load_slipstream_weights", args=(description,))
 
-    async def thaw(self, version: int, *, recompute: bool) -> None:
+    async def thaw(self, version: int, *, recompute: bool) -> bool:
         """Go on after :meth:`freeze`; what is sampled from now on is of another version."""
         self._versions.append(version)
+        is_emptied = False
         with _alive():
             if recompute:
-                await self.llm.engine_core.reset_prefix_cache_async(
-                    reset_running_requests=True, reset_connector=False
+                is_emptied = await self.llm.engine_core.reset_prefix_cache_async(
+                    reset_running_requests=True, reset_connector=True
                 )
             await self.llm.engine_core.resume_scheduler_async()
         self.first_token.expect()
+        return is_emptied is True
 
     async def sleep(self) -> None:
         """Give up cache and weights: those that come next replace all of them."""

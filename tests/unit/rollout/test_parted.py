@@ -93,14 +93,16 @@ class FreezingBackend(ScriptedBackend):
 
     def __init__(self) -> None:
         super().__init__()
+        self.empties = True
         self.thawed: list[tuple[int, bool]] = []
 
     async def freeze(self) -> None:
         self.step.clear()
 
-    async def thaw(self, version: int, *, recompute: bool) -> None:
+    async def thaw(self, version: int, *, recompute: bool) -> bool:
         self.thawed.append((version, recompute))
         self.step.set()
+        return self.empties
 
 
 def make_engine(backend: ScriptedBackend) -> PartedEngine:
@@ -137,6 +139,19 @@ async def test_parts_of_different_adoptions_never_share_a_prefix() -> None:
     assert second.context_ids == [1, 2, *range(2, 2 + second.draw_offset)]
     assert first.max_tokens - second.max_tokens == second.draw_offset > 0
     assert engine.stats().recomputed_tokens_total == second.draw_offset
+
+
+async def test_what_was_computed_again_is_shared_unless_older_blocks_are_still_there() -> None:
+    backend = FreezingBackend()
+    engine = make_engine(backend)
+    salts = []
+    async with running(engine):
+        for version, empties in ((1, True), (2, True), (3, False), (4, True)):
+            backend.empties = empties
+            await engine.adopt_weights(version, WEIGHTS)
+            await engine.generate(request(f"r{version}", (1, 2), max_tokens=3))
+            salts.append(backend.parts[-1].cache_salt)
+    assert salts[0] == salts[1] != salts[2] == salts[3]
 
 
 async def test_many_requests_at_once_leave_the_event_loop_to_others_in_between() -> None:
