@@ -1,5 +1,6 @@
 """`slipstream run` with another project's engine on GPUs, with nothing of the engine's in the environment."""
 
+import json
 import os
 from pathlib import Path
 
@@ -33,6 +34,14 @@ def test_a_run_writes_weights_into_an_engine_on_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, arguments: dict[str, str]
 ) -> None:
     _train(tmp_path, monkeypatch, engine, arguments, "weight_sync.mode=inplace")
+
+
+def test_no_step_of_a_run_waits_for_a_compilation(tmp_path: Path) -> None:
+    _needs(1)
+    settings = ("trainer.steps=4", "trainer.compile=true", "validation.every=0")
+    folder = train_on_gpus(tmp_path, "torch", *settings, timeout=500).folder
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [step["compilations"] for step in steps] == [0] * 4
 
 
 def _train(
