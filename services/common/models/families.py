@@ -163,6 +163,7 @@ def check_trainer(
         "packed sequences would change one another; use a model with fixed frequencies"
         for kind in sorted(_rope_types(config) - set(_STATIC_ROPE))
     ]
+    problems += _shape_problems(config, family)
     if tensor_parallel > 1 and not family.tensor_parallel:
         known = ", ".join(name for name, each in FAMILIES.items() if each.tensor_parallel)
         problems.append(
@@ -178,6 +179,36 @@ def check_trainer(
     if context_parallel > 1:
         problems += _context_problems(config, context_parallel, tensor_parallel)
     return problems
+
+
+def _shape_problems(config: Mapping[str, Any], family: Family) -> Iterator[str]:
+    """What its own forward pass would end with, tokens in hand."""
+    heads, shared = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if heads and shared and heads % shared:
+        yield (
+            f"model.path has {heads} num_attention_heads in its config.json, which {shared} "
+            "num_key_value_heads cannot share equally; it is damaged"
+        )
+    count, chosen = num_experts(config), config.get("num_experts_per_tok") or 1
+    if family.routing is None or not count:
+        return
+    groups = kept = 1
+    if family.routing == "sigmoid":
+        groups, kept = config.get("n_group") or 1, config.get("topk_group") or 1
+        # A group is worth what its two best experts are.
+        least = 2 * groups
+    else:
+        least = 1
+    if count % groups or count < least or kept > groups:
+        yield (
+            f"model.path has {count} experts in {groups} groups (n_group of its config.json), of which "
+            f"{kept} count (topk_group); a group needs 2 experts or more, and all as many"
+        )
+    elif chosen > (open_experts := count // groups * kept):
+        yield (
+            f"model.path gives a token {chosen} experts (num_experts_per_tok of its config.json), but only "
+            f"{open_experts} are there to choose from"
+        )
 
 
 def _context_problems(

@@ -190,6 +190,22 @@ def test_adapters_of_modules_that_a_model_lacks_are_refused_with_those_that_it_h
         ),
         ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "alpha": 50.0}}, "'dynamic'"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),
+        (
+            {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 3},
+            "share equally",
+        ),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5}, "5 experts"),
+        ({"model_type": "glm4_moe", "n_routed_experts": 8, "n_group": 8}, "8 groups"),
+        (
+            {
+                "model_type": "deepseek_v3",
+                "n_routed_experts": 8,
+                "n_group": 4,
+                "topk_group": 1,
+                "num_experts_per_tok": 3,
+            },
+            "only 2 are there",
+        ),
     ],
 )
 def test_what_would_not_be_exact_is_refused_by_its_configuration(
