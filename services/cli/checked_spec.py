@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from services.cli.machine import shared_gpus
+from services.cli.machine import shared_gpus, slow_settings
 from services.cli.output import console, errors, fail, say
 from services.cli.planned_memory import memory_table
 from services.cli.preflight import read_checked
@@ -40,8 +40,9 @@ def load_checked(
             say(errors, f"note: {note}")
         spec = draft.examined.spec
         assert spec is not None
-        if is_here and (shared := shared_gpus(spec)):
-            say(errors, f"note: {shared}")
+        for note in (shared_gpus(spec), slow_settings(spec)) if is_here else ():
+            if note:
+                say(errors, f"note: {note}")
         if gpu_gb is not None:
             console.print(memory_table(spec, gpu_gb=gpu_gb, gpus=gpus), highlight=False)
     except SpecError as error:

@@ -92,6 +92,18 @@ def shared_gpus(spec: RunSpec) -> str:
     return text
 
 
+def slow_settings(spec: RunSpec) -> str:
+    """What to know of a trainer that does not use what this machine's GPUs are fast at; or nothing."""
+    if spec.model.is_tiny or not host_gpus(MachineSettings().visible_gpus):
+        return ""
+    faster = []
+    if spec.trainer.dtype == "float32":
+        faster.append("trainer.dtype: bfloat16 takes a fraction of the time of float32")
+    if not spec.trainer.compile:
+        faster.append("trainer.compile: true takes less time and memory, after a longer start")
+    return "on GPUs " + "; ".join(faster) if faster else ""
+
+
 def hub_is_needed(spec: RunSpec) -> bool:
     """Whether a model, a tokenizer or data come from Hugging Face."""
     for model in (spec.model, spec.of_reference.model):

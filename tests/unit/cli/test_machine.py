@@ -1,12 +1,13 @@
 """What this machine has for a run is told before the start."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.cli.machine import lacks, shared_gpus
+from services.cli.machine import lacks, shared_gpus, slow_settings
 from services.cli.preflight import read_checked
 from services.common.spec.run import RunSpec, default_places
 
@@ -50,6 +51,7 @@ def test_gpus_of_their_own_are_not_shared_in_a_mixed_run(
     monkeypatch: pytest.MonkeyPatch, gpus: str, told: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setenv("CC", sys.executable)
     found = " ".join(lacks(spec(placement="mixed")))
     assert told in found
     assert bool(found) == bool(told)
@@ -85,3 +87,33 @@ def test_a_run_that_does_not_say_how_many_rollouts_has_no_more_than_there_are_gp
     assert any("rollout.replicas" in note for note in draft.notes) == (
         not given and gpus in {"0", "0,1"}
     )
+
+
+def test_gpus_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    assert "kernels for GPUs need a C compiler" in " ".join(lacks(spec()))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not list(lacks(spec()))
+
+
+@pytest.mark.parametrize(
+    ("path", "trainer", "gpus", "told"),
+    [
+        ("org/model", {}, "0", "bfloat16 takes a fraction of the time of float32; trainer.compile"),
+        ("org/model", {"dtype": "bfloat16"}, "0", "on GPUs trainer.compile: true"),
+        ("org/model", {"dtype": "bfloat16", "compile": True}, "0", ""),
+        ("org/model", {}, "", ""),
+        ("tiny:qwen2-0.4m", {}, "0", ""),
+    ],
+)
+def test_what_gpus_are_fast_at_is_told(
+    monkeypatch: pytest.MonkeyPatch, path: str, trainer: dict[str, Any], gpus: str, told: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    document = spec().model_dump(exclude_unset=True)
+    document["model"]["path"] = path
+    document["trainer"] |= trainer
+    found = slow_settings(RunSpec.model_validate(document))
+    assert told in found
+    assert bool(found) == bool(told)
