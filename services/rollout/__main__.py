@@ -62,7 +62,8 @@ async def run(settings: RolloutSettings) -> None:
     """Serve one run."""
     device = _device(settings)
     servicer = RolloutServicer()
-    async with AsyncExitStack() as stack:
+    # Who calls while this ends is told that nobody is here, before what would have answered is closed.
+    async with AsyncExitStack() as stack, AsyncExitStack() as serving:
         receiver = WeightReceiver(
             on_refused=lambda reason: session.report(state="loaded", activity=reason)
         )
@@ -81,7 +82,7 @@ async def run(settings: RolloutSettings) -> None:
             rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server)
             serve_member(member, server)
 
-        port = await stack.enter_async_context(serve(settings.bind, register))
+        port = await serving.enter_async_context(serve(settings.bind, register))
         session = await stack.enter_async_context(
             WorkerSession(settings, role="rollout", port=port)
         )

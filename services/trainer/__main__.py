@@ -54,7 +54,8 @@ _T = TypeVar("_T")
 async def lead(settings: TrainerSettings) -> None:
     """Serve one run as rank 0."""
     leader, crew = Leader(), Crew(settings.world_size)
-    async with AsyncExitStack() as stack:
+    # Who calls while this ends is told that nobody is here, before what would have answered is closed.
+    async with AsyncExitStack() as stack, AsyncExitStack() as serving:
         member = WeightMember(
             source=leader,
             device=device_of(settings),
@@ -75,7 +76,7 @@ async def lead(settings: TrainerSettings) -> None:
             )
             serve_member(member, server)
 
-        port = await stack.enter_async_context(serve(settings.bind, register))
+        port = await serving.enter_async_context(serve(settings.bind, register))
         session = await stack.enter_async_context(
             WorkerSession(settings, role="trainer", port=port)
         )

@@ -1,0 +1,57 @@
+"""How a rollout ends."""
+
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+from services.rollout import __main__ as program
+
+
+class Session:
+    """A run that orders nothing."""
+
+    spec = SimpleNamespace(
+        has_engine=True,
+        limits=SimpleNamespace(stall_timeout_s=1.0),
+        rollout=SimpleNamespace(partial_rollout=True),
+    )
+
+    def report(self, **changes):
+        """Nobody hears of it."""
+
+
+class Engine:
+    async def run(self):
+        """There is nothing to do."""
+
+    async def wait_ready(self):
+        """It is."""
+
+
+async def test_a_rollout_stops_serving_before_what_it_serves_is_closed(monkeypatch):
+    """A call that came in between found an engine that was gone, and ended the run of its caller."""
+    ended = []
+
+    @asynccontextmanager
+    async def until(name, value):
+        yield value
+        ended.append(name)
+
+    async def load(stack, *arguments):
+        sampler = await stack.enter_async_context(until("sampler", object()))
+        return Engine(), sampler, SimpleNamespace(longest_wait_s=0.0)
+
+    async def nothing(*arguments, **keywords):
+        """Told to stop at once."""
+
+    monkeypatch.setattr(program, "serve", lambda bind, register: until("server", 1))
+    monkeypatch.setattr(program, "WorkerSession", lambda *a, **k: until("session", Session()))
+    monkeypatch.setattr(program, "_load", load)
+    monkeypatch.setattr(program, "monitor", nothing)
+    monkeypatch.setattr(program, "spare_what_stays", lambda: None)
+    monkeypatch.setattr(program, "_serve_until_stopped", nothing)
+    await program.run(
+        SimpleNamespace(
+            device="cpu", bind="", advertise_host="here", ready_file=None, drain_timeout_s=1.0
+        )
+    )
+    assert ended == ["server", "sampler", "session"]
