@@ -45,7 +45,8 @@ class Advisor:
     _told: tuple[object, ...] = field(default=(), init=False)
 
     def begin_anew(self) -> None:
-        """The run has other workers than its steps so far had."""
+        """The run has other workers than its steps so far had: what was said of it may not hold any more."""
+        self.progress.advised({})
         self._steps.clear()
         self._num_steps, self._advised_at = 0, None
 

@@ -122,6 +122,9 @@ def test_steps_with_other_rollouts_than_now_do_not_count():
     slow = [step(seconds=9.0, trainer_wait_s=8.0)] * 9
     told, _ = advised([*slow, RESIZED, *[step()] * 9])
     assert told == []
+    told, progress = advised([*slow, *slow], [RESIZED])
+    assert len(told) == 1
+    assert progress.summary(Ledger(3))["advice"] == {}
     told, _ = advised([*slow, RESIZED, *[step()] * 12])
     assert "the trainer waited 55 % of the time" in told[0].message
 
