@@ -105,6 +105,11 @@ class EngineKind:
                 )
         self.num_gpus(arguments)
         limit = arguments.get(self.length_argument) if self.length_argument else None
+        if limit is not None and self.arguments is not None and type(limit) is not int:
+            raise ValueError(
+                f"rollout.engine_arguments.{self.length_argument} must be a number of tokens, but is "
+                f"{limit!r}"
+            )
         if isinstance(limit, int) and limit < most_tokens:
             raise ValueError(
                 f"rollout.engine_arguments.{self.length_argument} is {limit}, but a prompt and its response "

@@ -5,7 +5,7 @@ can be checked too.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +37,9 @@ _STAND_INS: Mapping[str, Any] = {
     "model.warm_start.examples": "examples.py:examples",
     "trackers.N.kind": "tensorboard",
 }
+# A key that takes values of several types has an error of each of them, placed below it.
+_TYPE = re.compile(r"bool|int|float|str|literal\[.*\]|constrained-\w+")
+_OF_TYPES = ("bool", "int", "float", "string", "literal", "greater", "less")
 # Each round mends what the one before uncovered.
 _MAX_ROUNDS = 8
 
@@ -65,10 +68,13 @@ def examine(document: Mapping[str, Any]) -> Examined:
             spec = RunSpec.model_validate(mended)
         except ValidationError as error:
             new = [item for item in error.errors() if _key(_place(item)) not in wrong]
-            problems += [_problem(item) for item in new]
-            wrong |= {_key(_place(item)) for item in new}
-            num_mended = sum(_mend(mended, _place(item)) for item in new)
-            if num_mended < max(len(new), 1):
+            by_place: dict[tuple[int | str, ...], list[Any]] = {}
+            for item in new:
+                by_place.setdefault(_place(item), []).append(item)
+            problems += map(_problem, by_place.values())
+            wrong |= {*map(_key, by_place)}
+            num_mended = sum(_mend(mended, place) for place in by_place)
+            if num_mended < max(len(by_place), 1):
                 break
         else:
             found = Examined(spec, (), frozenset(wrong))
@@ -80,7 +86,9 @@ def examine(document: Mapping[str, Any]) -> Examined:
 
 def _place(error: Any) -> tuple[int | str, ...]:
     """Where an error is, without the names of forms."""
-    return tuple(step for step in error["loc"] if step not in FORMS and step != "[key]")
+    place = tuple(step for step in error["loc"] if step not in FORMS and step != "[key]")
+    is_of_type = error["type"].startswith(_OF_TYPES) and _TYPE.fullmatch(str(place[-1])) is not None
+    return place[:-1] if is_of_type else place
 
 
 def _key(place: tuple[int | str, ...]) -> str:
@@ -127,8 +135,9 @@ def _too_large(value: Any, key: str = "") -> Iterator[str]:
         yield from _too_large(inner, f"{key}.{name}" if key else str(name))
 
 
-def _problem(error: Any) -> str:
-    key = _key(_place(error))
+def _problem(errors: Sequence[Any]) -> str:
+    """A line about the errors of one place."""
+    error, key = errors[0], _key(_place(errors[0]))
     if error["type"] == "missing":
         return f"{key}: is required, but missing; see docs/runspec.md for what it means"
     if error["type"] == "extra_forbidden":
@@ -139,8 +148,13 @@ def _problem(error: Any) -> str:
         return text if key in text else f"{key}: {text}"
     shown = repr(error["input"])
     shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-    text = f"{key}: {error['msg'][0].lower()}{error['msg'][1:]}, got {shown}"
-    if error["type"] == "literal_error" and isinstance(error["input"], str):
-        known = re.findall(r"'([^']+)'", error["ctx"]["expected"])
+    expected = [f"{each['msg'][0].lower()}{each['msg'][1:]}" for each in errors]
+    if len(errors) > 1:
+        others = [each.partition(",")[0].removeprefix("input should be ") for each in expected]
+        expected = [f"input should be {' or '.join(others)}"]
+    text = f"{key}: {expected[0]}, got {shown}"
+    literals = [each for each in errors if each["type"] == "literal_error"]
+    if literals and isinstance(error["input"], str):
+        known = re.findall(r"'([^']+)'", literals[0]["ctx"]["expected"])
         text += (did_you_mean(error["input"], known)).replace(" Did", "; did")
     return text

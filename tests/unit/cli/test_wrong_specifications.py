@@ -36,6 +36,16 @@ WRONG = [
     ({"group_size": 8}, ["group_size", "rollout.group_size"]),
     ({"trainer.batch_size": 8}, ["trainer.batch_size", "trainer.prompts_per_step"]),
     ({"rollout.max_new_tokens": 8}, ["rollout.max_new_tokens", "rollout.max_response_tokens"]),
+    (
+        {"trainer.activation_checkpointing": "selectiv"},
+        ["trainer.activation_checkpointing: input should be a valid boolean or 'selective' or a valid "
+         "integer, got 'selectiv'; did you mean 'selective'?"],
+    ),
+    (
+        {"trainer.activation_checkpointing": -3, "trainer.cpu_offload": "all"},
+        ["trainer.activation_checkpointing: ", "or equal to 2, got -3", "'optimizer', got 'all'"],
+    ),
+    ({"rollout.engine_arguments": {"max_kv_tokens": 1e5}}, ["max_kv_tokens", "number of tokens"]),
     ({"rollout.segment_tokens": 0}, ["rollout.segment_tokens", "greater than or equal to 1, got 0"]),
     (
         {"rollout.segment_tokens": 256},

@@ -106,6 +106,16 @@ def test_all_problems_are_reported_at_once():
     assert len(caught.value.problems) == 3
 
 
+def test_a_key_of_several_types_is_told_once_and_beside_what_breaks_a_rule():
+    with pytest.raises(SpecError) as caught:
+        parse_spec(changed(trainer={"cpu_offload": "all", "updates_per_step": 3}))
+    first, second = caught.value.problems
+    assert first.startswith(
+        "trainer.cpu_offload: input should be a valid boolean or 'optimizer', got"
+    )
+    assert "trainer.updates_per_step (3) must not exceed" in second
+
+
 def test_generate_ahead_steps_is_another_name_of_max_staleness():
     assert parse_spec(changed(algorithm={"generate_ahead_steps": 3})).algorithm.max_staleness == 3
     with pytest.raises(SpecError, match="another name"):
