@@ -3,7 +3,7 @@
 import time
 
 from services.common import tracing
-from services.common.errors import AlreadyExistsError, ServiceError
+from services.common.errors import AlreadyExistsError, InvalidArgumentError, ServiceError
 from services.common.fields import sample_key
 from services.common.models.routing_shape import RoutingShape
 from services.rollout import metrics
@@ -78,6 +78,9 @@ class GroupPublisher:
             # before this lease did, too late. The controller knows which, and generates again in that case.
             metrics.LATE_GROUPS.inc()
             raise GroupError("publish_failed", error.message, retryable=True) from error
+        except InvalidArgumentError as error:
+            # There is never room for it, or it breaks another rule: nobody may try this for ever.
+            raise GroupError("publish_refused", error.message, retryable=True) from error
         except ServiceError as error:
             raise GroupError("publish_failed", error.message, retryable=True) from error
         finally:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,25 @@ async def test_a_published_group_is_complete_and_comes_once(
     runs = [[3, 1], [4, 2], [-1, 2], [3, 1], [4, 2]]
     assert fields["version_runs"].unbind()[1].tolist() == runs
     assert fields["rewards"].values.tolist() == [0.0, 1.0]
+
+
+async def test_a_group_for_which_there_is_never_room_is_held_against_its_prompt(
+    data: DataClient, metadata: TransferQueueClient
+) -> None:
+    await metadata.create_partition("small/train", required_fields=(), quota_bytes=100)
+    sample = Sample(
+        member=0,
+        prompt_ids=PROMPT.token_ids,
+        turns=(SAMPLED,) * 5,
+        score=Score(0.0),
+        finish_reason="stop",
+        is_greedy=False,
+    )
+    given = replace(assignment("g"), partition_id="small/train")
+    with pytest.raises(GroupError, match=r"exceeds the whole quota of small, 100 bytes") as caught:
+        await GroupPublisher(data).publish(given, PROMPT, [sample])
+    # One that only waited too long is generated again, however often that happens.
+    assert caught.value.reason == "publish_refused"
 
 
 async def read(metadata: TransferQueueClient, **query: Any) -> list[dict[str, Any]]:
