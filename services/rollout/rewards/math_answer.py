@@ -12,8 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from math_verify.grader import is_equation, is_relation
-from sympy import Abs, Expr, I, Interval, MatrixBase, Symbol, Tuple, Union
+from math_verify.grader import (
+    FiniteSet,
+    is_assignment_relation,
+    is_equation,
+    is_relation,
+    unwrap_eq,
+)
+from sympy import Abs, Add, Eq, Expr, I, Interval, MatrixBase, Symbol, Tuple, Union
 
 from services.rollout.rewards import math_spelling as spelling
 
@@ -149,9 +155,11 @@ def _read(answer: str) -> list[Any]:
 def _union(parts: list[str]) -> list[Any]:
     """The numbers that fulfil one of several inequalities, if the parts are such."""
     found = [one for part in parts for one in _read(part)]
-    if len(found) < len(parts) or not all(
-        is_relation(one) and not is_equation(one) for one in found
-    ):
+    return [] if len(found) < len(parts) else _solutions(*found)
+
+
+def _solutions(*found: Any) -> list[Any]:
+    if not all(is_relation(one) and not is_equation(one) for one in found):
         return []
     try:
         return [Union(*(one.as_set() for one in found))]
@@ -166,8 +174,13 @@ def _verify(gold: list[Any], found: list[Any]) -> bool:
 def _equal(gold: Any, found: Any) -> bool:
     if isinstance(gold, Tuple | Interval) or isinstance(found, Tuple | Interval):
         gold, found = _vector(gold), _vector(found)
+    if isinstance(gold, Eq) and isinstance(gold.lhs, Add) and isinstance(found, Expr):
+        return False  # an equation, not the value of its right side
     if verify(gold, found, allow_set_relation_comp=True):
         return True
+    solutions = _solutions(gold), _solutions(found)
+    if all(solutions):
+        return bool(solutions[0] == solutions[1])
     if not (isinstance(gold, Expr) and isinstance(found, Expr)) or gold.has(Abs) or found.has(Abs):
         return False
     general = gold.free_symbols | found.free_symbols
@@ -178,8 +191,12 @@ def _equal(gold: Any, found: Any) -> bool:
 
 
 def _vector(value: Any) -> Any:
-    is_vector = isinstance(value, MatrixBase) and 1 in value.shape
-    return Tuple(*value) if is_vector else value
+    """What a tuple may be written as: a vector, or a value for each name, in the order of these."""
+    if isinstance(value, MatrixBase) and 1 in value.shape:
+        return Tuple(*value)
+    if isinstance(value, FiniteSet) and all(is_assignment_relation(one) for one in value):
+        return Tuple(*(unwrap_eq(one) for one in value._unsorted_args))  # noqa: SLF001
+    return value
 
 
 def _particular(symbol: Any) -> Any:

@@ -230,7 +230,7 @@ def as_latex(answer: str) -> str:
         tidy = quantity[1]
     if described := _SET_OF.fullmatch(tidy):
         tidy = described[1]
-    return _DERIVATIVE.sub("D=", tidy)
+    return _NUMBER_WORDS.get(tidy.casefold(), _DERIVATIVE.sub("D=", tidy))
 
 
 def rewritten(latex: str) -> list[str]:
