@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from math_verify.errors import TimeoutException
 from math_verify.grader import (
     FiniteSet,
     is_assignment_relation,
@@ -19,6 +20,7 @@ from math_verify.grader import (
     is_relation,
     unwrap_eq,
 )
+from math_verify.utils import timeout
 from sympy import Abs, Add, Eq, Expr, I, Interval, MatrixBase, Symbol, Tuple, Union
 
 from services.rollout.rewards import math_spelling as spelling
@@ -36,10 +38,13 @@ _WITHOUT_UNITS = replace(LatexExtractionConfig().normalization_config, units=Fal
 _READ = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=_WITHOUT_UNITS)]
 _SEARCH = [*_READ, ExprExtractionConfig()]
 _SEARCH_UNITS = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+_PATIENCE_S = 5
+"""What the library grants one expression to be read or compared."""
+_in_time = timeout(_PATIENCE_S)
+_MOST_PARTS = 4
+"""Inequalities of which one holds; each is granted its time."""
 _LONGEST = 2000
 """Characters of a final answer; what repeats itself for longer is none, and would be read for minutes."""
-_PATIENCE_S = 5.0
-"""What the library grants one expression to be read or compared."""
 
 
 def math_answer(prompt: str, response: str, answer: Any, row: Mapping[str, Any]) -> float:
@@ -143,7 +148,7 @@ def _any_in_time(attempts: Iterable[bool]) -> bool:
 
 def _read(answer: str) -> list[Any]:
     parts = spelling.alternatives(answer)
-    if len(parts) > 1 and (union := _union(parts)):
+    if 1 < len(parts) <= _MOST_PARTS and (union := _union(parts)):
         return union
     latex = spelling.as_latex(answer)
     for each in (latex, *spelling.rewritten(latex)):
@@ -162,8 +167,8 @@ def _solutions(*found: Any) -> list[Any]:
     if not all(is_relation(one) and not is_equation(one) for one in found):
         return []
     try:
-        return [Union(*(one.as_set() for one in found))]
-    except (NotImplementedError, ValueError, TypeError):  # not of one variable
+        return [_in_time(lambda: Union(*(one.as_set() for one in found)))()]
+    except (NotImplementedError, ValueError, TypeError, TimeoutException):  # not of one variable
         return []
 
 

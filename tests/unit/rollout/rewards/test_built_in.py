@@ -58,6 +58,11 @@ def test_answers_in_the_styles_of_public_data_sets_score_1_and_wrong_ones_0() ->
     assert misjudged == []
 
 
+def test_inequalities_that_nobody_solves_are_wrong_within_the_patience_of_the_library() -> None:
+    hard = r"\boxed{x^{40}+x^{31}-7x^{3}+x>1 or x^{37}+x^5+3>2}"
+    assert math_answer("", hard, r"(1,\infty)", {}) == 0.0
+
+
 def test_an_answer_without_an_expression_is_a_failure_not_a_zero() -> None:
     with pytest.raises(ValueError, match="no expression"):
         math_answer("", "72", "####", {})
