@@ -78,7 +78,6 @@ class Resizing:
         if (request := self._mailbox.get("resize")) is not None:
             has = request.options.get("has", len(self._size))
             self._size = _rollouts(with_replicas(self._spec.now, has))
-            self._started = set(self._size)
 
     @property
     def size(self) -> int:
@@ -114,7 +113,7 @@ class Resizing:
             ResizedError: Once the loop can be entered with all that are wanted, if it has to be.
             ServiceError: If a replacement does not come up.
         """
-        here = set(present)
+        here, has_left = set(present), False
         while True:
             self._asked.clear()
             wanted, request = self._wanted(), self._mailbox.get("resize")
@@ -122,18 +121,21 @@ class Resizing:
                 if not live.done():
                     raise ResizedError
                 await live.result().part_with(leaving)
-            if gone := (here | self._started) - wanted:
+            # Some may have been about to leave when the loop was left.
+            if gone := (here | self._started | self._size) - wanted:
+                has_left |= not gone.isdisjoint(self._size)
                 await self._end(gone)
                 here -= gone
                 self._started -= gone
+                self._size -= gone
                 await self._start(live)  # platforms show how many there are
             if missing := wanted - here:
                 if await self._bring_up(missing, live, request):
                     here |= missing
                 continue
-            is_resized, self._size = self._size != wanted or request is not None, wanted
-            if is_resized and live.done():
+            if live.done() and (has_left or request is not None):
                 await self._tell("Resized", len(wanted), request)
+            has_left = False
             await self._asked.wait()
 
     async def confirm(self) -> None:
@@ -144,7 +146,8 @@ class Resizing:
     async def settle(self) -> dict[str, str]:
         """End rollouts that are too many; returns what was ended, with why."""
         workers = self._membership.workers(self._run_id, "rollout")
-        gone = {worker.worker_id for worker in workers} - self._wanted()
+        known = {worker.worker_id for worker in workers} | self._started | self._size
+        gone = known - self._wanted()
         await self._end(gone)
         kind = "Replaced" if self._size == self._wanted() else "Resized"
         self._size = self._wanted()

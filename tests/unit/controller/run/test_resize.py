@@ -73,13 +73,17 @@ class FakeRun:
     """Brings weights to whoever joins, and lets go of whoever leaves."""
 
     reaches: bool = True
-    refuses: bool = False
+    has_other_data: bool = False
     joined: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     may_serve: asyncio.Event = field(default_factory=asyncio.Event)
+    may_leave: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self):
+        self.may_leave.set()
 
     async def admit(self, rollouts):
-        if self.refuses:
+        if self.has_other_data:
             raise FailedPreconditionError("other data")
         self.joined += [rollout.worker_id for rollout in rollouts]
         return self.reaches
@@ -89,6 +93,7 @@ class FakeRun:
 
     async def part_with(self, names):
         self.left += sorted(names)
+        await self.may_leave.wait()
 
     @property
     def publishing(self):
@@ -199,7 +204,7 @@ async def test_the_loop_is_left_if_weights_do_not_reach_new_rollouts_as_they_tra
 
 
 async def test_new_rollouts_with_other_data_are_ended_and_the_run_keeps_its_size():
-    case = Case(refuses=True)
+    case = Case(has_other_data=True)
     await case.register(0)
     await case.register(1)
     case.enter()
@@ -207,11 +212,13 @@ async def test_new_rollouts_with_other_data_are_ended_and_the_run_keeps_its_size
         watching = tasks.create_task(case.watch())
         case.ask(2)
         await case.told("ResizeFailed")
-        while not case.launcher.ended:  # noqa: ASYNC110
+        while case.launcher.started != [2, 1]:  # noqa: ASYNC110
             await asyncio.sleep(0)
+        await asyncio.sleep(0)
         watching.cancel()
     assert case.launcher.ended == ["rollout-1"]
     assert case.spec.now.rollout.replicas == 1
+    assert case.journal.kinds == ["ResizeFailed"]
 
 
 async def test_rollouts_leave_while_the_loop_goes_on_also_after_others_have_joined():
@@ -273,6 +280,27 @@ async def test_a_size_that_is_taken_back_before_it_is_reached_is_told_of():
         await case.told("Resized")
         watching.cancel()
     assert (case.launcher.ended, case.run.joined) == (["rollout-1"], [])
+
+
+async def test_rollouts_that_were_about_to_leave_when_the_loop_was_left_are_ended():
+    case = Case(replicas=2)
+    await case.register(0)
+    await case.register(1)
+    case.enter()
+    case.run.may_leave.clear()
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(case.watch("rollout-0", "rollout-1"))
+        case.ask(1)
+        while not case.run.left:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        watching.cancel()  # another worker was lost
+    assert not case.launcher.ended
+    assert case.resizing.present() == {"rollout-0"}
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(case.watch())
+        await case.told("Resized")
+        watching.cancel()
+    assert case.launcher.ended == ["rollout-1"]
 
 
 async def test_a_rollout_that_ends_while_it_leaves_is_no_loss():
