@@ -77,6 +77,7 @@ class Generation:
         self._replicas = replicas
         self._handout = handout
         self._refilled = ledger.num_ended(_REFILLED)
+        self._is_told = False
         self._failures = Failures(spec, ledger=ledger, order=order, handout=handout)
         self._work = asyncio.Event()
         self._finished = asyncio.Condition()
@@ -91,6 +92,7 @@ class Generation:
     def batch_taken(self) -> None:
         """The next batch begins: dynamic sampling may replace as many groups again."""
         self._refilled = self._ledger.num_ended(_REFILLED)
+        self._is_told = False
 
     async def restore(self, lost_workers: Collection[str], *, is_queue_empty: bool) -> None:
         """Find out what became of the groups in flight, and hand them out again where it is needed.
@@ -190,6 +192,10 @@ class Generation:
                 self._handout.num_passed_over += 1
             elif failure.reason in _BLAMELESS:
                 self._ledger.requeue(group)
+                # Where there is no room for a batch none would ever come, and all of them fail.
+                is_told, self._is_told = self._is_told, True
+                if not is_told:
+                    await self._journal.note(failed(failure), self._ledger)
             else:
                 self._failures.blame(group, failure)
                 await self._journal.note(failed(failure), self._ledger)

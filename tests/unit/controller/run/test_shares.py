@@ -38,13 +38,17 @@ SPEC = parse_spec(
 
 
 class Recorder:
-    """A journal that writes nothing."""
+    """A journal that keeps what is told."""
+
+    def __init__(self):
+        self.told = []
 
     async def save(self, ledger):
         ledger.take_changes()
 
     async def note(self, note, ledger):
         ledger.take_changes()
+        self.told.append(note.type)
 
 
 class Queue:
@@ -221,6 +225,16 @@ async def test_a_share_that_fails_ends_the_others_and_the_whole_group_begins_aga
     assert run.queue.released[2:] == [f"{name}.4"]
     shares = await run.hand_out()
     assert sorted(member for members in shares.values() for member in members) == [0, 1, 2, 3, 4]
+
+
+async def test_groups_for_which_there_is_no_room_are_told_of_once_a_step():
+    run = Run()
+    for steps in (1, 2):
+        for _ in range(3):
+            await run.hand_out()
+            await run.fail("rollout-0", "publish_failed")
+        assert run.generation._journal.told == ["GroupFailed"] * steps
+        run.generation.batch_taken()
 
 
 async def test_a_group_of_rollouts_that_make_no_token_is_taken_from_all_of_them():
