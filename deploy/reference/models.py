@@ -14,7 +14,9 @@ decoding (`tests/unit/rollout/test_torch.py`), divided layers (`tests/integratio
 packs that ranks share (`trainer.context_parallel`, `tests/integration/test_context_ranks.py`).
 `slipstream validate` judges a model by its `config.json`, before anything is loaded: layers of another kind
 than full or sliding attention, and rotary frequencies that depend on the longest sequence of a batch
-(`dynamic`, `longrope`), are refused. Windows, capped scores and logits, and scales of logits are computed.
+(`dynamic` without HunYuan's `alpha`, `longrope`), are refused. Windows, capped scores and logits, and scales
+of logits are computed. It also reads the heads of the weight files: what is missing, cut off, of another
+kind or quantized is named. Weights that a folder lacks, or has in another shape, end a run before it trains.
 
 Where a family's attention is not made of `q_proj`, `k_proj`, `v_proj` and `o_proj`, the column LoRA has
 what `trainer.lora.target_modules` must name. The weight plane sends every family under the names that its
