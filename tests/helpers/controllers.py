@@ -12,14 +12,10 @@ from pathlib import Path
 
 import httpx
 
+from tests.helpers.specs import changed
+
 ADMIN = "slp_" + "a" * 43
-SPEC = {
-    "name": "one",
-    "model": {"path": "tiny:qwen2-0.4m"},
-    "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
-    "rollout": {"max_response_tokens": 8, "rewards": [{"name": "exact_match"}]},
-    "trainer": {"steps": 3, "prompts_per_step": 4},
-}
+SPEC = changed(name="one", rollout={"max_response_tokens": 8}, trainer={"steps": 3})
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,9 @@ from services.controller.membership.registry import Membership
 from services.controller.run.loop import Services
 from services.controller.settings import Limits
 from services.transferqueue.facts import Stats
+from tests.helpers.specs import changed
 
-SPEC = {
-    "name": "one",
-    "model": {"path": "tiny:qwen2-0.4m"},
-    "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
-    "rollout": {"max_response_tokens": 8, "rewards": [{"name": "exact_match"}]},
-    "trainer": {"steps": 3, "prompts_per_step": 4},
-}
+SPEC = changed(name="one", rollout={"max_response_tokens": 8}, trainer={"steps": 3})
 
 
 def named(number: int) -> dict[str, object]:

@@ -10,19 +10,11 @@ import pytest
 from services.cli.machine import lacks, shared_gpus, slow_settings
 from services.cli.preflight import read_checked
 from services.common.spec.run import RunSpec, default_places
+from tests.helpers.specs import spec_with
 
 
 def spec(**topology: str) -> RunSpec:
-    return RunSpec.model_validate(
-        {
-            "name": "few",
-            "model": {"path": "tiny:qwen2-0.4m"},
-            "data": {"train": {"source": "jsonl", "path": "none"}},
-            "rollout": {"rewards": [{"name": "exact_match"}]},
-            "trainer": {"steps": 1, "prompts_per_step": 8},
-            "topology": topology,
-        }
-    )
+    return spec_with(topology=topology, trainer={"prompts_per_step": 8})
 
 
 @pytest.mark.parametrize(

@@ -7,18 +7,16 @@ from typer.testing import CliRunner
 
 from services.cli.main import app
 from services.cli.planned_memory import gpu_bytes
+from tests.helpers.specs import changed
 
 
 @pytest.fixture
 def spec(tmp_path):
     file = tmp_path / "run.json"
-    document = {
-        "name": "planned",
-        "model": {"path": "tiny:qwen2-0.4m"},
-        "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
-        "rollout": {"replicas": 1, "max_response_tokens": 64, "rewards": [{"name": "exact_match"}]},
-        "trainer": {"steps": 9, "prompts_per_step": 4},
-    }
+    document = changed(
+        rollout={"replicas": 1, "max_response_tokens": 64},
+        trainer={"steps": 9},
+    )
     file.write_text(json.dumps(document))
     return str(file)
 

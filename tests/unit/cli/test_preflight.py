@@ -11,21 +11,15 @@ from services.cli.preflight import check
 from services.common.models.tokenizer import load_tokenizer
 from services.common.spec.loader import SpecError, parse_spec
 from services.common.spec.model import ModelSpec
+from tests.helpers.specs import changed
 
 
 def spec_with(tmp_path, **changes):
     data = tmp_path / "prompts.jsonl"
     data.write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n")
-    document = {
-        "name": "checked",
-        "model": {"path": "tiny:qwen2-0.4m"},
-        "data": {"train": {"source": "jsonl", "path": str(data)}},
-        "rollout": {"rewards": [{"name": "exact_match"}]},
-        "trainer": {"steps": 1, "prompts_per_step": 2},
-    }
-    for key, value in changes.items():
-        document[key] = {**document[key], **value}
-    return parse_spec(document)
+    data_set = {"train": {"source": "jsonl", "path": str(data)}}
+    changes["data"] = {**data_set, **changes.get("data", {})}
+    return parse_spec(changed(**changes))
 
 
 def test_a_specification_that_can_run_passes(tmp_path):

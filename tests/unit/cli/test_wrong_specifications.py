@@ -8,15 +8,10 @@ import yaml
 
 from services.cli.preflight import read_checked
 from services.common.spec.loader import SpecError
+from tests.helpers.specs import changed
 
 GONE = "(left out)"
-RIGHT = {
-    "name": "right",
-    "model": {"path": "tiny:qwen2-0.4m"},
-    "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
-    "rollout": {"rewards": [{"name": "exact_match"}]},
-    "trainer": {"steps": 10, "prompts_per_step": 4},
-}
+RIGHT = changed(trainer={"steps": 10})
 SET = {"source": "jsonl", "path": "prompts.jsonl"}
 TASK = """
 def reward(prompt, response, answer, row, *, scale=1.0): return scale

@@ -12,23 +12,7 @@ from services.common.spec.loader import (
     parse_spec,
     spec_digest,
 )
-
-SMALLEST = {
-    "name": "smallest",
-    "model": {"path": "tiny:qwen2-0.4m"},
-    "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
-    "rollout": {"rewards": [{"name": "exact_match"}]},
-    "trainer": {"steps": 1, "prompts_per_step": 2},
-}
-
-
-def changed(**parts):
-    document = {**SMALLEST}
-    for part, values in parts.items():
-        document[part] = (
-            {**document.get(part, {}), **values} if isinstance(values, dict) else values
-        )
-    return document
+from tests.helpers.specs import SMALLEST, changed
 
 
 @pytest.mark.parametrize(
@@ -58,7 +42,7 @@ def changed(**parts):
         (changed(rollout={"group_size": 1}), ["rollout.group_size", "algorithm.min_group_size"]),
         (changed(rollout={"sampling": {"temperature": 0}}), ["temperature", "greedy"]),
         (changed(rollout={"sampling": {"top_p": 0.9}}), ["top_p", "1"]),
-        (changed(trainer={"updates_per_step": 3}), ["updates_per_step", "prompts_per_step"]),
+        (changed(trainer={"updates_per_step": 5}), ["updates_per_step", "prompts_per_step"]),
         (changed(trainer={"accumulate_early": True}), ["accumulate_early", "max_staleness", "0"]),
         (
             changed(
@@ -195,7 +179,7 @@ def test_every_example_is_valid(example):
     ("epochs", "rows", "steps"), [(1, 10, 5), (1, 11, 6), (0.3, 10, 2), (3, 7, 11), (0.01, 10, 1)]
 )
 def test_epochs_end_with_a_batch_that_is_filled_up(epochs, rows, steps):
-    document = changed(data={"epochs": epochs}, trainer={"steps": None})
+    document = changed(data={"epochs": epochs}, trainer={"steps": None, "prompts_per_step": 2})
     assert parse_spec(document).num_steps(rows) == steps
     assert parse_spec(SMALLEST).num_steps(rows) == 1
 

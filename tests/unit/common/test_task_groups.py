@@ -7,14 +7,8 @@ import pytest
 
 from services.common.spec.loader import SpecError, canonical_json, parse_spec
 from services.common.spec.task_groups import TaskGroupError, TaskGroupFault, place_groups
+from tests.helpers.specs import spec_with
 
-SMALLEST = {
-    "name": "smallest",
-    "model": {"path": "tiny:qwen2-0.4m"},
-    "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
-    "rollout": {"rewards": [{"name": "exact_match"}]},
-    "trainer": {"steps": 1, "prompts_per_step": 4},
-}
 CASES = json.loads((Path(__file__).parents[2] / "vectors" / "task_groups.json").read_text())
 
 
@@ -81,15 +75,8 @@ def test_whole_nodes_can_be_split_and_a_part_left_unused():
 TOPOLOGY = {"task_groups": [["train", "logp"], "ref_logp", "generate"], "ratios": [0.5, 0.25, 0.25]}
 
 
-def spec_with(topology, **changes):
-    document = {**SMALLEST, "topology": topology}
-    for key, value in changes.items():
-        document[key] = {**document.get(key, {}), **value}
-    return parse_spec(document)
-
-
 def test_the_split_gives_the_numbers_of_processes():
-    spec = spec_with({**TOPOLOGY, "gpus": 8}, algorithm={"kl": {"coefficient": 0.1}})
+    spec = spec_with(topology={**TOPOLOGY, "gpus": 8}, algorithm={"kl": {"coefficient": 0.1}})
     assert (spec.trainer.world_size, spec.rollout.replicas) == (4, 2)
     assert spec.topology.own_gpus("ref_logp") == 2
     assert spec.topology.own_gpus("logp") == 0
@@ -98,7 +85,7 @@ def test_the_split_gives_the_numbers_of_processes():
 
 def test_an_engine_of_several_gpus_gives_fewer_replicas():
     spec = spec_with(
-        {"task_groups": ["train", "generate"], "ratios": [0.5, 0.5], "gpus": 8},
+        topology={"task_groups": ["train", "generate"], "ratios": [0.5, 0.5], "gpus": 8},
         rollout={"engine": "vllm", "engine_arguments": {"tensor_parallel_size": 2}},
     )
     assert spec.rollout.replicas == 2
@@ -107,7 +94,7 @@ def test_an_engine_of_several_gpus_gives_fewer_replicas():
 @pytest.mark.parametrize("spelling", ["separated", "sperated"])
 def test_the_spellings_of_dots_rl_are_accepted(spelling):
     spec = spec_with(
-        {
+        topology={
             f"{spelling}_node_tasks": [["actor-train", "logp", "ref"], "rollout"],
             f"{spelling}_node_ratios": [0.5, 0.5],
             "gpus": 4,
@@ -194,16 +181,15 @@ def test_the_spellings_of_dots_rl_are_accepted(spelling):
 )
 def test_what_cannot_run_is_refused(topology, changes, message):
     with pytest.raises(SpecError, match=message):
-        spec_with(topology, **changes)
+        spec_with(topology=topology, **changes)
 
 
 def test_task_groups_among_the_trainers_options_are_those_of_dots_rl():
     trainer = {
-        **SMALLEST["trainer"],
         "sperated_node_tasks": [["logp", "actor-train"], "generate"],
         "sperated_node_ratios": [0.75, 0.25],
         "nnodes": 2,
         "n_gpus_per_node": 8,
     }
-    spec = parse_spec({**SMALLEST, "trainer": trainer})
+    spec = spec_with(trainer=trainer)
     assert (spec.trainer.world_size, spec.rollout.replicas) == (12, 4)

@@ -3,22 +3,14 @@
 import pytest
 
 from services.common.spec.loader import SpecError, parse_spec
+from tests.helpers.specs import changed
 
 MIXED = {"placement": "mixed"}
 
 
 def colocated(**parts):
-    document = {
-        "name": "turns",
-        "model": {"path": "tiny:qwen2-0.4m"},
-        "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
-        "rollout": {"rewards": [{"name": "exact_match"}]},
-        "trainer": {"steps": 1, "prompts_per_step": 2},
-        "topology": {"placement": "colocated"},
-    }
-    for part, values in parts.items():
-        document[part] = {**document.get(part, {}), **values}
-    return document
+    topology = {"placement": "colocated", **parts.pop("topology", {})}
+    return changed(topology=topology, **parts)
 
 
 @pytest.mark.parametrize(("ranks", "engine_gpus", "replicas"), [(1, 1, 1), (4, 1, 4), (4, 2, 2)])

@@ -7,17 +7,15 @@ import kubernetes_validate
 import pytest
 
 from services.common.errors import FailedPreconditionError
-from services.common.spec.loader import parse_spec
 from services.controller.launch import job_set
 from services.controller.launch.worker_pods import Pod, build_pods, load_templates
 from tests.helpers.chart import one, render
+from tests.helpers.specs import spec_with
 
-SPEC = {
-    "name": "demo",
-    "model": {"path": "tiny:qwen2-0.4m"},
+SMALL = {
     "data": {"train": {"source": "python", "path": "sort4.py:train"}},
-    "rollout": {"replicas": 2, "rewards": [{"name": "exact_match"}]},
-    "trainer": {"steps": 1, "prompts_per_step": 1},
+    "rollout": {"replicas": 2},
+    "trainer": {"prompts_per_step": 1},
 }
 OWNER = {"apiVersion": "v1", "kind": "Service", "name": "workers", "uid": "u1"}
 
@@ -29,11 +27,11 @@ def build(
     config = one(render(*values, profiles=profiles), "ConfigMap", "demo-slipstream-workers")
     for name, text in config["data"].items():
         (folder / name).write_text(text)
-    changed = {name: {**SPEC.get(name, {}), **section} for name, section in sections.items()}
+    changed = {name: {**SMALL.get(name, {}), **section} for name, section in sections.items()}
     return build_pods(
         load_templates(folder),
         "run_0198",
-        parse_spec({**SPEC, **changed}),
+        spec_with(**{**SMALL, **changed}),
         controller_address="c:50051",
         owner=OWNER,
     )

@@ -20,6 +20,7 @@ from services.rollout.engines.memory import (
     plan_of,
 )
 from services.weightsync import handle
+from tests.helpers.specs import spec_with
 
 GB = 10**9
 VLLM = ENGINES["vllm"]
@@ -111,14 +112,9 @@ def test_memory_that_no_plan_counts_is_refused_by_name() -> None:
 
 
 def spec_of(**trainer: Any) -> RunSpec:
-    return RunSpec.model_validate(
-        {
-            "name": "memory",
-            "model": {"path": "tiny:qwen2-0.4m"},
-            "data": {"train": {"source": "jsonl", "path": "none"}},
-            "rollout": {"rewards": [{"name": "exact_match"}], "engine": "vllm"},
-            "trainer": {"steps": 1, "prompts_per_step": 8, "dtype": "bfloat16", **trainer},
-        }
+    return spec_with(
+        rollout={"engine": "vllm"},
+        trainer={"prompts_per_step": 8, "dtype": "bfloat16", **trainer},
     )
 
 

@@ -7,8 +7,8 @@ import pytest
 from transformers import AutoConfig
 
 from services.common.models.training_memory import trainer_memory
-from services.common.spec.run import RunSpec
 from services.trainer.model.flops import model_weights
+from tests.helpers.specs import spec_with
 
 QWEN = AutoConfig.for_model(
     "qwen2",
@@ -25,24 +25,15 @@ GIB = 2**30
 
 
 def memory_of(gpu_gb=141, response=256, **trainer):
-    spec = RunSpec.model_validate(
-        {
-            "name": "memory",
-            "model": {"path": "tiny:qwen2-0.4m"},
-            "data": {"train": {"source": "jsonl", "path": "none"}},
-            "rollout": {
-                "rewards": [{"name": "exact_match"}],
-                "max_response_tokens": response,
-            },
-            "trainer": {
-                "steps": 1,
-                "prompts_per_step": 8,
-                "dtype": "bfloat16",
-                "compile": True,
-                "tokens_per_micro_batch": 40_960,
-                **trainer,
-            },
-        }
+    spec = spec_with(
+        rollout={"max_response_tokens": response},
+        trainer={
+            "prompts_per_step": 8,
+            "dtype": "bfloat16",
+            "compile": True,
+            "tokens_per_micro_batch": 40_960,
+            **trainer,
+        },
     )
     return trainer_memory(spec, QWEN, gpu_bytes=int(gpu_gb * 1e9))
 

@@ -19,16 +19,13 @@ from services.controller.launch.follow import Seen
 from services.controller.launch.kubernetes import KubernetesLauncher
 from services.controller.launch.launcher import WorkerExit
 from tests.helpers.job_sets import NAME_LABEL, pods_of
+from tests.helpers.specs import spec_with
 
 RUN = "run_01"
-SPEC = parse_spec(
-    {
-        "name": "demo",
-        "model": {"path": "tiny:qwen2-0.4m"},
-        "data": {"train": {"source": "python", "path": "sort4.py:train"}},
-        "rollout": {"replicas": 1, "rewards": [{"name": "exact_match"}]},
-        "trainer": {"steps": 1, "prompts_per_step": 1},
-    }
+SPEC = spec_with(
+    data={"train": {"source": "python", "path": "sort4.py:train"}},
+    rollout={"replicas": 1},
+    trainer={"prompts_per_step": 1},
 )
 SPREAD = {
     **SPEC.model_dump(),

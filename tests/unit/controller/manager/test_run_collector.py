@@ -4,21 +4,18 @@ from types import SimpleNamespace
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from services.common.spec.loader import canonical_json, parse_spec
+from services.common.spec.loader import canonical_json
 from services.controller.manager.run_collector import RunCollector
 from services.controller.rules.run_state import RunState
+from tests.helpers.specs import spec_with
 
 NOW = 10_000.0
 SPEC = canonical_json(
-    parse_spec(
-        {
-            "name": "demo",
-            "model": {"path": "tiny:qwen2-0.4m"},
-            "data": {"train": {"source": "python", "path": "sort4.py:train"}},
-            "rollout": {"rewards": [{"name": "exact_match"}]},
-            "algorithm": {"max_staleness": 2},
-            "trainer": {"steps": 50, "prompts_per_step": 32},
-        }
+    spec_with(
+        name="demo",
+        data={"train": {"source": "python", "path": "sort4.py:train"}},
+        algorithm={"max_staleness": 2},
+        trainer={"steps": 50, "prompts_per_step": 32},
     )
 )
 

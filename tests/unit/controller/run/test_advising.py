@@ -7,16 +7,12 @@ from services.controller.rules.ledger import Ledger
 from services.controller.run.advising import Advisor
 from services.controller.run.progress import Progress
 from services.controller.run.requests import CurrentSpec
+from tests.helpers.specs import spec_with
 
-SPEC = RunSpec.model_validate(
-    {
-        "name": "advised",
-        "model": {"path": "tiny:qwen2-0.4m"},
-        "data": {"train": {"source": "jsonl", "path": "none"}},
-        "rollout": {"replicas": 1, "rewards": [{"name": "exact_match"}]},
-        "algorithm": {"max_staleness": 1},
-        "trainer": {"steps": 100, "prompts_per_step": 8},
-    }
+SPEC = spec_with(
+    rollout={"replicas": 1},
+    algorithm={"max_staleness": 1},
+    trainer={"steps": 100, "prompts_per_step": 8},
 )
 
 

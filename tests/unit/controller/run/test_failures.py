@@ -5,25 +5,16 @@ from typing import Any
 
 import pytest
 
-from services.common.spec.run import RunSpec
 from services.controller.client import GroupFailure
 from services.controller.run.failures import Failures
 from services.controller.run.handout import GenerationError
 from services.controller.run.requests import CurrentSpec
+from tests.helpers.specs import spec_with
 
 
 def failures(max_staleness: int) -> Failures:
     """Of a run with two prompts in each step, whose groups are tried again."""
-    spec = RunSpec.model_validate(
-        {
-            "name": "failures",
-            "model": {"path": "tiny:qwen2-0.4m"},
-            "data": {"train": {"source": "jsonl", "path": "none"}},
-            "rollout": {"rewards": [{"name": "exact_match"}]},
-            "trainer": {"steps": 1, "prompts_per_step": 2},
-            "algorithm": {"max_staleness": max_staleness},
-        }
-    )
+    spec = spec_with(trainer={"prompts_per_step": 2}, algorithm={"max_staleness": max_staleness})
     order: Any = SimpleNamespace(mixture=SimpleNamespace(name=lambda row: f"row {row}"))
     ledger: Any = SimpleNamespace(retry=lambda group, reason: True)
     handout: Any = SimpleNamespace(first_failure="")

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from services.common.spec.data import CurriculumSpec
-from services.common.spec.loader import parse_spec
 from services.controller.client import GroupFailure
 from services.controller.rules.difficulty import Difficulty
 from services.controller.rules.groups import GroupState, LedgerState
@@ -18,20 +17,12 @@ from services.controller.run.handout import GenerationError, Handout
 from services.controller.run.requests import CurrentSpec
 from services.controller.run.stored import StoredGroups
 from services.rollout.client import TriedPrompt
+from tests.helpers.specs import spec_with
 
-SPEC = parse_spec(
-    {
-        "name": "one",
-        "model": {"path": "tiny:qwen2-0.4m"},
-        "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
-        "rollout": {
-            "group_size": 2,
-            "max_response_tokens": 8,
-            "rewards": [{"name": "exact_match"}],
-        },
-        "trainer": {"steps": 10, "prompts_per_step": 4},
-        "algorithm": {"max_staleness": 1},
-    }
+SPEC = spec_with(
+    rollout={"group_size": 2, "max_response_tokens": 8},
+    trainer={"steps": 10},
+    algorithm={"max_staleness": 1},
 )
 
 

@@ -4,21 +4,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from services.common.batch import KVBatchMeta
-from services.common.spec.loader import parse_spec
 from services.controller.rules.ledger import Ledger
 from services.controller.run.generation import Generation
 from services.controller.run.requests import CurrentSpec
 from services.controller.run.stored import GroupSamples
+from tests.helpers.specs import spec_with
 
-SPEC = parse_spec(
-    {
-        "name": "one",
-        "model": {"path": "tiny:qwen2-0.4m"},
-        "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
-        "rollout": {"group_size": 2, "rewards": [{"name": "exact_match"}]},
-        "trainer": {"steps": 10, "prompts_per_step": 2},
-        "algorithm": {"dynamic_sampling": True, "max_refill_factor": 2.0},
-    }
+SPEC = spec_with(
+    rollout={"group_size": 2},
+    trainer={"steps": 10, "prompts_per_step": 2},
+    algorithm={"dynamic_sampling": True, "max_refill_factor": 2.0},
 )
 BATCH = KVBatchMeta(
     partition_id="run_1/train",

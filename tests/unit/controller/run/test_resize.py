@@ -7,27 +7,19 @@ from dataclasses import dataclass, field
 import pytest
 
 from services.common.errors import FailedPreconditionError
-from services.common.spec.loader import parse_spec
 from services.controller.launch.launcher import WorkerExit
 from services.controller.membership.registry import Membership, Worker
 from services.controller.run.requests import CurrentSpec
 from services.controller.run.resize import ResizedError, Resizing
 from services.controller.store.requests import Request
 from services.rollout.client import rows_gauge
+from tests.helpers.specs import spec_with
 
 RUN = "run_1"
 
 
 def spec_of(replicas: int):
-    return parse_spec(
-        {
-            "name": "demo",
-            "model": {"path": "tiny:qwen2-0.4m"},
-            "data": {"train": {"source": "jsonl", "path": "x.jsonl"}},
-            "rollout": {"replicas": replicas, "rewards": [{"name": "exact_match"}]},
-            "trainer": {"steps": 1, "prompts_per_step": 1},
-        }
-    )
+    return spec_with(rollout={"replicas": replicas}, trainer={"prompts_per_step": 1})
 
 
 def worker(index: int) -> Worker:

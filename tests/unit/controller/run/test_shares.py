@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from services.common.batch import KVBatchMeta
-from services.common.spec.loader import parse_spec
 from services.controller.client import GroupFailure
 from services.controller.rules.groups import GroupState
 from services.controller.rules.ledger import Ledger
@@ -19,21 +18,12 @@ from services.controller.run.replicas import Replicas
 from services.controller.run.requests import CurrentSpec
 from services.controller.run.stored import StoredGroups
 from services.transferqueue.facts import Loss
+from tests.helpers.specs import spec_with
 
-SPEC = parse_spec(
-    {
-        "name": "one",
-        "model": {"path": "tiny:qwen2-0.4m"},
-        "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
-        "rollout": {
-            "group_size": 5,
-            "max_running_samples": 2,
-            "replicas": 3,
-            "rewards": [{"name": "exact_match"}],
-        },
-        "trainer": {"steps": 1, "prompts_per_step": 1},
-        "algorithm": {"max_staleness": 0},
-    }
+SPEC = spec_with(
+    rollout={"group_size": 5, "max_running_samples": 2, "replicas": 3},
+    trainer={"prompts_per_step": 1},
+    algorithm={"max_staleness": 0},
 )
 
 

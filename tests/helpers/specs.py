@@ -1,0 +1,29 @@
+"""The smallest specification, and others that differ from it in some keys."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from services.common.spec.loader import parse_spec
+from services.common.spec.run import RunSpec
+
+SMALLEST: Mapping[str, Any] = {
+    "name": "smallest",
+    "model": {"path": "tiny:qwen2-0.4m"},
+    "data": {"train": {"source": "jsonl", "path": "prompts.jsonl"}},
+    "rollout": {"rewards": [{"name": "exact_match"}]},
+    "trainer": {"steps": 1, "prompts_per_step": 4},
+}
+
+
+def changed(**parts: Any) -> dict[str, Any]:
+    """The smallest document with other keys in some parts: ``changed(trainer={"steps": 3})``."""
+    document = {**SMALLEST}
+    for name, keys in parts.items():
+        is_part = isinstance(keys, Mapping)
+        document[name] = {**document.get(name, {}), **keys} if is_part else keys
+    return document
+
+
+def spec_with(**parts: Any) -> RunSpec:
+    """What is written in the document that has these changes."""
+    return parse_spec(changed(**parts))
