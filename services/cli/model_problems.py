@@ -10,6 +10,7 @@ from services.common.models.tokenizer import Tokenizer
 from services.common.spec.engines import engine_kind
 from services.common.spec.quota_rules import quota
 from services.common.spec.run import RunSpec
+from services.common.spec.trainer import EXPERTS
 
 
 def quantization_problems(config: Mapping[str, Any]) -> Iterator[str]:
@@ -33,6 +34,11 @@ def adapter_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"trainer.lora.target_modules has {', '.join(missing)}, but attention of "
             f"{config['model_type']!r} is made of {', '.join(own)}; name these"
+        )
+    if spec.trainer.lora.adapts_experts and FAMILIES[config["model_type"]].routing is None:
+        yield (
+            f"trainer.lora.target_modules names experts, and {config['model_type']!r} has none; leave out "
+            f"{', '.join(name for name in named if EXPERTS in name)}"
         )
 
 

@@ -12,11 +12,12 @@ from transformers import PreTrainedModel
 from services.common.jagged import Jagged
 from services.common.models.expert_names import is_fused
 from services.common.models.loading import build_model, load_folder, stored_tensors
-from services.common.spec.trainer import TrainerSpec
+from services.common.spec.trainer import LoraSpec, TrainerSpec
 from services.trainer.batch.packing import PackedTokens, pack
 from services.trainer.checkpoint import manifest
 from services.trainer.checkpoint.checkpointer import Checkpointer
 from services.trainer.collectives import Ranks
+from services.trainer.model.lora import add_adapters, begin_adapters, merged_parameters
 from services.trainer.model.optim import build_optimizer, clip_gradients, gradient_norm
 from services.trainer.model.parallel import Topology, build_topology, distribute
 from services.trainer.model.policy import Policy
@@ -27,6 +28,7 @@ from tests.helpers.mixtures import tiny_config
 from tests.helpers.ranks import run_ranks
 
 _CPU = torch.device("cpu")
+_ADAPTERS = LoraSpec(rank=3, target_modules=("o_proj", "experts.gate_up_proj", "experts.down_proj"))
 _ALL = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss")
 
 
@@ -44,14 +46,14 @@ def test_shared_experts_give_the_gradients_of_one_rank(
 def _compare(rank: int, store: str, shared: int, families: tuple[str, ...], ranks: int) -> None:
     topology, spec = _join(rank, store, ranks, shared)
     for name in families:
-        for is_lopsided in (False, True):
-            expected, own = _run(_policy(name, is_lopsided), range(ranks))
-            policy = _policy(name, is_lopsided)
-            recomputed = {"activation_checkpointing": is_lopsided}
+        for build in (_policy, _lopsided, _adapted):
+            expected, own = _run(build(name), range(ranks))
+            policy = build(name)
+            recomputed = {"activation_checkpointing": build is _lopsided}
             distribute(policy, spec.model_copy(update=recomputed), topology)
             loss, gradients = _run(policy, [rank], scale=ranks)
             loss = topology.data.sum(loss) / ranks
-            told = f"{name}, {'lopsided' if is_lopsided else 'as it comes'}"
+            told = f"{name}, {build.__name__}"
             assert (loss - expected).abs() <= 1e-6 * expected.abs(), told
             norm = torch.stack([value.norm() for value in own.values()]).norm()
             for key, value in own.items():
@@ -69,8 +71,24 @@ def _join(rank: int, store: str, ranks: int, shared: int) -> tuple[Topology, Tra
     return build_topology(spec, device=_CPU, rank=rank, world_size=ranks), spec
 
 
-def _policy(name: str, is_lopsided: bool = False) -> Policy:
-    return Policy(_model(name, is_lopsided), temperature=1.0)
+def _policy(name: str) -> Policy:
+    return Policy(_model(name), temperature=1.0)
+
+
+def _lopsided(name: str) -> Policy:
+    return Policy(_model(name, is_lopsided=True), temperature=1.0)
+
+
+def _adapted(name: str) -> Policy:
+    """With adapters of its experts that change what these do."""
+    policy = _policy(name)
+    add_adapters(policy.model, _ADAPTERS)
+    begin_adapters(policy, seed=5)
+    with torch.no_grad():
+        for key, parameter in policy.named_parameters():
+            if "lora_B" in key:
+                parameter.uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(len(key)))
+    return policy
 
 
 def _model(name: str, is_lopsided: bool = False) -> PreTrainedModel:
@@ -108,11 +126,38 @@ def _run(policy: Policy, parts: Any, *, scale: int = 1) -> tuple[torch.Tensor, d
         loss = scale * logprobs.square().sum()
         loss.backward()
         total += loss.detach()
-    return total, {name: _whole(each.grad) for name, each in policy.named_parameters()}
+    trained = {key: each.grad for key, each in policy.named_parameters() if each.requires_grad}
+    return total, {key: _whole(gradient) for key, gradient in trained.items()}
 
 
 def _whole(value: Any) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("ranks", "shared"), [(2, 2), (4, 2)])
+def test_adapters_of_shared_experts_begin_and_leave_as_those_of_one_rank(
+    tmp_path: Path, ranks: int, shared: int
+) -> None:
+    alone = _adapted("mixtral")
+    begin_adapters(alone, seed=7)
+    torch.save(dict(alone.named_parameters()), tmp_path / "begun.pt")
+    torch.save(dict(merged_parameters(_adapted("mixtral").model)), tmp_path / "merged.pt")
+    run_ranks(_begin_adapters, str(tmp_path), shared, ranks, count=ranks)
+
+
+def _begin_adapters(rank: int, folder: str, shared: int, ranks: int) -> None:
+    root = Path(folder)
+    topology, spec = _join(rank, str(root / "store"), ranks, shared)
+    policy = _adapted("mixtral")
+    distribute(policy, spec, topology)
+    for key, value in merged_parameters(policy.model):
+        torch.testing.assert_close(value, torch.load(root / "merged.pt")[key], msg=key)
+    begin_adapters(policy, seed=7)
+    begun = torch.load(root / "begun.pt")
+    for key, value in policy.named_parameters():
+        assert torch.equal(_whole(value.detach()), begun[key]), key
+    distributed.destroy_process_group()
 
 
 @pytest.mark.timeout(300)

@@ -262,12 +262,18 @@ def _expert_width(shape: Any) -> int:
 
 def _adapters(shapes: Mapping[str, tuple[int, ...]], lora: LoraSpec) -> float:
     """Weights of the adapters."""
-    targets = [
+    modules = [
         shape
         for name, shape in shapes.items()
         if len(shape) == 2 and name.split(".")[-2] in lora.target_modules
     ]
-    return float(sum(lora.rank * sum(shape) for shape in targets))
+    experts = [
+        shape
+        for name, shape in shapes.items()
+        if len(shape) == 3 and any(name.endswith(f".{each}") for each in lora.target_modules)
+    ]
+    per_rank = sum(map(sum, modules)) + sum(count * sum(sides) for count, *sides in experts)
+    return float(lora.rank * per_rank)
 
 
 def _sent(spec: RunSpec, weights: float, *, item: int) -> float:

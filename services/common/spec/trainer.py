@@ -6,6 +6,9 @@ from pydantic import Field
 
 from services.common.spec.base import SpecPart
 
+EXPERTS = "experts."
+"""What names of the fused matrices of a layer's experts have in them."""
+
 
 class OptimizerSpec(SpecPart):
     """AdamW and its schedule."""
@@ -32,10 +35,16 @@ class LoraSpec(SpecPart):
     alpha: float = Field(32.0, gt=0)
     """Scale of the adapters."""
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    """Modules that get an adapter."""
+    """Modules that get an adapter. The experts of a mixture are ``experts.gate_up_proj`` and
+    ``experts.down_proj``: each of a layer's has one of its own."""
     sync: Literal["merged", "adapter"] = "merged"
     """What rollouts receive. ``merged``: all weights, adapters merged into them, each time. ``adapter``: all
     once, then adapters alone, which each rollout merges; a few per cent of the bytes and of the gather."""
+
+    @property
+    def adapts_experts(self) -> bool:
+        """Whether experts of a mixture are among the targets."""
+        return any(EXPERTS in target for target in self.target_modules)
 
 
 class CriticSpec(SpecPart):

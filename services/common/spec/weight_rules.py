@@ -20,6 +20,11 @@ def weight_sync(spec: RunSpec) -> Iterator[str]:
             "trainer.lora.sync adapter keeps what adapters are merged into beside the live weights, but "
             "weight_sync.mode inplace has no second copy; choose mode shadow, or sync merged"
         )
+    if lora is not None and lora.sync == "adapter" and lora.adapts_experts:
+        yield (
+            "trainer.lora.sync adapter has rollouts merge adapters of linear modules, but "
+            "trainer.lora.target_modules names experts; choose sync merged"
+        )
     ahead = spec.algorithm.max_staleness + 1
     if sync.publish_every > ahead and not spec.algorithm.num_demonstrations:
         yield (

@@ -113,20 +113,42 @@ def _product(
     shares: Tensor | None = None,
 ) -> Tensor:
     weight = _weight(module, name, ranks)
-    if not module.is_transposed:
-        weight = weight.transpose(1, 2)
-    is_aligned = not any(size % _ALIGNED for size in weight.shape[1:])
-    if rows.is_cuda and rows.dtype == torch.bfloat16 and is_aligned:
-        offsets = counts.cumsum(0).to(torch.int32)
-        outputs: Tensor = functional.grouped_mm(rows, weight, offs=offsets)
-    else:
-        parts = zip(rows.split(counts.tolist()), weight.unbind(), strict=True)
-        outputs = torch.cat([part @ each for part, each in parts])
+    outputs = _by_expert(rows, weight if module.is_transposed else weight.mT, counts)
+    down, up = expert_adapter(name)
+    if hasattr(module, down):
+        narrow = _by_expert(rows, _weight(module, down, ranks).mT, counts)
+        added = _by_expert(narrow, _weight(module, up, ranks).mT, counts)
+        outputs = outputs + module.lora_scaling * added
     if module.has_bias:
         bias = _weight(module, f"{name}_bias", ranks)
         biases = bias.repeat_interleave(counts, 0, output_size=len(rows))
         outputs = outputs + (biases if shares is None else (biases * shares).to(rows.dtype))
     return outputs
+
+
+def expert_adapter(name: str) -> tuple[str, str]:
+    """Names of the two tensors of the adapter of a fused one."""
+    return f"lora_A_{name}", f"lora_B_{name}"
+
+
+def _by_expert(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Rows that are sorted by expert, each times the matrix of its expert.
+
+    Args:
+        rows: ``[N, I]``.
+        weight: ``[E, I, O]``.
+        counts: ``[E]`` rows of each expert.
+
+    Returns:
+        ``[N, O]``.
+    """
+    is_aligned = not any(size % _ALIGNED for size in weight.shape[1:])
+    if rows.is_cuda and rows.dtype == torch.bfloat16 and is_aligned:
+        offsets = counts.cumsum(0).to(torch.int32)
+        outputs: Tensor = functional.grouped_mm(rows, weight, offs=offsets)
+        return outputs
+    parts = zip(rows.split(counts.tolist()), weight.unbind(), strict=True)
+    return torch.cat([part @ each for part, each in parts])
 
 
 def _weight(module: Any, name: str, ranks: ExpertRanks | None) -> Tensor:

@@ -1,17 +1,24 @@
-"""Low-rank adapters: put into a model through peft, merged when the weights leave the trainer."""
+"""Low-rank adapters: put into a model, and merged when the weights leave the trainer.
+
+peft adapts linear modules. The experts of a layer are fused tensors: there an adapter is two tensors beside
+each, which :mod:`~services.trainer.model.experts` adds to its product.
+"""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from services.common.models.loading import stored_tensors
-from services.common.spec.trainer import LoraSpec
+from services.common.spec.trainer import EXPERTS, LoraSpec
+from services.trainer.model.experts import expert_adapter
+from services.trainer.model.local_parts import local_part
 from services.weightsync.plan import LORA_DOWN, LORA_UP
 
 _BASE = ".base_layer."
@@ -26,26 +33,59 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> None:
     Raises:
         ValueError: If the model has not all of the target modules, or peft adapts none of such kind.
     """
-    modules = dict(model.named_modules())
+    modules, fused = dict(model.named_modules()), _fused(model)
     if missing := [
         target
         for target in spec.target_modules
-        if not any(f".{name}".endswith(f".{target}") for name in modules)
+        if not _named(target, fused if EXPERTS in target else modules)
     ]:
         linear = {
             name.rpartition(".")[2] for name, each in modules.items() if isinstance(each, nn.Linear)
         }
+        known = [*sorted(linear), *sorted({EXPERTS + name.rpartition(".")[2] for name in fused})]
         raise ValueError(
             f"trainer.lora.target_modules has {', '.join(missing)}, but linear modules of model.path are "
-            f"{', '.join(sorted(linear))}; name some of these"
+            f"{', '.join(known)}; name some of these"
         )
+    for target in spec.target_modules:
+        for name in _named(target, fused) if EXPERTS in target else ():
+            owner, _, leaf = name.rpartition(".")
+            _adapt_experts(modules[owner], leaf, spec)
+    if linear_targets := [name for name in spec.target_modules if EXPERTS not in name]:
+        _adapt_modules(model, linear_targets, spec)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(_ADAPTER in name)
+
+
+def _fused(model: nn.Module) -> dict[str, Tensor]:
+    """The fused matrices of experts, by name."""
+    named = model.named_parameters()
+    return {name: each for name, each in named if EXPERTS in name and each.ndim == 3}
+
+
+def _named(target: str, known: Iterable[str]) -> list[str]:
+    return [name for name in known if f".{name}".endswith(f".{target}")]
+
+
+def _adapt_experts(experts: Any, leaf: str, spec: LoraSpec) -> None:
+    """Give one of the fused tensors of a layer's experts an adapter: ``[E, r, in]`` and ``[E, out, r]``."""
+    weight = getattr(experts, leaf)
+    num_experts, *sides = weight.shape
+    num_in, num_out = sides if experts.is_transposed else reversed(sides)
+    down, up = (num_experts, spec.rank, num_in), (num_experts, num_out, spec.rank)
+    for name, shape in zip(expert_adapter(leaf), (down, up), strict=True):
+        experts.register_parameter(name, nn.Parameter(weight.new_zeros(shape)))
+    experts.lora_scaling = spec.alpha / spec.rank
+
+
+def _adapt_modules(model: PreTrainedModel, targets: list[str], spec: LoraSpec) -> None:
     # Few runs have adapters, and this import is a tenth of a trainer's start.
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,  # type: ignore[arg-type]  # any number scales
-        target_modules=list(spec.target_modules),
+        target_modules=targets,
         lora_dropout=0.0,
         bias="none",
     )
@@ -53,10 +93,8 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> None:
         inject_adapter_in_model(config, model)
     except ValueError as error:
         raise ValueError(
-            f"trainer.lora.target_modules {list(spec.target_modules)} cannot be adapted: {error}"
+            f"trainer.lora.target_modules {targets} cannot be adapted: {error}"
         ) from error
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(_ADAPTER in name)
 
 
 @torch.no_grad()
@@ -70,19 +108,19 @@ def begin_adapters(module: nn.Module, *, seed: int) -> None:
             continue
         start = torch.zeros(parameter.shape)
         if "lora_A" in name:
-            bound = 1.0 / math.sqrt(parameter.shape[1])
+            bound = 1.0 / math.sqrt(parameter.shape[-1])
             generator = torch.Generator().manual_seed(seed ^ crc32(plain_name(name).encode()))
             start.uniform_(-bound, bound, generator=generator)
-        if isinstance(parameter, DTensor):
-            shards = distribute_tensor(
-                start.to(parameter.device),
-                parameter.device_mesh,
-                parameter.placements,
-                src_data_rank=None,
-            )
-            parameter.to_local().copy_(shards.to_local())
-        else:
-            parameter.copy_(start)
+        local_part(parameter).copy_(start[_held(parameter)])
+
+
+def _held(tensor: Tensor) -> tuple[slice, ...]:
+    """The part of a tensor that this rank has."""
+    if not isinstance(tensor, DTensor):
+        return (slice(None),)
+    place = tensor.shape, tensor.device_mesh, tensor.placements
+    sizes, firsts = compute_local_shape_and_global_offset(*place)
+    return tuple(slice(first, first + size) for size, first in zip(sizes, firsts, strict=True))
 
 
 def merged_parameters(model: nn.Module, *, merges: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -104,7 +142,23 @@ def merged_parameters(model: nn.Module, *, merges: bool = True) -> Iterator[tupl
             (adapter,) = layer.active_adapters
             down, up = whole(layer.lora_A[adapter].weight), whole(layer.lora_B[adapter].weight)
             value = value + layer.scaling[adapter] * (up @ down).to(value.dtype)
+        elif merges and EXPERTS in name:
+            value = _merged_experts(model, name, value)
         yield plain_name(name), value
+
+
+def _merged_experts(model: nn.Module, name: str, value: Tensor) -> Tensor:
+    """A parameter of a layer's experts, with its adapter if it has one."""
+    owner, _, leaf = name.rpartition(".")
+    experts: Any = model.get_submodule(owner)
+    down, up = (getattr(experts, part, None) for part in expert_adapter(leaf))
+    if down is None or up is None:
+        return value
+    product = (whole(up) @ whole(down)).to(value.dtype)
+    merged: Tensor = value + experts.lora_scaling * (
+        product.mT if experts.is_transposed else product
+    )
+    return merged
 
 
 def merged_shapes(model: nn.Module) -> list[tuple[str, torch.Size]]:

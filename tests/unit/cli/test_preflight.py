@@ -156,6 +156,18 @@ def test_adapters_of_modules_that_a_family_lacks_are_refused_by_its_config_alone
         check(spec)
 
 
+def test_adapters_of_experts_that_a_family_lacks_are_refused_by_its_config_alone(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 300}')
+    lora = {"target_modules": ["q_proj", "experts.down_proj"]}
+    spec = spec_with(
+        tmp_path, model={"path": str(folder), "tokenizer": "bytes"}, trainer={"lora": lora}
+    )
+    with pytest.raises(SpecError, match=r"'qwen2' has none; leave out experts.down_proj"):
+        check(spec)
+
+
 def test_a_context_beyond_the_windows_that_an_engine_does_not_compute_is_refused(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()

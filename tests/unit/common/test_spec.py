@@ -24,6 +24,10 @@ from tests.helpers.specs import SMALLEST, changed
             ["inplace", "fake", "shadow"],
         ),
         (
+            changed(trainer={"lora": {"sync": "adapter", "target_modules": ["experts.down_proj"]}}),
+            ["trainer.lora.sync adapter", "names experts", "merged"],
+        ),
+        (
             changed(weight_sync={"mode": "inplace"}, trainer={"lora": {"sync": "adapter"}}),
             ["trainer.lora.sync", "inplace", "shadow"],
         ),

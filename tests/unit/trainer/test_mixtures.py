@@ -1,5 +1,6 @@
-"""Mixtures of experts leave as checkpoints that others read, and adapters of their attention are merged."""
+"""Mixtures of experts leave as checkpoints that others read, and adapters are merged into their weights."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -7,13 +8,21 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from services.common.jagged import Jagged
 from services.common.models.expert_names import checkpoint_names
 from services.common.models.families import FAMILIES
 from services.common.models.loading import build_model, stored_tensors
 from services.common.spec.trainer import LoraSpec
+from services.trainer.batch.packing import pack
 from services.trainer.checkpoint.export import export_checkpoint
 from services.trainer.model.flops import active_weights
-from services.trainer.model.lora import add_adapters, begin_adapters, merged_parameters
+from services.trainer.model.lora import (
+    add_adapters,
+    begin_adapters,
+    is_adapter,
+    merged_parameters,
+)
+from services.trainer.model.policy import Policy
 from tests.helpers.batches import CPU, policy_of, random_queue, rank_of, spec_of
 from tests.helpers.mixtures import tiny_config
 
@@ -71,6 +80,34 @@ def test_adapters_of_the_attention_are_merged_and_experts_stay() -> None:
     assert merged.keys() == plain.keys()
     moved = {name for name, value in merged.items() if not torch.equal(value, plain[name])}
     assert moved == {name for name in plain if "self_attn" in name and "_proj" in name}
+
+
+@pytest.mark.parametrize("family", _MIXTURES)
+def test_adapters_of_experts_are_what_their_merged_weights_are(family: str) -> None:
+    config = tiny_config(family)
+    build = partial(build_model, config, dtype=torch.float32, device=CPU, seed=1)
+    plain, policy, merged = (Policy(build(), temperature=1.0) for _ in range(3))
+    targets = ("o_proj", "experts.gate_up_proj", "experts.down_proj")
+    add_adapters(policy.model, LoraSpec(rank=2, target_modules=targets))
+    begin_adapters(policy, seed=0)
+    texts = Jagged.from_list([torch.arange(3, 20), torch.arange(30, 41)])
+    pack_ = pack(Jagged.from_list([torch.tensor([1, 2])] * 2), texts, device=CPU)
+    torch.testing.assert_close(policy(pack_), plain(pack_))
+    names = dict(plain.model.named_parameters()).keys()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if is_adapter(name):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
+    weights = dict(merged_parameters(policy.model))
+    assert names <= weights.keys()
+    merged.model.load_state_dict(weights, strict=False)
+    logprobs, entropies = policy(pack_)
+    torch.testing.assert_close((logprobs, entropies), merged(pack_), rtol=1e-5, atol=1e-5)
+    assert (logprobs - plain(pack_)[0]).abs().max() > 1e-2
+    logprobs.sum().backward()
+    for name, parameter in policy.named_parameters():
+        assert (parameter.grad is not None and parameter.grad.any()) == is_adapter(name), name
 
 
 def test_of_the_experts_those_count_that_a_token_passes() -> None:

@@ -4,10 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoConfig
 
+from services.common.models.loading import build_model
 from services.common.models.training_memory import trainer_memory
+from services.common.spec.trainer import LoraSpec
 from services.trainer.model.flops import model_weights
+from services.trainer.model.lora import add_adapters
+from tests.helpers.mixtures import tiny_config
 from tests.helpers.specs import spec_with
 
 QWEN = AutoConfig.for_model(
@@ -24,7 +29,7 @@ QWEN = AutoConfig.for_model(
 GIB = 2**30
 
 
-def memory_of(gpu_gb=141, response=256, **trainer):
+def memory_of(gpu_gb=141, response=256, config=QWEN, **trainer):
     spec = spec_with(
         rollout={"max_response_tokens": response},
         trainer={
@@ -35,7 +40,7 @@ def memory_of(gpu_gb=141, response=256, **trainer):
             **trainer,
         },
     )
-    return trainer_memory(spec, QWEN, gpu_bytes=int(gpu_gb * 1e9))
+    return trainer_memory(spec, config, gpu_bytes=int(gpu_gb * 1e9))
 
 
 @pytest.mark.parametrize(
@@ -81,6 +86,16 @@ def test_optimizer_and_weights_are_shared_out():
 )
 def test_what_saves_memory_saves_it(trainer, part):
     assert memory_of(**trainer).parts[part] < 0.5 * memory_of().parts[part]
+
+
+def test_adapters_of_experts_are_counted():
+    config, rank = tiny_config("qwen3_moe"), 4
+    targets = ("q_proj", "experts.gate_up_proj", "experts.down_proj")
+    model = build_model(config, dtype=torch.float32, device="meta")
+    add_adapters(model, LoraSpec(rank=rank, target_modules=targets))
+    trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
+    found = memory_of(config=config, lora={"rank": rank, "target_modules": targets})
+    assert found.parts["optimizer"] == 2 * 4 * trained
 
 
 def test_offloaded_state_is_in_host_memory():
