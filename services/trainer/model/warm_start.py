@@ -16,12 +16,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from services.common.callables import load_callable, source_digest
 from services.common.jagged import Jagged
-from services.common.models.loading import find_folder, load_config, load_folder, load_model
+from services.common.models.expert_names import checkpoint_names
+from services.common.models.loading import (
+    find_folder,
+    load_config,
+    load_folder,
+    load_model,
+    stored_tensors,
+)
 from services.common.models.tokenizer import Tokenizer
 from services.common.spec.model import ModelSpec, WarmStartSpec
 from services.trainer.batch.packing import pack
@@ -30,6 +38,7 @@ from services.trainer.model.policy import Policy
 Progress = Callable[[int, int], None]
 """Called with the steps done and the steps in all."""
 
+_WEIGHTS = "model.safetensors"
 _BETAS = (0.9, 0.95)
 _WARMUP_STEPS = 30
 _FINAL_FRACTION = 0.1
@@ -84,7 +93,8 @@ def base_folder(
         return None if model.is_tiny else find_folder(model)
     folder = cache / _digest(model, tokenizer, seed)
     with _alone(folder):
-        if not folder.is_dir():
+        if not (folder / _WEIGHTS).is_file():
+            shutil.rmtree(folder, ignore_errors=True)
             made = load_model(model, tokenizer, dtype=torch.float32, device=device, seed=seed)
             attention = made.config._attn_implementation  # noqa: SLF001 -- its only name
             train(made, tokenizer, model.warm_start, seed=seed, progress=progress)
@@ -186,13 +196,24 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _keep(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the folder at once: a reader sees all of it or nothing."""
-    unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder.parent))
-    try:
-        model.save_pretrained(unfinished)
+    """Write the folder at once: a reader sees all of it or nothing.
+
+    ``save_pretrained`` of transformers writes nothing on ranks over 0, which may be the only ones of a host.
+    """
+    config = model.config.to_dict()
+    tensors = {
+        stored: part.contiguous()
+        for name, value in stored_tensors(model).items()
+        for stored, part in checkpoint_names(name, value.detach(), config)
+    }
+    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder.parent) as temporary:
+        unfinished = Path(temporary) / folder.name
+        unfinished.mkdir()
+        save_file(tensors, unfinished / _WEIGHTS, metadata={"format": "pt"})
+        model.config.save_pretrained(unfinished)
         tokenizer.save(unfinished)
-        os.rename(unfinished, folder)  # noqa: PTH104 -- must fail, not replace, if another was faster
-    except OSError:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        if not folder.is_dir():
-            raise
+        try:
+            os.rename(unfinished, folder)  # noqa: PTH104 -- must fail, not replace, if another was faster
+        except OSError:
+            if not (folder / _WEIGHTS).is_file():
+                raise
