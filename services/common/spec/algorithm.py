@@ -120,8 +120,14 @@ class AlgorithmSpec(SpecPart):
     """Least weight when ``correction_cap_mode`` is ``mask`` (IcePop)."""
     correction_cap_mode: Literal["truncate", "mask"] = "truncate"
     """Whether a weight beyond the cap is cut down to it (TIS) or its token is dropped (IcePop)."""
+    correction_normalize: bool = False
+    """Whether weights of ``decoupled`` are divided by their mean over the batch: they then only shift weight
+    between tokens. Takes the forward pass of ``proximal: computed`` with one update per batch too."""
     rejection: tuple[RejectionSpec, ...] = ()
     """Masks that all have to accept a token."""
+    rejection_denominator: Literal["original", "kept"] = "original"
+    """What token losses are divided by: counts of all trained tokens, or of those that the masks leave, which
+    then weigh more. ``kept`` takes a forward pass as ``correction_normalize`` does."""
 
     overlong: OverlongSpec = OverlongSpec()
     """Treatment of responses at the length limit."""
@@ -182,6 +188,11 @@ class AlgorithmSpec(SpecPart):
         """Keyword arguments of the advantage."""
         given = {key: getattr(self, key) for key in self.advantage_kind.keys}
         return {**given, **self.advantage_arguments}
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a loss follows from how far the whole batch is from the policies that sampled it."""
+        return self.correction_normalize or self.rejection_denominator == "kept"
 
     def resolved_correction(
         self, *, updates_per_step: int

@@ -186,6 +186,27 @@ def _correction(spec: RunSpec) -> Iterator[str]:
             f"algorithm.proximal is 'interpolated', but algorithm.correction {spec.correction!r} has "
             "no proximal policy; set algorithm.correction to 'decoupled'"
         )
+    if algorithm.correction_normalize and spec.correction != "decoupled":
+        yield (
+            f"algorithm.correction_normalize is on, but algorithm.correction {spec.correction!r} knows its "
+            "weights only as it trains; set algorithm.correction to 'decoupled'"
+        )
+    if algorithm.looks_ahead and algorithm.proximal == "interpolated":
+        yield (
+            "algorithm.proximal 'interpolated' follows the policy as it trains, but "
+            "algorithm.correction_normalize and rejection_denominator 'kept' need the whole batch before; "
+            "set algorithm.proximal to 'computed'"
+        )
+    if algorithm.correction_normalize and spec.trainer.accumulate_early:
+        yield (
+            "algorithm.correction_normalize needs the whole batch, of which trainer.accumulate_early trains "
+            "groups before the others are there; leave out one of them"
+        )
+    if algorithm.rejection_denominator == "kept" and not algorithm.rejection:
+        yield (
+            "algorithm.rejection_denominator is 'kept', but algorithm.rejection has no masks; add one, or "
+            "leave it out"
+        )
     for index, mask in enumerate(algorithm.rejection):
         key = f"algorithm.rejection.{index}"
         if mask.lower is None and mask.upper is None:

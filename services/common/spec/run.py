@@ -113,7 +113,8 @@ class RunSpec(SpecPart):
         updates = self.trainer.updates_per_step
         is_bypassed = self.correction == "bypass"
         in_reward = self.needs_reference and self.algorithm.kl.placement == "reward"
-        return in_reward or (updates > 1 and not is_bypassed and not self.interpolates_proximal)
+        in_loss = updates > 1 and not is_bypassed and not self.interpolates_proximal
+        return in_reward or in_loss or self.algorithm.looks_ahead
 
     @property
     def interpolates_proximal(self) -> bool:

@@ -21,7 +21,6 @@ def importance_weights(
     cap: float | None = None,
     floor: float = 0.0,
     cap_mode: str = "truncate",
-    normalize: bool = False,
 ) -> Tensor:
     """Weight of each token for the gap between the sampling and the proximal policy.
 
@@ -36,7 +35,6 @@ def importance_weights(
         cap: Largest weight; None is no bound.
         floor: Least weight.
         cap_mode: ``truncate`` cuts weights down to the bounds, ``mask`` sets those beyond to 0.
-        normalize: Whether to divide by the mean weight, over tokens or over sequences.
 
     Returns:
         ``[T]`` weights without gradient, 0 outside ``mask``.
@@ -47,14 +45,14 @@ def importance_weights(
         weights = torch.where((raw >= floor) & (raw <= upper), raw, 0.0)
     else:
         weights = raw.clamp(floor, upper)
-    weights = torch.where(mask, weights, 0.0)
-    if not normalize:
-        return weights
+    return torch.where(mask, weights, 0.0)
+
+
+def mean_terms(weights: Tensor, mask: Tensor, segments: Segments, *, level: str) -> Tensor:
+    """``[2]`` sum and number of the weights, of tokens or else of sequences: those of ranks add up."""
     if level == "token":
-        mean = weights.sum() / mask.sum().clamp(min=1)
-    else:
-        mean = segments.mean(weights, mask).sum() / (segments.count(mask) > 0).sum().clamp(min=1)
-    return weights / torch.where(mean > 0, mean, 1.0)
+        return torch.stack([weights.sum(), mask.sum()])
+    return torch.stack([segments.mean(weights, mask).sum(), (segments.count(mask) > 0).sum()])
 
 
 def interpolated_proximal(logprobs: Tensor, rollout_logprobs: Tensor, age: Tensor) -> Tensor:

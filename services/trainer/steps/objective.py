@@ -22,7 +22,7 @@ from services.trainer.algorithm import correction, diagnostics, loss
 from services.trainer.algorithm.own import OwnFunction
 from services.trainer.batch.samples import Samples, idle_samples
 from services.trainer.batch.segments import Segments, on_device
-from services.trainer.collectives import Tally
+from services.trainer.collectives import Ranks, Tally
 
 Correction = Literal["bypass", "decoupled", "none"]
 
@@ -54,6 +54,7 @@ class Objective:
         self._spec = spec
         self._correction = correction
         self._horizon = horizon
+        self._mean_weight = 1.0
         bind = OwnFunction if spec.loss_kind.is_own else bind_callable
         self._loss = bind(spec.loss_kind.function, spec.arguments_of_loss, key="algorithm.loss")
         weighted = {
@@ -68,6 +69,29 @@ class Objective:
     def denominators(self, tokens: Tensor, sequences: Tensor) -> loss.Denominators:
         """Denominators of an update from its counts over all ranks."""
         return loss.Denominators(tokens=tokens, sequences=sequences, horizon=self._horizon)
+
+    def look_ahead(self, samples: Samples, ranks: Ranks) -> Samples:
+        """Find what the losses of a batch's tokens have in common, if that is asked for. All ranks call it.
+
+        Args:
+            samples: This rank's of the whole batch, with proximal logprobs and advantages.
+            ranks: Those that share the batch.
+
+        Returns:
+            The samples with ``counted``, ``[R]`` bool, what losses are divided by the number of.
+        """
+        if not self._spec.looks_ahead:
+            return samples
+        self._mean_weight = 1.0
+        mask, segments = samples.tokens["loss_mask"], samples.segments
+        compared = self._compare(samples.tokens["proximal_logprobs"], samples, segments)
+        if self._spec.correction_normalize and compared.weights is not None:
+            level = self._spec.correction_level
+            terms = correction.mean_terms(compared.weights, mask, segments, level=level)
+            total, count = ranks.sum(terms.double()).tolist()
+            self._mean_weight = total / count if total > 0 else 1.0
+        keeps = self._spec.rejection_denominator == "kept"
+        return samples.with_tokens(counted=compared.accepted if keeps else mask)
 
     def rescaling(self, unit: Tensor, counts: Tensor) -> Tensor:
         """Scalar by which to multiply what was divided by some counts, ``[2]``, instead of by others."""
@@ -121,8 +145,9 @@ class Objective:
         for name, fact in policy.of_sequences.items():
             tally.mean(name, fact, segments.count(mask) > 0)
         self._report(logprobs, entropy, compared, mask, segments, tally)
+        counted = samples.tokens.get("counted", mask)
         return loss.aggregate(
-            values, mask, segments, mode=spec.aggregation, denominators=denominators
+            values, counted, segments, mode=spec.aggregation, denominators=denominators
         )
 
     def _try(self) -> None:
@@ -175,6 +200,7 @@ class Objective:
                 floor=spec.correction_floor if spec.correction_cap_mode == "mask" else 0.0,
                 cap_mode=spec.correction_cap_mode,
             )
+            weights = weights / self._mean_weight
         accepted = mask
         for rule in spec.rejection:
             kept = correction.rejection_mask(

@@ -227,6 +227,7 @@ class StepRunner:
             samples = samples.with_tokens(age=age.float())
         with timer("advantage"):
             samples = self._with_advantages(samples, cohort, tally)
+            samples = self._objective.look_ahead(samples, self._ranks)
         describe_batch(weight_version, samples, cohort, tally)
         return samples, plan
 

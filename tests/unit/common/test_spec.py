@@ -35,6 +35,24 @@ from tests.helpers.specs import SMALLEST, changed
             changed(weight_sync={"mode": "cpu_async", "backend": "nccl"}),
             ["weight_sync", "cpu_async", "auto"],
         ),
+        (
+            changed(algorithm={"correction_normalize": True, "correction": "bypass"}),
+            ["algorithm.correction_normalize", "'bypass'", "'decoupled'"],
+        ),
+        (
+            changed(algorithm={"rejection_denominator": "kept"}),
+            ["algorithm.rejection_denominator", "no masks"],
+        ),
+        (
+            changed(
+                algorithm={
+                    "correction": "decoupled",
+                    "proximal": "interpolated",
+                    "correction_normalize": True,
+                }
+            ),
+            ["algorithm.proximal 'interpolated'", "'computed'"],
+        ),
         (changed(trainer={"steps": 0}), ["trainer.steps", "greater than or equal to 1", "0"]),
         (changed(rollout={"engine": "tgi"}), ["rollout.engine", "'vllm'", "tgi"]),
         ({key: value for key, value in SMALLEST.items() if key != "model"}, ["model", "missing"]),
