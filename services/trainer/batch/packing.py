@@ -11,7 +11,14 @@ from torch import Tensor
 from services.common.jagged import Jagged
 from services.trainer.batch.context import ContextRanks
 from services.trainer.batch.layout import AttentionLayout, build_layout
-from services.trainer.batch.prefixes import Branch, branches, joined, unshared, worthwhile
+from services.trainer.batch.prefixes import (
+    ID_BITS,
+    Branch,
+    branches,
+    joined,
+    unshared,
+    worthwhile,
+)
 from services.trainer.batch.segments import on_device
 
 
@@ -127,7 +134,12 @@ def pack(
         # Nothing is predicted, but a model cannot run on nothing, and other ranks may wait for it.
         return _idle_tokens(device)
     prompt_lengths = prompts.lengths[answered].tolist()
-    sequences = joined(prompts.select(answered).unbind(), responses.select(answered).unbind())
+    rows = None if experts is None else experts.select(answered).unbind()
+    sequences = joined(
+        prompts.select(answered).unbind(),
+        responses.select(answered).unbind(),
+        rows if shares_prefixes else None,
+    )
     inputs = [sequence[:-1] for sequence in sequences]
     lengths = [len(sequence) for sequence in inputs]
     prefixes = worthwhile(inputs) if shares_prefixes else unshared(len(inputs))
@@ -146,11 +158,10 @@ def pack(
         predictors, targets, predictions = _distinct(predictors, targets)
     layout = build_layout(found, device)
     told = None
-    if experts is not None:
-        rows = experts.select(answered).unbind()
+    if rows is not None:
         told = torch.cat([rows[i][b.depth :] for i, b in zip(prefixes.order, found, strict=True)])
     return PackedTokens(
-        input_ids=_on_device(input_ids, device),
+        input_ids=_on_device(input_ids & ((1 << ID_BITS) - 1), device),
         position_ids=layout.depths,
         predictors=_on_device(predictors, device),
         targets=_on_device(targets, device),

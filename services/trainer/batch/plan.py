@@ -158,8 +158,12 @@ def cut(
     """Divide some of the sequences into micro-batches of positions, as :func:`micro_batches` does."""
     chosen = torch.as_tensor(positions, dtype=torch.int64)
     groups = None if samples.groups is None else samples.groups[chosen].tolist()
+    # Experts are many times larger than tokens: these are views.
+    told = samples.experts.unbind() if shares and samples.experts is not None else None
     sequences = joined(
-        samples.prompts.select(chosen).unbind(), samples.responses.select(chosen).unbind()
+        samples.prompts.select(chosen).unbind(),
+        samples.responses.select(chosen).unbind(),
+        None if told is None else [told[position] for position in positions],
     )
     found = micro_batches(sequences, max_tokens, shares=shares, groups=groups)
     return [tuple(positions[index] for index in micro) for micro in found]

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+ID_BITS = 32
 _LEAST_SHARE = 1 / 50
 """Sharing less of a sequence, or of a pack, costs attention more than it saves elsewhere."""
 
@@ -41,18 +42,44 @@ class Branch:
         return len(self.path) - self.length
 
 
-def joined(prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> list[NDArray[np.int64]]:
-    """Token ids of prompts and their responses."""
-    return [
+def joined(
+    prompts: Sequence[Tensor],
+    responses: Sequence[Tensor],
+    experts: Sequence[Tensor] | None = None,
+) -> list[NDArray[np.int64]]:
+    """What tells tokens of prompts and their responses apart: their ids, in the lower :data:`ID_BITS` bits.
+
+    Args:
+        prompts: ``[P]`` token ids each.
+        responses: ``[R]`` token ids each.
+        experts: ``[P + R - 1, layers, K]`` each, if they are told: a token that goes through other experts
+            has other states, and is another one. A digest of them is in the upper bits.
+    """
+    sequences = [
         np.concatenate([prompt.numpy(), response.numpy()]).astype(np.int64)
         for prompt, response in zip(prompts, responses, strict=True)
     ]
+    if experts is not None:
+        for sequence, rows in zip(sequences, experts, strict=True):
+            sequence[: len(rows)] |= _digests(rows) << ID_BITS
+    return sequences
+
+
+def _digests(experts: Tensor) -> NDArray[np.int64]:
+    """``[n]`` 31 bits of each row: a sum of its words times odd numbers, whose upper bits are mixed best."""
+    rows = np.ascontiguousarray(experts.numpy()).reshape(len(experts), -1).view(np.uint8)
+    words = -(-rows.shape[1] // 8)
+    padded = np.zeros((len(rows), 8 * words), np.uint8)
+    padded[:, : rows.shape[1]] = rows
+    factors = np.random.default_rng(0).integers(1 << 63, size=words, dtype=np.uint64) * 2 + 1
+    mixed: NDArray[np.uint64] = (padded.view(np.uint64) * factors).sum(1)
+    return (mixed >> np.uint64(33)).astype(np.int64)
 
 
 def find_prefixes(sequences: Sequence[NDArray[np.int64]]) -> Prefixes:
     """Sort sequences so that those that share tokens lie together."""
     # The order of big-endian bytes is that of the numbers.
-    keys = [sequence.astype(">u4").tobytes() for sequence in sequences]
+    keys = [sequence.astype(">u8").tobytes() for sequence in sequences]
     order = sorted(range(len(sequences)), key=keys.__getitem__)
     neighbours = pairwise(sequences[index] for index in order)
     shared = [0, *(_common(before, after) for before, after in neighbours)]

@@ -129,6 +129,35 @@ def test_choices_of_tokens_that_sequences_share_count_for_each_of_them() -> None
         assert torch.equal(*counts)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_tokens_are_shared_only_where_their_experts_are_the_same_too(seed: int) -> None:
+    rng = random.Random(seed)
+    prompts, responses = random_trie(rng, vocabulary=61)
+    policy = _policy("qwen3_moe", routing_replay="replay")
+    _, *tail = (0, *_shape(policy).tail)
+    lengths = (prompts.lengths + responses.lengths - 1).tolist()
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.stack([torch.randperm(8, generator=generator)[: tail[1]] for _ in range(999)])
+    told = [
+        whole[: length * tail[0]].view(length, *tail).to(torch.uint8).clone() for length in lengths
+    ]
+    for rows in told:
+        if len(rows) > 2 and rng.random() < 0.5:
+            place = rng.randrange(len(rows))
+            rows[place] = rows[place].flip(0)  # another choice, for this sequence alone
+    experts = Jagged.from_list(told)
+    found = []
+    for shares in (False, True):
+        policy.zero_grad()
+        packed = pack(prompts, responses, device=CPU, shares_prefixes=shares, experts=experts)
+        logprobs, entropies = policy(packed)
+        logprobs.sum().backward()
+        gradient = policy.model.get_input_embeddings().weight.grad.clone()
+        found.append((logprobs, entropies, gradient))
+    assert packed.uses is not None, "something is shared"
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
 def test_imbalance_is_the_most_over_the_mean() -> None:
     assert imbalance(torch.tensor([[2, 2, 2, 2], [8, 0, 0, 0]])) == (2.5, 4.0)
 
