@@ -128,17 +128,15 @@ class DataPlane:
         self._locals.add(channel)
 
     def _open_gate(self, context: zmq.Context[zmq.Socket[bytes]]) -> MessageSocket:
-        gate = context.socket(zmq.ROUTER)
-        gate.bind(admission.ENDPOINT)
-        return MessageSocket(gate, partial(self._on_admission, gate))
+        router = context.socket(zmq.ROUTER)
+        router.bind(admission.ENDPOINT)
 
-    def _on_admission(self, gate: zmq.Socket[bytes], frames: list[zmq.Frame]) -> None:
-        request = [frame.bytes for frame in frames]
+        async def admit(frames: list[zmq.Frame]) -> None:
+            request = [frame.bytes for frame in frames]
+            gate.send(await admission.answer(request, self._clients.admitted_as))
 
-        async def admit() -> None:
-            gate.send_multipart(await admission.answer(request, self._clients.admitted_as))
-
-        self._spawn(admit())
+        gate = MessageSocket(router, lambda frames: self._spawn(admit(frames)))
+        return gate
 
     def _on_network(self, frames: list[zmq.Frame]) -> None:
         peer, *message = frames

@@ -1,0 +1,55 @@
+"""Clients that come while others are admitted are admitted too, at once."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import zmq
+
+from services.transferqueue.storage.admission import ALL_RUNS
+from services.transferqueue.storage.dataplane import DataPlane
+
+_HANDSHAKE_S = 0.3
+"""What ZeroMQ's threads need for a handshake, up to the question whether to admit."""
+
+
+class _Clients:
+    """Admits everybody; the next client asks while the first one is being answered."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Queue[str]()
+        self.on_first: Callable[[], None] | None = None
+
+    async def admitted_as(self, public_key: str) -> str:
+        self.asked.put_nowait(public_key)
+        if self.on_first is not None:
+            self.on_first()
+            self.on_first = None
+            time.sleep(_HANDSHAKE_S)  # noqa: ASYNC251 -- the loop must not see the question by itself
+        return ALL_RUNS
+
+
+async def test_who_asks_while_another_is_answered_is_heard() -> None:
+    clients = _Clients()
+    plane = DataPlane(cast("Any", None), cast("Any", None), clients)
+    public_key, secret_key = zmq.curve_keypair()
+    with zmq.Context() as context:
+        async with plane.serve("127.0.0.1:0", secret_key=secret_key) as port:
+            sockets: list[zmq.Socket[bytes]] = []
+
+            def connect() -> None:
+                own_public, own_secret = zmq.curve_keypair()
+                socket = context.socket(zmq.DEALER)
+                socket.linger = 0
+                socket.curve_serverkey = public_key
+                socket.curve_publickey, socket.curve_secretkey = own_public, own_secret
+                socket.connect(f"tcp://127.0.0.1:{port}")
+                sockets.append(socket)
+
+            clients.on_first = connect
+            connect()
+            # ZeroMQ begins a handshake anew after 30 s.
+            async with asyncio.timeout(15):
+                assert await clients.asked.get() != await clients.asked.get()
+        context.destroy(linger=0)
