@@ -56,6 +56,11 @@ class Samples:
         return Segments.from_lengths(self.responses.lengths)
 
     @property
+    def counted(self) -> Tensor:
+        """``[R]`` bool: the trained tokens that losses are divided by the number of."""
+        return self.tokens.get("counted", self.tokens["loss_mask"])
+
+    @property
     def is_first(self) -> Tensor:
         """``[n]`` bool: the first sequence of each sample."""
         return self.numbers == 0

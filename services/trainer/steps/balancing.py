@@ -58,8 +58,8 @@ class Balancer:
         loss = self._routing.balance_loss()
         trained = part.tokens["loss_mask"]
         tally.mean("balance_loss", loss.detach().expand(len(trained)), trained.to(loss.device))
-        num_here = part.tokens.get("counted", trained).sum()
-        return self._coefficient * loss * (num_here / num_trained.clamp(min=1)).to(loss.device)
+        share = part.counted.sum() / num_trained.clamp(min=1)
+        return self._coefficient * loss * share.to(loss.device)
 
     def updated(self, *, moved: bool) -> None:
         """After an update. Every rank calls it.

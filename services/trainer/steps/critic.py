@@ -15,7 +15,7 @@ from services.trainer.model import optim
 from services.trainer.model.parallel import begin_micro_batch
 from services.trainer.model.policy import Critic, trainable
 from services.trainer.steps.fitting import Fitting, Micros, fitting
-from services.trainer.steps.gradients import num_trained
+from services.trainer.steps.gradients import num_counted
 from services.trainer.steps.outgrown import Outgrown, outgrown_in
 from services.trainer.steps.scores import score_tokens
 
@@ -108,7 +108,7 @@ class CriticRunner:
 
     def _add(self, samples: Samples, work: Micros) -> Tally | None:
         """Add up the gradients of micro-batches; returns what is reported, or None if nothing trains."""
-        totals = num_trained(samples, work, self._ranks)
+        totals = num_counted(samples.tokens["loss_mask"], samples, work, self._ranks)
         if not totals[0]:
             return None
         tally = Tally()

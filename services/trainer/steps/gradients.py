@@ -82,8 +82,7 @@ class Gradients:
             unit: ``[2]`` what their gradients were divided by; None if there are none.
             kl_coefficient: Weight of the penalty in the loss.
         """
-        counted = "counted" if "counted" in samples.tokens else "loss_mask"
-        counts = before + num_trained(samples, work, self._ranks, mask=counted)
+        counts = before + num_counted(samples.counted, samples, work, self._ranks)
         found = Added(
             torch.zeros((), device=self._device), counts if unit is None else unit, counts
         )
@@ -118,8 +117,8 @@ class Gradients:
         return found
 
 
-def num_trained(samples: Samples, work: Micros, ranks: Ranks, *, mask: str = "loss_mask") -> Tensor:
+def num_counted(mask: Tensor, samples: Samples, work: Micros, ranks: Ranks) -> Tensor:
     """``[2]`` tokens of a mask, and sequences that have some, in some micro-batches, over all ranks."""
     own = [position for micro in work for position in micro]
-    counts = samples.segments.count(samples.tokens[mask])[own]
+    counts = samples.segments.count(mask)[own]
     return ranks.sum(torch.stack([counts.sum(), (counts > 0).sum()]))

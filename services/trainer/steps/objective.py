@@ -78,7 +78,7 @@ class Objective:
             ranks: Those that share the batch.
 
         Returns:
-            The samples with ``counted``, ``[R]`` bool, what losses are divided by the number of.
+            The samples, with another :attr:`~Samples.counted` if masks change it.
         """
         if not self._spec.looks_ahead:
             return samples
@@ -90,8 +90,9 @@ class Objective:
             terms = correction.mean_terms(compared.weights, mask, segments, level=level)
             total, count = ranks.sum(terms.double()).tolist()
             self._mean_weight = total / count if total > 0 else 1.0
-        keeps = self._spec.rejection_denominator == "kept"
-        return samples.with_tokens(counted=compared.accepted if keeps else mask)
+        if self._spec.rejection_denominator == "original":
+            return samples
+        return samples.with_tokens(counted=compared.accepted)
 
     def rescaling(self, unit: Tensor, counts: Tensor) -> Tensor:
         """Scalar by which to multiply what was divided by some counts, ``[2]``, instead of by others."""
@@ -145,9 +146,8 @@ class Objective:
         for name, fact in policy.of_sequences.items():
             tally.mean(name, fact, segments.count(mask) > 0)
         self._report(logprobs, entropy, compared, mask, segments, tally)
-        counted = samples.tokens.get("counted", mask)
         return loss.aggregate(
-            values, counted, segments, mode=spec.aggregation, denominators=denominators
+            values, samples.counted, segments, mode=spec.aggregation, denominators=denominators
         )
 
     def _try(self) -> None:
