@@ -38,7 +38,7 @@ def fill(module: nn.Module, folder: Path, *, device: torch.device) -> None:
         nn.init.zeros_(parameter)
     own = {plain_name(name): each.detach() for name, each in held.items() if not is_adapter(name)}
     try:
-        stored = _as_stored(own, model.config.to_dict())
+        stored = as_stored(own, model.config.to_dict())
         load_shards(stored, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except (CheckpointException, OSError, RuntimeError) as error:
         raise ValueError(
@@ -46,7 +46,7 @@ def fill(module: nn.Module, folder: Path, *, device: torch.device) -> None:
         ) from error
 
 
-def _as_stored(
+def as_stored(
     tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
     """Tensors under the names of a checkpoint; of fused experts those that this rank holds, one by one."""

@@ -19,10 +19,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from services.common.callables import load_callable, source_digest
 from services.common.jagged import Jagged
-from services.common.models.expert_names import checkpoint_names
 from services.common.models.loading import (
     find_folder,
     load_config,
@@ -34,11 +34,11 @@ from services.common.models.tokenizer import Tokenizer
 from services.common.spec.model import ModelSpec, WarmStartSpec
 from services.trainer.batch.packing import pack
 from services.trainer.model.policy import Policy
+from services.trainer.model.sharded import as_stored
 
 Progress = Callable[[int, int], None]
 """Called with the steps done and the steps in all."""
 
-_WEIGHTS = "model.safetensors"
 _BETAS = (0.9, 0.95)
 _WARMUP_STEPS = 30
 _FINAL_FRACTION = 0.1
@@ -93,7 +93,7 @@ def base_folder(
         return None if model.is_tiny else find_folder(model)
     folder = cache / _digest(model, tokenizer, seed)
     with _alone(folder):
-        if not (folder / _WEIGHTS).is_file():
+        if not (folder / SAFE_WEIGHTS_NAME).is_file():
             shutil.rmtree(folder, ignore_errors=True)
             made = load_model(model, tokenizer, dtype=torch.float32, device=device, seed=seed)
             attention = made.config._attn_implementation  # noqa: SLF001 -- its only name
@@ -200,20 +200,17 @@ def _keep(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
 
     ``save_pretrained`` of transformers writes nothing on ranks over 0, which may be the only ones of a host.
     """
-    config = model.config.to_dict()
-    tensors = {
-        stored: part.contiguous()
-        for name, value in stored_tensors(model).items()
-        for stored, part in checkpoint_names(name, value.detach(), config)
-    }
+    held = {name: value.detach() for name, value in stored_tensors(model).items()}
+    stored = as_stored(held, model.config.to_dict())
+    tensors = {name: value.contiguous() for name, value in stored.items()}
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder.parent) as temporary:
         unfinished = Path(temporary) / folder.name
         unfinished.mkdir()
-        save_file(tensors, unfinished / _WEIGHTS, metadata={"format": "pt"})
+        save_file(tensors, unfinished / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
         model.config.save_pretrained(unfinished)
         tokenizer.save(unfinished)
         try:
             os.rename(unfinished, folder)  # noqa: PTH104 -- must fail, not replace, if another was faster
         except OSError:
-            if not (folder / _WEIGHTS).is_file():
+            if not (folder / SAFE_WEIGHTS_NAME).is_file():
                 raise
