@@ -12,10 +12,10 @@ from services.common.jagged import Jagged
 from services.trainer.batch.context import ContextRanks
 from services.trainer.batch.layout import AttentionLayout, build_layout
 from services.trainer.batch.prefixes import (
-    ID_BITS,
     Branch,
     branches,
     joined,
+    token_ids,
     unshared,
     worthwhile,
 )
@@ -161,7 +161,7 @@ def pack(
     if rows is not None:
         told = torch.cat([rows[i][b.depth :] for i, b in zip(prefixes.order, found, strict=True)])
     return PackedTokens(
-        input_ids=_on_device(input_ids & ((1 << ID_BITS) - 1), device),
+        input_ids=_on_device(token_ids(input_ids), device),
         position_ids=layout.depths,
         predictors=_on_device(predictors, device),
         targets=_on_device(targets, device),

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-ID_BITS = 32
+_ID_BITS = 32
 _LEAST_SHARE = 1 / 50
 """Sharing less of a sequence, or of a pack, costs attention more than it saves elsewhere."""
 
@@ -47,7 +47,7 @@ def joined(
     responses: Sequence[Tensor],
     experts: Sequence[Tensor] | None = None,
 ) -> list[NDArray[np.int64]]:
-    """What tells tokens of prompts and their responses apart: their ids, in the lower :data:`ID_BITS` bits.
+    """What tells tokens of prompts and their responses apart: their ids, which :func:`token_ids` gives.
 
     Args:
         prompts: ``[P]`` token ids each.
@@ -61,8 +61,13 @@ def joined(
     ]
     if experts is not None:
         for sequence, rows in zip(sequences, experts, strict=True):
-            sequence[: len(rows)] |= _digests(rows) << ID_BITS
+            sequence[: len(rows)] |= _digests(rows) << _ID_BITS
     return sequences
+
+
+def token_ids(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The ids of tokens that :func:`joined` tells apart."""
+    return tokens & ((1 << _ID_BITS) - 1)
 
 
 def _digests(experts: Tensor) -> NDArray[np.int64]:
