@@ -10,7 +10,7 @@ from services.common.models.tokenizer import Tokenizer
 from services.common.spec.engines import engine_kind
 from services.common.spec.quota_rules import quota
 from services.common.spec.run import RunSpec
-from services.common.spec.trainer import EXPERTS
+from services.common.spec.trainer import OF_EXPERTS
 
 
 def quantization_problems(config: Mapping[str, Any]) -> Iterator[str]:
@@ -38,7 +38,7 @@ def adapter_problems(spec: RunSpec, config: Mapping[str, Any]) -> Iterator[str]:
     if spec.trainer.lora.adapts_experts and FAMILIES[config["model_type"]].routing is None:
         yield (
             f"trainer.lora.target_modules names experts, and {config['model_type']!r} has none; leave out "
-            f"{', '.join(name for name in named if EXPERTS in name)}"
+            f"{', '.join(name for name in named if OF_EXPERTS in name)}"
         )
 
 

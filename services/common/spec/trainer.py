@@ -6,7 +6,7 @@ from pydantic import Field
 
 from services.common.spec.base import SpecPart
 
-EXPERTS = "experts."
+OF_EXPERTS = "experts."
 """What names of the fused matrices of a layer's experts have in them."""
 
 
@@ -44,7 +44,7 @@ class LoraSpec(SpecPart):
     @property
     def adapts_experts(self) -> bool:
         """Whether experts of a mixture are among the targets."""
-        return any(EXPERTS in target for target in self.target_modules)
+        return any(OF_EXPERTS in target for target in self.target_modules)
 
 
 class CriticSpec(SpecPart):

@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from services.common.models.loading import stored_tensors
-from services.common.spec.trainer import EXPERTS, LoraSpec
+from services.common.spec.trainer import OF_EXPERTS, LoraSpec
 from services.trainer.model.experts import expert_adapter
 from services.trainer.model.local_parts import local_part
 from services.weightsync.plan import LORA_DOWN, LORA_UP
@@ -37,21 +37,21 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> None:
     if missing := [
         target
         for target in spec.target_modules
-        if not _named(target, fused if EXPERTS in target else modules)
+        if not _named(target, fused if OF_EXPERTS in target else modules)
     ]:
         linear = {
             name.rpartition(".")[2] for name, each in modules.items() if isinstance(each, nn.Linear)
         }
-        known = [*sorted(linear), *sorted({EXPERTS + name.rpartition(".")[2] for name in fused})]
+        known = [*sorted(linear), *sorted({OF_EXPERTS + name.rpartition(".")[2] for name in fused})]
         raise ValueError(
             f"trainer.lora.target_modules has {', '.join(missing)}, but linear modules of model.path are "
             f"{', '.join(known)}; name some of these"
         )
     for target in spec.target_modules:
-        for name in _named(target, fused) if EXPERTS in target else ():
+        for name in _named(target, fused) if OF_EXPERTS in target else ():
             owner, _, leaf = name.rpartition(".")
             _adapt_experts(modules[owner], leaf, spec)
-    if linear_targets := [name for name in spec.target_modules if EXPERTS not in name]:
+    if linear_targets := [name for name in spec.target_modules if OF_EXPERTS not in name]:
         _adapt_modules(model, linear_targets, spec)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(_ADAPTER in name)
@@ -60,7 +60,7 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec) -> None:
 def _fused(model: nn.Module) -> dict[str, Tensor]:
     """The fused matrices of experts, by name."""
     named = model.named_parameters()
-    return {name: each for name, each in named if EXPERTS in name and each.ndim == 3}
+    return {name: each for name, each in named if OF_EXPERTS in name and each.ndim == 3}
 
 
 def _named(target: str, known: Iterable[str]) -> list[str]:
@@ -142,7 +142,7 @@ def merged_parameters(model: nn.Module, *, merges: bool = True) -> Iterator[tupl
             (adapter,) = layer.active_adapters
             down, up = whole(layer.lora_A[adapter].weight), whole(layer.lora_B[adapter].weight)
             value = value + layer.scaling[adapter] * (up @ down).to(value.dtype)
-        elif merges and EXPERTS in name:
+        elif merges and OF_EXPERTS in name:
             value = _merged_experts(model, name, value)
         yield plain_name(name), value
 
