@@ -133,7 +133,7 @@ def test_choices_of_tokens_that_sequences_share_count_for_each_of_them() -> None
 def test_tokens_are_shared_only_where_their_experts_are_the_same_too(seed: int) -> None:
     rng = random.Random(seed)
     prompts, responses = random_trie(rng, vocabulary=61)
-    policy = _policy("qwen3_moe", routing_replay="replay")
+    policy = _policy("qwen3_moe", routing_replay="replay").double()
     _, *tail = (0, *_shape(policy).tail)
     lengths = (prompts.lengths + responses.lengths - 1).tolist()
     generator = torch.Generator().manual_seed(seed)
