@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-CONTRIBUTING = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
 PYTHON = {
     path: path.read_text(encoding="utf-8")
     for folder in ("services", "tests", "bench", "deploy")
@@ -23,8 +22,6 @@ SERVICES = {
 TREES = {path: ast.parse(text) for path, text in PYTHON.items()}
 DOCUMENTS = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")]
 
-_BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.AsyncFor, ast.AsyncWith, ast.Match)
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 # A path, or the name of a source file: `controller/api/`, `deploy/docker/trainer.Dockerfile`, `objective.py`.
 _PATH = re.compile(
     r"`((?:[\w.-]+/)+|(?:[\w.-]+/)*[\w.-]+\.(?:py|proto|mk|sh)|(?:[\w.-]+/)+[\w.-]+\.\w{2,})`"
@@ -34,52 +31,8 @@ _LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 _NO_PATHS = {"utils.py", "helpers.py", "misc.py"}
 
 
-def limit(what: str) -> int:
-    """A number that CONTRIBUTING.md promises."""
-    found = re.search(rf"(\d+) {what}", CONTRIBUTING)
-    assert found, f"CONTRIBUTING.md gives no limit of {what}"
-    return int(found[1])
-
-
 def named(path: Path) -> str:
     return path.relative_to(REPOSITORY).as_posix()
-
-
-def test_a_file_has_no_more_lines_than_contributing_says():
-    most = limit("lines a file")
-    lines = {named(path): len(text.splitlines()) for path, text in SERVICES.items()}
-    assert {path: count for path, count in lines.items() if count > most} == {}
-
-
-def test_a_function_has_no_more_lines_and_levels_than_contributing_says():
-    lines, levels = limit("a function"), limit("levels of nesting")
-    wrong = {
-        f"{named(path)}:{function.lineno} {function.name}": (length(function), depth(function))
-        for path in SERVICES
-        if "migrations" not in path.parts  # a schema is one list
-        for function in ast.walk(TREES[path])
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        if length(function) > lines or depth(function) > levels
-    }
-    assert wrong == {}, "lines and levels; the docstring is not counted"
-
-
-def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines without signature and docstring."""
-    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
-    return function.end_lineno - body[0].lineno + 1 if body else 0
-
-
-def depth(node: ast.AST) -> int:
-    """Blocks inside each other; ``elif`` is no new one, and a function in a function is its own."""
-    return max((inner_depth(node, child) for child in ast.iter_child_nodes(node)), default=0)
-
-
-def inner_depth(node: ast.AST, child: ast.AST) -> int:
-    if isinstance(child, _SCOPES):
-        return 0
-    is_elif = isinstance(node, ast.If) and node.orelse == [child] and isinstance(child, ast.If)
-    return depth(child) + (isinstance(child, _BLOCKS) and not is_elif)
 
 
 def test_package_files_hold_a_docstring_only():
