@@ -1,7 +1,7 @@
 #!/bin/bash
 # Fetches, and builds where Debian has only the source, what the deployment tests need: Helm 3 and 4, kubectl,
 # promtool and Prometheus with Kubernetes discovery, the Kubernetes servers, containerd and its helpers.
-# Everything lands in a cache folder; nothing of the system is changed. Debian 12 on x86-64; PYTHON has pip.
+# Everything lands in a cache folder; nothing of the system is changed. Debian 12 or 13 on x86-64; PYTHON has pip.
 #
 #   provision.sh FOLDER lint      helm, kubectl, promtool: a minute
 #   provision.sh FOLDER cluster   the rest as well: about ten minutes, once
@@ -11,20 +11,31 @@ folder=$(realpath -m "${1:?usage: provision.sh FOLDER lint|cluster}")
 what=${2:?usage: provision.sh FOLDER lint|cluster}
 python=${PYTHON:-python3}
 if ! command -v apt-get > /dev/null; then
-  echo "missing: Helm, promtool and what starts a cluster, which come from packages of Debian 12" >&2
+  echo "missing: Helm, promtool and what starts a cluster, which come from packages of Debian 12 and 13" >&2
   [ -z "${CI:-}" ] && [ "$what" = lint ] && exit # without them tests of the chart are skipped
   exit 1
 fi
 mkdir -p "$folder"/{bin,apt/state/lists/partial,apt/cache/archives/partial,apt/sources,download,root}
 
 use_private_apt() {
-  # The system's own mirrors, with sources and with trixie, without touching the system's apt.
-  local uri release suite
+  # The mirrors that this machine uses already, with sources, and with bookworm and trixie whichever of them runs here,
+  # without touching the system's apt. APT_CONFIG hides the system's list, so a second call must not read it again.
+  [ "${APT_CONFIG:-}" != "$folder/apt/apt.conf" ] || return 0
+  local uri release suite suites
   apt-get indextargets --no-release-info --format '$(REPO_URI) $(RELEASE)' 'Created-By: Packages' | sort -u | while read -r uri release; do
-    for suite in $release $([ "$release" != bookworm ] || echo trixie); do
+    case $release in
+      bookworm | trixie) suites="bookworm trixie" ;;
+      bookworm-* | trixie-*) suites=$release ;;
+      *) continue ;; # a repository of another distributor
+    esac
+    for suite in $suites; do
       printf 'deb%s [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] %s %s main\n' "" "$uri" "$suite" -src "$uri" "$suite"
     done
   done > "$folder/apt/sources/debian.list"
+  if [ ! -s "$folder/apt/sources/debian.list" ]; then
+    echo "expected: apt sources of Debian 12 or 13, with a mirror of its main archive; found none in /etc/apt" >&2
+    exit 1
+  fi
   cat > "$folder/apt/apt.conf" <<CONF
 Dir::State "$folder/apt/state";
 Dir::State::status "/var/lib/dpkg/status";
