@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from services.common.spec.aliases import without_aliases
+from services.common.spec.aliases import let_win, make_way, own_name, without_aliases
 from services.common.spec.bounds import shape_problem
 from services.common.spec.data import set_documents
 from services.common.spec.examining import Examined, examine
@@ -46,21 +46,24 @@ def read_draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
 
     Args:
         path: A YAML or JSON file.
-        overrides: Assignments such as ``algorithm.max_staleness=2``, applied in order.
+        overrides: Assignments such as ``algorithm.max_staleness=2``, applied in order. They win over
+            the file, whichever of its names a key has there.
 
     Raises:
         SpecError: If the file is missing or is not a mapping, or an assignment is none.
     """
     document = _read(path)
     refused: list[str] = []
+    given: list[str] = []
     for assignment in overrides:
         try:
-            _apply_override(document, assignment)
+            given.append(_apply_override(document, assignment))
         except SpecError as error:
             refused += error.problems
     if refused:
         raise SpecError(refused)
     renamed = without_aliases(document)
+    let_win(renamed.document, given)
     found = examine(renamed.document)
     spec = None if found.spec is None else resolve_paths(found.spec, path.resolve().parent)
     problems = (*renamed.problems, *found.problems)
@@ -222,7 +225,8 @@ def _absolute_callable(reference: str, folder: Path) -> str:
     return reference
 
 
-def _apply_override(document: dict[str, Any], assignment: str) -> None:
+def _apply_override(document: dict[str, Any], assignment: str) -> str:
+    """Set a key, and forget what the document has under its other names; returns the key's own name."""
     key, separator, text = assignment.partition("=")
     if not separator or not key:
         raise SpecError(
@@ -233,6 +237,7 @@ def _apply_override(document: dict[str, Any], assignment: str) -> None:
     except yaml.YAMLError as error:
         raise SpecError([f"--set {assignment}: the value is not valid YAML: {error}"]) from error
     *parents, leaf = key.split(".")
+    make_way(document, key)
     target: Any = document
     for part in parents:
         if isinstance(target, list):
@@ -245,6 +250,7 @@ def _apply_override(document: dict[str, Any], assignment: str) -> None:
         target[_index(key, leaf, target)] = value
     elif isinstance(target, dict):
         target[leaf] = value
+    return own_name(key)
 
 
 def _index(key: str, part: str, items: list[Any]) -> int:

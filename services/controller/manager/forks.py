@@ -6,7 +6,9 @@ from collections.abc import Callable
 import sqlalchemy as sa
 
 from services.common.ids import new_run_id
-from services.common.spec.loader import canonical_json, parse_spec, spec_digest
+from services.common.spec.aliases import let_win, without_aliases
+from services.common.spec.keys import flat
+from services.common.spec.loader import SpecError, canonical_json, parse_spec, spec_digest
 from services.common.spec.run import RunSpec
 from services.controller.manager.patches import merged
 from services.controller.models import ForkRequest
@@ -56,7 +58,11 @@ def fork_of(
 
 
 def _spec(parent: Run, checkpoint: Checkpoint, fork: ForkRequest) -> RunSpec:
-    document = merged(json.loads(parent.spec_json), fork.overrides)
+    overrides = without_aliases(fork.overrides)
+    if overrides.problems:
+        raise SpecError(overrides.problems)
+    document = merged(json.loads(parent.spec_json), overrides.document)
+    let_win(document, [key for key, _ in flat(overrides.document)])
     document = merged(document, {"trainer": {"checkpoint": {"start_from": checkpoint.path}}})
     # Two runs must not write to one folder.
     document["trainer"]["checkpoint"].pop("directory", None)

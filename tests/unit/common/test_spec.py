@@ -1,5 +1,6 @@
 """Specifications: errors name key, expectation and fix; overrides, aliases, paths, digests."""
 
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,69 @@ def test_equal_specifications_have_equal_digests():
     written_out = yaml.safe_load(canonical_json(parse_spec(SMALLEST)))
     assert spec_digest(parse_spec(written_out)) == spec_digest(parse_spec(SMALLEST))
     assert spec_digest(parse_spec(changed(seed=1))) != spec_digest(parse_spec(SMALLEST))
+
+
+TWO_GROUPS = {"task_groups": ["train", "generate"], "ratios": [0.5, 0.5], "gpus": 4}
+
+
+@pytest.mark.parametrize(
+    ("in_file", "overrides", "values"),
+    [
+        (
+            {"algorithm": {"max_staleness": 1}},
+            ["algorithm.generate_ahead_steps=3"],
+            {"algorithm.max_staleness": 3},
+        ),
+        (
+            {"algorithm": {"generate_ahead_steps": 1}},
+            ["algorithm.max_staleness=3"],
+            {"algorithm.max_staleness": 3},
+        ),
+        (
+            {"trainer": {"generate_ahead_steps": 1}},
+            ["algorithm.generate_ahead_steps=3"],
+            {"algorithm.max_staleness": 3},
+        ),
+        (
+            {"algorithm": "dpo"},
+            ["algorithm.loss=ppo"],
+            {"algorithm.loss": "ppo"},
+        ),
+        ({"trainer": {"steps": 4}}, ["data.epochs=2"], {"trainer.steps": None, "data.epochs": 2}),
+        (
+            {"trainer": {"steps": None}, "data": {"epochs": 2}},
+            ["trainer.steps=3"],
+            {"trainer.steps": 3, "data.epochs": None},
+        ),
+        (
+            {"rollout": {"replicas": 1}, "topology": {}},
+            [
+                "topology.task_groups=[train, generate]",
+                "topology.ratios=[0.5, 0.5]",
+                "topology.gpus=4",
+            ],
+            {"rollout.replicas": 2, "trainer.world_size": 2},
+        ),
+        (
+            {"topology": TWO_GROUPS},
+            ["rollout.replicas=3"],
+            {"rollout.replicas": 3, "trainer.world_size": 2, "topology.task_groups": ()},
+        ),
+        (
+            {"topology": TWO_GROUPS, "rollout": {"replicas": 2}},
+            ["topology.separated_node_ratios=[0.25, 0.75]"],
+            {"rollout.replicas": 3, "trainer.world_size": 1},
+        ),
+    ],
+)
+def test_an_override_wins_over_the_file_under_any_name_of_its_key(
+    tmp_path, in_file, overrides, values
+):
+    path = tmp_path / "spec.yaml"
+    path.write_text(yaml.safe_dump(changed(**in_file)))
+    spec = load_spec(path, overrides)
+    found = {key: attrgetter(key)(spec) for key in values}
+    assert found == values
 
 
 def test_overrides_are_applied_in_order_and_typed(tmp_path):

@@ -132,6 +132,18 @@ async def test_a_fork_goes_on_from_a_checkpoint_with_the_same_prompts(api, datab
     assert [(group.sequence, group.row) for group in state.groups] == [(4, 6), (5, 7)]
 
 
+async def test_overrides_of_a_fork_win_over_its_parent_under_any_name(api, database):
+    run_id = await submitted(api)
+    train(database, run_id, steps=3)
+    save(database, run_id, step=2, path="/checkpoints/step-00000002")
+    overrides = {"algorithm": {"generate_ahead_steps": 3}, "data": {"epochs": 2}}
+    forked = await api.post(f"/v1/runs/{run_id}/fork", json={"name": "two", "overrides": overrides})
+    assert forked.status_code == 201, forked.text
+    spec = forked.json()["spec"]
+    assert spec["algorithm"]["max_staleness"] == 3
+    assert (spec["data"]["epochs"], spec["trainer"]["steps"]) == (2, None)
+
+
 async def test_a_fork_with_other_data_begins_its_prompts_anew(api, database):
     run_id = await submitted(api)
     train(database, run_id, steps=2)
