@@ -1,5 +1,6 @@
 """Progress of a run for a person: a live table on a terminal, plain lines elsewhere."""
 
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self
@@ -10,7 +11,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from services.cli.output import REPEAT_EVERY_S
+
 _ROWS = 12
+_NUMBER = re.compile(r"\d[\d.,]*")
 _COLUMNS = ("step", "reward", "held-out", "stale", "sync ms", "tok/s", "queue", "waits")
 """Together at most 80 characters wide."""
 _RECENT = 20
@@ -37,6 +41,9 @@ class Display(Protocol):
 
     def note(self, text: str) -> None:
         """Something else happened."""
+
+    def saving(self, text: str, *, seconds: float) -> None:
+        """How far the last checkpoint is, and for how long it has been saved."""
 
 
 def make_display(title: str, total_steps: int, console: Console) -> Display:
@@ -124,6 +131,8 @@ class _PlainLines:
     def __init__(self, total_steps: int, console: Console) -> None:
         self._console = console
         self._pace = _Pace(total_steps)
+        self._doing = ""
+        self._told_at = 0.0
 
     def __enter__(self) -> Self:
         return self
@@ -132,7 +141,11 @@ class _PlainLines:
         """Nothing to take down."""
 
     def workers(self, workers: Sequence[Mapping[str, Any]], *, seconds: float) -> None:
-        self._line(_starting(workers, seconds))
+        # Numbers that only count on make no line of their own.
+        doing = _NUMBER.sub("", _doing(workers))
+        if doing != self._doing or seconds - self._told_at >= REPEAT_EVERY_S:
+            self._doing, self._told_at = doing, seconds
+            self._line(_starting(workers, seconds))
 
     def lasts(self, num_steps: int) -> None:
         self._pace.total = num_steps
@@ -148,8 +161,13 @@ class _PlainLines:
     def note(self, text: str) -> None:
         self._line(text)
 
+    def saving(self, text: str, *, seconds: float) -> None:
+        if self._doing != "saving" or seconds - self._told_at >= REPEAT_EVERY_S:
+            self._doing, self._told_at = "saving", seconds
+            self._line(text)
+
     def _line(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+        self._console.print(text, soft_wrap=True)
 
 
 class _LiveTable:
@@ -182,7 +200,11 @@ class _LiveTable:
         self._live.update(self._render())
 
     def note(self, text: str) -> None:
-        self._live.console.print(text, highlight=False, markup=False)
+        self._live.console.print(text)
+
+    def saving(self, text: str, *, seconds: float) -> None:
+        self._status = text
+        self._live.update(self._render())
 
     def _render(self) -> RenderableType:
         title = Text(self._title, style="bold", overflow="ellipsis", no_wrap=True)
@@ -200,9 +222,12 @@ class _LiveTable:
         return Group(title, table, bar)
 
 
-def _starting(workers: Sequence[Mapping[str, Any]], seconds: float) -> str:
-    doing = ", ".join(
+def _doing(workers: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(
         f"{worker['worker_id']} {worker['activity'] or worker['state'].lower()}"
         for worker in workers
     )
-    return f"starting, {seconds:.0f} s: {doing or 'the workers are started'}"
+
+
+def _starting(workers: Sequence[Mapping[str, Any]], seconds: float) -> str:
+    return f"starting, {seconds:.0f} s: {_doing(workers) or 'the workers are started'}"

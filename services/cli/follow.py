@@ -61,8 +61,8 @@ async def follow(
                     run = event
     wall_seconds = _seconds(run)
     path = write_report(folder, run, log, wall_seconds=wall_seconds)
-    for line in summary_lines(run, folder, wall_seconds=wall_seconds):
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    for line in summary_lines(run, folder, log, wall_seconds=wall_seconds):
+        console.print(line, soft_wrap=True)
     return {**run, "summary_path": str(path)}
 
 
@@ -92,6 +92,7 @@ async def _show_start(api: Api, run_id: str, display: Display) -> None:
 
 async def _show_saving(api: Api, run_id: str, display: Display) -> None:
     """Show how far the last checkpoint is, as its trainers tell it."""
+    begin = time.monotonic()
     while True:
         try:
             workers = await api.call(GetTopology(run_id=run_id))
@@ -101,7 +102,7 @@ async def _show_saving(api: Api, run_id: str, display: Display) -> None:
             worker.activity for worker in workers.items if worker.gauges.get("checkpoint_bytes")
         ]
         if told:
-            display.note(", ".join(told))
+            display.saving(", ".join(told), seconds=time.monotonic() - begin)
         await asyncio.sleep(TELL_EVERY_S)
 
 

@@ -1,7 +1,6 @@
 """Commands that start the services on this machine: `run` for one run, `up` for those that are submitted."""
 
 import json
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
@@ -15,7 +14,7 @@ from services.cli.checked_spec import Overrides, SpecPath, load_checked
 from services.cli.follow import follow
 from services.cli.interrupts import Interrupts
 from services.cli.local import LocalServices, local_services
-from services.cli.output import console, say, told
+from services.cli.output import console, say, told, write
 from services.cli.trackers.beside import has_any_tracker, tracking
 from services.cli.unfinished import submit_or_go_on
 from services.common.spec.run import RunSpec
@@ -48,17 +47,18 @@ def run(
 ) -> None:
     """Start all services on this machine, train, show progress, and end everything.
 
-    Ctrl-C, a closed terminal and kill pause the run behind its step, with a checkpoint; Ctrl-C again
-    cancels it.
+    Ctrl-C, a closed terminal, kill, and the end of a command that reads the output, such as ``tee``, pause
+    the run after its step, with a checkpoint; Ctrl-C again cancels it.
     One that was paused or cut off goes on when its specification is run again.
     """
     with told(f"checking {spec}", console):
         loaded = load_checked(spec, overrides)
-    ended = run_until_signal(_run(loaded, state_directory.resolve(), port, resume=resume))
+    work = _run(loaded, state_directory.resolve(), port, resume=resume)
+    ended = run_until_signal(work, needs_reader=False)
     if ended is None:
         raise typer.Exit(_INTERRUPTED)
     if as_json:
-        sys.stdout.write(f"{ended['summary_path']}\n")
+        write(ended["summary_path"])
     if ended["state"] != "SUCCEEDED":
         raise typer.Exit(1)
 
@@ -68,7 +68,7 @@ def up(state_directory: StateDirectory = DEFAULT_STATE, port: Port = 8700) -> No
 
     Ctrl-C, a closed terminal and kill pause the runs, with checkpoints; Ctrl-C again cancels them.
     """
-    run_until_signal(_up(state_directory.resolve(), port))
+    run_until_signal(_up(state_directory.resolve(), port), needs_reader=False)
     raise typer.Exit(_INTERRUPTED)
 
 

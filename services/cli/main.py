@@ -1,11 +1,14 @@
 """The ``slipstream`` command: which commands there are. Each is loaded when it is called."""
 
+import sys
 from importlib import import_module
 from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from services.cli.output import print_traceback
 
 _COMMANDS = {
     "Train": {
@@ -160,6 +163,7 @@ def main(
     ] = False,
 ) -> None:
     """Asynchronous reinforcement learning for language models."""
+    sys.excepthook = print_traceback
 
 
 if __name__ == "__main__":

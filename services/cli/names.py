@@ -25,16 +25,22 @@ def may_be_run(text: str) -> bool:
     return _MAY_BE.fullmatch(text) is not None
 
 
-async def find_run(api: Api, text: str) -> str:
+async def find_run(api: Api, text: str | None) -> str:
     """The id of a run.
 
     Args:
         api: The controller.
-        text: Its id, the beginning of its id, or its name, which means the newest run of that name.
+        text: Its id, the beginning of its id, or its name, which means the newest run of that name;
+            None means the newest run of all.
 
     Raises:
         ApiError: If there is none, with status 404, or several ids begin so.
     """
+    if text is None:
+        newest = (await api.call(ListRuns(page_size=1))).items
+        if not newest:
+            raise ApiError("there are no runs yet", status=HTTPStatus.NOT_FOUND)
+        return newest[0].id
     if is_id(text):
         return text
     if named := (await api.call(ListRuns(name=text, page_size=1))).items:

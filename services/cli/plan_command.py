@@ -1,7 +1,6 @@
 """Predicts what splits of the GPUs, bounds on staleness and concurrency would give, and recommends one."""
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from rich.table import Table
 
 from services.cli.calling import Url, ask
 from services.cli.checked_spec import Overrides, SpecPath, load_checked
-from services.cli.output import console, errors, fail, say
+from services.cli.output import console, errors, fail, say, write
 from services.cli.planned_memory import Memory, gpu_bytes
 from services.common.spec.engines import engine_kind
 from services.common.spec.run import RunSpec, default_places
@@ -78,7 +77,7 @@ def plan(  # noqa: PLR0913, PLR0917 -- the options of a command
         fail(str(error))
         raise typer.Exit(2) from error
     if as_json:
-        sys.stdout.write(json.dumps(_document(found, known, memory), indent=2) + "\n")
+        write(json.dumps(_document(found, known, memory), indent=2))
         return
     _show(loaded, found, known, memory=memory)
 

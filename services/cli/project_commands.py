@@ -1,11 +1,9 @@
 """Commands that look at the project and at the controller."""
 
-import sys
-
 from rich.table import Table
 
 from services.cli.calling import Url, ask, call_api
-from services.cli.output import console
+from services.cli.output import console, write
 from services.controller.api.operations import GetQuota, GetVersion
 
 _QUOTAS = (
@@ -35,7 +33,7 @@ def version(url: Url = None) -> None:
 
 def page(url: Url = None) -> None:
     """Print a link to the run page that signs one browser in, once."""
-    sys.stdout.write(call_api(url, lambda api: api.page_link()) + "\n")
+    write(call_api(url, lambda api: api.page_link()))
 
 
 def _bound(limit: int) -> str:

@@ -17,7 +17,7 @@ from services.cli.calling import (
 )
 from services.cli.display import heldout_line
 from services.cli.follow import follow
-from services.cli.output import console
+from services.cli.output import console, write
 from services.controller.api.operations import (
     CancelRun,
     DeleteCheckpoint,
@@ -129,7 +129,7 @@ def fork(
     created = ask(
         url, ForkRun, run_id=run_id, checkpoint_id=checkpoint_id, name=name, overrides=changes
     )
-    typer.echo(created.id)
+    write(created.id)
 
 
 def delete(

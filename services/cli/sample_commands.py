@@ -1,7 +1,6 @@
 """``slipstream samples``: what a run's model wrote, for people and as JSON lines."""
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -9,13 +8,12 @@ from typing import Annotated, Any, TextIO
 
 import typer
 from pydantic import ValidationError
-from rich.markup import escape
 from rich.text import Text
 
 from services.cli.api import Api
 from services.cli.calling import DEFAULT_STATE, StateDirectory, Url, of_run
 from services.cli.local import KEPT_SAMPLES
-from services.cli.output import console, errors
+from services.cli.output import console, errors, printable, write
 from services.cli.settings import CliSettings
 from services.controller.api.operations import ExportSamples
 from services.transferqueue.facts import KeptSampleQuery
@@ -87,9 +85,9 @@ def samples(
                 lambda api, id_: _ask(api, _operation(id_, only, limit, with_tokens), show),
             )
     if export is not None:
-        errors.print(f"{number} samples are in {export}", highlight=False)
+        errors.print(f"{number} samples are in {export}")
     elif not number:
-        errors.print("no such sample is kept", highlight=False)
+        errors.print("no such sample is kept")
 
 
 def _kept_here(state_directory: Path, run: str) -> str:
@@ -155,22 +153,24 @@ def _written(export: Path | None, *, as_json: bool) -> Iterator[Show]:
     """Where samples go: a file, JSON lines, or text for people."""
     if export is not None:
         with export.open("w", encoding="utf-8") as file:
-            yield lambda sample: _write_line(file, sample)
+            yield lambda sample: _append(file, sample)
     elif as_json:
-        yield lambda sample: _write_line(sys.stdout, sample)
+        yield lambda sample: write(_line(sample))
     else:
         yield _show
 
 
-def _write_line(file: TextIO, sample: Mapping[str, Any]) -> None:
-    file.write(json.dumps(sample, ensure_ascii=False) + "\n")
+def _append(file: TextIO, sample: Mapping[str, Any]) -> None:
+    file.write(f"{printable(_line(sample))}\n")
+
+
+def _line(sample: Mapping[str, Any]) -> str:
+    return json.dumps(sample, ensure_ascii=False)
 
 
 def _show(sample: Mapping[str, Any]) -> None:
     """One sample as text."""
-    console.print(
-        f"[bold]{sample['id']}[/]  {escape(_facts(sample))}", highlight=False, soft_wrap=True
-    )
+    console.print(Text.assemble((sample["id"], "bold"), f"  {_facts(sample)}"), soft_wrap=True)
     _block("prompt", sample["prompt"], "blue")
     for turn in sample.get("turns") or ():
         _block(
@@ -206,6 +206,4 @@ def _block(name: str, text: str, style: str) -> None:
     """A text with its name in front of each of its lines."""
     for number, line in enumerate(text.splitlines() or [""]):
         head = name if number == 0 else ""
-        console.print(
-            Text(f"  {head:<7} "), Text(line, style=style), sep="", soft_wrap=True, highlight=False
-        )
+        console.print(Text(f"  {head:<7} "), Text(line, style=style), sep="", soft_wrap=True)

@@ -1,12 +1,12 @@
 """Submits a run to a controller."""
 
-import sys
 from typing import Annotated
 
 import typer
 
 from services.cli.calling import Url, call_api
 from services.cli.checked_spec import Elsewhere, Overrides, SpecPath, load_checked
+from services.cli.output import write
 
 
 def submit(
@@ -28,7 +28,7 @@ def submit(
         url,
         lambda api: api.submit(loaded.model_dump(mode="json"), priority=priority, labels=labels),
     )
-    sys.stdout.write(f"{created.id}\n")
+    write(created.id)
 
 
 def _labels(pairs: list[str]) -> dict[str, str]:

@@ -81,6 +81,20 @@ def test_a_lost_terminal_and_a_killed_command_pause_the_run(plumbing, tmp_path):
         pass
 
 
+@pytest.mark.parametrize("is_interrupted", [True, False], ids=["Ctrl-C", "reader alone"])
+def test_the_end_of_whoever_reads_the_output_pauses_the_run(plumbing, tmp_path, is_interrupted):
+    endless = ("run", plumbing, "--state-directory", tmp_path, "--set", "trainer.steps=100000")
+    with started(*endless, until=r"step +3/") as (process, _):
+        children = descendants(process)
+        process.stdout.close()  # `tee` gets Ctrl-C, too, and is often the first to end
+        if is_interrupted:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(ENDS_WITHIN_S) == 130
+        assert_all_gone(children)
+    with started(*endless, until=r"was paused after step ([3-9]|\d\d+); it goes on"):
+        pass
+
+
 @pytest.mark.parametrize("service", ["trainer", "transferqueue"])
 def test_a_killed_service_ends_the_run_and_says_so(plumbing, tmp_path, service):
     arguments = (

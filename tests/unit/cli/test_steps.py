@@ -117,6 +117,20 @@ def test_without_a_terminal_progress_is_plain_lines():
     assert line.startswith("step    1/2  reward 0.250")
 
 
+def test_without_a_terminal_a_start_is_a_line_when_something_changes_or_after_a_while():
+    out = io.StringIO()
+    with make_display("task", 2, Console(file=out, width=40)) as display:
+        for second in range(70):
+            activity = f"loads, {second} %" if second < 65 else "is ready"
+            worker = {"worker_id": "trainer-0", "activity": activity, "state": "STARTING"}
+            display.workers([worker], seconds=second)
+        for second in range(40):
+            display.saving(f"{second} MB are written", seconds=second)
+    shown = [line.split(": ")[0] for line in out.getvalue().splitlines()]
+    starts = ["starting, 0 s", "starting, 30 s", "starting, 60 s", "starting, 65 s"]
+    assert shown == [*starts, "0 MB are written", "30 MB are written"]
+
+
 def test_a_terminal_of_80_columns_shows_every_number_and_the_time_that_is_left():
     out = io.StringIO()
     _, event = committed(1)
@@ -140,7 +154,7 @@ def test_a_failed_run_shows_its_message_first(tmp_path):
         "message": "trainer-0 ended",
         "summary": {},
     }
-    assert summary_lines(run, tmp_path, wall_seconds=3.0) == [
+    assert summary_lines(run, tmp_path, StepLog(), wall_seconds=3.0) == [
         "task FAILED after 3 s (WorkerLost)",
         "trainer-0 ended",
     ]
