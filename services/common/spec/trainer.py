@@ -81,7 +81,10 @@ class CheckpointSpec(SpecPart):
     """When a run is saved, and how much is kept."""
 
     every: int = Field(0, ge=0)
-    """Steps between checkpoints; 0 saves only at the end."""
+    """Steps between checkpoints; 0 saves by time (``every_s``). The last step is always saved."""
+    every_s: float = Field(600.0, ge=0)
+    """Seconds between checkpoints if ``every`` is 0: the first step that ends later is saved. 0 saves only at
+    the end."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints kept."""
     best: BestSpec | None = None

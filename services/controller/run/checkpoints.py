@@ -7,13 +7,14 @@ unbroken one would.
 """
 
 import asyncio
-import time
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import sqlalchemy as sa
 
+from services.common.clock import Clock
 from services.common.errors import (
     DataLossError,
     DeadlineExceededError,
@@ -23,6 +24,7 @@ from services.common.errors import (
     ResourceExhaustedError,
 )
 from services.common.ids import new_id
+from services.common.spec.trainer import CheckpointSpec
 from services.controller.rules.ledger import Ledger
 from services.controller.run.critic import CriticCalls
 from services.controller.run.journal import Journal
@@ -56,6 +58,16 @@ class Checkpoint:
     """The samples that were in flight, in the transferqueue; empty if they could not be saved."""
     size_bytes: int = 0
     """Of the trainer's folder."""
+
+
+def ready_checkpoints(connection: sa.Connection, run_id: str) -> list[Checkpoint]:
+    """Checkpoints that a run can go on from, newest first."""
+    query = (
+        sa.select(CHECKPOINTS)
+        .where(CHECKPOINTS.c.run_id == run_id, CHECKPOINTS.c.state == "READY")
+        .order_by(CHECKPOINTS.c.step.desc())
+    )
+    return [Checkpoint(**row) for row in connection.execute(query).mappings()]
 
 
 class CheckpointStore:
@@ -101,15 +113,37 @@ class Checkpoints:
         keep: Newest checkpoints kept.
         journal: Its record.
         queue: Holds its samples.
+        clock: Tells how long work has been unsaved.
+        saved_at: Since when work is unsaved, in seconds since the epoch.
     """
 
     def __init__(
-        self, run_id: str, *, keep: int, journal: Journal, queue: TransferQueueClient
+        self,
+        run_id: str,
+        *,
+        keep: int,
+        journal: Journal,
+        queue: TransferQueueClient,
+        clock: Clock,
+        saved_at: float,
     ) -> None:
         self._run_id = run_id
         self._keep = keep
         self._journal = journal
         self._queue = queue
+        self._clock = clock
+        self._saved_at = saved_at
+
+    def is_due(self, step: int, spec: CheckpointSpec) -> bool:
+        """Whether a step is saved because of its number or, if none is given, of the time.
+
+        Args:
+            step: A step that was trained.
+            spec: When the run is saved.
+        """
+        if spec.every:
+            return step % spec.every == 0
+        return spec.every_s > 0 and self._clock.time() - self._saved_at >= spec.every_s
 
     async def save(
         self,
@@ -136,17 +170,18 @@ class Checkpoints:
             also: Is written in the same transaction.
         """
         kept = sorted(keep_steps)
-        begin = time.monotonic()
+        begin = self._clock.monotonic()
         await self._journal.note(
             Note("CheckpointStarted", f"step {step} is being saved", {"step": step}), ledger
         )
         checkpoint = await self._save(trainer, critic, step=step, version=version, keep_steps=kept)
+        self._saved_at = checkpoint.create_time
 
         def write(connection: sa.Connection) -> None:
             self._write(connection, checkpoint, kept)
             also(connection)
 
-        note = _ended(checkpoint, seconds=time.monotonic() - begin)
+        note = _ended(checkpoint, seconds=self._clock.monotonic() - begin)
         await self._journal.note(note, ledger, also=write)
 
     async def _save(
@@ -158,15 +193,25 @@ class Checkpoints:
         version: int,
         keep_steps: Sequence[int],
     ) -> Checkpoint:
-        """Save all that is not in the database; what failed says why."""
+        """Save all that is not in the database; what failed says why.
+
+        If the step was saved already, its folder holds what trainer and critic would write again: only the
+        samples in flight are saved.
+        """
         state: CheckpointState = "READY"
         path, size_bytes, snapshot_id, message = "", 0, "", ""
+        ready = await self._journal.read(ready_checkpoints)
+        same = next((each for each in ready if each.step == step), None)
         try:
-            snapshot_id, message = await self._save_samples(step)
-            (path, size_bytes), _ = await asyncio.gather(
-                trainer.save_checkpoint(step, keep_steps=keep_steps, timeout_s=_SAVE_TIMEOUT_S),
-                critic.save(step, keep_steps=keep_steps, timeout_s=_SAVE_TIMEOUT_S),
-            )
+            snapshot_id, message = await self._save_samples({each.snapshot_id for each in ready})
+            if same is not None:
+                path, size_bytes = same.path, same.size_bytes
+                snapshot_id = snapshot_id or same.snapshot_id
+            else:
+                (path, size_bytes), _ = await asyncio.gather(
+                    trainer.save_checkpoint(step, keep_steps=keep_steps, timeout_s=_SAVE_TIMEOUT_S),
+                    critic.save(step, keep_steps=keep_steps, timeout_s=_SAVE_TIMEOUT_S),
+                )
         except (FailedPreconditionError, DeadlineExceededError) as error:
             state, message = "FAILED", error.message
         return Checkpoint(
@@ -177,15 +222,19 @@ class Checkpoints:
             path=path,
             state=state,
             message=message,
-            create_time=time.time(),
+            create_time=self._clock.time(),
             snapshot_id=snapshot_id,
             size_bytes=size_bytes,
         )
 
-    async def _save_samples(self, step: int) -> tuple[str, str]:
-        """Name of the snapshot, or why there is none: then what was in flight is generated again."""
-        # Names take turns, so that there are never more snapshots than checkpoints, and one more.
-        name = f"slot-{step % (self._keep + 1)}"
+    async def _save_samples(self, taken: Collection[str]) -> tuple[str, str]:
+        """Name of the snapshot, or why there is none: then what was in flight is generated again.
+
+        Args:
+            taken: Names of the snapshots that checkpoints have. The first other one is used, so that there is
+                never more than one snapshot besides those of checkpoints.
+        """
+        name = next(name for name in map("slot-{}".format, itertools.count()) if name not in taken)
         try:
             await self._queue.save_snapshot(self._run_id, name)
         except (

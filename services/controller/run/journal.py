@@ -6,7 +6,7 @@ The rule that makes a crash harmless: what the ledger decided is written before 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
@@ -26,6 +26,8 @@ from services.controller.store.rows import (
     set_target_steps,
 )
 from services.controller.store.runs import RunStore, Work
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +81,18 @@ class Journal:
         """Read where the run stands."""
         return await self._database.run(self._load)
 
-    async def newest_snapshot(self) -> str:
-        """The transferqueue's part of the newest checkpoint; empty if there is none."""
+    async def read(self, query: Callable[[sa.Connection, str], _T]) -> _T:
+        """Answer a query about the run."""
 
-        def read() -> str:
+        def read() -> _T:
             with self._database.read() as connection:
-                return newest_snapshot(connection, self.run_id)
+                return query(connection, self.run_id)
 
         return await self._database.run(read)
+
+    async def newest_snapshot(self) -> str:
+        """The transferqueue's part of the newest checkpoint; empty if there is none."""
+        return await self.read(newest_snapshot)
 
     async def begin_attempt(self) -> int:
         """Count that the loop is entered; returns the number, from 1."""

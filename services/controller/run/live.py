@@ -115,9 +115,8 @@ class LiveRun:
     @property
     def is_save_due(self) -> bool:
         """Whether a checkpoint of the last step is wanted, and not the one behind the last step of all."""
-        trainer = self.spec.now.trainer
         is_asked = self.mailbox.get("save") is not None
-        is_turn = self.step % (trainer.checkpoint.every or self.spec.num_steps) == 0
+        is_turn = self.checkpoints.is_due(self.step, self.spec.now.trainer.checkpoint)
         return (is_asked or is_turn) and not self.is_done
 
     def background(self) -> Sequence[Coroutine[None, None, None]]:
@@ -260,14 +259,15 @@ class LiveRun:
     async def wind_up(self) -> None:
         """End the run, or hold it: what is unfinished is kept, with the checkpoint, for another day."""
         self.doing = ""
-        await self.publishing.settled()
         if self.is_done:
+            await self.publishing.settled()
             # The last weights are served already: they are evaluated while the checkpoint is written.
             async with TaskGroup() as tasks:
                 tasks.create_task(self.save())
                 tasks.create_task(self.evaluator.idle())
             self.doing = "FINALIZING"
             return
+        # Weights on their way to rollouts are not waited for: these end, and get them when they start again.
         if self.spec.now.rollout.partial_rollout:
             await self.parts.replicas.interrupt()
         pause, is_asked = self.mailbox.get("pause"), self.mailbox.get("save") is not None

@@ -29,7 +29,7 @@ from services.controller.run.assembly import (
     drop_partitions,
     training_fields,
 )
-from services.controller.run.checkpoints import Checkpoints
+from services.controller.run.checkpoints import Checkpoints, ready_checkpoints
 from services.controller.run.early import EarlyGroups
 from services.controller.run.evaluation import Evaluator
 from services.controller.run.generation import Generation
@@ -135,7 +135,12 @@ async def restore(
         publishing=publishing,
         shifts=shifts,
         checkpoints=Checkpoints(
-            run_id, keep=spec.now.trainer.checkpoint.keep, journal=journal, queue=queue
+            run_id,
+            keep=spec.now.trainer.checkpoint.keep,
+            journal=journal,
+            queue=queue,
+            clock=clock,
+            saved_at=await _saved_at(recovered, journal, now=clock.time()),
         ),
         version_offset=recovered.version_offset,
         step=recovered.step,
@@ -145,6 +150,14 @@ async def restore(
     await evaluator.restore(recovered.evaluated, recovered.begun_evaluation)
     await generation.restore(lost_workers, is_queue_empty=parts.is_queue_empty)
     return live
+
+
+async def _saved_at(recovered: Recovered, journal: Journal, *, now: float) -> float:
+    """From when the time of what is not saved yet counts: losses of rollouts do not begin it anew."""
+    ready = await journal.read(ready_checkpoints)
+    if recovered.step == (ready[0].step if ready else 0):
+        return now
+    return ready[0].create_time if ready else recovered.run.start_time or now
 
 
 def _order(spec: CurrentSpec, parts: Assembly, recovered: Recovered) -> PromptOrder:

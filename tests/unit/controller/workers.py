@@ -35,6 +35,7 @@ class MemoryQueue:
 
     def __init__(self):
         self._arrived = defaultdict(asyncio.Queue)
+        self.snapshots = []
 
     def put(self, groups, version):
         self._arrived[groups[0].partition_id].put_nowait(samples_of(groups, version))
@@ -66,7 +67,7 @@ class MemoryQueue:
         """Nothing is kept."""
 
     async def save_snapshot(self, run_id, name):
-        """Nothing is kept."""
+        self.snapshots.append(name)
 
 
 class Workers:

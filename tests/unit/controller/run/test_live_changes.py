@@ -115,6 +115,65 @@ async def test_what_is_asked_of_a_run_outlives_the_loss_of_a_worker(database, wo
     assert workers.saved == [1, 4]
 
 
+class Hours:
+    """A clock that a test moves."""
+
+    def __init__(self):
+        self.now = 1e9
+
+    def time(self):
+        return self.now
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("rule", "saved"),
+    [
+        ({}, [2, 4, 5]),
+        ({"every_s": 300.0}, [1, 2, 3, 4, 5]),
+        ({"every_s": 0}, [5]),
+        ({"every": 3}, [3, 5]),
+    ],
+)
+async def test_a_run_that_takes_long_is_saved_by_time(database, workers, monkeypatch, rule, saved):
+    clock = Hours()
+    train_step = workers.train_step
+
+    async def train_for_minutes(step, samples, **kwargs):
+        clock.now += 400.0
+        return await train_step(step, samples, **kwargs)
+
+    monkeypatch.setattr(workers, "train_step", train_for_minutes)
+    trainer = {"steps": 5, "prompts_per_step": 2, "checkpoint": rule}
+    async with open_manager(database, queue=workers.queue) as manager:
+        manager.drivers.services = replace(manager.drivers.services, clock=clock)
+        run_id = await submitted(manager, trainer=trainer)
+        await ended(manager, run_id)
+    assert workers.saved == saved
+
+
+async def test_a_pause_saves_no_step_twice(database, workers):
+    workers.may_train.clear()
+    workers.held_from = 2
+    trainer = {"steps": 4, "prompts_per_step": 2, "checkpoint": {"every": 2}}
+    async with open_manager(database, queue=workers.queue) as manager:
+        run_id = await submitted(manager, trainer=trainer)
+        await workers.trains.wait()
+        await manager.drivers.running(await manager.get(run_id)).pause()
+        workers.may_train.set()
+        async with asyncio.timeout(20):
+            await manager.drivers.wait()
+        saved = await told(manager, run_id, "CheckpointSaved")
+    assert workers.saved == [2]
+    assert [event.data["step"] for event in saved] == [2, 2]  # the second: samples that came since
+    assert saved[0].data["path"] == saved[1].data["path"]
+    assert (
+        len(set(workers.queue.snapshots)) == 2
+    )  # none replaces that of a checkpoint that still counts
+
+
 async def test_what_is_asked_of_a_run_outlives_its_controller(database, workers):
     workers.may_train.clear()
     async with open_manager(database, queue=workers.queue) as first:
