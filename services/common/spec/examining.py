@@ -4,7 +4,9 @@ Wrong keys are told, then stand-ins take their places, so that rules across keys
 can be checked too.
 """
 
+import json
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from services.common.spec.data import FORMS
-from services.common.spec.keys import did_you_mean_key
+from services.common.spec.keys import did_you_mean_key, is_required
 from services.common.spec.rules import problems as broken_rules
 from services.common.spec.run import RunSpec
 from services.common.spec.similar import did_you_mean
@@ -40,6 +42,36 @@ _STAND_INS: Mapping[str, Any] = {
 # A key that takes values of several types has an error of each of them, placed below it.
 _TYPE = re.compile(r"bool|int|float|str|literal\[.*\]|constrained-\w+")
 _OF_TYPES = ("bool", "int", "float", "string", "literal", "greater", "less")
+_TYPES = {
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a group of keys",
+    "model_type": "a group of keys",
+    "model_attributes_type": "a group of keys",
+    "string_type": "text",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+}
+"""What pydantic's types of errors ask for."""
+_SPELLINGS = {
+    "name": "1 to 63 lower-case letters, digits and hyphens, with no hyphen at an end",
+    "project": "letters, digits, '.', '_' and '-', with at most one '/'",
+    "metric": "greedy, sampled, best, maj, pass@K or reward/TERM",
+}
+_SET_NAME = "named by 1 to 40 lower-case letters, digits, '-' and '_', the first no sign"
+"""What keys that have a pattern are written in; others are names of sets."""
+_SHORT_FORMS = {
+    "model": "path",
+    "teacher": "path",
+    "rollout.rewards.N": "name",
+    "trackers.N": "kind",
+}
+"""The key of a group that somebody means who gives a text in its place."""
 # Each round mends what the one before uncovered.
 _MAX_ROUNDS = 8
 
@@ -146,15 +178,59 @@ def _problem(errors: Sequence[Any]) -> str:
     if error["type"] == "value_error":
         text = str(error["ctx"]["error"])
         return text if key in text else f"{key}: {text}"
-    shown = repr(error["input"])
-    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-    expected = [f"{each['msg'][0].lower()}{each['msg'][1:]}" for each in errors]
-    if len(errors) > 1:
-        others = [each.partition(",")[0].removeprefix("input should be ") for each in expected]
-        expected = [f"input should be {' or '.join(others)}"]
-    text = f"{key}: {expected[0]}, got {shown}"
-    literals = [each for each in errors if each["type"] == "literal_error"]
-    if literals and isinstance(error["input"], str):
-        known = re.findall(r"'([^']+)'", literals[0]["ctx"]["expected"])
-        text += (did_you_mean(error["input"], known)).replace(" Did", "; did")
-    return text
+    return (
+        f"{key}: must be {_expected(errors, key)}, got {_shown(error['input'])}{_hint(errors, key)}"
+    )
+
+
+def _expected(errors: Sequence[Any], key: str) -> str:
+    """What a value must be, in one of several ways."""
+    ways = []
+    for error in errors:
+        known = _TYPES.get(error["type"])
+        if error["type"] == "string_pattern_mismatch":
+            known = _SPELLINGS.get(key.rpartition(".")[2], _SET_NAME)
+        said = error["msg"].removeprefix("Input should be ").removeprefix("Value should be ")
+        # Of several ways each is said in short.
+        ways.append(known or (said.partition(",")[0] if len(errors) > 1 else said))
+    return " or ".join(dict.fromkeys(ways))
+
+
+def _shown(value: Any) -> str:
+    """A value as YAML has it, in at most 80 characters."""
+    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _hint(errors: Sequence[Any], key: str) -> str:
+    """What somebody may have meant who gave a value of another kind; empty if nobody knows."""
+    value, types = errors[0]["input"], {error["type"] for error in errors}
+    name = re.sub(r"\.\d+", ".N", key)
+    hint = ""
+    if value is None:
+        hint = "it is required" if is_required(name) else "leave it out"
+    elif "string_type" in types and isinstance(value, bool):
+        hint = "YAML reads yes, no, on and off as true or false: put it in quotes"
+    elif "string_type" in types and isinstance(value, int | float):
+        hint = f'put it in quotes: "{value}"'
+    elif name in _SHORT_FORMS and isinstance(value, str):
+        hint = f"did you mean {{{_SHORT_FORMS[name]}: {value}}}?"
+    elif types & {"tuple_type", "list_type"} and isinstance(value, str | Mapping):
+        hint = "put it in a list: [...]"
+    elif "string_pattern_mismatch" in types and key == "name" and (label := _label(value)):
+        hint = f"did you mean {label!r}?"
+    elif isinstance(value, str):
+        expected = [
+            error["ctx"]["expected"] for error in errors if error["type"] == "literal_error"
+        ]
+        known = re.findall(r"'([^']+)'", " ".join(expected))
+        hint = did_you_mean(value, known).strip().replace("Did", "did")
+    return f"; {hint}" if hint else ""
+
+
+def _label(text: str) -> str:
+    """The DNS label that is most like a text; empty if nothing of it remains."""
+    plain = (
+        unicodedata.normalize("NFKD", text.replace("ß", "ss")).encode("ascii", "ignore").decode()
+    )
+    return re.sub(r"[^a-z0-9]+", "-", plain.lower())[:63].strip("-")

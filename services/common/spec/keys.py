@@ -96,6 +96,11 @@ def did_you_mean_key(key: str) -> str:
     return ""
 
 
+def is_required(key: str) -> bool:
+    """Whether a key has no default; ``N`` is an index."""
+    return any(name == key and info.is_required() for name, info in fields_of(RunSpec))
+
+
 @cache
 def _keys() -> tuple[str, ...]:
     return tuple(key for key, _ in fields_of(RunSpec))
