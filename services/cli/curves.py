@@ -12,6 +12,9 @@ from services.cli.steps import StepLog
 mpl.use("Agg")
 
 
+_STYLES = ("-", "--", ":", "-.")
+
+
 def draw(path: Path, run: Mapping[str, Any], log: StepLog) -> None:
     """Draw them into a PNG file."""
     figure = Figure(figsize=(11, 7), layout="constrained")
@@ -47,7 +50,9 @@ def _line(
     axes: Any, x: Sequence[float], y: Sequence[float | None], label: str, *, marker: str = ""
 ) -> None:
     known = [(step, value) for step, value in zip(x, y, strict=True) if value is not None]
-    axes.plot(*zip(*known, strict=True) if known else ((), ()), label=label, marker=marker)
+    # A line under another one shows through its gaps.
+    style = _STYLES[len(axes.lines) % len(_STYLES)]
+    axes.plot(*zip(*known, strict=True) if known else ((), ()), style, label=label, marker=marker)
 
 
 def _decorate(axes: Any, title: str, unit: str) -> None:

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any
@@ -12,7 +11,8 @@ from services.cli.display import duration, set_line
 from services.cli.steps import StepLog
 
 METRICS = "metrics.jsonl"
-_MAX_WINDOW = 20
+_STRETCHES = 10
+_MIN_STRETCH = 3
 
 
 def write_report(
@@ -73,30 +73,30 @@ def summary_lines(
 
 
 def fall_of_reward(rewards: Mapping[int, float]) -> str:
-    """Says that the mean reward of the newest steps is below that of earlier ones; empty if it is not.
+    """Says that the reward is below that of the best stretch, beyond its noise; empty if it is not.
 
-    Compares means over a tenth of the steps (2 to 20): the newest with the highest. A fall counts if it is a
-    quarter of the range of all means, and four standard errors of the difference, by the variance of
-    differences between successive steps (von Neumann, 1941).
+    The run page has the same rule (``verdict.js``): a stretch is a tenth of the steps, at least 3; a fall
+    counts from two standard errors of the difference, and from a twentieth of the best mean.
 
     Args:
         rewards: Mean reward of each step.
     """
     steps = sorted(rewards)
-    size = min(_MAX_WINDOW, max(2, len(steps) // 10))
-    if len(steps) < 2 * size + 1:
-        return ""
     values = [rewards[step] for step in steps]
-    means = [fmean(values[index : index + size]) for index in range(len(values) - size + 1)]
-    best = max(range(len(means) - size), key=means.__getitem__)
-    fall = means[best] - means[-1]
-    # Of one step: pvariance / 2; of a mean: that / size; of the difference of two: twice as much.
-    error = math.sqrt(pvariance([after - before for before, after in pairwise(values)]) / size)
-    if fall < max(0.25 * (max(means) - min(means)), 4 * error) or fall <= 0:
+    size = max(len(steps) // _STRETCHES, _MIN_STRETCH)
+    newest = len(steps) - size
+    if newest < size:
+        return ""
+    stretches = {
+        begin: values[begin : begin + size] for begin in range(newest % size, newest + 1, size)
+    }
+    best = max(stretches, key=lambda begin: fmean(stretches[begin]))
+    before, after = fmean(stretches[best]), fmean(stretches[newest])
+    noise = math.sqrt((pvariance(stretches[best]) + pvariance(stretches[newest])) / size)
+    if before - after <= max(2 * noise, abs(before) / 20):
         return ""
     return (
-        f"fell from {means[best]:.3f} (steps {steps[best]} to {steps[best + size - 1]}) to {means[-1]:.3f} "
-        f"(steps {steps[-size]} to {steps[-1]})"
+        f"fell from {before:.3f} (steps {steps[best]} to {steps[best + size - 1]}) to {after:.3f}"
     )
 
 

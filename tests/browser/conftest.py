@@ -51,7 +51,10 @@ async def open_page(browser, controller):
                 lambda r: r.url.startswith((controller.url, "blob:")) or foreign.append(r.url),
             )
             page.on("pageerror", lambda error: errors.append(str(error)))
-            page.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
+            page.on(
+                "console",
+                lambda m: errors.append(m.text) if m.type in ("error", "warning") else None,
+            )
             await page.goto(f"{controller.url}{path}#code={controller.code(role)}")
             await page.wait_for_selector("#name:not(:empty)")
             return page

@@ -46,6 +46,15 @@ class PageController:
         """Write an event and tell of it."""
         self.manager.feed.publish(self.store.record(run_id, note, also=also), project="default")
 
+    def create(self, name: str) -> str:
+        """One more run that is running, without a step."""
+        number = len(self.store.list_runs(limit=500)) + 10
+        return _create(self.store, number, {"name": name})
+
+    def end(self, run_id: str) -> None:
+        """A run succeeds."""
+        self.store.apply(run_id, RunEvent.FINISH, reason="Test")
+
     def train(self, run_id: str, step: int, **numbers: float) -> None:
         """A step is trained."""
         reward = numbers.pop("reward_mean", step / 20)

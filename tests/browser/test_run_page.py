@@ -46,6 +46,49 @@ async def test_the_page_opens_on_what_is_running_and_is_live(open_page, controll
     await expect(reward.locator(".legend")).to_contain_text("mean 0.5")
 
 
+@pytest.mark.parametrize("which", ["running", "ended", "failed"])
+async def test_every_tab_opens_and_stays_in_order(open_page, controller, which):
+    run = getattr(controller, which)
+    page = await open_page(f"/runs/{run}")
+    for index, tab in enumerate(await page.get_by_role("tab").all()):
+        await tab.click()
+        await expect(page.locator("#panel > *").first).to_be_visible()
+        # Twice what the page does every two seconds, with something that happens in between.
+        for turn in range(2):
+            async with page.expect_response("**/v1/runs?page_size=200"):
+                if which == "running":
+                    controller.note(run, Note("Tried", f"while {index}.{turn} is open"))
+        await expect(page.locator("#trouble")).to_be_hidden()
+        await expect(tab).to_have_attribute("aria-selected", "true")
+
+
+async def test_charts_without_values_are_folded_until_they_have_some(open_page, controller):
+    run = controller.create("fresh")
+    page = await open_page(f"/runs/{run}")
+    shown = page.locator("figure:visible b")
+    key = ["Reward", "Held-out score", "Response length", "Time of a step"]
+    await expect(shown).to_have_text(key)
+    await expect(page.get_by_text("Without values:")).to_contain_text("Gradient norm")
+    controller.train(run, 1)
+    await chart(page, "Gradient norm").scroll_into_view_if_needed()
+    await expect(chart(page, "Gradient norm").locator(".legend")).to_contain_text("norm")
+    await expect(page.get_by_text("Without values:")).not_to_contain_text("Gradient norm")
+    assert (await shown.all_inner_texts())[:4] == key
+    controller.end(run)  # other tests open the page on what is running
+
+
+async def test_on_a_phone_the_list_of_runs_is_folded_and_closes_behind_a_choice(
+    open_page, controller
+):
+    page = await open_page(f"/runs/{controller.ended}", width=390)
+    await expect(page.locator("#runs")).to_be_hidden()
+    assert await page.evaluate("document.querySelector('nav').offsetHeight") < 90
+    await page.get_by_text("Runs", exact=True).click()
+    await page.locator("#runs a", has_text="broken").click()
+    await expect(page.locator("#name")).to_have_text("broken")
+    await expect(page.locator("#runs")).to_be_hidden()
+
+
 async def test_values_are_under_the_cursor_of_mouse_and_keys(open_page, controller):
     page = await open_page(f"/runs/{controller.ended}")
     reward = chart(page, "Reward")
@@ -183,6 +226,7 @@ async def test_the_configuration_shows_what_differs_from_the_defaults(open_page,
         "0.5"
     )
     await expect(panel).not_to_contain_text("trainer.optimizer.weight_decay")
+    await expect(panel.locator("td:nth-child(2)", has_text=re.compile("^null$"))).to_have_count(0)
     await page.get_by_role("button", name="all", exact=True).click()
     await page.get_by_label("Search the configuration").fill("weight_decay")
     await expect(panel.locator("tbody tr")).to_have_count(1)

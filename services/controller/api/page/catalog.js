@@ -5,16 +5,19 @@
  * `scores` are evaluations.
  */
 export const CATALOG = [
-  ["Learning", [
+  ["At a glance", [
     ["Reward", "", [["mean", "reward_mean"], ["deviation", "reward_std"]]],
+    ["Held-out score", "", [["greedy", "greedy"], ["sampled", "sampled"]], "scores"],
+    ["Response length", "tokens", [["mean", "response_length_mean"], ["p95", "response_length_p95"], ["max", "response_length_max"]]],
+    ["Time of a step", "s", [["total", "seconds"], ["trainer waits", "trainer_wait_s"], ["rollouts idle", "rollout_idle_s"]]],
+  ]],
+  ["Learning", [
     ["Reward by term", "", "reward/"],
     ["Reward by set", "", "set_reward/"],
-    ["Held-out score", "", [["greedy", "greedy"], ["sampled", "sampled"]], "scores"],
     ["Held-out score by set", "", "heldout/", "scores"],
     ["Loss", "", [["loss", "loss"]]],
     ["Entropy", "nats", [["entropy", "entropy"]]],
     ["Gradient norm", "", [["norm", "grad_norm"]]],
-    ["Response length", "tokens", [["mean", "response_length_mean"], ["p95", "response_length_p95"], ["max", "response_length_max"]]],
   ]],
   ["Off-policy", [
     ["Staleness", "versions", [["mean", "staleness_mean"], ["max", "staleness_max"]]],
@@ -22,7 +25,6 @@ export const CATALOG = [
     ["Clipped tokens", "share", [["ratio", "clip_fraction"], ["weight", "is_clipped_fraction"]]],
   ]],
   ["Speed", [
-    ["Time of a step", "s", [["total", "seconds"], ["trainer waits", "trainer_wait_s"], ["rollouts idle", "rollout_idle_s"]]],
     ["The trainer waits", "s", [
       ["for data", "idle_seconds_no_data"], ["for stale groups", "idle_seconds_barrier"],
       ["weight sync", "idle_seconds_weight_sync"], ["handover of GPUs", "idle_seconds_handover"], ["checkpoint", "idle_seconds_checkpoint"],

@@ -33,6 +33,11 @@ export class Chart {
       this.plot, this.legend);
   }
 
+  /** Whether a run has a number that it draws. */
+  get hasValues() {
+    return this.view.runs.some((run) => this.lines.some(([, key]) => this.#values(run, key)));
+  }
+
   /** Draw what the view's series hold now. */
   draw() {
     this.isStale = false;
@@ -72,7 +77,7 @@ export class Chart {
         const colour = runs.length > 1 ? runIndex : lineIndex;
         const line = {
           label: runs.length > 1 ? `${run.label} ${label}` : label, key: `${run.run.id} ${key}`, colour,
-          dash: runs.length > 1 ? DASHES[lineIndex % DASHES.length] : [], width: 1.6, values,
+          dash: DASHES[lineIndex % DASHES.length], width: 1.6, values, // a line under another one shows through its gaps
         };
         if (smoothing) {
           table.push(values);

@@ -123,13 +123,14 @@ export class Curves {
   /** Make the charts; those of numbers that no chart names are laid out once steps have them. */
   #lay() {
     const sections = CATALOG.map(([heading, charts]) => [heading, charts.map((chart) => new Chart(chart, this))]);
-    sections[1][1].push(...SPREADS.map((spread) => new Spread(spread, this)));
+    this.key = new Set(sections[0][1]);
+    sections.find(([heading]) => heading === "Off-policy")[1].push(...SPREADS.map((spread) => new Spread(spread, this)));
     this.further = h("details", { class: "further", ontoggle: () => this.#readAll() }, h("summary", {}), h("div", { class: "charts" }));
     this.furtherNames = new Set();
-    this.body.replaceChildren(
-      ...sections.map(([heading, charts]) => h("section", { "aria-label": heading }, h("h3", {}, heading),
-        h("div", { class: "charts" }, charts.map((chart) => this.#hang(chart))))),
-      this.further);
+    this.sections = sections.map(([heading, charts]) => h("section", { "aria-label": heading }, h("h3", {}, heading),
+      h("div", { class: "charts" }, charts.map((chart) => this.#hang(chart)))));
+    this.empty = h("p", { class: "quiet" });
+    this.body.replaceChildren(...this.sections, this.further, this.empty);
     this.draw();
   }
 
@@ -158,15 +159,23 @@ export class Curves {
     this.furtherNames = names;
     for (const chart of this.charts.filter(({ beginning }) => beginning)) {
       chart.lines = linesOf(chart.beginning, names);
-      chart.element.hidden = !chart.lines.length;
     }
     const charts = furtherCharts(names);
     place.replaceChildren(...charts.map((chart) => this.#hang(new Chart(chart, this))));
     this.further.hidden = isWhole && !charts.length;
   }
 
+  /** Leave out charts that have no values, except the key ones, and say which they are. */
+  #fold() {
+    const empty = this.charts.filter((chart) => !this.key.has(chart) && !chart.hasValues);
+    for (const chart of this.charts) chart.element.hidden = empty.includes(chart);
+    for (const section of this.sections) section.hidden = [...section.querySelectorAll("figure")].every(({ hidden }) => hidden);
+    this.empty.textContent = empty.length ? `Without values: ${empty.map(({ title }) => title).join(", ")}` : "";
+  }
+
   #draw() {
     this.#layFurther();
+    this.#fold();
     for (const chart of this.charts) {
       chart.isStale = true;
       if (chart.isVisible) chart.draw();

@@ -55,7 +55,7 @@ async function show() {
   if (isNew) await open(key, where);
   if (shown?.key !== key || !shown.all) return; // another one was asked for meanwhile, or it is still being read
   if (shown.tab !== where.tab) openTab(where.tab);
-  else shown.view.search?.(where.search);
+  else shown.view.find?.(where.search);
   if (!isNew) {
     const run = await getJson(`/v1/runs/${where.run}`);
     if (shown.key !== key) return;
@@ -188,7 +188,13 @@ $("tabs").addEventListener("keydown", (key) => {
   go({ ...current(), tab, search: {} });
   refresh().then(() => $(`tab-${tab}`)?.focus());
 });
-onMove(() => show().catch(complain));
+const narrow = matchMedia("(max-width: 50rem)");
+narrow.onchange = () => { $("choose").open = !narrow.matches; };
+narrow.onchange();
+onMove(() => {
+  if (narrow.matches) $("choose").open = false; // a run was chosen
+  show().catch(complain);
+});
 const code = new URLSearchParams(location.hash.slice(1)).get("code");
 if (code) {
   history.replaceState(null, "", location.pathname + location.search); // it works once, so it must not stay

@@ -34,7 +34,7 @@ export class Samples {
     this.more = h("button", { type: "button", class: "part", hidden: true, onclick: () => this.#read() }, "more");
     this.one = h("article", { class: "sample", "aria-label": "One sample", tabIndex: -1 });
     panel.replaceChildren(this.form, this.says, h("div", { class: "beside" }, h("div", {}, this.list, this.more), this.one));
-    this.search(search);
+    this.find(search);
   }
 
   close() {}
@@ -42,7 +42,7 @@ export class Samples {
   take() {}
 
   /** Show what an address searches for. */
-  search(wanted) {
+  find(wanted) {
     if (this.wanted === JSON.stringify(wanted)) return;
     this.wanted = JSON.stringify(wanted);
     for (const [name, , kind, options] of FILTERS) {
@@ -56,7 +56,7 @@ export class Samples {
     const first = Object.fromEntries(FILTERS.map(([name, , , options]) => [name, options?.[0][0]]));
     const search = Object.fromEntries([...this.#query()].filter(([name, value]) => value !== first[name]));
     history.replaceState(null, "", address({ ...current(), search }));
-    this.search(search);
+    this.find(search);
   }
 
   /** What is searched for, as a query. */

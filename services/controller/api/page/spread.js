@@ -19,6 +19,10 @@ export class Spread {
       h("div", { class: "plot" }, this.canvas), this.legend);
   }
 
+  get hasValues() {
+    return Boolean(this.view.runs[0].histograms.get(this.name)?.bounds.length);
+  }
+
   draw() {
     this.isStale = false;
     const [series] = this.view.runs;
