@@ -11,8 +11,9 @@ import typer
 import yaml
 
 from services.cli.main import _COMMANDS, load
+from services.common.spec.loader import load_spec
 from tests.helpers.commands import Command, blocks, commands
-from tests.helpers.pages import ROOT
+from tests.helpers.pages import ROOT, example
 from tests.unit.test_repository import DOCUMENTS, named
 
 PAGES = [
@@ -190,3 +191,9 @@ def merged(defaults: dict, values: dict) -> dict:
         if isinstance(value, dict):
             both[name] = merged(defaults.get(name) or {}, value)
     return both
+
+
+def test_the_translated_verl_command_is_a_specification(tmp_path):
+    spec = load_spec(example("coming-from.md", "from-verl.yaml", tmp_path))
+    assert (spec.rollout.replicas, spec.engine_gpus, spec.trainer.world_size) == (4, 2, 8)
+    assert spec.trainer.prompts_per_step == 1024

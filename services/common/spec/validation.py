@@ -11,9 +11,9 @@ class ValidationSpec(SpecPart):
     """Evaluation of one pinned weight version, beside training."""
 
     every: int = Field(10, ge=0)
-    """Weight versions between evaluations; 0 leaves only the first and the last."""
-    before_train: bool = True
-    """Whether the initial weights are evaluated."""
+    """Weight versions between evaluations; 0 evaluates at the end only (``at_end``)."""
+    before_train: bool | None = None
+    """Whether the initial weights are evaluated; null: if ``every`` is above 0."""
     at_end: bool = True
     """Whether the final weights are evaluated."""
     only: bool = False
@@ -31,3 +31,8 @@ class ValidationSpec(SpecPart):
     """Reward from which a response counts as right, for ``pass@k``."""
     timeout_s: float = Field(1800.0, gt=0)
     """Deadline of one evaluation; past it, what was scored is reported with status ``timeout``."""
+
+    @property
+    def begins(self) -> bool:
+        """Whether the initial weights are evaluated."""
+        return self.only or (self.every > 0 if self.before_train is None else self.before_train)

@@ -185,7 +185,7 @@ class Evaluator:
         validation = self._spec.now.validation
         if is_last and validation.at_end:
             return "final"
-        if step == 0 and (validation.before_train or validation.only):
+        if step == 0 and validation.begins:
             return "initial"
         # Versions between two that are published are not seen here.
         since = range(step if self._step is None else self._step + 1, step + 1)

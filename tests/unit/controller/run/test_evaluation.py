@@ -312,6 +312,26 @@ async def test_what_a_shard_took_with_it_is_not_waited_for():
         stage.end()
 
 
+@pytest.mark.parametrize(
+    ("validation", "is_evaluated"),
+    [
+        ({"every": 0}, False),
+        ({"every": 2}, True),
+        ({"every": 2, "before_train": False}, False),
+        ({"every": 0, "before_train": True}, True),
+        ({"every": 0, "only": True}, True),
+    ],
+)
+async def test_initial_weights_are_evaluated_if_later_ones_are_or_somebody_asks(
+    validation, is_evaluated
+):
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(tasks, **validation)
+        await stage.evaluator.published(0, step=0)
+        assert stage.evaluator.is_busy is is_evaluated
+        stage.end()
+
+
 async def test_versions_between_the_periodic_ones_are_not_evaluated():
     async with asyncio.TaskGroup() as tasks:
         stage = Stage(tasks)
