@@ -11,9 +11,9 @@ import typer
 import yaml
 
 from services.cli.main import _COMMANDS, load
-from services.common.spec.loader import load_spec
+from services.common.spec.loader import parse_spec
 from tests.helpers.commands import Command, blocks, commands
-from tests.helpers.pages import ROOT, example
+from tests.helpers.pages import ROOT
 from tests.unit.test_repository import DOCUMENTS, named
 
 PAGES = [
@@ -193,7 +193,7 @@ def merged(defaults: dict, values: dict) -> dict:
     return both
 
 
-def test_the_translated_verl_command_is_a_specification(tmp_path):
-    spec = load_spec(example("coming-from.md", "from-verl.yaml", tmp_path))
+def test_the_translated_verl_command_is_a_specification():
+    spec = parse_spec(example("coming-from.md", "from-verl.yaml"))
     assert (spec.rollout.replicas, spec.engine_gpus, spec.trainer.world_size) == (4, 2, 8)
     assert spec.trainer.prompts_per_step == 1024

@@ -24,7 +24,7 @@ export class Checkpoints {
     this.list.replaceChildren(table("Checkpoints", ["step", "state", "size", "saved", "id", "folder", ""], there.map((one) => [
       one.step, one.message ? `${one.state}: ${one.message}` : one.state, bytes(one.size_bytes), date(one.create_time),
       h("code", {}, one.id), h("code", {}, one.path), this.#delete(one),
-    ]), "None is saved yet. The last step is always saved; trainer.checkpoint.every saves others."));
+    ]), "None is saved yet. The last step is always saved, others by trainer.checkpoint.every (steps) or every_s (seconds)."));
   }
 
   #delete(one) {
