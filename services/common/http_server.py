@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 import ssl
+from asyncio import sslproto
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp
 from services.common.errors import InvalidArgumentError
 from services.common.http_limits import (
     HEADER_DEADLINE_S,
+    MAX_REQUEST_BYTES,
     Connections,
     OncePerMinute,
     counted,
@@ -24,6 +26,8 @@ from services.common.task_group import TaskGroup
 
 _STOP_GRACE_S = 1
 _BACKLOG = 1024
+# A record of TLS; asyncio fills a buffer of 256 KiB for each connection.
+sslproto.SSLProtocol.max_size = 16 << 10
 _ACCEPTS = OncePerMinute()
 
 
@@ -35,10 +39,11 @@ async def serve_http(
     certificate: Path | None = None,
     key: Path | None = None,
     connections_per_peer: int = 0,
+    max_request_bytes: int = MAX_REQUEST_BYTES,
     header_deadline_s: float = HEADER_DEADLINE_S,
     keep_alive_s: int = 5,
 ) -> AsyncIterator[int]:
-    """Serve until the block ends.
+    """Serve until the block ends, within the limits of :mod:`services.common.http_limits`.
 
     Args:
         bind: As :func:`listen` takes it.
@@ -46,6 +51,7 @@ async def serve_http(
         certificate: PEM file with a certificate chain, to serve HTTPS; read again when it changes.
         key: PEM file with its key.
         connections_per_peer: Connections of one address at once; 0 for no bound.
+        max_request_bytes: Size of all requests that are being received or answered at once.
         header_deadline_s: Seconds in which a connection must say what it wants, and those of a handshake.
         keep_alive_s: Seconds after an answer in which a connection may bring another request.
 
@@ -55,7 +61,7 @@ async def serve_http(
     Raises:
         InvalidArgumentError: If the address cannot be bound.
     """
-    connections = Connections(connections_per_peer)
+    connections = Connections(connections_per_peer, max_request_bytes)
     listener = counted(listen(bind), connections)
     logging.getLogger("asyncio").addFilter(_ACCEPTS)
     config = uvicorn.Config(
@@ -65,6 +71,8 @@ async def serve_http(
         timeout_graceful_shutdown=_STOP_GRACE_S,
         timeout_keep_alive=keep_alive_s,
         lifespan="off",
+        # An upgrade would lead around the limits.
+        ws="none",
         http=limited(connections, header_deadline_s),
         ssl_certfile=certificate,
         ssl_keyfile=key,

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
@@ -36,10 +37,22 @@ def add_routes(app: FastAPI, api: RunApi) -> None:
     """Add a route for each operation."""
     encoded = _Encoded()
 
-    async def authenticate(
-        request: Request, authorization: Annotated[str, Header(include_in_schema=False)] = ""
-    ) -> Principal:
-        return await api.authenticate(authorization, peer_of(request))
+    class KnownFirst(APIRoute):
+        """Reads the body of a request once its caller is known."""
+
+        def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+            answer = super().get_route_handler()
+
+            async def answer_known(request: Request) -> Response:
+                authorization = request.headers.get("authorization", "")
+                request.state.who = await api.authenticate(authorization, peer_of(request))
+                return await answer(request)
+
+            return answer_known
+
+    async def authenticate(request: Request) -> Principal:
+        who: Principal = request.state.who
+        return who
 
     async def streaming(
         who: Annotated[Principal, Depends(authenticate)],
@@ -60,9 +73,10 @@ def add_routes(app: FastAPI, api: RunApi) -> None:
         endpoint.__signature__ = _signature(  # type: ignore[attr-defined]
             operation, Depends(streaming if is_stream else authenticate)
         )
-        app.add_api_route(
+        app.router.add_api_route(
             path,
             endpoint,
+            route_class_override=KnownFirst,
             methods=[method],
             status_code=operation.status,
             description=inspect.getdoc(operation),

@@ -2,6 +2,7 @@
 
 import re
 import time
+from contextlib import nullcontext
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -72,7 +73,8 @@ class RunApi:
             if is_stranger:
                 self._strangers.admit(peer)
             try:
-                who = await run_in_threadpool(self._users.authenticate, authorization)
+                async with self._strangers.lookup() if is_stranger else nullcontext():
+                    who = await run_in_threadpool(self._users.authenticate, authorization)
             except UnauthenticatedError:
                 self._known.pop(authorization, None)
                 raise

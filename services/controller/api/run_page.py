@@ -26,6 +26,7 @@ _POLICY = (
     "frame-ancestors 'none'"
 )
 _HEADERS = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"}
+_CHUNK_BYTES = 16 << 10
 _CODE_LIFE_S = 3600.0
 _TOKEN_LIFE_S = 12 * 3600.0
 
@@ -153,5 +154,8 @@ class _Page(StaticFiles):
     async def get_response(self, path: str, scope: Scope) -> Response:
         """A file, with what the browser must know of it."""
         response = await super().get_response(path, scope)
+        if isinstance(response, FileResponse):
+            # So much waits here for each of those who do not read it.
+            response.chunk_size = _CHUNK_BYTES
         response.headers.update(_HEADERS)
         return response

@@ -1,7 +1,9 @@
 """How often unknown callers are looked for, by where they come from: each costs a query or more."""
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from starlette.requests import Request
 
@@ -11,6 +13,8 @@ from services.controller.api.request_limits import RateLimitedError
 _PER_SECOND = 10.0
 _BURST = 50.0
 _MAX_PEERS = 4096
+_MAX_WAITING = 64
+_AT_ONCE = 2
 
 
 def peer_of(request: Request) -> str:
@@ -29,6 +33,27 @@ class Strangers:
         self._clock = clock
         self._used: dict[str, tuple[float, float]] = {}
         """By peer, calls that count still, and when that was so."""
+        self._lookups = asyncio.Semaphore(_AT_ONCE)
+        self._num_waiting = 0
+
+    @asynccontextmanager
+    async def lookup(self) -> AsyncIterator[None]:
+        """Look for a token in the block, a few at once: those who are known do not wait for strangers.
+
+        Raises:
+            RateLimitedError: If too many wait.
+        """
+        if self._num_waiting >= _MAX_WAITING:
+            metrics.API_REFUSALS.labels("rate_limited").inc()
+            raise RateLimitedError(
+                "too many calls with unknown tokens come at once; send it again", retry_after_s=1.0
+            )
+        self._num_waiting += 1
+        try:
+            async with self._lookups:
+                yield
+        finally:
+            self._num_waiting -= 1
 
     def admit(self, peer: str) -> None:
         """Count a call of a peer with a token that is to be looked for.

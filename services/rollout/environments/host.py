@@ -37,6 +37,7 @@ from services.rollout.environments.protocol import MAX_ANSWER_BYTES, PROTOCOL, w
 
 _MAX_THREADS = 512
 _MOST_EPISODES = 4096
+_MAX_REQUEST_BYTES = 64 << 20
 _MOST_ERROR_CHARACTERS = 2000
 # A rollout that died leaves its episodes behind.
 _IDLE_S = 3600.0
@@ -213,7 +214,8 @@ async def serve(
     except Exception as error:  # noqa: BLE001 -- the edge to user code: every fault becomes an answer
         answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
         return
-    async with serve_http(bind, Host(make, reference, arguments).app()) as port:
+    app = Host(make, reference, arguments).app()
+    async with serve_http(bind, app, max_request_bytes=_MAX_REQUEST_BYTES) as port:
         answers.write(json.dumps({"port": port}) + "\n")
         await until_told_to_stop(stop_on_stdin_eof=is_child)
 

@@ -40,6 +40,8 @@ MODEL_NAME = "policy"
 _CHAT_PATH = "/v1/chat/completions"
 # Longer than clients keep theirs, so that none is closed under a request, and than most tools take.
 _KEEP_ALIVE_S = 75
+# Thousands of agents wait for answers at once, and each request holds a whole conversation.
+_MAX_REQUEST_BYTES = 1 << 30
 _Answer = asyncio.Task[Replies | ApiError]
 
 
@@ -154,7 +156,10 @@ class Endpoint:
             temperature: Of the run.
         """
         endpoint = cls("", temperature=temperature)
-        async with serve_http(bind, endpoint.app(), keep_alive_s=_KEEP_ALIVE_S) as port:
+        serving = serve_http(
+            bind, endpoint.app(), max_request_bytes=_MAX_REQUEST_BYTES, keep_alive_s=_KEEP_ALIVE_S
+        )
+        async with serving as port:
             endpoint._base_url = f"http://{host}:{port}/v1"
             yield endpoint
 

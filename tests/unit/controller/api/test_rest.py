@@ -6,7 +6,7 @@ import json
 import pytest
 
 from services.common.confinement import Allowance
-from services.controller.api import errors
+from services.controller.api import errors, strangers
 from services.controller.api.principals import TokenStore
 from tests.helpers.rest import SPEC, client_of, named, open_manager
 
@@ -323,3 +323,26 @@ async def test_a_body_that_does_not_come_is_not_waited_for(api, monkeypatch):
     async with asyncio.timeout(10):
         refused = await api.post("/v1/runs", content=stuck(), headers=JSON)
     assert (refused.status_code, refused.json()["code"]) == (408, "request_timeout")
+
+
+async def test_of_a_caller_that_nobody_knows_no_body_is_read(manager, database, tmp_path):
+    async def stuck():
+        yield b"{"
+        await asyncio.Event().wait()
+
+    headers = JSON | {"If-Match": '"1"'}
+    async with client_of(manager, database, tmp_path, TokenStore(database), token="slp_x") as api:
+        for method, path in (("POST", "/v1/runs"), ("PATCH", f"/v1/runs/run_{'0' * 32}")):
+            async with asyncio.timeout(20):
+                refused = await api.request(method, path, content=stuck(), headers=headers)
+            assert (refused.status_code, refused.json()["code"]) == (401, "unauthenticated")
+
+
+async def test_tokens_that_nobody_knows_are_looked_for_a_few_at_once(
+    manager, database, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(strangers, "_BURST", 1000.0)
+    headers = [{"Authorization": f"Bearer slp_{number}"} for number in range(100)]
+    async with client_of(manager, database, tmp_path, TokenStore(database)) as api:
+        answers = await asyncio.gather(*(api.get("/v1/runs", headers=each) for each in headers))
+    assert {each.status_code for each in answers} == {401, 429}
