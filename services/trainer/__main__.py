@@ -61,6 +61,7 @@ async def lead(settings: TrainerSettings) -> None:
             device=device_of(settings),
             host=settings.advertise_host,
             rendezvous=lambda scope: session.rendezvous(scope),
+            folder=settings.state_directory,
         )
 
         def on_step(step: int, result: StepResult) -> None:
@@ -137,6 +138,7 @@ async def _serve_rows(settings: TrainerSettings, follower: Follower) -> AsyncIte
             device=device_of(settings),
             host=settings.advertise_host,
             rendezvous=rendezvous,
+            folder=settings.state_directory,
         )
         # Ranks share their settings, and the port that these name is that of rank 0.
         host = settings.bind.rpartition(":")[0]

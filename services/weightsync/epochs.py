@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -23,14 +24,20 @@ class Epochs:
         device: Where the member's weights lie.
         host: Address of this host, as the other members reach it.
         rendezvous: The store of a scope, in which members meet.
+        folder: For the files of a source.
     """
 
     def __init__(
-        self, device: torch.device, host: str, rendezvous: Callable[[str], KeyValueStore]
+        self,
+        device: torch.device,
+        host: str,
+        rendezvous: Callable[[str], KeyValueStore],
+        folder: Path,
     ) -> None:
         self._device = device
         self._host = host
         self._rendezvous = rendezvous
+        self._folder = folder
         self._group: WeightGroup | None = None
         self._epoch = 0
         self.thread = OwnThread()
@@ -103,6 +110,7 @@ class Epochs:
                     host=self._host,
                     device=device,
                     timeout_s=timeout_s,
+                    folder=self._folder,
                 )
 
         try:

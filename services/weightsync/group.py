@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -176,6 +177,7 @@ def form_group(
     host: str,
     device: torch.device,
     timeout_s: float,
+    folder: Path,
 ) -> WeightGroup:
     """Build a group. All members call this at once; it blocks until all are there.
 
@@ -186,6 +188,7 @@ def form_group(
         host: Address of this host, as the other members reach it.
         device: Where the tensors lie.
         timeout_s: Deadline of this call.
+        folder: For the files of a source.
 
     Raises:
         ValueError: If the backend is unknown.
@@ -206,6 +209,7 @@ def form_group(
                 host=host,
                 timeout_s=timeout_s,
                 device=device,
+                folder=folder,
             )
         )
         for source in seat.sources
@@ -220,7 +224,9 @@ def form_group(
     return group
 
 
-def open_gloo(store: Any, seat: Seat, *, host: str, timeout_s: float, device: torch.device) -> Any:
+def open_gloo(
+    store: Any, seat: Seat, *, host: str, timeout_s: float, device: torch.device, folder: Path
+) -> Any:
     """A channel's process group between hosts' memories."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
@@ -228,7 +234,9 @@ def open_gloo(store: Any, seat: Seat, *, host: str, timeout_s: float, device: to
     return dist.ProcessGroupGloo(store, seat.rank, seat.num_receivers + 1, options)
 
 
-def open_nccl(store: Any, seat: Seat, *, host: str, timeout_s: float, device: torch.device) -> Any:
+def open_nccl(
+    store: Any, seat: Seat, *, host: str, timeout_s: float, device: torch.device, folder: Path
+) -> Any:
     """A channel's process group between GPUs."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _NCCL_TIMEOUT  # noqa: SLF001

@@ -10,21 +10,27 @@ middle ends at once, and what arrived is verified as with any transport.
 """
 
 import json
+import os
 import secrets
+import selectors
 import socket
 import struct
+import tempfile
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from services.common.errors import FailedPreconditionError
+from services.common.host import short_path
 from services.weightsync.group import Seat, Work
 from services.weightsync.rooms import Room, RoomError, lend, open_room
 
@@ -33,6 +39,10 @@ _HALVES = 2
 _KEY, _VERDICT, _NOTHING = "room", "verdict", "nothing"
 _MESSAGE = struct.Struct("<qq")
 _SECRET_BYTES = 16
+_PEER = struct.Struct("3i")
+"""Process, user and group of a peer (struct ucred)."""
+_MAX_SILENT = 16
+"""Connections that have not shown the secret; of more, the oldest is closed."""
 
 # Rooms that this process lent and that no group uses any more: CUDA's memory is slow to take, and receivers
 # that were killed may still have it open.
@@ -40,7 +50,7 @@ _FREE: dict[str, list[Room]] = {}
 
 
 def open_handle(
-    store: Any, seat: Seat, *, host: str, timeout_s: float, device: torch.device
+    store: Any, seat: Seat, *, host: str, timeout_s: float, device: torch.device, folder: Path
 ) -> "SharedRoom":
     """A channel between processes that share a device.
 
@@ -50,12 +60,13 @@ def open_handle(
         host: Address of this host.
         timeout_s: Deadline.
         device: Where what travels lies, the same for all.
+        folder: Of the source's socket; on a file system that the receivers see, too.
 
     Raises:
         FailedPreconditionError: If the room cannot be lent, or not be opened by somebody.
     """
     opened = _lent if seat.rank == 0 else _opened
-    with opened(store, device) as met:
+    with opened(store, device, folder) as met:
         if why := _first_reason(store, seat, met.why):
             raise FailedPreconditionError(
                 f"weights cannot go by handle: {why}; set weight_sync.backend to auto"
@@ -84,31 +95,38 @@ class _Met:
 
 
 @contextmanager
-def _lent(store: Any, device: torch.device) -> Iterator[_Met]:
+def _lent(store: Any, device: torch.device, folder: Path) -> Iterator[_Met]:
     """A room of this process, a line that listens, and why they cannot be used."""
     free, room, why = _FREE.setdefault(str(device), []), Room(torch.empty(0), ""), ""
-    secret = secrets.token_bytes(_SECRET_BYTES)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+    secret, path = secrets.token_bytes(_SECRET_BYTES), Path()
+    with ExitStack() as stack:
+        line = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         try:
-            line.bind("")  # to a name that Linux finds, without a file
+            folder.mkdir(parents=True, exist_ok=True)
+            # This one has mode 0700: the socket is never open to others, whatever the process's mask is.
+            own = tempfile.TemporaryDirectory(prefix="weights-", dir=folder)
+            path = Path(stack.enter_context(own)).resolve() / "socket"
+            with short_path(path) as short:
+                line.bind(short)
+            path.chmod(0o600)
             line.listen()
             room = free.pop() if free else lend(_HALVES * _CHUNK_BYTES, device)
         except (RoomError, OSError) as error:
             why = str(error)
-        address = bytes(line.getsockname() or b"")
-        store.set(_KEY, json.dumps([room.handle, address.hex(), secret.hex()]))
+        store.set(_KEY, json.dumps([room.handle, str(path), secret.hex()]))
         yield _Met(room, line, secret, why)
 
 
 @contextmanager
-def _opened(store: Any, device: torch.device) -> Iterator[_Met]:
+def _opened(store: Any, device: torch.device, folder: Path) -> Iterator[_Met]:
     """The source's room, a line to the source, and why they cannot be used."""
-    handle, address, secret = json.loads(store.get(_KEY))
+    handle, path, secret = json.loads(store.get(_KEY))
     room, why = Room(torch.empty(0), handle), ""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
         try:
             room = Room(open_room(handle, device), handle)
-            line.connect(bytes.fromhex(address))
+            with short_path(Path(path)) as short:
+                line.connect(short)
             line.send(bytes.fromhex(secret))
         except (RoomError, OSError) as error:
             why = str(error)
@@ -116,16 +134,72 @@ def _opened(store: Any, device: torch.device) -> Iterator[_Met]:
 
 
 def _accepted(met: _Met, count: int, timeout_s: float) -> list[socket.socket]:
-    """Lines to those who know what was told in the store; strangers are left out."""
+    """Lines to the receivers: processes of this user that send the secret. Nobody else is waited for.
+
+    Raises:
+        TimeoutError: If they do not all come in time.
+    """
     lines: list[socket.socket] = []
-    while len(lines) < count:
-        one, _ = met.line.accept()
-        one.settimeout(timeout_s)
-        if one.recv(_SECRET_BYTES) == met.secret:
-            lines.append(one)
-        else:
-            one.close()
+    silent: deque[socket.socket] = deque()
+    deadline = time.monotonic() + timeout_s
+    with selectors.DefaultSelector() as selector:
+
+        def drop(one: socket.socket) -> None:
+            silent.remove(one)
+            selector.unregister(one)
+
+        met.line.setblocking(False)
+        selector.register(met.line, selectors.EVENT_READ)
+        try:
+            while len(lines) < count:
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready and time.monotonic() >= deadline:
+                    raise TimeoutError(
+                        f"{len(lines)} of {count} receivers connected within {timeout_s:.0f} s"
+                    )
+                for key, _ in ready:
+                    one = key.fileobj
+                    assert isinstance(one, socket.socket)
+                    if one is met.line:
+                        _accept(met.line, silent, selector)
+                        while len(silent) > _MAX_SILENT:
+                            oldest = silent[0]
+                            drop(oldest)
+                            oldest.close()
+                    else:
+                        drop(one)
+                        if _knows(one, met.secret):
+                            one.settimeout(timeout_s)
+                            lines.append(one)
+                        else:
+                            one.close()
+        finally:
+            for one in silent:
+                one.close()
     return lines
+
+
+def _accept(
+    line: socket.socket, silent: deque[socket.socket], selector: selectors.BaseSelector
+) -> None:
+    """Take a connection in whose other end belongs to this user."""
+    with suppress(OSError):  # it is gone already
+        one, _ = line.accept()
+        _, user, _ = _PEER.unpack(one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        if user != os.geteuid():
+            one.close()
+            return
+        one.setblocking(False)
+        silent.append(one)
+        selector.register(one, selectors.EVENT_READ)
+
+
+def _knows(one: socket.socket, secret: bytes) -> bool:
+    """Whether the other end sent the secret."""
+    try:
+        return secrets.compare_digest(one.recv(_SECRET_BYTES), secret)
+    except OSError:
+        return False
 
 
 def _first_reason(store: Any, seat: Seat, why: str) -> str:

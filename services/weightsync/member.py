@@ -8,9 +8,11 @@ is ready only after ``check``. Calls of an older epoch are refused.
 
 import asyncio
 import logging
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -47,6 +49,8 @@ class WeightMember:
         host: Address of this host, as the other members reach it.
         rendezvous: The store of a scope, in which members meet.
         on_ready: Hears of each version that is in service, verified and checked.
+        folder: For a sender's files: the run's own, which its receivers see under the same path; None for
+            that of temporary files.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class WeightMember:
         host: str,
         rendezvous: Callable[[str], KeyValueStore],
         on_ready: Callable[[int], None] = lambda version: None,
+        folder: Path | None = None,
     ) -> None:
         if (source is None) == (sink is None):
             raise ValueError("a weight member has either a source or a sink")
@@ -67,7 +72,7 @@ class WeightMember:
         self._device = device
         self._peers = tuple(peers)
         self._on_ready = on_ready
-        self._epochs = Epochs(device, host, rendezvous)
+        self._epochs = Epochs(device, host, rendezvous, folder or Path(tempfile.gettempdir()))
         self._agreed: tuple[str, int | None, str] | None = None
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None

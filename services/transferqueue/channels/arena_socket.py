@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from services.common.host import short_path
+
 _TIMEOUT_S = 2.0
 _MAX_NAME_BYTES = 256
 # Between a socket's making and its listening, nobody listens either.
@@ -41,7 +43,7 @@ def serve_arena(
     listener.setblocking(False)
     old_mask = os.umask(0o177)
     try:
-        with _short(path) as short:
+        with short_path(path) as short:
             listener.bind(short)
     finally:
         os.umask(old_mask)
@@ -81,7 +83,7 @@ def open_arena(path: str, *, instance_id: str) -> tuple[mmap.mmap, socket.socket
     fds: list[int] = []
     try:
         peer.settimeout(_TIMEOUT_S)
-        with _short(Path(path)) as short:
+        with short_path(Path(path)) as short:
             peer.connect(short)
         name, fds, _, _ = socket.recv_fds(peer, _MAX_NAME_BYTES, 1)
         if name.decode(errors="replace") == instance_id and len(fds) == 1:
@@ -105,7 +107,7 @@ def _is_left_behind(path: Path) -> bool:
         is_own = stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
         if not is_own or time.time() - found.st_mtime < _NEW_S:
             return False
-        with _short(path) as short, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        with short_path(path) as short, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
             peer.settimeout(_TIMEOUT_S)
             peer.connect(short)
     except ConnectionRefusedError:
@@ -113,13 +115,3 @@ def _is_left_behind(path: Path) -> bool:
     except OSError:
         pass
     return False
-
-
-@contextmanager
-def _short(path: Path) -> Iterator[str]:
-    """Another path of a socket: its own may be longer than the 107 bytes that an address holds."""
-    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{folder}/{path.name}"
-    finally:
-        os.close(folder)

@@ -4,6 +4,11 @@ import asyncio
 import json
 import multiprocessing
 import os
+import socket
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -170,3 +175,73 @@ def test_nothing_but_a_room_is_opened():
         os.close(other)
     with pytest.raises(rooms.RoomError):
         rooms.open_room("no JSON", CPU)
+
+
+async def test_silent_strangers_are_dropped_and_the_group_forms(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    strangers: list[socket.socket] = []
+    accepted = handle._accepted
+
+    def accepted_among_strangers(met, count, timeout_s):
+        (path,) = tmp_path.glob("weights-*/socket")
+        for _ in range(20):
+            one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            one.connect(str(path))
+            strangers.append(one)
+        strangers[0].send(b"not the secret")
+        return accepted(met, count, timeout_s)
+
+    monkeypatch.setattr(handle, "_accepted", accepted_among_strangers)
+    cluster = Cluster(backend="handle")
+    async with asyncio.timeout(50):
+        await cluster.form()
+    await cluster.publish(0)
+    assert cluster.serves_what_was_sent()
+    assert len(strangers) == 20
+    for one in strangers:
+        one.settimeout(20)
+        with suppress(ConnectionError):
+            assert one.recv(1) == b""
+        one.close()
+
+
+def test_the_line_is_a_file_of_this_user_that_goes_again(tmp_path):
+    told = {}
+
+    class Store:
+        def set(self, key, value):
+            told[key] = value
+
+    folder = tmp_path / ("a" * 90)  # longer than an address of a socket may be
+    with handle._lent(Store(), CPU, folder) as met:
+        assert not met.why
+        path = Path(json.loads(told["room"])[1])
+        assert path.is_relative_to(folder)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert list(folder.iterdir()) == []
+
+
+def test_the_line_is_closed_to_other_users(monkeypatch, tmp_path):
+    class Store:
+        def set(self, key, value):
+            self.told = value
+
+    store = Store()
+    with handle._lent(store, CPU, tmp_path) as met:
+        _, path, secret = json.loads(store.told)
+        monkeypatch.setattr(handle.os, "geteuid", lambda: os.getuid() + 1)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+            other.connect(path)
+            other.send(bytes.fromhex(secret))
+            with pytest.raises(TimeoutError):
+                handle._accepted(met, 1, 0.3)
+
+
+def test_receivers_that_do_not_come_are_waited_for_until_the_deadline(tmp_path):
+    class Store:
+        def set(self, key, value):
+            """Nobody reads it."""
+
+    with handle._lent(Store(), CPU, tmp_path) as met, pytest.raises(TimeoutError):
+        handle._accepted(met, 1, 0.1)
