@@ -160,7 +160,7 @@ async def _serve_rest(
 ) -> AsyncIterator[str]:
     """The REST API and the run page, until the block ends; yields their address."""
     app = build_app(api, hosts=settings.hosts)
-    add_page_links(app, api, PageLinks(tokens))
+    add_page_links(app, api, PageLinks(tokens, api.recognize))
     with_run_page(app)
     serving = serve_http(
         settings.rest_bind,

@@ -105,14 +105,18 @@ class PageController:
         self.note(run_id, Note("Validated", f"weight version {version}: greedy {score}", data))
 
 
+async def _recognize(who: Principal) -> None:
+    """Everybody is known still."""
+
+
 @asynccontextmanager
 async def open_controller(folder: Path) -> AsyncIterator[PageController]:
     """Serve three runs of a new database."""
     database = Database(f"sqlite:///{folder / 'page.db'}")
     store, tokens = RunStore(database), TokenStore(database)
-    links = PageLinks(tokens)
     async with open_manager(database) as manager:
         api = api_of(manager, database, folder, tokens)
+        links = PageLinks(tokens, _recognize)
         app = build_app(api)
         add_page_links(app, api, links)
         async with serve_http("127.0.0.1:0", with_run_page(app)) as port:

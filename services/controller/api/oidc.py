@@ -48,7 +48,12 @@ class OidcProvider:
         """
         claims = self._verify(bearer_token(authorization))
         project, role = self._role(claims)
-        return Principal(name=str(claims[self._name_claim]), project=project, role=role)
+        return Principal(
+            name=str(claims[self._name_claim]),
+            project=project,
+            role=role,
+            expire_time=float(claims["exp"]) + _LEEWAY_S,
+        )
 
     def _verify(self, token: str) -> Mapping[str, Any]:
         try:

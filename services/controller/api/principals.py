@@ -4,7 +4,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 import sqlalchemy as sa
@@ -17,6 +17,11 @@ from services.controller.store.records import Run
 from services.controller.store.tables import API_TOKENS
 
 _PREFIX = "slp_"
+_PARENTS = API_TOKENS.alias("parents")
+# Tokens that were made for the bearer of one that is not known any more.
+_IS_ORPHAN = API_TOKENS.c.parent_digest.is_not(None) & API_TOKENS.c.parent_digest.not_in(
+    sa.select(_PARENTS.c.digest)
+)
 DEFAULT_PROJECT = "default"
 
 
@@ -27,6 +32,12 @@ class Principal:
     name: str
     project: str
     role: Role
+    expire_time: float | None = field(default=None, compare=False)
+    """When its token ends, in seconds since the epoch; None never does."""
+    root_digest: str | None = field(default=None, compare=False)
+    """Digest of the API token that its token is, or was made for; None for another way to be known."""
+    authorization: str = field(default="", repr=False, compare=False)
+    """The header that it is known by, to see later whether it still is."""
 
     def demand(self, role: Role) -> None:
         """See that the principal has at least a role.
@@ -120,8 +131,30 @@ class TokenStore:
         self.remember(token, name=name, project=project, role=role, life_s=life_s)
         return token
 
+    def derive(self, who: Principal, life_s: float) -> str:
+        """Make a token for a principal that ends with the one that it is known by, whatever that is."""
+        token = _PREFIX + secrets.token_urlsafe(32)
+        if who.expire_time is not None:
+            life_s = min(life_s, who.expire_time - time.time())
+        self.remember(
+            token,
+            name=who.name,
+            project=who.project,
+            role=who.role,
+            life_s=life_s,
+            parent_digest=who.root_digest,
+        )
+        return token
+
     def remember(
-        self, token: str, *, name: str, project: str, role: Role, life_s: float | None = None
+        self,
+        token: str,
+        *,
+        name: str,
+        project: str,
+        role: Role,
+        life_s: float | None = None,
+        parent_digest: str | None = None,
     ) -> None:
         """Accept a token that was made elsewhere; repeating it changes nothing."""
         digest = _digest(token)
@@ -137,6 +170,7 @@ class TokenStore:
                     role=role,
                     create_time=now,
                     expire_time=None if life_s is None else now + life_s,
+                    parent_digest=parent_digest,
                 )
             )
 
@@ -150,7 +184,9 @@ class TokenStore:
     def revoke(self, name: str) -> int:
         """Forget all tokens of a name; returns how many there were."""
         with self._database.write_unfenced() as connection:
-            return connection.execute(API_TOKENS.delete().where(API_TOKENS.c.name == name)).rowcount
+            found = connection.execute(API_TOKENS.delete().where(API_TOKENS.c.name == name))
+            connection.execute(API_TOKENS.delete().where(_IS_ORPHAN))
+            return found.rowcount
 
     def authenticate(self, authorization: str) -> Principal:
         """The principal of an ``Authorization`` header.
@@ -159,12 +195,18 @@ class TokenStore:
             UnauthenticatedError: If there is none.
         """
         token = bearer_token(authorization)
-        query = sa.select(API_TOKENS).where(API_TOKENS.c.digest == _digest(token))
+        query = sa.select(API_TOKENS).where(API_TOKENS.c.digest == _digest(token), ~_IS_ORPHAN)
         with self._database.read() as connection:
             row = connection.execute(query).first()
         if row is None or (row.expire_time is not None and row.expire_time < time.time()):
             raise UnauthenticatedError("the API token is not known or has expired; take a new one")
-        return Principal(name=row.name, project=row.project, role=row.role)
+        return Principal(
+            name=row.name,
+            project=row.project,
+            role=row.role,
+            expire_time=row.expire_time,
+            root_digest=row.parent_digest or row.digest,
+        )
 
 
 def bearer_token(authorization: str) -> str:

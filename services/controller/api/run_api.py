@@ -3,12 +3,13 @@
 import re
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 
 from services.common.errors import UnauthenticatedError
-from services.controller.api.handlers import Call, Handlers
+from services.controller.api.handlers import Call, Handlers, Items
 from services.controller.api.operation import OfRun, Operation
 from services.controller.api.principals import Authenticator, Principal
 from services.controller.api.request_limits import RequestLimits
@@ -20,6 +21,8 @@ from services.controller.manager.runs import RunManager
 # A token that is revoked is refused this much later.
 _KNOWN_FOR_S = 1.0
 _MAX_KNOWN = 1000
+# And its streams are ended this much later.
+_STREAMS_KNOWN_FOR_S = 5.0
 _WORD = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
@@ -82,9 +85,18 @@ class RunApi:
                 self._strangers.forgive(peer)
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
+            who = replace(who, authorization=authorization)
             self._known[authorization] = (who, now + _KNOWN_FOR_S)
         await self.limits.admit(who.project)
         return who
+
+    async def recognize(self, who: Principal) -> None:
+        """See that a principal of an earlier request is still known.
+
+        Raises:
+            UnauthenticatedError: If its token has ended meanwhile.
+        """
+        await run_in_threadpool(self._users.authenticate, who.authorization)
 
     async def answer(self, who: Principal, operation: Operation[Any]) -> tuple[Any, Call]:
         """What an operation answers, once its caller is seen to have the role for it."""
@@ -94,4 +106,19 @@ class RunApi:
             call = Call(who, who.demand_run(await self._manager.get(operation.run_id)))
         who.demand(operation.role)
         handler = getattr(self._handlers, handler_name(type(operation)))
-        return await handler(call, operation), call
+        answer = await handler(call, operation)
+        if operation.form == "events":
+            answer = self._while_known(who, answer)
+        return answer, call
+
+    async def _while_known(self, who: Principal, items: Items) -> Items:
+        """A stream that ends with the token that it was asked for with."""
+        seen = time.monotonic()
+        async for some in items:
+            if time.monotonic() - seen > _STREAMS_KNOWN_FOR_S:
+                try:
+                    await self.recognize(who)
+                except UnauthenticatedError:
+                    return
+                seen = time.monotonic()
+            yield some

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated
@@ -62,11 +62,19 @@ class PageLinks:
 
     Args:
         tokens: Where those tokens are kept.
+        recognize: Raises if a principal is not known any more.
         clock: Seconds.
     """
 
-    def __init__(self, tokens: TokenStore, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        tokens: TokenStore,
+        recognize: Callable[[Principal], Awaitable[None]],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._tokens = tokens
+        self._recognize = recognize
         self._clock = clock
         self._codes: dict[str, tuple[Principal, float]] = {}
 
@@ -82,21 +90,15 @@ class PageLinks:
         """A token for whoever has the link; the link is used up.
 
         Raises:
-            UnauthenticatedError: If it was used before, or is too old.
+            UnauthenticatedError: If it was used before, is too old, or whoever made it is not known any more.
         """
         who, deadline = self._codes.pop(code, (None, 0.0))
         if who is None or deadline < self._clock():
             raise UnauthenticatedError(
                 "this link was used before or is too old; 'slipstream page' prints another one"
             )
-        token = await run_in_threadpool(
-            self._tokens.create,
-            name=who.name,
-            project=who.project,
-            role=who.role,
-            life_s=_TOKEN_LIFE_S,
-        )
-        return SignedIn(token=token)
+        await self._recognize(who)
+        return SignedIn(token=await run_in_threadpool(self._tokens.derive, who, _TOKEN_LIFE_S))
 
 
 def add_page_links(app: FastAPI, api: RunApi, links: PageLinks) -> None:

@@ -1,0 +1,85 @@
+"""A browser's token ends with the token that its link was made with."""
+
+import asyncio
+import time
+
+import pytest
+
+from services.common.errors import UnauthenticatedError
+from services.common.spec.loader import parse_spec
+from services.controller.api import operations, principals, run_api
+from services.controller.api.principals import Principal, TokenStore
+from services.controller.api.run_page import PageLinks
+from services.controller.store.records import Submission
+from tests.helpers.rest import SPEC, api_of
+
+ADMIN = {"name": "ann", "project": "default", "role": "admin"}
+
+
+@pytest.fixture
+def tokens(database) -> TokenStore:
+    return TokenStore(database)
+
+
+@pytest.fixture
+def users(manager, database, tmp_path, tokens):
+    return api_of(manager, database, tmp_path, tokens)
+
+
+async def signed_in(users, tokens, token: str) -> str:
+    links = PageLinks(tokens, users.recognize)
+    link = links.make(await users.authenticate(f"Bearer {token}", ""))
+    return (await links.redeem(link.path.partition("code=")[2])).token
+
+
+@pytest.mark.parametrize("generations", [1, 3])
+async def test_it_ends_when_the_token_expires(users, tokens, generations, monkeypatch):
+    token = tokens.create(**ADMIN, life_s=3600.0)
+    for _ in range(generations):
+        token = await signed_in(users, tokens, token)
+    assert tokens.authenticate(f"Bearer {token}").name == "ann"
+    later = time.time() + 3601.0
+    monkeypatch.setattr(principals.time, "time", lambda: later)
+    with pytest.raises(UnauthenticatedError):
+        tokens.authenticate(f"Bearer {token}")
+
+
+@pytest.mark.parametrize("generations", [1, 3])
+async def test_it_ends_when_the_token_is_revoked(users, tokens, database, generations):
+    first = token = tokens.create(**ADMIN)
+    for _ in range(generations):
+        token = await signed_in(users, tokens, token)
+    tokens.revoke("ann")
+    for each in (first, token):
+        with pytest.raises(UnauthenticatedError):
+            tokens.authenticate(f"Bearer {each}")
+
+
+async def test_a_link_is_void_when_its_token_has_ended(users, tokens):
+    links = PageLinks(tokens, users.recognize)
+    who = await users.authenticate(f"Bearer {tokens.create(**ADMIN)}", "")
+    link = links.make(who)
+    tokens.revoke("ann")
+    with pytest.raises(UnauthenticatedError):
+        await links.redeem(link.path.partition("code=")[2])
+
+
+def test_it_ends_with_the_token_of_another_provider(tokens, monkeypatch):
+    now = time.time()
+    token = tokens.derive(Principal(**ADMIN, expire_time=now + 60.0), 3600.0)
+    again = tokens.derive(tokens.authenticate(f"Bearer {token}"), 3600.0)
+    monkeypatch.setattr(principals.time, "time", lambda: now + 61.0)
+    with pytest.raises(UnauthenticatedError):
+        tokens.authenticate(f"Bearer {again}")
+
+
+async def test_a_stream_ends_with_the_token(users, tokens, manager, monkeypatch):
+    monkeypatch.setattr(run_api, "_STREAMS_KNOWN_FOR_S", 0.0)
+    run, _ = await manager.create(Submission(spec=parse_spec(SPEC)))
+    who = await users.authenticate(f"Bearer {tokens.create(**ADMIN)}", "")
+    items, _ = await users.answer(who, operations.WatchRun(run_id=run.run_id))
+    assert await anext(items)
+    tokens.revoke("ann")
+    await manager.cancel(run.run_id)
+    async with asyncio.timeout(20):
+        assert [each async for each in items] == []
