@@ -8,7 +8,6 @@ from functools import partial
 from kubernetes import config
 from kubernetes.client import CoreV1Api, CustomObjectsApi
 
-from services.common.spec.loader import parse_spec
 from services.common.task_group import TaskGroup
 from services.controller.launch.follow import follow
 from services.controller.launch.kubernetes import KubernetesLauncher
@@ -80,7 +79,7 @@ async def _scale(manager: RunManager, run_id: str, replicas: int) -> None:
     """Change the number of a run's rollouts, unless it has as many."""
     while True:
         run = await manager.get(run_id)
-        if parse_spec(json.loads(run.spec_json)).rollout.replicas == replicas:
+        if json.loads(run.spec_json)["rollout"]["replicas"] == replicas:
             return
         patch = RunPatch(rollout_replicas=replicas)
         # A run that has made a step meanwhile is read again.

@@ -1,12 +1,13 @@
 """Drives the active runs, and brings to each what is heard of its workers."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Protocol
 
 from services.common.errors import FailedPreconditionError, UnavailableError
-from services.common.spec.loader import parse_spec
+from services.common.spec.loader import SpecError, parse_spec
 from services.common.task_group import TaskGroup
 from services.controller.client import GroupFailure
 from services.controller.launch.launcher import WorkerExit
@@ -15,8 +16,13 @@ from services.controller.run.driver import RunDriver
 from services.controller.run.journal import Journal
 from services.controller.run.loop import Services
 from services.controller.run.requests import Mailbox
-from services.controller.store.records import Event, Note, Run
+from services.controller.store.records import RELEASE, Event, Note, Run
 from services.controller.store.runs import InvalidTransitionError, RunStore
+
+logger = logging.getLogger(__name__)
+
+SPEC_NOT_ACCEPTED = "SpecNotAccepted"
+"""Why a run is paused whose specification was stored by a release with other keys or rules."""
 
 
 class Apply(Protocol):
@@ -58,7 +64,12 @@ class Drivers:
         """What every run needs; set before the first is driven."""
 
     def drive(self, run: Run) -> None:
-        """Drive a run to its end."""
+        """Drive a run to its end; one whose specification this release does not accept is set aside."""
+        try:
+            spec = parse_spec(run.spec_json)
+        except SpecError as error:
+            self._tasks.create_task(self._set_aside(run, error))
+            return
 
         async def move(event: RunEvent, reason: str, message: str) -> RunState:
             return (await self._apply(run.run_id, event, reason, message)).state
@@ -66,7 +77,7 @@ class Drivers:
         database = self._store.database
         driver = self._drivers[run.run_id] = RunDriver(
             run.run_id,
-            parse_spec(run.spec_json),
+            spec,
             self.services,
             journal=Journal(
                 run.run_id,
@@ -79,6 +90,27 @@ class Drivers:
             move=move,
         )
         driver.task = self._tasks.create_task(self._drive(run.run_id, driver))
+
+    async def _set_aside(self, run: Run, error: SpecError) -> None:
+        """Stop the workers of a run that cannot be driven, and pause it for a release that can drive it."""
+        await self.services.membership.close_run(run.run_id)
+        await self.services.launcher.stop(run.run_id)
+        message = (
+            f"release {RELEASE} does not accept the specification that release "
+            f"{run.release or 'unknown'} stored: {'; '.join(error.problems)}; resume the run with a release "
+            "that accepts it, or cancel it and submit it again"
+        )
+        logger.error(
+            "a run was set aside", extra={"run": run.run_id, "problems": list(error.problems)}
+        )
+        with suppress(InvalidTransitionError):  # somebody cancelled it meanwhile
+            if run.state is RunState.CANCELLING:
+                await self._apply(run.run_id, RunEvent.STOPPED, "CancelledByUser", "")
+            else:
+                if run.state is RunState.RUNNING:
+                    await self._apply(run.run_id, RunEvent.PAUSE, SPEC_NOT_ACCEPTED, message)
+                await self._apply(run.run_id, RunEvent.DRAINED, SPEC_NOT_ACCEPTED, message)
+        await self._on_end()
 
     async def _drive(self, run_id: str, driver: RunDriver) -> None:
         try:

@@ -3,13 +3,14 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from services.common.spec.loader import parse_spec
+from services.common.spec.loader import SpecError, parse_spec
 from services.common.spec.run import RunSpec
 from services.controller.membership.registry import Worker
 from services.controller.rules.run_state import RunState
@@ -84,20 +85,14 @@ def _families() -> dict[str, GaugeMetricFamily]:
 
 
 def _add_run(families: dict[str, GaugeMetricFamily], run: Run) -> None:
-    spec = _parsed(run.spec_json)
-    about = [run.run_id, run.name, spec.model.path, spec.algorithm.advantage]
-    families["slipstream_run_info"].add_metric(about, 1)
     for state in RunState:
         families["slipstream_run_state"].add_metric([run.run_id, state.value], run.state is state)
     for condition in run.conditions:
         labels = [run.run_id, condition.type, condition.status, condition.reason]
         families["slipstream_run_condition"].add_metric(labels, 1)
-    for name, value in (
-        ("slipstream_run_target_steps", run.target_steps),
-        ("slipstream_run_batch_prompts", spec.trainer.prompts_per_step),
-        ("slipstream_staleness_limit_versions", spec.algorithm.max_staleness),
-    ):
-        families[name].add_metric([run.run_id], value)
+    families["slipstream_run_target_steps"].add_metric([run.run_id], run.target_steps)
+    with suppress(SpecError):  # another release stored it, and the run is set aside
+        _add_spec(families, run, _parsed(run.spec_json))
     _add_numbers(families, run, "slipstream_run_staleness_versions", "staleness", ("max", "mean"))
     _add_numbers(families, run, "slipstream_run_heldout_score", "heldout", ("greedy", "sampled"))
     for set_name, scores in (run.summary.get("heldout") or {}).get("sets", {}).items():
@@ -105,6 +100,16 @@ def _add_run(families: dict[str, GaugeMetricFamily], run: Run) -> None:
             families["slipstream_run_heldout_set_score"].add_metric(
                 [run.run_id, set_name, score], value
             )
+
+
+def _add_spec(families: dict[str, GaugeMetricFamily], run: Run, spec: RunSpec) -> None:
+    about = [run.run_id, run.name, spec.model.path, spec.algorithm.advantage]
+    families["slipstream_run_info"].add_metric(about, 1)
+    for name, value in (
+        ("slipstream_run_batch_prompts", spec.trainer.prompts_per_step),
+        ("slipstream_staleness_limit_versions", spec.algorithm.max_staleness),
+    ):
+        families[name].add_metric([run.run_id], value)
 
 
 def _add_numbers(

@@ -45,6 +45,7 @@ TRANSITIONS: Final[dict[tuple[RunState, RunEvent], RunState]] = {
     (_S.QUEUED, _E.FAIL): _S.FAILED,
     (_S.QUEUED, _E.CANCEL): _S.CANCELLED,
     (_S.STARTING, _E.READY): _S.RUNNING,
+    (_S.STARTING, _E.DRAINED): _S.PAUSED,
     (_S.STARTING, _E.LOSE): _S.RECOVERING,
     (_S.STARTING, _E.FAIL): _S.FAILED,
     (_S.STARTING, _E.CANCEL): _S.CANCELLING,

@@ -11,7 +11,7 @@ from services.common.spec.loader import canonical_json, parse_spec, spec_digest
 from services.common.spec.run import RunSpec
 from services.controller.launch.launcher import total_gpus
 from services.controller.store.database import Database
-from services.controller.store.records import Needs
+from services.controller.store.records import RELEASE, Needs
 from services.controller.store.requests import (
     Request,
     RequestKind,
@@ -36,6 +36,7 @@ def spec_columns(spec: RunSpec) -> dict[str, Any]:
     return {
         "spec_json": canonical_json(spec),
         "spec_digest": spec_digest(spec),
+        "release": RELEASE,
         **asdict(needs_of(spec)),
     }
 

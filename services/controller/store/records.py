@@ -3,11 +3,15 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any, Self
 
 from services.common.spec.run import RunSpec
 from services.controller.rules.conditions import Condition
 from services.controller.rules.run_state import TERMINAL, RunState
+
+RELEASE = version("slipstream")
+"""Of this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +32,8 @@ class Run:
     spec_json: str
     """Empty in a list."""
     spec_digest: str
+    release: str
+    """That wrote the specification; empty if nobody knows."""
     target_steps: int
     """Steps that it is to train; 0 while nobody knows."""
     state: RunState
@@ -71,6 +77,7 @@ class NewRun:
     name: str
     spec_json: str
     spec_digest: str
+    release: str = RELEASE
     project: str = "default"
     priority: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)

@@ -30,6 +30,7 @@ RUNS = sa.Table(
     sa.Column("name", sa.String(63), nullable=False),
     sa.Column("spec_json", sa.Text, nullable=False),
     sa.Column("spec_digest", sa.String(64), nullable=False),
+    sa.Column("release", sa.String(63), nullable=False, server_default=""),
     sa.Column("target_steps", sa.BigInteger, nullable=False),
     sa.Column("state", sa.String(16), nullable=False),
     sa.Column("state_reason", sa.String(64), nullable=False),
@@ -54,9 +55,10 @@ RUNS = sa.Table(
     sa.Index("ix_runs_project", "project", "run_id"),
     sa.Index("ix_runs_state", "state"),
 )
-"""One row a run. ``num_attempts`` counts the times that its loop was entered, which orders the epochs of its
-weight groups. ``generation`` counts its specifications. At ``queue_deadline`` it has been queued for too
-long. ``gpus`` and ``transferqueue_bytes`` are what it takes of its project's quota while it is active."""
+"""One row a run. ``release`` wrote its specification; empty if nobody knows. ``num_attempts`` counts the
+times that its loop was entered, which orders the epochs of its weight groups. ``generation`` counts its
+specifications. At ``queue_deadline`` it has been queued for too long. ``gpus`` and ``transferqueue_bytes``
+are what it takes of its project's quota while it is active."""
 
 EVENTS = sa.Table(
     "events",
@@ -203,8 +205,10 @@ API_TOKENS = sa.Table(
     sa.Column("role", sa.String(16), nullable=False),
     sa.Column("create_time", sa.Float(53), nullable=False),
     sa.Column("expire_time", sa.Float(53), nullable=True),
+    sa.Column("parent_digest", sa.String(64), nullable=True),
 )
-"""API tokens by SHA-256; the tokens themselves are stored nowhere."""
+"""API tokens by SHA-256; the tokens themselves are stored nowhere. With ``parent_digest`` a token was made
+for the bearer of that one, and ends with it."""
 
 QUOTAS = sa.Table(
     "quotas",
