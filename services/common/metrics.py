@@ -1,10 +1,6 @@
-"""Prometheus metrics: bucket families and the ``/metrics`` server of a process."""
+"""Bucket families of Prometheus metrics."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Final
-
-from prometheus_client import REGISTRY, start_http_server
 
 # Upper bounds; the 0.3 s bound of `SYNC` makes "syncs under 300 ms" a direct ratio.
 SPANS: Final = (1, 2, 3, 4, 5, 8, 12, 16)
@@ -18,21 +14,3 @@ USER_CODE: Final = (
 STEP: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 3600)
 # As fine as the histograms of steps: a quantile of short answers is then no guess between 0 and 16.
 TOKENS: Final = (1, 2, *(size for power in range(2, 17) for size in (3 << power - 2, 1 << power)))
-
-
-@contextmanager
-def serve_metrics(port: int) -> Iterator[int]:
-    """Serve ``/metrics`` of this process until the block ends; port 0 serves nothing.
-
-    Yields:
-        The port that is served, or 0.
-    """
-    if port == 0:
-        yield 0
-        return
-    server, thread = start_http_server(port, registry=REGISTRY)
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        thread.join(timeout=5)

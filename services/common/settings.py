@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, Literal, Self
@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from services.common.confinement import Allowance
 from services.common.credentials import Identity, read_key
 from services.common.errors import InvalidArgumentError
+from services.common.metrics_server import serve_metrics
 from services.common.tls import Peer, TlsFiles, peer_name
 
 _LOOPBACK = ("127.", "localhost:", "[::1]:")
@@ -43,7 +44,10 @@ class ServiceSettings(BaseSettings):
     ready_file: Path | None = None
     """File that gets one line of JSON with the bound addresses once the service is up."""
     metrics_port: int = Field(0, ge=0, le=65535)
-    """Port of ``/metrics``; 0 serves none."""
+    """Port of ``/metrics`` on the host of ``bind``; 0 serves none."""
+    metrics_token_file: Path | None = None
+    """File with the bearer token that whoever asks for metrics must show; without it they are shown to all who
+    reach the port. Metrics of the controller and the transferqueue name the runs of all projects."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least level that is logged."""
     log_format: Literal["text", "json"] = "text"
@@ -72,6 +76,10 @@ class ServiceSettings(BaseSettings):
                 "tls_certificate, tls_key and tls_authority belong together; set all three, or none"
             )
         return self
+
+    def serving_metrics(self) -> AbstractAsyncContextManager[int]:
+        """Serve ``/metrics`` until the block ends, if they have a port."""
+        return serve_metrics(self.bind, self.metrics_port, token_file=self.metrics_token_file)
 
     @contextmanager
     def tracing(self, service: str, **facts: str) -> Iterator[None]:

@@ -19,7 +19,6 @@ from services.common.http_limits import raise_descriptor_limit
 from services.common.http_server import serve_http
 from services.common.lifetime import announce, until_told_to_stop
 from services.common.logging import configure
-from services.common.metrics import serve_metrics
 from services.common.task_group import TaskGroup
 from services.controller.api.app import build_app
 from services.controller.api.measured import Measured
@@ -63,7 +62,7 @@ async def run_controller(settings: ControllerSettings) -> None:
     """Lead, and serve until told to stop."""
     settings.state_directory.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as stack:
-        stack.enter_context(serve_metrics(settings.metrics_port))
+        await stack.enter_async_context(settings.serving_metrics())
         database = stack.enter_context(_opened_database(settings))
         leadership = Leadership(database, holder=settings.holder, ttl_s=settings.lease_ttl_s)
         await leadership.acquire()

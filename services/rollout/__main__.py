@@ -17,7 +17,6 @@ from services.common.grpc_server import serve
 from services.common.http_limits import raise_descriptor_limit
 from services.common.lifetime import announce, until_told_to_stop
 from services.common.logging import configure
-from services.common.metrics import serve_metrics
 from services.common.models.loading import load_config
 from services.common.models.routing_shape import routing_shape
 from services.common.models.tokenizer import load_tokenizer
@@ -260,6 +259,11 @@ def _peers(device: torch.device) -> list[torch.device]:
     return [torch.device("cuda", index) for index in range(1, torch.cuda.device_count())]
 
 
+async def _run_measured(settings: RolloutSettings) -> None:
+    async with settings.serving_metrics():
+        await run(settings)
+
+
 def main() -> None:
     """Entry point of ``python -m services.rollout``."""
     settings = RolloutSettings()
@@ -273,10 +277,9 @@ def main() -> None:
     raise_descriptor_limit()
     with (
         acting_as(settings.identity()),
-        serve_metrics(settings.metrics_port),
         settings.tracing("rollout", run=settings.run_id, worker=settings.worker_id),
     ):
-        asyncio.run(run(settings))
+        asyncio.run(_run_measured(settings))
 
 
 if __name__ == "__main__":

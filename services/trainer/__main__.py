@@ -8,7 +8,7 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import TypeVar
@@ -22,7 +22,6 @@ from services.common.credentials import acting_as
 from services.common.grpc_server import serve
 from services.common.lifetime import announce
 from services.common.logging import configure
-from services.common.metrics import serve_metrics
 from services.common.processors import usable_processors
 from services.common.settings import set_defaults
 from services.common.spec.loader import parse_spec
@@ -191,10 +190,16 @@ def _work(settings: TrainerSettings) -> None:
     }[settings.role]
     with (
         acting_as(settings.identity()),
-        serve_metrics(settings.metrics_port),
         settings.tracing("trainer", run=settings.run_id, worker=settings.worker_id),
     ):
-        asyncio.run(serve_role(settings))
+        asyncio.run(_serve_measured(settings, serve_role))
+
+
+async def _serve_measured(
+    settings: TrainerSettings, serve_role: Callable[[TrainerSettings], Awaitable[None]]
+) -> None:
+    async with settings.serving_metrics():
+        await serve_role(settings)
 
 
 if __name__ == "__main__":

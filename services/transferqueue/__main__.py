@@ -15,7 +15,6 @@ from services.common.grpc_server import serve
 from services.common.ids import new_id
 from services.common.lifetime import announce, until_told_to_stop
 from services.common.logging import configure
-from services.common.metrics import serve_metrics
 from services.transferqueue import metrics
 from services.transferqueue.channels.allocator import keep_freed_memory
 from services.transferqueue.facts import Shard
@@ -103,7 +102,7 @@ def _tell_ready(settings: TransferQueueSettings, address: str, shard: Shard) -> 
 
 
 async def _main(settings: TransferQueueSettings) -> None:
-    async with transferqueue(settings):
+    async with settings.serving_metrics(), transferqueue(settings):
         await until_told_to_stop(stop_on_stdin_eof=settings.stop_on_stdin_eof)
 
 
@@ -116,7 +115,6 @@ def main() -> None:
     configure(level=settings.log_level, log_format=settings.log_format, service="transferqueue")
     with (
         acting_as(settings.identity()),
-        serve_metrics(settings.metrics_port),
         settings.tracing("transferqueue"),
     ):
         asyncio.run(_main(settings))

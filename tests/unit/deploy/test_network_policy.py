@@ -137,6 +137,30 @@ def test_pods_of_other_namespaces_are_strangers_whatever_their_labels() -> None:
         assert not _allows(policies, elsewhere, labels[target], port), (source, target)
 
 
+@pytest.mark.parametrize(
+    ("options", "open_to"),
+    [((), ["monitoring"]), (("--set", "networkPolicy.metricsFrom=null"), [])],
+    ids=["default", "nobody"],
+)
+def test_metrics_are_open_to_the_namespace_of_prometheus_only(
+    options: Sequence[str], open_to: list[str]
+) -> None:
+    policies = _policies(render(*options, "--set", "transferqueue.shards=3"))
+    rules = [
+        rule
+        for policy in policies
+        for rule in policy.get("ingress", [])
+        if {"port": "metrics", "protocol": "TCP"} in rule.get("ports", [])
+    ]
+    assert len(rules) == 4
+    for rule in rules:
+        whole = [each for each in rule["from"] if "podSelector" not in each]
+        assert [each["namespaceSelector"]["matchLabels"][_NAMESPACE] for each in whole] == open_to
+        (test,) = (each for each in rule["from"] if "podSelector" in each)
+        labels = test["podSelector"]["matchLabels"]
+        assert labels["app.kubernetes.io/component"] == "test"
+
+
 def _labels(made: dict[str, Manifest]) -> dict[str, dict[str, str]]:
     """Labels of pods by component, with their namespaces among them."""
     ours = ("trainer", "rollout", "fetch")
